@@ -1,0 +1,1 @@
+"""Runs Forge training jobs from a TOML file."""

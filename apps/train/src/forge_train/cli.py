@@ -1,0 +1,5 @@
+"""The forge-train command."""
+
+
+def main() -> None:
+    print("hello")

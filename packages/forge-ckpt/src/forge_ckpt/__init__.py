@@ -1,0 +1,1 @@
+"""Verified, atomic checkpoints behind torch.distributed.checkpoint."""

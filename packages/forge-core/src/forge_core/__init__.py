@@ -1,0 +1,1 @@
+"""Transformers, losses, optimizers and generation for PyTorch."""

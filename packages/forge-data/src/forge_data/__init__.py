@@ -1,0 +1,1 @@
+"""Token files, packing and a resumable global order of training data."""

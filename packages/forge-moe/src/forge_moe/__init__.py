@@ -1,0 +1,1 @@
+"""Mixture-of-experts routers, dispatch and grouped-GEMM experts for PyTorch."""

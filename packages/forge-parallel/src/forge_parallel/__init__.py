@@ -1,0 +1,1 @@
+"""Device, precision and parallel layouts for PyTorch models."""

@@ -1,0 +1,1 @@
+"""Stop signals, exit codes and an event journal for training jobs."""

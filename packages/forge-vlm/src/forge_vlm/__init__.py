@@ -1,0 +1,1 @@
+"""Vision-language fusion, encoders, freezing and data for PyTorch."""
