@@ -1,0 +1,178 @@
+"""Configuration of the dense decoder, validated when made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge_core._rules import Rule, check
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+def _at_least(name: str, minimum: int) -> Rule:
+    """Rule that an integer (or None where the field allows it) is not below `minimum`."""
+    return Rule(
+        f"{name}_range",
+        lambda c: c[name] is not None and c[name] < minimum,
+        f"{name} {{{name}}} must be at least {minimum}",
+        f"use {minimum} or more",
+    )
+
+
+ROPE_SCALING_RULES: tuple[Rule, ...] = (
+    Rule(
+        "rope_scaling_factor",
+        lambda c: c["factor"] < 1.0,
+        "factor {factor} must be at least 1",
+        "use 1 for no stretching, 8 for Llama 3.1",
+    ),
+    Rule(
+        "rope_scaling_order",
+        lambda c: not 0.0 < c["low_freq_factor"] < c["high_freq_factor"],
+        "low_freq_factor {low_freq_factor} must be positive and below high_freq_factor {high_freq_factor}",
+        "use 1 and 4",
+    ),
+    _at_least("original_max_position", 1),
+)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of the rotary wavelengths as in Llama 3.1 (`rope_type` "llama3" of Hugging Face).
+
+    Wavelengths above `original_max_position / low_freq_factor` are multiplied by `factor`, those below
+    `original_max_position / high_freq_factor` stay, and the ones between are blended.
+    """
+
+    factor: float = _field(8.0, "how much the longest wavelengths are stretched")
+    low_freq_factor: float = _field(1.0, "wavelengths over original_max_position / this: stretched")
+    high_freq_factor: float = _field(4.0, "wavelengths under original_max_position / this: kept")
+    original_max_position: int = _field(8192, "context length before stretching, in tokens")
+
+    def __post_init__(self) -> None:
+        check(vars(self), ROPE_SCALING_RULES, "rope_scaling")
+
+
+def _head_dim(c: Mapping[str, Any]) -> int:
+    given: int | None = c["head_dim"]
+    return c["dim"] // max(c["num_heads"], 1) if given is None else given
+
+
+def _kv_heads(c: Mapping[str, Any]) -> int:
+    given: int | None = c["num_kv_heads"]
+    return c["num_heads"] if given is None else given
+
+
+TRANSFORMER_RULES: tuple[Rule, ...] = (
+    *(_at_least(n, 1) for n in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads")),
+    *(_at_least(n, 1) for n in ("head_dim", "hidden_dim", "max_seq_len")),
+    Rule(
+        "heads_divide_dim",
+        lambda c: c["head_dim"] is None and c["num_heads"] > 0 and c["dim"] % c["num_heads"] != 0,
+        "dim {dim} must be divisible by num_heads {num_heads}",
+        "change one of them, or give head_dim",
+    ),
+    Rule(
+        "kv_heads_divide_heads",
+        lambda c: _kv_heads(c) > 0 and c["num_heads"] % _kv_heads(c) != 0,
+        "num_heads {num_heads} must be divisible by num_kv_heads {num_kv_heads}",
+        "use a divisor of num_heads",
+    ),
+    Rule(
+        "head_dim_even",
+        lambda c: _head_dim(c) % 2 != 0,
+        "the head width (head_dim {head_dim}, or dim {dim} / num_heads {num_heads}) must be even",
+        "rotary embedding turns pairs: give an even head_dim",
+    ),
+    Rule(
+        "norm_name",
+        lambda c: c["norm"] not in ("rms_norm", "layer_norm"),
+        "norm {norm!r} is unknown",
+        "use 'rms_norm' or 'layer_norm'",
+    ),
+    Rule(
+        "feed_forward_name",
+        lambda c: c["feed_forward"] not in ("swiglu", "gelu"),
+        "feed_forward {feed_forward!r} is unknown",
+        "use 'swiglu' or 'gelu'",
+    ),
+    Rule(
+        "norm_eps_range",
+        lambda c: not 0.0 < c["norm_eps"] < 1.0,
+        "norm_eps {norm_eps} must be between 0 and 1",
+        "use 1e-5",
+    ),
+    Rule(
+        "rope_theta_range",
+        lambda c: not c["rope_theta"] > 1.0,
+        "rope_theta {rope_theta} must be above 1",
+        "use 10000, or 500000 for long contexts",
+    ),
+    Rule(
+        "init_std_range",
+        lambda c: not 0.0 <= c["init_std"] < float("inf"),
+        "init_std {init_std} must be a finite number, 0 or more",
+        "use 0.02",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shape and options of a dense decoder-only transformer.
+
+    Raises ValueError listing every broken rule, one per line.
+
+        TransformerConfig(vocab_size=256, dim=128, num_layers=4, num_heads=4)
+    """
+
+    vocab_size: int = field(metadata={"help": "number of token ids the model knows"})
+    dim: int = _field(256, "width of the residual stream")
+    num_layers: int = _field(4, "number of blocks")
+    num_heads: int = _field(4, "query heads of each attention")
+    num_kv_heads: int | None = _field(None, "key/value heads; empty: as many as query heads")
+    head_dim: int | None = _field(None, "width of one head; empty: dim / num_heads")
+    hidden_dim: int | None = _field(
+        None, "width inside the feed-forward; empty: 8/3 dim rounded up to 64 (swiglu), 4 dim (gelu)"
+    )
+    norm: Literal["rms_norm", "layer_norm"] = _field("rms_norm", "normalisation before each sublayer")
+    norm_eps: float = _field(1e-5, "added to the variance in every norm")
+    feed_forward: Literal["swiglu", "gelu"] = _field("swiglu", "kind of feed-forward")
+    rope_theta: float = _field(10000.0, "base of the rotary wavelengths")
+    rope_scaling: RopeScaling | None = _field(None, "Llama 3.1 stretching of the wavelengths; empty: none")
+    qk_norm: bool = _field(False, "RMSNorm on each head of queries and keys (Qwen3)")
+    qkv_bias: bool = _field(False, "bias in the query, key and value projections (Qwen2)")
+    o_bias: bool = _field(False, "bias in the attention's output projection")
+    feed_forward_bias: bool = _field(False, "bias in the feed-forward's projections")
+    tie_embeddings: bool = _field(False, "the output head shares the embedding's weight")
+    init_std: float = _field(0.02, "standard deviation of initial weights; residual outputs are divided by sqrt(2 num_layers)")
+    max_seq_len: int = _field(8192, "longest row, cached tokens included")
+
+    def __post_init__(self) -> None:
+        check(vars(self), TRANSFORMER_RULES, "model")
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """Width of one head."""
+        return _head_dim(vars(self))
+
+    @property
+    def resolved_num_kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return _kv_heads(vars(self))
+
+    @property
+    def resolved_hidden_dim(self) -> int:
+        """Width inside the feed-forward."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        if self.feed_forward == "gelu":
+            return 4 * self.dim
+        return -(-8 * self.dim // (3 * 64)) * 64
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of projections that write into the residual stream (GPT-2)."""
+        return self.init_std / (2 * self.num_layers) ** 0.5
