@@ -1,0 +1,139 @@
+"""Rows of a name map: patterns compiled once, every rule about a row checked before a tensor moves.
+
+A row is ``(hf_pattern, forge_pattern, ops)``. ``{i}`` stands for a layer number, ``{e}`` for an
+expert number. With several Hugging Face tensors behind one of ours, ``hf_pattern`` is a tuple.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Op = tuple[Any, ...]
+Row = tuple[str | tuple[str, ...], str, tuple[Op, ...]]
+
+_ARGUMENTS = {"transpose": 2, "concat": 2, "stack_experts": 1, "rope_permute": 1}
+_FIELDS = re.compile(r"(\{[^}]*\})")
+_NUMBER = "0|[1-9][0-9]*"  # "01" is another name than "1": what we read is what we write back
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which piece of a row's tensor a name is: layer, expert, position in the tuple of names."""
+
+    layer: int | None
+    expert: int | None
+    position: int
+
+
+@dataclass(frozen=True)
+class CompiledRow:
+    """One checked row. ``experts`` is the count that ``stack_experts`` names, or None."""
+
+    hf: tuple[str, ...]
+    forge: str
+    ops: tuple[Op, ...]
+    experts: int | None
+    hf_regexes: tuple[re.Pattern[str], ...]
+    forge_regex: re.Pattern[str]
+
+    def hf_names(self, layer: int | None, expert: int | None) -> dict[Part, str]:
+        """All Hugging Face names behind one of our tensors, by the piece they hold."""
+        experts = [expert] if self.experts is None else list(range(self.experts))
+        return {
+            Part(layer, e, position): fill(pattern, layer, e)
+            for e in experts
+            for position, pattern in enumerate(self.hf)
+        }
+
+
+def fill(pattern: str, layer: int | None, expert: int | None) -> str:
+    """The name that ``pattern`` gives for these numbers."""
+    return pattern.replace("{i}", str(layer)).replace("{e}", str(expert))
+
+
+def check_rows(rows: Sequence[Row]) -> tuple[CompiledRow, ...]:
+    """Validate ``rows`` and compile their patterns.
+
+    Raises ValueError with one line per broken row: an unknown operation, a wrong number of
+    arguments, numbers that appear on one side only, two rows with the same pattern.
+    """
+    problems: list[str] = []
+    compiled: list[CompiledRow] = []
+    seen: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        names, forge, ops = row
+        hf = (names,) if isinstance(names, str) else tuple(names)
+        found = _row_problems(hf, forge, ops)
+        for pattern in (*(f"hf {name}" for name in hf), f"forge {forge}"):
+            if pattern in seen:
+                found.append(f"pattern {pattern!r} is already in row {seen[pattern]}")
+            seen[pattern] = number
+        problems += [f"row {number} ({', '.join(hf)} -> {forge}): {text}" for text in found]
+        if not found:
+            compiled.append(_compile(hf, forge, ops))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return tuple(compiled)
+
+
+def _compile(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> CompiledRow:
+    experts = [op[1] for op in ops if op[0] == "stack_experts"]
+    return CompiledRow(
+        hf=hf,
+        forge=forge,
+        ops=ops,
+        experts=experts[0] if experts else None,
+        hf_regexes=tuple(_regex(pattern) for pattern in hf),
+        forge_regex=_regex(forge),
+    )
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    groups = {"{i}": f"(?P<i>{_NUMBER})", "{e}": f"(?P<e>{_NUMBER})"}
+    pieces = _FIELDS.split(pattern)
+    return re.compile("".join(groups.get(piece, re.escape(piece)) for piece in pieces))
+
+
+def _row_problems(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> list[str]:
+    problems = [text for op in ops for text in _op_problems(op)]
+    for pattern in (*hf, forge):
+        fields = _FIELDS.findall(pattern)
+        problems += [
+            f"{pattern!r} has {field}; write {{i}} for the layer, {{e}} for the expert"
+            for field in sorted(set(fields) - {"{i}", "{e}"})
+        ]
+        if len(set(fields)) != len(fields):
+            problems.append(f"{pattern!r} uses a number twice; use each once")
+    if len({"{i}" in pattern for pattern in (*hf, forge)}) > 1:
+        problems.append("{i} is on one side only; write it in every pattern of the row")
+    if problems:
+        return problems
+    counts = {name: sum(op[0] == name for op in ops) for name in ("concat", "stack_experts")}
+    if len(hf) > 1 or counts["concat"]:
+        parts = [op[2] if isinstance(op[2], int) else len(op[2]) for op in ops if op[0] == "concat"]
+        if parts != [len(hf)]:
+            problems.append(f"{len(hf)} hf patterns need exactly one concat of {len(hf)}")
+    in_hf = {"{e}" in pattern for pattern in hf}
+    if len(in_hf) > 1:
+        problems.append("{e} is in some hf patterns only; write it in all of them or none")
+    elif counts["stack_experts"] != int(in_hf == {True} and "{e}" not in forge):
+        problems.append("{e} in hf and not in forge needs exactly one stack_experts, and only then")
+    elif "{e}" in forge and in_hf == {False}:
+        problems.append("{e} is in forge only; one hf tensor cannot become several of ours")
+    return problems
+
+
+def _op_problems(op: Op) -> list[str]:
+    name, arguments = op[0], op[1:]
+    if name not in _ARGUMENTS:
+        return [f"unknown operation {name!r}; use one of {', '.join(sorted(_ARGUMENTS))}"]
+    if len(arguments) != _ARGUMENTS[name]:
+        return [f"{name} takes {_ARGUMENTS[name]} arguments, got {arguments!r}"]
+    if name == "concat" and isinstance(arguments[1], tuple):
+        arguments = (arguments[0], *arguments[1])
+    if not all(type(argument) is int for argument in arguments):
+        return [f"{name} takes integers, got {arguments!r}"]
+    if name in ("stack_experts", "rope_permute") and arguments[0] < 1:
+        return [f"{name} {arguments[0]} must be at least 1"]
+    return []

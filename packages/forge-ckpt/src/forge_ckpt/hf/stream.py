@@ -1,0 +1,199 @@
+"""Tensors through a name map, one at a time, both ways and bit for bit.
+
+Shape legend: H heads, D head dimension, R the remaining dims of a weight, E experts.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from forge_ckpt.hf.rows import CompiledRow, Op, Part, Row, check_rows, fill
+
+Pieces = dict[tuple[int | None, int], Tensor]  # (expert, position in the row's names) -> tensor
+
+
+def to_forge(
+    rows: Sequence[Row], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Rename and reshape Hugging Face tensors into ours.
+
+    Usage: ``state = dict(to_forge(rows, safetensors_items))``. A tensor leaves as soon as its
+    parts are there; only the parts of unfinished tensors are held. A rename hands the same
+    tensor on; any operation makes a contiguous one.
+
+    Raises ValueError, naming it, for a name that no row or more than one row matches, a name that
+    comes twice, parts whose shapes do not fit, and parts that are missing at the end.
+    """
+    return _gather(check_rows(rows), tensors)
+
+
+def to_hf(
+    rows: Sequence[Row], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The way back: ``to_hf(rows, to_forge(rows, x))`` gives the names and bits of ``x``.
+
+    Each tensor leaves at once as its one or more Hugging Face tensors, which own their memory
+    (safetensors refuses views of one storage). Raises ValueError as :func:`to_forge` does.
+    """
+    return _scatter(check_rows(rows), tensors)
+
+
+def _gather(
+    rows: tuple[CompiledRow, ...], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    waiting: dict[str, tuple[dict[Part, str], dict[Part, Tensor]]] = {}
+    done: set[str] = set()
+    for name, tensor in tensors:
+        row, part = _match(name, rows, lambda row: row.hf_regexes)
+        stacked = row.experts is not None
+        target = fill(row.forge, part.layer, part.expert)
+        if target in done:
+            raise ValueError(f"{name} came twice (for {target}); give each tensor once")
+        expert = None if stacked else part.expert
+        wanted, parts = waiting.setdefault(target, (row.hf_names(part.layer, expert), {}))
+        if part not in wanted:
+            raise ValueError(f"{name}: expert {part.expert} of {row.experts}; fix stack_experts")
+        if part in parts:
+            raise ValueError(f"{name} came twice (for {target}); give each tensor once")
+        parts[part] = tensor
+        if len(parts) < len(wanted):
+            continue
+        del waiting[target]
+        done.add(target)
+        pieces = {(p.expert if stacked else None, p.position): t for p, t in parts.items()}
+        yield target, _forward(target, pieces, row.ops)
+    if waiting:
+        target, (wanted, parts) = next(iter(waiting.items()))
+        missing = [name for part, name in wanted.items() if part not in parts]
+        raise ValueError(
+            f"{target} is incomplete: missing {', '.join(missing[:4])} ({len(missing)} in all; "
+            f"{len(waiting)} unfinished tensors); the input lacks files or the map is for another model"
+        )
+
+
+def _scatter(
+    rows: tuple[CompiledRow, ...], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    done: set[str] = set()
+    for name, tensor in tensors:
+        row, part = _match(name, rows, lambda row: (row.forge_regex,))
+        if name in done:
+            raise ValueError(f"{name} came twice; give each tensor once")
+        done.add(name)
+        pieces = _backward(name, tensor, row)
+        for target, hf_name in row.hf_names(part.layer, part.expert).items():
+            key = (target.expert if row.experts is not None else None, target.position)
+            yield hf_name, pieces[key]
+
+
+def _match(
+    name: str,
+    rows: tuple[CompiledRow, ...],
+    regexes: Callable[[CompiledRow], tuple[re.Pattern[str], ...]],
+) -> tuple[CompiledRow, Part]:
+    hits: list[tuple[CompiledRow, Part]] = []
+    for row in rows:
+        for position, regex in enumerate(regexes(row)):
+            if found := regex.fullmatch(name):
+                numbers = {key: int(value) for key, value in found.groupdict().items()}
+                hits.append((row, Part(numbers.get("i"), numbers.get("e"), position)))
+    if not hits:
+        raise ValueError(f"{name}: no row of the map matches; add a row or use another map")
+    if len(hits) > 1:
+        both = "; ".join(f"{', '.join(row.hf)} -> {row.forge}" for row, _ in hits)
+        raise ValueError(f"{name}: {len(hits)} rows match ({both}); make the patterns disjoint")
+    return hits[0]
+
+
+def _forward(name: str, pieces: Pieces, ops: tuple[Op, ...]) -> Tensor:
+    try:
+        for op in ops:
+            if op[0] == "concat":
+                pieces = _concat(pieces, op[1], op[2])
+            elif op[0] == "stack_experts":
+                positions = sorted({position for _, position in pieces})
+                pieces = {
+                    (None, p): torch.stack([pieces[e, p] for e in range(op[1])])  # (E, R)
+                    for p in positions
+                }
+            else:
+                pieces = {key: _single(op, value, inverse=False) for key, value in pieces.items()}
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ValueError(f"{name}: cannot apply {op}: {error}") from error
+    tensor = pieces[None, 0]
+    return tensor.contiguous() if ops else tensor
+
+
+def _backward(name: str, tensor: Tensor, row: CompiledRow) -> Pieces:
+    pieces: Pieces = {(None, 0): tensor}
+    try:
+        for op in reversed(row.ops):
+            if op[0] == "concat":
+                pieces = {
+                    (e, p): part
+                    for (e, _), value in pieces.items()
+                    for p, part in enumerate(_split(value, op[1], op[2]))
+                }
+            elif op[0] == "stack_experts":
+                pieces = {
+                    (e, p): part
+                    for (_, p), value in pieces.items()
+                    for e, part in enumerate(_unstack(value, op[1]))
+                }
+            else:
+                pieces = {key: _single(op, value, inverse=True) for key, value in pieces.items()}
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ValueError(f"{name}: cannot undo {op}: {error}") from error
+    if not row.ops:
+        return pieces
+    return {k: v.clone(memory_format=torch.contiguous_format) for k, v in pieces.items()}
+
+
+def _concat(pieces: Pieces, dim: int, sizes: int | tuple[int, ...]) -> Pieces:
+    count = sizes if isinstance(sizes, int) else len(sizes)
+    joined: Pieces = {}
+    for expert in dict.fromkeys(e for e, _ in pieces):
+        parts = [pieces[expert, p] for p in range(count)]
+        found = tuple(part.size(dim) for part in parts)
+        wanted = (found[0],) * count if isinstance(sizes, int) else sizes
+        if found != wanted or len({part.dtype for part in parts}) > 1:
+            dtypes = [str(part.dtype) for part in parts]
+            raise ValueError(f"parts have sizes {found} and dtypes {dtypes}, expected {wanted}")
+        joined[expert, 0] = torch.cat(parts, dim)
+    return joined
+
+
+def _split(value: Tensor, dim: int, sizes: int | tuple[int, ...]) -> Sequence[Tensor]:
+    if isinstance(sizes, int):
+        if value.size(dim) % sizes:
+            raise ValueError(f"dim {dim} of {tuple(value.shape)} is no multiple of {sizes}")
+        sizes = (value.size(dim) // sizes,) * sizes
+    return value.split(list(sizes), dim)
+
+
+def _unstack(value: Tensor, count: int) -> Sequence[Tensor]:
+    if value.size(0) != count:
+        raise ValueError(f"dim 0 of {tuple(value.shape)} must be {count}")
+    return value.unbind(0)
+
+
+def _single(op: Op, value: Tensor, *, inverse: bool) -> Tensor:
+    if op[0] == "transpose":
+        return value.transpose(op[1], op[2])
+    return _rope_permute(value, op[1], inverse=inverse)
+
+
+def _rope_permute(weight: Tensor, num_heads: int, *, inverse: bool) -> Tensor:
+    """Rows of a projection from halves (rotate-half, Hugging Face) to pairs (2k, 2k+1), and back.
+
+    Llama's published weights rotate neighbouring rows, their Hugging Face version row k with row
+    k + D/2; see ``convert_llama_weights_to_hf.py`` in transformers for the same permutation.
+    """
+    rows, rest = weight.size(0), weight.shape[1:]
+    if rows % (2 * num_heads):
+        raise ValueError(f"{rows} rows are not {num_heads} heads of an even dimension")
+    half = rows // num_heads // 2
+    shape = (num_heads, half, 2, *rest) if inverse else (num_heads, 2, half, *rest)
+    return weight.reshape(shape).transpose(1, 2).reshape(weight.shape)  # (H * D, R)

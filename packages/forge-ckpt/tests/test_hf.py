@@ -1,0 +1,146 @@
+"""Reversible maps: every operation both ways, the streaming order, and each refusal."""
+
+import pytest
+import torch
+
+from forge_ckpt.hf import check_rows, to_forge, to_hf
+
+
+def _tensor(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+CASES = {
+    "rename": (("a.{i}.w", "b.{i}.v", ()), {"a.0.w": (2, 3), "a.11.w": (2, 3)}),
+    "transpose": (("a.w", "b.w", (("transpose", 0, 1),)), {"a.w": (2, 3)}),
+    "concat": (
+        (("l.{i}.gate", "l.{i}.up"), "l.{i}.gate_up", (("concat", 0, 2),)),
+        {"l.0.gate": (4, 3), "l.0.up": (4, 3)},
+    ),
+    "concat_sizes": (
+        (("q", "k", "v"), "qkv", (("concat", 0, (8, 2, 2)),)),
+        {"q": (8, 3), "k": (2, 3), "v": (2, 3)},
+    ),
+    "stack": (
+        ("l.{i}.e.{e}.w", "l.{i}.experts", (("stack_experts", 3),)),
+        {f"l.4.e.{e}.w": (2, 5) for e in range(3)},
+    ),
+    "experts_renamed": (
+        ("l.{i}.e.{e}.w", "l.{i}.x.{e}.w", ()),
+        {f"l.4.e.{e}.w": (2, 5) for e in range(3)},
+    ),
+    "concat_stack_transpose": (
+        (
+            ("e.{e}.gate", "e.{e}.up"),
+            "experts.gate_up",
+            (("concat", 0, 2), ("stack_experts", 2), ("transpose", 1, 2)),
+        ),
+        {f"e.{e}.{n}": (3, 5) for n in ("up", "gate") for e in (1, 0)},
+    ),
+    "rope": (("q", "q2", (("rope_permute", 2),)), {"q": (12, 5)}),
+    "rope_bias": (("q", "q2", (("rope_permute", 2),)), {"q": (12,)}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_is_bit_equal(case, dtype):
+    row, shapes = CASES[case]
+    tensors = {n: _tensor(*s, dtype=dtype, seed=i) for i, (n, s) in enumerate(shapes.items())}
+    ours = dict(to_forge([row], tensors.items()))
+    back = dict(to_hf([row], ours.items()))
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    assert all(t.is_contiguous() for t in (*ours.values(), *back.values()))
+
+
+def test_operations_do_what_they_say():
+    row, shapes = CASES["concat_stack_transpose"]
+    tensors = {n: _tensor(*s, seed=i) for i, (n, s) in enumerate(shapes.items())}
+    ours = dict(to_forge([row], tensors.items()))["experts.gate_up"]
+    want = [torch.cat([tensors[f"e.{e}.gate"], tensors[f"e.{e}.up"]]).T for e in range(2)]
+    assert torch.equal(ours, torch.stack(want))
+
+
+def test_rope_permute_keeps_the_rotation():
+    """Rotating halves of the HF rows equals rotating neighbouring pairs of ours."""
+    heads, dim = 2, 6
+    x = _tensor(heads * dim, 1)
+    ours = dict(to_forge([("q", "q", (("rope_permute", heads),))], [("q", x)]))["q"]
+    for head in range(heads):
+        block = x[head * dim : (head + 1) * dim, 0]
+        pairs = torch.stack([block[: dim // 2], block[dim // 2 :]], dim=1).flatten()
+        assert torch.equal(ours[head * dim : (head + 1) * dim, 0], pairs)
+
+
+def test_a_tensor_leaves_as_soon_as_its_parts_are_there():
+    row, _ = CASES["concat"]
+    names = ["l.0.gate", "l.1.gate", "l.1.up", "l.0.up"]
+    taken = []
+
+    def source():
+        for name in names:
+            taken.append(name)
+            yield name, torch.zeros(2, 2)
+
+    stream = to_forge([row], source())
+    assert next(stream)[0] == "l.1.gate_up"
+    assert taken == names[:3]
+    assert next(stream)[0] == "l.0.gate_up"
+
+
+def test_exported_parts_own_their_memory():
+    row, _ = CASES["concat"]
+    parts = dict(to_hf([row], [("l.0.gate_up", torch.zeros(4, 2))]))
+    pointers = {t.untyped_storage().data_ptr() for t in parts.values()}
+    assert len(pointers) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "tensors", "message"),
+    [
+        (CASES["rename"][0], [("other", (1,))], "other: no row"),
+        (CASES["rename"][0], [("a.01.w", (1,))], "a.01.w: no row"),
+        (CASES["rename"][0], [("a.1.w", (1,)), ("a.1.w", (1,))], "a.1.w came twice"),
+        (CASES["concat"][0], [("l.0.up", (2, 2))], "missing l.0.gate"),
+        (CASES["concat"][0], [("l.0.up", (2, 2)), ("l.0.gate", (3, 2))], r"sizes \(3, 2\)"),
+        (CASES["stack"][0], [("l.4.e.3.w", (2, 5))], "expert 3 of 3"),
+        (CASES["rope"][0], [("q", (5, 2))], "5 rows are not 2 heads"),
+        (CASES["transpose"][0], [("a.w", (5,))], "a|b.w: cannot apply"),
+    ],
+)
+def test_refusals_name_the_tensor(row, tensors, message):
+    with pytest.raises(ValueError, match=message):
+        list(to_forge([row], [(name, torch.zeros(shape)) for name, shape in tensors]))
+
+
+def test_way_back_refuses_too():
+    with pytest.raises(ValueError, match="x: no row"):
+        list(to_hf([CASES["rename"][0]], [("x", torch.zeros(1))]))
+    with pytest.raises(ValueError, match="no multiple of 2"):
+        list(to_hf([CASES["concat"][0]], [("l.0.gate_up", torch.zeros(3, 2))]))
+    with pytest.raises(ValueError, match="must be 3"):
+        list(to_hf([CASES["stack"][0]], [("l.0.experts", torch.zeros(2, 2, 2))]))
+
+
+def test_ambiguous_name_names_both_rows():
+    rows = [("a.{i}.w", "b.{i}", ()), ("a.0.w", "c", ())]
+    with pytest.raises(ValueError, match=r"a\.0\.w: 2 rows match"):
+        list(to_forge(rows, [("a.0.w", torch.zeros(1))]))
+
+
+def test_all_bad_rows_are_reported_at_once():
+    rows = [
+        ("a.{i}", "b", ()),
+        ("c", "d", (("flip", 1),)),
+        ("e.{x}", "f.{x}", ()),
+        (("g", "h"), "gh", ()),
+        ("k.{e}", "k", ()),
+        ("m", "n", (("transpose", 1),)),
+        ("m", "o", ()),
+    ]
+    with pytest.raises(ValueError, match="row 0") as caught:
+        check_rows(rows)
+    lines = str(caught.value).splitlines()
+    assert {line.split()[1] for line in lines} == set("0123456")
