@@ -1,5 +1,138 @@
-"""The forge-train command."""
+"""The forge-train command: verbs, exit codes, and nothing that a library user would need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import tyro
+from forge_resilience import ExitCode
+from rich.console import Console
+
+USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
 
-def main() -> None:
-    print("hello")
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one verb and leave with its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    sys.exit(int(_dispatch(args)))
+
+
+def _dispatch(args: list[str]) -> int:
+    from forge_train.errors import JobError
+
+    verb, rest = (args[0], args[1:]) if args else ("--help", [])
+    if verb in ("--help", "-h"):
+        return _help()
+    if verb not in VERBS:
+        near = ", ".join(VERBS)
+        return _fail([f"{verb!r} is not a verb of forge-train; use one of {near}"], ExitCode.CONFIG_ERROR)
+    try:
+        return VERBS[verb](rest)
+    except JobError as error:
+        return _fail(error.problems, error.exit_code)
+    except SystemExit as stop:  # tyro: 0 after help, 2 after a bad flag
+        return ExitCode.CONFIG_ERROR if stop.code == 2 else stop.code  # type: ignore[return-value]
+    except KeyboardInterrupt:  # before the run's own handler is there, so nothing to save
+        return _fail(["interrupted before the first step; nothing was changed"], ExitCode.REQUEUE)
+
+
+def run(args: list[str]) -> int:
+    """Train what CONFIG describes, or go on where its run directory stands."""
+    from forge_train.trainer.trainer import Trainer
+
+    job = _job(args, "run", run.__doc__ or "")
+    trainer = Trainer(job)
+    result = trainer.fit()
+    from forge_train.report.summary import print_summary
+
+    print_summary(trainer, result, config_file=_positional(args))
+    return result.exit_code
+
+
+def explain(args: list[str]) -> int:
+    """Print the resolved configuration of CONFIG: each value and where it came from."""
+    from forge_train.config.describe import print_explanation
+
+    print_explanation(_job(args, "explain", explain.__doc__ or ""), Console())
+    return ExitCode.DONE
+
+
+def generate(args: list[str]) -> int:
+    """Stream text from the newest good checkpoint of a run."""
+    from forge_train.report.text import stream_text
+
+    return tyro.cli(stream_text, prog="forge-train generate", args=args, use_underscores=True)
+
+
+def doctor(args: list[str]) -> int:
+    """Say what this machine can do and what to install: 0 ready, 1 something missing, 2 broken."""
+
+    def options(
+        json: Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")] = False,
+    ) -> int:
+        from forge_train.doctor import examine
+
+        return examine(as_json=json)
+
+    return tyro.cli(
+        options, prog="forge-train doctor", description=doctor.__doc__, args=args, use_underscores=True
+    )
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "run": run,
+    "explain": explain,
+    "generate": generate,
+    "doctor": doctor,
+}
+
+
+def _job(args: list[str], verb: str, description: str):
+    """The job of `CONFIG [--section.key value ...]`."""
+    from forge_train.config.flags import parse_flags
+    from forge_train.config.layers import Layers, read_layers
+    from forge_train.config.resolve import resolve
+    from forge_train.errors import ConfigError
+
+    config = _positional(args)
+    wants_help = {"-h", "--help"} & set(args)
+    if config is None and not wants_help:
+        raise ConfigError([f"forge-train {verb} needs a TOML file; forge-train {verb} CONFIG.toml"])
+    layers = Layers() if config is None else read_layers(Path(config))
+    if wants_help and "sources" not in layers.values.get("data", {}):
+        layers.set("data.sources.NAME.name", "builtin", "example")
+    flags = [arg for arg in args if arg is not config]
+    prog = f"forge-train {verb} CONFIG.toml"
+    for key, value in parse_flags(layers.values, flags, prog, description).items():
+        layers.set(key, value, "flag")
+    return resolve(layers)
+
+
+def _positional(args: Sequence[str]) -> str | None:
+    """CONFIG stands before the first flag."""
+    return args[0] if args and not args[0].startswith("-") else None
+
+
+def _help() -> int:
+    from forge_train.config.describe import print_keys
+
+    console = Console()
+    console.print(USAGE, highlight=False)
+    console.print("\nverbs")
+    for name, verb in VERBS.items():
+        console.print(f"  {name:10} {verb.__doc__}", highlight=False)
+    console.print("\nexit codes")
+    for code in ExitCode:
+        console.print(f"  {int(code):10} {code.name.lower().replace('_', ' ')}", highlight=False)
+    console.print()
+    print_keys(console)
+    return ExitCode.DONE
+
+
+def _fail(problems: Sequence[str], code: int) -> int:
+    for problem in problems:
+        print(f"forge-train: {problem}", file=sys.stderr)
+    return code

@@ -1,0 +1,1 @@
+"""The configuration of a job: layers, types, checks."""

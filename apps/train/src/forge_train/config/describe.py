@@ -1,0 +1,71 @@
+"""Every key with its type, default and meaning: for help, `explain` and the documentation page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from forge_train.config.resolve import ResolvedJob
+from forge_train.config.structure import dotted_fields, section_types, type_name
+
+
+class KeyRow(NamedTuple):
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def key_rows() -> Iterator[KeyRow]:
+    """One row per configuration key; `<name>` stands for a name that the user chooses."""
+    for section, cls in section_types({}).items():
+        for key, kind, item in dotted_fields(cls, f"{section}."):
+            yield KeyRow(key, type_name(kind), _default(item), item.metadata.get("help", ""))
+
+
+def print_keys(console: Console) -> None:
+    table = Table("key", "type", "default", "meaning", title="Configuration keys", title_justify="left")
+    for row in key_rows():
+        table.add_row(*row)
+    console.print(table)
+
+
+def print_explanation(job: ResolvedJob, console: Console) -> None:
+    """The resolved configuration, one line per key: value and where it came from."""
+    table = Table("key", "value", "origin", title="Resolved configuration", title_justify="left")
+    for key, value in job.values().items():
+        origin = job.origin(key)
+        style = "dim" if origin == "default" else None
+        table.add_row(key, _show(value), origin, style=style)
+    console.print(table)
+
+
+def keys_as_markdown() -> str:
+    """The table of docs/configuration.md."""
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for row in key_rows():
+        cells = [f"`{row.key}`", row.type, f"`{row.default}`" if row.default else "", row.meaning]
+        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(item: dataclasses.Field) -> str:
+    if item.default is not dataclasses.MISSING:
+        return _show(item.default)
+    if item.default_factory is not dataclasses.MISSING:
+        return _show(item.default_factory())
+    return "from the data" if item.name == "vocab_size" else "required"
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_show(v) for v in value) + "]"
+    return repr(value) if isinstance(value, str) else str(value)

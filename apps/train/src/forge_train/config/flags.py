@@ -1,0 +1,90 @@
+"""`--section.key value` on the command line, parsed and documented by tyro from the same dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
+
+import tyro
+
+from forge_train.config.structure import _inner_dataclass, section_types
+
+_BOOL = Literal["true", "false"]  # as in TOML; tyro's own are True and False
+
+
+def parse_flags(
+    values: Mapping[str, Any], args: Sequence[str], prog: str, description: str
+) -> dict[str, Any]:
+    """Dotted key -> value of each flag in `args`; `values` are what the file says, shown as defaults.
+
+    Prints help and leaves on `--help`; leaves with tyro's message and status 2 on a bad flag.
+    """
+    shadow = _shadow("Flags", section_types(values), values)
+    parsed = tyro.cli(
+        shadow,
+        prog=prog,
+        description=description,
+        args=list(args),
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+    given = [arg[2:].split("=", 1)[0].replace("-", "_") for arg in args if arg.startswith("--")]
+    return {key: _value_at(parsed, key) for key in given}
+
+
+def _value_at(parsed: Any, dotted: str) -> Any:
+    value = functools.reduce(getattr, dotted.split("."), parsed)
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _shadow(name: str, types: Mapping[str, Any], values: Mapping[str, Any]) -> type:
+    """A dataclass of the same shape with every field optional and nothing validated.
+
+    Flags are checked together with the file afterwards, so that all problems come in one message.
+    """
+    members = []
+    for key, kind in types.items():
+        inner = _inner_dataclass(kind)
+        raw = values.get(key)
+        table = raw if isinstance(raw, dict) else {}
+        if inner is None:
+            continue
+        if get_origin(kind) is dict:
+            child = _shadow(key, dict.fromkeys(table, inner), table)
+        else:
+            child = _shadow_fields(key, inner, table)
+        members.append((key, child, dataclasses.field(default_factory=child)))
+    return dataclasses.make_dataclass(name, members)
+
+
+def _shadow_fields(name: str, cls: type, values: Mapping[str, Any]) -> type:
+    hints = get_type_hints(cls)
+    members: list[Any] = []
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        if _inner_dataclass(kind) is not None:
+            members.extend(_nested(item.name, kind, values))
+        elif get_origin(kind) is not dict:  # a free table is for the file alone
+            members.append((item.name, *_leaf(kind, item, values.get(item.name))))
+    return dataclasses.make_dataclass(name, members)
+
+
+def _nested(name: str, kind: Any, values: Mapping[str, Any]) -> list[Any]:
+    shadow = _shadow(name, {name: kind}, values)
+    return [(item.name, item.type, item) for item in dataclasses.fields(shadow)]
+
+
+def _leaf(kind: Any, item: Any, raw: Any) -> tuple[Any, Any]:
+    if kind is bool:
+        kind = _BOOL
+    default = item.default if raw is None else raw
+    if default is dataclasses.MISSING:
+        kind, default = kind | None, None
+    if isinstance(default, bool):
+        default = str(default).lower()
+    if isinstance(default, list):
+        default = tuple(default)
+    help = tyro.conf.arg(help=item.metadata.get("help", "").replace("%", "%%"))
+    return Annotated[kind, help], dataclasses.field(default=default)

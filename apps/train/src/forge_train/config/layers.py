@@ -1,0 +1,94 @@
+"""Configuration files in layers: base files, the file itself, flags; the origin of each value is kept."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_train.config.schema import ONE_OF
+from forge_train.errors import ConfigError
+
+
+@dataclass
+class Layers:
+    """Merged raw values and, for each dotted key, where the value came from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def add(self, layer: Mapping[str, Any], origin: str) -> None:
+        """Lay `layer` over what is there; tables merge key by key, everything else is replaced."""
+        for dotted, value in flatten(layer):
+            self.set(dotted, value, origin)
+
+    def set(self, dotted: str, value: Any, origin: str) -> None:
+        for group in ONE_OF:
+            if dotted in group:
+                for other in group:
+                    if self.origins.get(other) != origin:
+                        self._drop(other)
+        *parents, last = dotted.split(".")
+        table = self.values
+        for parent in parents:
+            if not isinstance(table.get(parent), dict):
+                table[parent] = {}
+            table = table[parent]
+        table[last] = value
+        self.origins[dotted] = origin
+
+    def _drop(self, dotted: str) -> None:
+        section, key = dotted.split(".")
+        if isinstance(self.values.get(section), dict):
+            self.values[section].pop(key, None)
+        self.origins.pop(dotted, None)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each leaf; an empty table is a leaf, so that it can be reported."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def read_layers(path: Path) -> Layers:
+    """`path` laid over the file its `extends` names, and so on.
+
+    Raises ConfigError for a missing file, invalid TOML, or a circle of `extends`.
+    """
+    layers = Layers()
+    for file, table in reversed(list(_chain(path))):
+        layers.add(table, str(file) if file == path else f"base {file}")
+    return layers
+
+
+def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    seen: list[Path] = []
+    current: Path | None = path
+    while current is not None:
+        if current.resolve() in [p.resolve() for p in seen]:
+            circle = " -> ".join(map(str, [*seen, current]))
+            raise ConfigError([f"extends {circle} is a circle; a base file must not extend its own child"])
+        table = _read_toml(current, seen[-1] if seen else None)
+        base = table.pop("extends", None)
+        if base is not None and not isinstance(base, str):
+            raise ConfigError([f"{current}: extends {base!r} must be the path of one TOML file"])
+        seen.append(current)
+        yield current, table
+        current = None if base is None else current.parent / base
+
+
+def _read_toml(path: Path, child: Path | None) -> dict[str, Any]:
+    by = f" (extends of {child})" if child else ""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}{by}: {error.strerror}; name an existing TOML file"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}{by}: is not text; name a TOML file"]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path}{by}: not valid TOML: {error}; mend that line"]) from error

@@ -1,0 +1,169 @@
+"""From layers of raw values to a job that is known to fit together, before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tomlkit
+from forge_data import DataConfig, SourceConfig, open_source
+
+from forge_train.config.layers import Layers, flatten
+from forge_train.config.schema import JobConfig
+from forge_train.config.structure import structure
+from forge_train.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A checked job and the origin of each value: default, a file, a base file, flag, or derived."""
+
+    config: JobConfig
+    origins: Mapping[str, str]
+
+    def values(self) -> dict[str, Any]:
+        """Dotted key -> value, in the order of the dataclasses."""
+        return dict(flatten(_plain(self.config)))
+
+    def origin(self, key: str) -> str:
+        return self.origins.get(key, "default")
+
+    def to_toml(self) -> str:
+        """The resolved configuration as a file that `forge-train run` accepts, origins as comments."""
+        document = tomlkit.document()
+        _fill(document, _plain(self.config), "", self)
+        return tomlkit.dumps(document)
+
+
+def resolve(layers: Layers) -> ResolvedJob:
+    """Check everything that can be checked without starting anything.
+
+    Opens the sources (headers only). Raises ConfigError with all problems of all sections and of
+    their combination, or DataError when the data cannot be opened or does not fit the model.
+    """
+    built, problems = structure(layers.values)
+    data = built.get("data")
+    if isinstance(data, DataConfig):
+        data_problems = _derive(layers, data)
+        built, problems = structure(layers.values)
+        if data_problems and not [p for p in problems if "vocab_size" not in p]:
+            raise DataError(data_problems)
+        problems = [p for p in problems if not (data_problems and "vocab_size" in p)]
+    elif "model.vocab_size" not in layers.origins:
+        problems = [p for p in problems if not p.startswith("model.vocab_size")]
+    if problems:
+        raise ConfigError([_with_origin(p, layers) for p in problems])
+    job = ResolvedJob(JobConfig(**built), dict(layers.origins))
+    _check_combination(job.config)
+    return job
+
+
+def _derive(layers: Layers, data: DataConfig) -> list[str]:
+    """Fill what follows from the data: its vocabulary, and its own validation split."""
+    problems = []
+    for name, config in data.sources.items():
+        try:
+            source = open_source(config)
+        except (ValueError, OSError) as error:
+            problems.append(f"data.sources.{name}: {_sentence(error)}")
+            continue
+        model = layers.values.setdefault("model", {})
+        if isinstance(model, dict) and "vocab_size" not in model and source.vocab_size is not None:
+            layers.set("model.vocab_size", source.vocab_size, f"derived from data.sources.{name}")
+    wants_eval = layers.values.get("eval", {})
+    if data.validation is None and isinstance(wants_eval, dict) and wants_eval.get("every_steps") != 0:
+        (name, config), *_ = data.sources.items()
+        layers.set("data.validation", {}, f"derived from data.sources.{name}")
+        for item in dataclasses.fields(SourceConfig):
+            value = "validation" if item.name == "split" else getattr(config, item.name)
+            if value is not None:
+                layers.set(f"data.validation.{item.name}", value, f"derived from data.sources.{name}")
+    return problems
+
+
+def _check_combination(config: JobConfig) -> None:
+    """The rules that span sections; those of one section stand in its own dataclass."""
+    problems = []
+    limit = getattr(config.model, "max_seq_len", None)
+    if limit is not None and config.data.seq_len > limit:
+        problems.append(
+            f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
+            f"set model.max_seq_len = {config.data.seq_len}"
+        )
+    if config.eval.every_steps == 0 and config.data.validation is not None:
+        problems.append(
+            "data.validation is given but eval.every_steps 0 never reads it; set "
+            "eval.every_steps = 100 or remove [data.validation]"
+        )
+    if problems:
+        raise ConfigError(problems)
+    _check_data(config)
+
+
+def _check_data(config: JobConfig) -> None:
+    """Vocabulary, tokenizer and splits, from the sources' headers."""
+    problems: list[str] = []
+    sources = {f"data.sources.{name}": c for name, c in config.data.sources.items()}
+    if config.data.validation is not None:
+        sources["data.validation"] = config.data.validation
+    for key, source_config in sources.items():
+        try:
+            source = open_source(source_config)
+        except (ValueError, OSError) as error:
+            fix = "; or set eval.every_steps = 0" if key == "data.validation" else ""
+            problems.append(f"{key}: {_sentence(error)}{fix}")
+            continue
+        if source.max_token_id >= config.model.vocab_size:
+            problems.append(
+                f"{key}: token id {source.max_token_id} must be below model.vocab_size "
+                f"{config.model.vocab_size}; set model.vocab_size = "
+                f"{max(source.max_token_id + 1, source.vocab_size or 0)} or prepare the data with "
+                "the model's tokenizer"
+            )
+        if key != "data.validation" and config.sample.max_new_tokens and source.tokenizer is None:
+            problems.append(
+                f"{key}: has no tokenizer, but sample.max_new_tokens "
+                f"{config.sample.max_new_tokens} wants text; set sample.max_new_tokens = 0 or "
+                "prepare the data with forge-data"
+            )
+        if key != "data.validation" and source_config == config.data.validation:
+            problems.append(
+                f"{key} and data.validation are the same data; validation must be held out: use "
+                "split = 'validation' or another path"
+            )
+    if problems:
+        raise DataError(problems)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or ''}: {error.strerror}; name an existing path"
+    return str(error)
+
+
+def _with_origin(problem: str, layers: Layers) -> str:
+    key = problem.split(":", 1)[0].split(" ", 1)[0]
+    origin = layers.origins.get(key)
+    return f"{problem}  [{origin}]" if origin else problem
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _fill(table: Any, values: Mapping[str, Any], prefix: str, job: ResolvedJob) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            child = tomlkit.table()
+            _fill(child, value, f"{prefix}{key}.", job)
+            table.add(key, child)
+        else:
+            item = tomlkit.item("none" if value is None else value)
+            item.comment(job.origin(f"{prefix}{key}"))
+            table.add(key, item)

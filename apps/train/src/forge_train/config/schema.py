@@ -1,0 +1,190 @@
+"""The typed, validated description of a whole job; every section is the config of one component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
+from forge_data import DataConfig
+from forge_parallel import ParallelConfig
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+def _require(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _at_least(minimum: float, **values: float | None) -> list[str]:
+    return [
+        f"{name} {value} must be at least {minimum}; use {minimum} or more"
+        for name, value in values.items()
+        if value is not None and value < minimum
+    ]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and what makes it repeatable."""
+
+    dir: str = _field("runs/default", "folder of this run: config, metrics, events, checkpoints")
+    seed: int = _field(0, "seed of initial weights, of the order of data and of random numbers")
+
+    def __post_init__(self) -> None:
+        _require(
+            _at_least(0, seed=self.seed)
+            + ([] if self.dir.strip() else ["dir '' must name a folder; use dir = 'runs/my_run'"])
+        )
+
+
+@dataclass(frozen=True)
+class DenseModelConfig(TransformerConfig):
+    """The built-in dense transformer, as the [model] table of a job."""
+
+    name: str = _field("transformer", "'transformer', or an import path 'my_lab.model:build'")
+
+
+@dataclass(frozen=True)
+class ImportedModelConfig:
+    """Somebody else's model: `build(**args)` returns a module called as
+    `model(tokens, positions, document_ids)` on (B, S) integers that returns (B, S, V) logits."""
+
+    name: str = _field("", "import path 'package.module:function' of the model's builder")
+    vocab_size: int = _field(0, "number of token ids the model accepts (default: that of the data)")
+    args: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "keyword arguments of the builder"}
+    )
+
+    def __post_init__(self) -> None:
+        module, _, attr = self.name.partition(":")
+        good = all(part.isidentifier() for part in [*module.split("."), attr])
+        _require(
+            [] if good else [f"name {self.name!r} must be 'transformer' or 'package.module:attr'"]
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how large a step, and what else runs with it."""
+
+    steps: int | None = _field(None, "length in optimizer steps (one of steps, tokens, "
+                                     "tokens_per_parameter)")  # fmt: skip
+    tokens: int | None = _field(None, "length in tokens, rounded up to whole steps")
+    tokens_per_parameter: float | None = _field(
+        None, "length as a multiple of the number of parameters (20 is compute-optimal by Chinchilla)"
+    )
+    global_batch: int = _field(16, "sequences per optimizer step, whatever the number of processes")
+    micro_batch: int | None = _field(
+        None, "sequences per forward pass (default: the whole share of the process)"
+    )
+    max_grad_norm: float | None = _field(1.0, "clip the global gradient norm to this; none: never")
+    callbacks: tuple[str, ...] = _field(
+        (), "import paths 'my_lab.hooks:MyCallback' of classes made without arguments"
+    )
+
+    def __post_init__(self) -> None:
+        lengths = [k for k in LENGTH_KEYS if getattr(self, k) is not None]
+        problems = _at_least(
+            1,
+            steps=self.steps,
+            tokens=self.tokens,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+        )
+        if len(lengths) != 1:
+            given = ", ".join(lengths) or "none"
+            problems.append(
+                f"length given by {given}: exactly one of {', '.join(LENGTH_KEYS)} must be set; "
+                "set train.steps = 400, for example"
+            )
+        if self.tokens_per_parameter is not None and self.tokens_per_parameter <= 0:
+            problems.append(
+                f"tokens_per_parameter {self.tokens_per_parameter} must be above 0; use 20.0"
+            )
+        if self.micro_batch and self.micro_batch > 0 and self.global_batch % self.micro_batch:
+            problems.append(
+                f"global_batch {self.global_batch} must be divisible by micro_batch "
+                f"{self.micro_batch}; use micro_batch {_divisors(self.global_batch)}"
+            )
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            problems.append(f"max_grad_norm {self.max_grad_norm} must be above 0; use 1.0 or none")
+        _require(problems)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Validation loss on data.validation."""
+
+    every_steps: int = _field(100, "steps between evaluations; one more follows the last step; 0: never")
+    sequences: int = _field(64, "sequences of data.validation per evaluation, always the same ones")
+
+    def __post_init__(self) -> None:
+        _require(_at_least(0, every_steps=self.every_steps) + _at_least(1, sequences=self.sequences))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save; the last step and every stop are saved in any case."""
+
+    every_steps: int = _field(100, "steps between checkpoints; 0: only at the end and at a stop")
+    keep_last: int = _field(3, "newest checkpoints to keep; the newest verified one is never removed")
+
+    def __post_init__(self) -> None:
+        _require(_at_least(0, every_steps=self.every_steps) + _at_least(1, keep_last=self.keep_last))
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What is logged, how often, and where it goes."""
+
+    every_steps: int = _field(10, "steps between rows in metrics.jsonl and on the console")
+    console: Literal["auto", "live", "plain", "off"] = _field(
+        "auto", "progress on a terminal; auto: live on a terminal, else plain lines"
+    )
+    tensorboard: bool = _field(False, "write TensorBoard files to <run.dir>/tensorboard")
+
+    def __post_init__(self) -> None:
+        _require(_at_least(1, every_steps=self.every_steps))
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """The text that the trained model writes at the end of a run (sample.txt)."""
+
+    prompt: str = _field("The ", "text to continue")
+    max_new_tokens: int = _field(200, "tokens to write; 0: none")
+    temperature: float = _field(0.7, "0 takes the most likely token; 1 samples the model's own odds")
+
+    def __post_init__(self) -> None:
+        _require(_at_least(0, max_new_tokens=self.max_new_tokens, temperature=self.temperature))
+
+
+ModelSection = DenseModelConfig | ImportedModelConfig
+LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
+#: Keys of which a file or flag that sets one unsets the others of earlier layers.
+ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """A whole training job. Sections are the configs of the packages' components."""
+
+    run: RunConfig
+    model: ModelSection
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    parallel: ParallelConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig
+    sample: SampleConfig
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,178 @@
+"""Raw tables to typed dataclasses, strictly: no coercion, unknown keys are errors, all problems at once."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import cattrs
+from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+
+from forge_train.config.schema import DenseModelConfig, ImportedModelConfig, JobConfig
+
+
+def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Build every section of JobConfig from its raw table.
+
+    Returns the sections that could be built and all problems of the others, each one sentence
+    that starts with the dotted key.
+    """
+    built: dict[str, Any] = {}
+    problems: list[str] = []
+    types_of_sections = section_types(values)
+    for name in values.keys() - types_of_sections.keys():
+        problems.append(_unknown(name, types_of_sections))
+    for name, cls in types_of_sections.items():
+        table = values.get(name, {})
+        if not isinstance(table, dict):
+            problems.append(f"{name}: {_show(table)} must be a table; write [{name}] and its keys")
+            continue
+        try:
+            built[name] = _CONVERTER.structure(table, cls)
+        except Exception as error:
+            problems.extend(_explain(error, name, cls))
+    return built, problems
+
+
+def section_types(values: Mapping[str, Any]) -> dict[str, type]:
+    """The dataclass of each section; [model] depends on its own `name`."""
+    hints = dict(get_type_hints(JobConfig))
+    model = values.get("model", {})
+    name = model.get("name", "transformer") if isinstance(model, dict) else "transformer"
+    hints["model"] = DenseModelConfig if name == "transformer" else ImportedModelConfig
+    return hints
+
+
+def dotted_fields(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, type, dataclass field) of every leaf below `cls`; `<name>` stands for a table's key."""
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        kind = _inner_dataclass(hints[item.name])
+        key = f"{prefix}{item.name}"
+        if kind is None:
+            yield key, hints[item.name], item
+        elif get_origin(hints[item.name]) is dict:
+            yield from dotted_fields(kind, f"{key}.<name>.")
+        else:
+            yield from dotted_fields(kind, f"{key}.")
+
+
+def type_name(kind: Any) -> str:
+    """A type as the command line shows it: `int or none`, `'a' or 'b'`, `list of str`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(a) for a in args)
+    if origin is Literal:
+        return " or ".join(f"'{a}'" for a in args)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return f"list of {type_name(args[0])}"
+        return f"list of {len(args)} {type_name(args[0])}s"
+    if origin is dict:
+        return "table"
+    return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
+
+
+def _inner_dataclass(kind: Any) -> type | None:
+    candidates = [kind, *get_args(kind)]
+    return next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), None)
+
+
+# ---- strict leaves
+
+
+def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
+    def hook(value: Any, _: Any) -> Any:
+        if isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted):
+            raise TypeError(f"{_show(value)} must be {_article(expected.__name__)}")
+        return expected(value)
+
+    return hook
+
+
+def _literal(value: Any, kind: Any) -> Any:
+    for choice in get_args(kind):
+        if value == choice and type(value) is type(choice):
+            return value
+    near = difflib.get_close_matches(str(value), [str(c) for c in get_args(kind)], 1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    raise ValueError(f"{_show(value)} must be {type_name(kind)}{hint}")
+
+
+def _tuple(value: Any, kind: Any) -> Any:
+    args = get_args(kind)
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{_show(value)} must be a {type_name(kind)}")
+    if args[-1] is Ellipsis:
+        return tuple(_CONVERTER.structure(v, args[0]) for v in value)
+    if len(value) != len(args):
+        raise TypeError(f"{_show(value)} must be a {type_name(kind)}")
+    return tuple(_CONVERTER.structure(v, a) for v, a in zip(value, args))
+
+
+def _optional(value: Any, kind: Any) -> Any:
+    if value is None or value == "none":  # TOML has no null
+        return None
+    (inner,) = (a for a in get_args(kind) if a is not type(None))
+    return _CONVERTER.structure(value, inner)
+
+
+def _is_optional(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
+    for expected, accepted in ((int, (int,)), (float, (int, float)), (bool, (bool,)), (str, (str,))):
+        converter.register_structure_hook(expected, _strict(expected, accepted))
+    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _literal)
+    converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _tuple)
+    converter.register_structure_hook_func(_is_optional, _optional)
+    return converter
+
+
+_CONVERTER = _converter()
+
+
+# ---- problems as sentences
+
+
+def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
+    """Flatten cattrs' nested groups into one sentence per problem, with its dotted key in front."""
+    if isinstance(error, ClassValidationError | IterableValidationError):
+        with_notes, without = error.group_exceptions()
+        problems = []
+        for inner, note in with_notes:
+            name = getattr(note, "name", getattr(note, "index", "?"))
+            child = _inner_dataclass(getattr(note, "type", None))
+            problems.extend(_explain(inner, f"{path}.{name}", child))
+        for inner in without:
+            problems.extend(_explain(inner, path, cls))
+        return problems
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = [key for key, *_ in dotted_fields(error.cl, f"{path}.")]
+        return [_unknown(f"{path}.{extra}", known) for extra in sorted(error.extra_fields)]
+    if isinstance(error, KeyError):  # a key without default
+        return [f"{path}.{error.args[0]} is missing; it has no default, so give it a value"]
+    if cls is not None and isinstance(error, TypeError | AttributeError) and "must be" not in str(error):
+        return [f"{path}: {error}; write it as a table with its keys"]
+    return [f"{path}: {line}" for line in str(error).splitlines() if line.strip()]
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(key, names, 1, cutoff=0.5)
+    fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+    return f"{key} is not a known key; {fix}"
+
+
+def _show(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _article(name: str) -> str:
+    words = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
+    return words.get(name, name)

@@ -1,0 +1,58 @@
+"""Two entrances for code: a job from a TOML file, and the model of a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store
+from forge_core import initialise
+from forge_data import Tokenizer
+from torch import nn
+
+from forge_train.config.layers import read_layers
+from forge_train.config.resolve import ResolvedJob, resolve
+from forge_train.errors import ConfigError, StateError
+from forge_train.trainer.build import build_model, run_tokenizer
+from forge_train.trainer.run_directory import RunDirectory
+
+
+def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ResolvedJob:
+    """The checked job of a TOML file; `overrides` are dotted keys, as flags on the command line.
+
+    Raises ConfigError or DataError with all problems.
+    """
+    layers = read_layers(Path(path))
+    for key, value in (overrides or {}).items():
+        layers.set(key, value, "flag")
+    return resolve(layers)
+
+
+def load_trained(
+    run_dir: str | Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, Tokenizer, int]:
+    """(model in eval mode with fp32 weights, tokenizer, step) of a run's newest good checkpoint.
+
+    Reads only: a run that is still training is not disturbed. Raises ConfigError when `run_dir`
+    is no run, StateError when no checkpoint of it can be used.
+    """
+    paths = RunDirectory(run_dir)
+    if not paths.config.exists():
+        raise ConfigError(
+            [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
+        )
+    job = load_job(paths.config)
+    model = build_model(job.config.model).to_empty(device=device)
+    initialise(model, job.config.run.seed)  # buffers and anything a checkpoint need not hold
+    try:
+        with Store(paths.checkpoints, read_only=True) as store:
+            step = store.load({"model": model})
+    except (CheckpointMismatch, CorruptCheckpoint) as error:
+        raise StateError([f"{paths.checkpoints}: {error}"]) from error
+    if step is None:
+        raise StateError(
+            [f"{paths.checkpoints} holds no checkpoint; train first: forge-train run {paths.config}"]
+        )
+    return model.eval(), run_tokenizer(job.config), step

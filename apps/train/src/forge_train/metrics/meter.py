@@ -1,0 +1,59 @@
+"""Speed, waiting and memory of the steps since the last logged row."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Meter:
+    """Counts tokens and seconds of training steps; evaluation and saving do not count.
+
+    One object per window between two rows. No device synchronisation: on an accelerator the time of a window
+    is exact because the row's values were read at its end.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.steps = 0
+        self.wait_seconds = 0.0
+        self.paused_seconds = 0.0
+        self.started = time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.steps += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time spent waiting for data (part of the training time)."""
+        start = time.perf_counter()
+        yield
+        self.wait_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is not training: evaluation, checkpoints."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.paused_seconds += time.perf_counter() - start
+
+    @property
+    def seconds(self) -> float:
+        return max(time.perf_counter() - self.started - self.paused_seconds, 1e-9)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak bytes of tensors on an accelerator; peak resident set of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

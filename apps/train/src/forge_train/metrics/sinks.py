@@ -1,0 +1,133 @@
+"""Where rows of metrics go. Sinks run on their own threads: a slow or failing one never touches a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class JsonlSink:
+    """One JSON object per line and row. Rows after `resume_step` of an earlier life are removed."""
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        _keep_rows(path, resume_step)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoardSink:
+    """Scalars of each row under their own names. Needs the extra `forge-train[track]`."""
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+    def write(self, row: Row) -> None:
+        for key, value in row.items():
+            if key != "step" and isinstance(value, int | float):
+                self.writer.add_scalar(key, value, row["step"])
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class BackgroundSink:
+    """Runs a sink on a daemon thread behind a bounded queue.
+
+    A full queue drops the row and counts it; an exception of the sink disables it with one line
+    on stderr. `flush` and `close` wait at most `timeout_seconds`.
+    """
+
+    def __init__(self, open_sink: Callable[[], Any], name: str, max_rows: int = 1024) -> None:
+        self.name = name
+        self.dropped = 0
+        self._open = open_sink
+        self._queue: queue.Queue[Row | threading.Event | None] = queue.Queue(max_rows)
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Row) -> None:
+        try:
+            self._queue.put_nowait(dict(row))
+        except queue.Full:
+            self.dropped += 1
+
+    def flush(self, timeout_seconds: float = 5.0) -> bool:
+        """Wait until everything written so far is out; False if that took too long."""
+        done = threading.Event()
+        try:
+            self._queue.put(done, timeout=timeout_seconds)
+        except queue.Full:
+            return False
+        return done.wait(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        self.flush(timeout_seconds)
+        try:
+            self._queue.put(None, timeout=timeout_seconds)
+        except queue.Full:
+            return
+        self._thread.join(timeout_seconds)
+        if self.dropped:
+            _warn(f"{self.name}: {self.dropped} rows dropped because the sink was too slow")
+
+    def _run(self) -> None:
+        sink = self._guard(self._open)
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            elif sink is not None and self._guard(lambda: (sink.write(item), sink)[1]) is None:  # noqa: B023
+                sink = None
+        if sink is not None:
+            self._guard(sink.close)
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            _warn(f"{self.name}: {type(error).__name__}: {error}; this sink is off, training goes on")
+            return None
+
+
+def _keep_rows(path: Path, last_step: int) -> None:
+    """Drop rows after `last_step` and a torn last line; the old file stays until the new one is whole."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row.get("step", 0) <= last_step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".jsonl.tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _warn(message: str) -> None:
+    try:
+        os.write(sys.stderr.fileno(), f"forge-train: {message}\n".encode())
+    except (OSError, ValueError):  # a closed stderr must not stop a run
+        pass

@@ -1,0 +1,51 @@
+"""A run directory as Python columns."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_resilience import read_events
+
+from forge_train.trainer.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Run:
+    """`metrics["loss"][k]` belongs to `metrics["step"][k]`; a value a row lacks is None."""
+
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: dict[str, list[Any]]
+    events: list[dict[str, Any]]
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read config, environment, metrics and events of a run; a torn last line is left out.
+
+    Raises FileNotFoundError when `run_dir` is not the folder of a run.
+    """
+    paths = RunDirectory(run_dir)
+    rows = list(_rows(paths.metrics))
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return Run(
+        config=tomllib.loads(paths.config.read_text(encoding="utf-8")),
+        environment=json.loads(paths.environment.read_text(encoding="utf-8")),
+        metrics={name: [row.get(name) for row in rows] for name in names},
+        events=list(read_events(paths.events)),
+    )
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the line a kill tore
+            continue
+    return rows

@@ -1,0 +1,54 @@
+"""What a person reads when a run has ended: the result, the text, the folder, the next commands."""
+
+from __future__ import annotations
+
+import shlex
+
+from forge_core import SamplingConfig
+from forge_resilience import ExitCode
+
+from forge_train.report.text import continuation
+from forge_train.trainer.build import run_tokenizer
+from forge_train.trainer.trainer import RunResult, Trainer
+
+
+def print_summary(trainer: Trainer, result: RunResult, config_file: str | None) -> None:
+    """Print the end of a run to stdout; writes sample.txt when the run is done and asks for it."""
+    run_dir = shlex.quote(str(trainer.paths.path))
+    again = f"forge-train run {shlex.quote(config_file or str(trainer.paths.config))}"
+    print()
+    if result.exit_code is ExitCode.REQUEUE:
+        print(f"stopped and saved at step {result.step} of {trainer.total_steps}")
+        print(f"\nrun directory  {trainer.paths.path}\n\nto go on       {again}")
+        return
+    print(f"done: step {result.step} of {trainer.total_steps}")
+    if result.val_loss is not None:
+        print(f"validation loss {result.val_loss:.4f} nats per token")
+    text = sample_text(trainer)
+    if text:
+        print(f"\n--- sample\n{text}\n---")
+    print(f"\nrun directory  {trainer.paths.path}")
+    print("\nnext")
+    if trainer.config.sample.max_new_tokens:
+        print(f"  forge-train generate {run_dir} --prompt 'The '")
+    print(f"  {again} --train.steps {2 * trainer.total_steps}   # go on from here")
+    print(f"  {again} --run.dir {run_dir}-2 --optimizer.lr 1e-3   # another run")
+
+
+def sample_text(trainer: Trainer) -> str:
+    """The configured sample of the trained model, also written to sample.txt."""
+    sample = trainer.config.sample
+    if not sample.max_new_tokens:
+        return ""
+    sampling = SamplingConfig(temperature=sample.temperature, seed=trainer.config.run.seed)
+    pieces = continuation(
+        trainer.model,
+        run_tokenizer(trainer.config),
+        sample.prompt,
+        sample.max_new_tokens,
+        sampling,
+        trainer.device,
+    )
+    text = sample.prompt + "".join(pieces)
+    trainer.paths.sample.write_text(text + "\n", encoding="utf-8")
+    return text

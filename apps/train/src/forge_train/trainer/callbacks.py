@@ -1,0 +1,64 @@
+"""Hooks into a run: subclass Callback, and pass objects to the Trainer or import paths in train.callbacks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_train.trainer.trainer import Trainer
+
+
+class Callback:
+    """All methods do nothing; override what you need.
+
+    An exception in a callback ends the run: a hook that fails silently would be a wrong result.
+    A callback with `state_dict`/`load_state_dict` is saved in and restored from checkpoints.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """After resuming, before the first step."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """After each optimizer step; `trainer.progress.step` has just been done."""
+
+    def on_log(self, trainer: Trainer, row: Mapping[str, Any]) -> None:
+        """For each row, as it goes to metrics.jsonl."""
+
+    def on_evaluation(self, trainer: Trainer, val_loss: float) -> None:
+        """After each evaluation, in nats per token."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint is committed."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Once, after the last save, whether finished or stopped."""
+
+
+def import_attribute(path: str, key: str) -> Any:
+    """The object behind `module:attr`; ConfigError naming `key` when there is none."""
+    module, _, attr = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attr)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            [f"{key}: {path!r} cannot be imported ({error}); write 'package.module:attr' of something "
+             "on PYTHONPATH"]
+        ) from error  # fmt: skip
+
+
+def load_callbacks(paths: tuple[str, ...]) -> list[Callback]:
+    callbacks = []
+    for path in paths:
+        made = import_attribute(path, "train.callbacks")()
+        if not isinstance(made, Callback):
+            raise ConfigError(
+                [f"train.callbacks: {path!r} makes a {type(made).__name__}, which must be a "
+                 "forge_train.Callback; derive it from that class"]
+            )  # fmt: skip
+        callbacks.append(made)
+    return callbacks

@@ -1,0 +1,34 @@
+"""Validation loss: the same sequences each time, each label once."""
+
+from __future__ import annotations
+
+import torch
+from forge_core import cross_entropy
+from forge_data import Loader, PackedStream
+from torch import nn
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, stream: PackedStream, sequences: int, batch_size: int, device: torch.device
+) -> float:
+    """Mean loss in nats per token over the first `sequences` rows (all of them if there are fewer).
+
+    One host read at the end. Leaves the model in the mode it was in.
+    """
+    rows = min(sequences, len(stream))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    training = model.training
+    model.eval()
+    for start in range(0, rows, batch_size):
+        size = min(batch_size, rows - start)
+        loader = Loader(stream, size)
+        loader.seek(start)
+        batch = next(iter(loader)).to(device)
+        logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids)
+        loss = cross_entropy(logits, batch.labels)
+        total += loss.sum.double()
+        count += loss.count
+    model.train(training)
+    return float(total / count.clamp(min=1))

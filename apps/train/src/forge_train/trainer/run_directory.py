@@ -1,0 +1,133 @@
+"""The folder of a run: what is in it, and the record of how it was made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_train.config.layers import flatten
+from forge_train.config.resolve import ResolvedJob
+from forge_train.errors import ConfigError
+
+#: Keys whose change makes another experiment; the rest may change between lives of a run.
+FIXED_KEYS = ("run.seed", "optimizer.name", "model.name", "data.seq_len")
+
+
+class RunDirectory:
+    """Paths of a run.
+
+        config.toml       resolved configuration, each value with its origin
+        environment.json  versions, machine, git commit; git.patch is the diff of a dirty tree
+        metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
+        checkpoints/      the store                    sample.txt    text of the trained model
+        tensorboard/      if asked for
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.environment = self.path / "environment.json"
+        self.patch = self.path / "git.patch"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.sample = self.path / "sample.txt"
+        self.tensorboard = self.path / "tensorboard"
+
+    def create(self) -> None:
+        """Make the folder and prove that it can be written; ConfigError otherwise."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".writable-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                [f"run.dir {str(self.path)!r} cannot be written ({error.strerror}); choose a folder "
+                 "that you own, such as --run.dir runs/mine"]
+            ) from error  # fmt: skip
+
+    def changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
+        """Key -> [value of the last life, value now]; empty for a new run."""
+        try:
+            before = dict(flatten(tomllib.loads(self.config.read_text(encoding="utf-8"))))
+        except (OSError, tomllib.TOMLDecodeError):
+            return {}
+        now = dict(flatten(tomllib.loads(job.to_toml())))
+        keys = [*now, *(k for k in before if k not in now)]
+        return {k: [before.get(k), now.get(k)] for k in keys if before.get(k) != now.get(k)}
+
+    def refuse_other_experiment(self, changes: Mapping[str, list[Any]]) -> None:
+        problems = [
+            f"{key} was {changes[key][0]!r} when {self.path} was started and is now "
+            f"{changes[key][1]!r}; it must stay within a run: set it back or choose another run.dir"
+            for key in FIXED_KEYS
+            if key in changes
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def record(self, job: ResolvedJob) -> None:
+        """Write config.toml, environment.json and git.patch (each replaced whole)."""
+        _replace(self.config, job.to_toml())
+        git = _git_state()
+        patch = git.pop("patch", "")
+        _replace(self.environment, json.dumps({**_environment(), "git": git}, indent=2) + "\n")
+        if patch:
+            _replace(self.patch, patch)
+        else:
+            self.patch.unlink(missing_ok=True)
+
+
+def _environment() -> dict[str, Any]:
+    wanted = ["torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-data",
+              "forge-ckpt", "forge-resilience"]  # fmt: skip
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "command": sys.argv,
+        "threads": torch.get_num_threads(),
+        "versions": {name: _version(name) for name in wanted},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    """None when a package runs from source without being installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any]:
+    """Commit and diff of the working directory, or nothing outside a checkout."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    patch = _git("diff", "HEAD") or ""
+    return {"commit": commit.strip(), "dirty": bool(patch), "patch": patch}
+
+
+def _git(*args: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *args], capture_output=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

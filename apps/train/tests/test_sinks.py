@@ -1,0 +1,88 @@
+"""A sink that fails, hangs or is slow costs rows, never steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forge_train.metrics.sinks import BackgroundSink, JsonlSink
+
+
+class Recording:
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def write(self, row: Any) -> None:
+        self.rows.append(row)
+
+    def close(self) -> None:
+        self.rows.append("closed")
+
+
+def test_rows_arrive_in_order_and_close_flushes() -> None:
+    inner = Recording()
+    sink = BackgroundSink(lambda: inner, "recording")
+    for step in range(100):
+        sink.write({"step": step})
+    sink.close()
+    assert inner.rows == [{"step": step} for step in range(100)] + ["closed"]
+
+
+def test_a_failing_sink_is_switched_off_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    class Failing(Recording):
+        def write(self, row: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    sink = BackgroundSink(Failing, "full disk")
+    for step in range(5):
+        sink.write({"step": step})
+        assert sink.flush()
+    sink.close()
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert "full disk" in err
+    assert "No space left" in err
+
+
+def test_a_sink_that_cannot_open_is_switched_off_too(capfd: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> Any:
+        raise ModuleNotFoundError("No module named 'tensorboard'")
+
+    sink = BackgroundSink(refuse, "tensorboard")
+    sink.write({"step": 1})
+    sink.close()
+    assert "No module named 'tensorboard'" in capfd.readouterr().err
+
+
+def test_a_hanging_sink_drops_rows_and_never_blocks(capfd: pytest.CaptureFixture[str]) -> None:
+    go, entered = threading.Event(), threading.Event()
+
+    class Hanging(Recording):
+        def write(self, row: Any) -> None:
+            entered.set()
+            go.wait()
+
+    sink = BackgroundSink(Hanging, "slow", max_rows=4)
+    sink.write({"step": 0})
+    assert entered.wait(10)
+    for step in range(1, 50):
+        sink.write({"step": step})
+    assert sink.dropped == 45
+    assert not sink.flush(timeout_seconds=0.01)
+    go.set()
+    sink.close()
+    assert "45 rows dropped" in capfd.readouterr().err
+
+
+def test_rows_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 8)) + '{"step": 8, "lo')
+    sink = JsonlSink(path, resume_step=5)
+    sink.write({"step": 6, "again": True})
+    sink.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["again"]
