@@ -1,1 +1,22 @@
 """Verified, atomic checkpoints behind torch.distributed.checkpoint."""
+
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists, StoreInUse
+from forge_ckpt.read.planner import ForgeLoadPlanner
+from forge_ckpt.read.reader import ForgeReader
+from forge_ckpt.rng import RNGState
+from forge_ckpt.store import Store
+from forge_ckpt.write.planner import ForgeSavePlanner
+from forge_ckpt.write.writer import ForgeWriter
+
+__all__ = [
+    "CheckpointMismatch",
+    "CorruptCheckpoint",
+    "ForgeLoadPlanner",
+    "ForgeReader",
+    "ForgeSavePlanner",
+    "ForgeWriter",
+    "RNGState",
+    "StepExists",
+    "Store",
+    "StoreInUse",
+]

@@ -1,0 +1,89 @@
+"""One writer per store: flock on a file that names its owner. The kernel lets go when it dies."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import weakref
+from datetime import UTC, datetime
+from pathlib import Path
+
+from forge_ckpt.errors import StoreInUse
+from forge_ckpt.files import read_at
+
+NAME = "lock"
+logger = logging.getLogger("forge_ckpt")
+_NO_FLOCK = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
+
+
+class Lock:
+    """Taken when made; raises StoreInUse naming the owner while another process writes.
+
+    ``held`` is False on a file system without flock: one warning says so, and work goes on.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self._path, flags, 0o644)
+        try:
+            self.held = self._take()
+        except BaseException:
+            self.release()
+            raise
+        _open_locks.add(self)
+
+    def release(self) -> None:
+        """Let go; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.held = False
+
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StoreInUse(self._owner()) from None
+            if error.errno not in _NO_FLOCK:
+                raise
+            logger.warning(
+                "%s: this file system has no flock (%s): a second writer would not be noticed, and "
+                "left-over temporary directories are kept",
+                self._path,
+                error.strerror,
+            )
+            return False
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
+        return True
+
+    def _owner(self) -> str:
+        buffer = bytearray(4096)
+        size = read_at(self._fd, memoryview(buffer), 0)
+        who = "another process"
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            owner = json.loads(bytes(buffer[:size]))
+            who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
+        return (
+            f"{self._path.parent} is written by {who}; wait for it or stop it, use another directory, "
+            "or open the store with read_only=True"
+        )
+
+
+_open_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A forked data worker shares the lock's open file; it would hold the lock after our death.
+    for lock in list(_open_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

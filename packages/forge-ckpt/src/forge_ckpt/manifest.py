@@ -1,0 +1,255 @@
+"""The manifest: the table of a checkpoint and its commit record.
+
+The file is one JSON object, ``{"sha256": "<64 hex>", "manifest": {...}}``, with the digest over the
+exact bytes of the inner object. The frame around it is compared byte by byte, so a change of any
+single byte of the file is found.
+"""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forge_ckpt import objects, tree
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint
+from forge_ckpt.files import Directory, read_at
+
+NAME = "manifest.json"
+FORMAT = 1
+BLOCK_BYTES = 4 * 2**20
+MAX_BYTES = 2**30  # of a manifest; 2**30 bytes describe about 60 TB of tensors
+_FILE = re.compile(r"data-(0|[1-9][0-9]{0,6})\.bin")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_PREFIX, _MIDDLE, _SUFFIX = b'{"sha256": "', b'", "manifest": ', b"}\n"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and where its bytes are: row-major, native byte order (little-endian)."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    path: tree.Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    path: tree.Path
+    value: Any  # tagged JSON, see objects.py
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """``blocks``: sha256 of each BLOCK_BYTES of the file; ``root``: sha256 of their concatenation."""
+
+    size: int
+    root: str
+    blocks: tuple[str, ...]
+
+    @staticmethod
+    def of(size: int, blocks: tuple[str, ...]) -> "FileEntry":
+        return FileEntry(size, hashlib.sha256(bytes.fromhex("".join(blocks))).hexdigest(), blocks)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known about one checkpoint. ``torch`` is informational."""
+
+    step: int | None
+    torch: str
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, ObjectEntry]
+
+    def paths(self) -> dict[str, tree.Path]:
+        """The path of every saved name."""
+        entries: dict[str, TensorEntry | ObjectEntry] = {**self.tensors, **self.objects}
+        return {name: entry.path for name, entry in entries.items()}
+
+    def content(self) -> tuple[Any, ...]:
+        """Equal for two checkpoints of the same bits, whoever wrote them."""
+        return self.step, self.files, self.tensors, self.objects
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of the file."""
+    body = objects.dumps(_to_json(manifest)).encode()
+    digest = hashlib.sha256(body).hexdigest().encode()
+    return _PREFIX + digest + _MIDDLE + body + _SUFFIX
+
+
+def read(directory: Directory, step: int | None = None) -> Manifest:
+    """The verified manifest of an open directory, its files' sizes compared with the disk's.
+
+    Raises CorruptCheckpoint for a missing, changed or impossible manifest, for another step than
+    ``step``, and for a file that is missing, no regular file or of another size; CheckpointMismatch
+    for a format that a newer version wrote.
+    """
+    where = str(directory.path / NAME)
+    fd, size = directory.open(NAME)
+    with open(fd, "rb", buffering=0):
+        if size > MAX_BYTES:
+            raise CorruptCheckpoint(f"{where}: {size} bytes, more than any manifest")
+        data = bytearray(size)
+        if read_at(fd, memoryview(data), 0) != size:
+            raise CorruptCheckpoint(f"{where}: changed while being read")
+    manifest = decode(bytes(data), where)
+    if step is not None and manifest.step != step:
+        raise CorruptCheckpoint(f"{where}: is of step {manifest.step}, not {step}")
+    for name, entry in manifest.files.items():
+        fd, size = directory.open(name)
+        with open(fd, "rb", buffering=0):
+            if size != entry.size:
+                raise CorruptCheckpoint(
+                    f"{directory.path / name}: {size} bytes, {entry.size} were saved"
+                )
+    return manifest
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Check frame, digest, format and every number; ``where`` names the file in errors."""
+    head = len(_PREFIX) + 64
+    digest = data[len(_PREFIX) : head]
+    body = data[head + len(_MIDDLE) : -len(_SUFFIX)]
+    frame = (data[: len(_PREFIX)], data[head : head + len(_MIDDLE)], data[-len(_SUFFIX) :])
+    if frame != (_PREFIX, _MIDDLE, _SUFFIX) or hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CorruptCheckpoint(f"{where}: does not match its own digest")
+    try:
+        table = json.loads(body)
+        number = table["format"]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise CorruptCheckpoint(f"{where}: not a manifest ({error!r})") from error
+    if number != FORMAT:
+        raise CheckpointMismatch(
+            f"{where}: format {number!r}, this forge-ckpt reads {FORMAT}; use the version that wrote it"
+        )
+    try:
+        return _from_json(table)
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{where}: impossible entry ({error})") from error
+
+
+def parse(text: str) -> Any:
+    """JSON as this module reads it."""
+    return json.loads(text)
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    tensors = {
+        name: {
+            "path": tree.path_to_json(entry.path),
+            "shape": list(entry.shape),
+            "dtype": objects.dtype_name(entry.dtype),
+            "chunks": [
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": chunk.file,
+                    "start": chunk.start,
+                    "bytes": chunk.length,
+                }
+                for chunk in entry.chunks
+            ],
+        }
+        for name, entry in manifest.tensors.items()
+    }
+    return {
+        "format": FORMAT,
+        "step": manifest.step,
+        "torch": manifest.torch,
+        "block_bytes": BLOCK_BYTES,
+        "files": {
+            name: {"bytes": entry.size, "root": entry.root, "blocks": list(entry.blocks)}
+            for name, entry in manifest.files.items()
+        },
+        "tensors": tensors,
+        "objects": {
+            name: {"path": tree.path_to_json(entry.path), "value": entry.value}
+            for name, entry in manifest.objects.items()
+        },
+    }
+
+
+def _from_json(table: dict[str, Any]) -> Manifest:
+    if table["block_bytes"] != BLOCK_BYTES:
+        raise ValueError(f"block_bytes {table['block_bytes']!r} must be {BLOCK_BYTES}")
+    step = table["step"]
+    if step is not None:
+        _count(step, "step")
+    files = {name: _file(name, entry) for name, entry in table["files"].items()}
+    tensors = {name: _tensor(name, entry, files) for name, entry in table["tensors"].items()}
+    found = {
+        name: ObjectEntry(tree.path_from_json(entry["path"]), entry["value"])
+        for name, entry in table["objects"].items()
+    }
+    manifest = Manifest(step, str(table["torch"]), files, tensors, found)
+    if tensors.keys() & found.keys():
+        raise ValueError(f"{sorted(tensors.keys() & found.keys())[0]!r} is a tensor and an object")
+    for name, path in manifest.paths().items():
+        if tree.dotted(path) != name:
+            raise ValueError(f"name {name!r} does not belong to path {path}")
+    return manifest
+
+
+def _file(name: str, entry: dict[str, Any]) -> FileEntry:
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"file name {name!r}; only data-<number>.bin inside the directory")
+    blocks = tuple(entry["blocks"])
+    if not all(isinstance(block, str) and _HEX.fullmatch(block) for block in blocks):
+        raise ValueError(f"{name}: a block digest is not 64 hex digits")
+    made = FileEntry.of(_count(entry["bytes"], name), blocks)
+    if len(blocks) != -(-made.size // BLOCK_BYTES) or made.root != entry["root"]:
+        raise ValueError(
+            f"{name}: {len(blocks)} blocks for {made.size} bytes, or another root digest"
+        )
+    return made
+
+
+def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> TensorEntry:
+    shape = tuple(_count(n, name) for n in entry["shape"])
+    dtype = objects.dtype_from_name(entry["dtype"])
+    chunks = tuple(_chunk(name, chunk, shape, dtype, files) for chunk in entry["chunks"])
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        raise ValueError(f"{name}: chunks do not add up to shape {shape}")
+    return TensorEntry(tree.path_from_json(entry["path"]), shape, dtype, chunks)
+
+
+def _chunk(
+    name: str,
+    entry: dict[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    files: dict[str, FileEntry],
+) -> Chunk:
+    offsets = tuple(_count(n, name) for n in entry["offsets"])
+    sizes = tuple(_count(n, name) for n in entry["sizes"])
+    start, length = _count(entry["start"], name), _count(entry["bytes"], name)
+    if not len(offsets) == len(sizes) == len(shape) or any(
+        offset + size > limit for offset, size, limit in zip(offsets, sizes, shape)
+    ):
+        raise ValueError(f"{name}: chunk at {offsets} of {sizes} is outside shape {shape}")
+    if length != math.prod(sizes) * dtype.itemsize or length == 0:
+        raise ValueError(f"{name}: {length} bytes for a chunk of {sizes} {dtype}")
+    if start + length > files[entry["file"]].size:
+        raise ValueError(f"{name}: bytes {start}-{start + length} are outside {entry['file']}")
+    return Chunk(offsets, sizes, entry["file"], start, length)
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**60:
+        raise ValueError(f"{name}: {value!r} is not a count")
+    return value

@@ -1,0 +1,144 @@
+"""Objects as tagged JSON: what goes in comes back with its type, and reading runs no code.
+
+Plain JSON carries None, bool, int, finite float, str, list and dicts with string keys. The rest is
+``{"$": tag, "v": ...}``: nan and inf (bits), tuple, dict with other keys, OrderedDict, bytes,
+torch.dtype, torch.Size, and numpy arrays of numbers (recognised by name, numpy is not imported).
+"""
+
+import base64
+import binascii
+import json
+import math
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+TAG = "$"
+_NUMPY_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
+_KNOWN = (
+    "None, bool, int, float, str, list, tuple, dict, OrderedDict, bytes, torch.dtype, torch.Size, "
+    "numpy arrays of numbers"
+)
+
+
+def encode(value: Any, where: str) -> Any:
+    """``value`` as a tree that the json module writes; ``where`` names it in errors.
+
+    Raises ValueError with the place and the type for anything outside the table above.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        if math.isfinite(value):
+            return value
+        return {TAG: "float", "v": struct.pack(">d", value).hex()}
+    if kind in (list, tuple):
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if kind is list else {TAG: "tuple", "v": items}
+    if kind in (dict, OrderedDict):
+        return _encode_dict(value, where)
+    if kind is bytes:
+        return {TAG: "bytes", "v": base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {TAG: "dtype", "v": dtype_name(value)}
+    if kind is torch.Size:
+        return {TAG: "size", "v": list(value)}
+    if (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+        return _encode_array(value, where)
+    raise ValueError(_refusal(value, where))
+
+
+def decode(tree: Any) -> Any:
+    """The value that :func:`encode` was given. Raises ValueError for a tag that it never writes."""
+    if isinstance(tree, list):
+        return [decode(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if TAG not in tree:
+        return {key: decode(item) for key, item in tree.items()}
+    try:
+        return _DECODERS[tree[TAG]](tree["v"])
+    except (KeyError, TypeError, struct.error, binascii.Error) as error:
+        raise ValueError(
+            f"object tag {tree[TAG]!r} cannot be read ({error!r}); a newer forge-ckpt wrote it, "
+            "or it was edited"
+        ) from error
+
+
+def dumps(tree: Any) -> str:
+    """One line of JSON, equal for equal trees."""
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: Any) -> torch.dtype:
+    """The way back; raises ValueError when this torch has no such dtype."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")
+    return found
+
+
+def _encode_dict(value: dict[Any, Any], where: str) -> Any:
+    plain = type(value) is dict and all(type(key) is str for key in value) and TAG not in value
+    if plain:
+        return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    pairs = [
+        [encode(key, f"{where} key {key!r}"), encode(item, f"{where}[{key!r}]")]
+        for key, item in value.items()
+    ]
+    return {TAG: "dict" if type(value) is dict else "odict", "v": pairs}
+
+
+def _encode_array(value: Any, where: str) -> Any:
+    if not _NUMPY_DTYPE.fullmatch(str(value.dtype)):  # objects, strings, big-endian, structured
+        raise ValueError(f"{where}: numpy array of dtype {value.dtype}; only numbers are stored")
+    data = base64.b64encode(value.tobytes()).decode()
+    return {TAG: "ndarray", "v": [str(value.dtype), list(value.shape), data]}
+
+
+def _decode_array(parts: list[Any]) -> Any:
+    name, shape, data = parts
+    if not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"numpy dtype {name!r} is not one of numbers")
+    try:
+        import numpy
+    except ImportError as error:
+        raise ValueError("the checkpoint holds a numpy array; pip install numpy") from error
+    return numpy.frombuffer(base64.b64decode(data), dtype=name).reshape(shape).copy()
+
+
+def _refusal(value: Any, where: str) -> str:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "numpy":
+        return f"{where}: numpy scalar {name} is not stored; convert it with .item()"
+    if isinstance(value, torch.Tensor):
+        return (
+            f"{where}: a tensor inside a dict key or a subclassed container; use dict, list, tuple"
+        )
+    return (
+        f"{where}: an object of type {name} is not stored (nothing is pickled); give its state as "
+        f"{_KNOWN}, or an object with state_dict() and load_state_dict() at the top level"
+    )
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "float": lambda v: struct.unpack(">d", bytes.fromhex(v))[0],
+    "tuple": lambda v: tuple(decode(item) for item in v),
+    "dict": lambda v: {decode(key): decode(item) for key, item in v},
+    "odict": lambda v: OrderedDict((decode(key), decode(item)) for key, item in v),
+    "bytes": lambda v: base64.b64decode(v, validate=True),
+    "dtype": dtype_from_name,
+    "size": torch.Size,
+    "ndarray": _decode_array,
+}

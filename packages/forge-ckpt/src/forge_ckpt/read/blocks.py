@@ -1,0 +1,106 @@
+"""Verified reads: every touched block is read once, whole, and compared with its digest."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.files import Directory, damage_is_corruption, read_at
+from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
+
+_local = threading.local()  # one block of scratch per reading thread
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes ``start`` .. of ``file`` that are wanted in ``destination`` (all of it)."""
+
+    file: str
+    start: int
+    destination: memoryview
+
+
+@dataclass(frozen=True)
+class _Piece:
+    begin: int  # in the block
+    destination: memoryview
+
+
+def read_segments(
+    directory: Directory, table: Manifest, segments: Iterable[Segment], threads: int
+) -> None:
+    """Fill all destinations, or raise CorruptCheckpoint naming file, block and bytes.
+
+    Destinations may be partly filled when it raises: give staging memory, not the caller's.
+    Cost: one read and one sha256 (about 2 GB/s a thread) of each touched block.
+    """
+    touched: dict[str, dict[int, list[_Piece]]] = {}
+    for segment in segments:
+        blocks = touched.setdefault(segment.file, {})
+        done = 0
+        while done < len(segment.destination):
+            index, begin = divmod(segment.start + done, BLOCK_BYTES)
+            count = min(BLOCK_BYTES - begin, len(segment.destination) - done)
+            piece = _Piece(begin, segment.destination[done : done + count])
+            blocks.setdefault(index, []).append(piece)
+            done += count
+    _read(directory, table, touched, threads)
+
+
+def verify_all(directory: Directory, table: Manifest, threads: int) -> None:
+    """Compare every block of every file with its digest; raises CorruptCheckpoint."""
+    every: dict[str, dict[int, list[_Piece]]] = {
+        name: {i: [] for i in range(len(e.blocks))} for name, e in table.files.items()
+    }
+    _read(directory, table, every, threads)
+
+
+def _read(
+    directory: Directory,
+    table: Manifest,
+    touched: dict[str, dict[int, list[_Piece]]],
+    threads: int,
+) -> None:
+    for name, blocks in touched.items():
+        entry, where = table.files[name], str(directory.path / name)
+        fd, _ = directory.open(name)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-read")
+        try:
+            futures: list[Future[None]] = [
+                pool.submit(_block, fd, entry, index, blocks[index], where)
+                for index in sorted(blocks)
+            ]
+            for future in futures:
+                future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            os.close(fd)
+
+
+def _block(fd: int, entry: FileEntry, index: int, pieces: list[_Piece], where: str) -> None:
+    start = index * BLOCK_BYTES
+    size = min(BLOCK_BYTES, entry.size - start)
+    whole = len(pieces) == 1 and len(pieces[0].destination) == size
+    block = pieces[0].destination if whole else _scratch()[:size]
+    with damage_is_corruption(where):
+        count = read_at(fd, block, start)
+    if count != size:
+        raise CorruptCheckpoint(f"{where}: ends at byte {start + count}, {entry.size} were saved")
+    if hashlib.sha256(block).hexdigest() != entry.blocks[index]:
+        raise CorruptCheckpoint(
+            f"{where}: bytes {start}-{start + size} (block {index}) do not match their digest"
+        )
+    if not whole:
+        for piece in pieces:
+            end = piece.begin + len(piece.destination)
+            piece.destination[:] = block[piece.begin : end]
+
+
+def _scratch() -> memoryview:
+    if not hasattr(_local, "block"):
+        _local.block = memoryview(bytearray(BLOCK_BYTES))
+    block: memoryview = _local.block
+    return block

@@ -1,0 +1,121 @@
+"""Nested state to named leaves and back.
+
+A leaf is a tensor, or a *largest subtree without tensors*: a data loader's whole state is one
+object that is replaced on load, however its inside changes, while tensors are filled one by one.
+
+A path is a tuple of steps: a ``str`` or ``int`` is a key of a dict, ``("list", n)`` and
+``("tuple", n)`` are positions. Dotted names come from it: ``("model", "layers.0.w")`` is
+``model.layers.0.w``.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+Step = str | int | tuple[str, int]
+Path = tuple[Step, ...]
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Leaves and their paths by dotted name, in the order of ``state``.
+
+    Raises ValueError for two leaves of one name and for keys that are neither str nor int on the
+    way to a tensor.
+    """
+    leaves: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+
+    def visit(value: Any, path: Path) -> None:
+        children = _children(value, path) if not path or _has_tensor(value) else None
+        if children is None:
+            name = dotted(path)
+            if name in paths:
+                raise ValueError(
+                    f"{name}: two entries {paths[name]} and {path} have one name; rename a key"
+                )
+            leaves[name], paths[name] = value, path
+        else:
+            for step, child in children:
+                visit(child, (*path, step))
+
+    visit(state, ())
+    return leaves, paths
+
+
+def dotted(path: Path) -> str:
+    """The name of a path, for people and for torch's planner."""
+    return ".".join(str(step[1] if isinstance(step, tuple) else step) for step in path)
+
+
+def place(container: Any, path: Path, value: Any) -> Any:
+    """Put ``value`` at ``path`` below ``container``; returns the container.
+
+    Dicts and lists are changed in place, tuples rebuilt, and what is missing is made.
+    """
+    if not path:
+        return value
+    step, rest = path[0], path[1:]
+    if not isinstance(step, tuple):
+        if not isinstance(container, MutableMapping):
+            container = {}
+        container[step] = place(container.get(step), rest, value)
+        return container
+    kind, position = step
+    items = list(container) if isinstance(container, (list, tuple)) else []
+    items += [None] * (position + 1 - len(items))
+    items[position] = place(items[position], rest, value)
+    if kind == "tuple":
+        return tuple(items)
+    if isinstance(container, list):
+        container[:] = items
+        return container
+    return items
+
+
+def path_to_json(path: Path) -> list[Any]:
+    """Positions become ``["list", n]``."""
+    return [list(step) if isinstance(step, tuple) else step for step in path]
+
+
+def path_from_json(tree: Any) -> Path:
+    """Raises ValueError for anything that :func:`path_to_json` does not write."""
+    steps: list[Step] = []
+    if not isinstance(tree, list) or not tree:
+        raise ValueError(f"path {tree!r} is not a list of steps")
+    for step in tree:
+        if type(step) is str or type(step) is int:
+            steps.append(step)
+        elif (
+            isinstance(step, list)
+            and len(step) == 2
+            and step[0] in ("list", "tuple")
+            and type(step[1]) is int
+            and 0 <= step[1] < 1_000_000
+        ):
+            steps.append((step[0], step[1]))
+        else:
+            raise ValueError(f"path step {step!r} is neither a key nor a position")
+    return tuple(steps)
+
+
+def _children(value: Any, path: Path) -> list[tuple[Step, Any]] | None:
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) not in (str, int):
+                raise ValueError(
+                    f"{dotted(path)}: key {key!r} of type {type(key).__name__} leads to a tensor; "
+                    "use str or int keys"
+                )
+        return list(value.items())
+    if type(value) in (list, tuple):
+        return [((type(value).__name__, i), child) for i, child in enumerate(value)]
+    return None
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_tensor(child) for child in value.values())
+    if type(value) in (list, tuple):
+        return any(_has_tensor(child) for child in value)
+    return isinstance(value, Tensor)

@@ -1,0 +1,1 @@
+"""Writing: stage into blocks, digest and write them, commit by rename."""

@@ -1,0 +1,81 @@
+"""One data file, written block by block: copy (stage), digest, write, in overlapping steps."""
+
+import hashlib
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from forge_ckpt.files import write_at
+from forge_ckpt.manifest import BLOCK_BYTES, FileEntry
+
+ALIGN = 64  # bytes; tensors start here, so that a memory map of the file could hold any dtype
+
+
+class BlockFile:
+    """A new file. ``append`` copies bytes into a block; full blocks are digested and written.
+
+    The digest is of the copy that is written, never of memory that somebody still changes and
+    never of what was read back. At most ``2 * threads + 1`` blocks are in memory.
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-write")
+        self._limit = 2 * threads
+        self._pending: deque[tuple[Future[str], bytearray]] = deque()
+        self._digests: list[str] = []
+        self._block = bytearray(BLOCK_BYTES)
+        self._used = 0
+        self._size = 0  # of all full blocks before this one
+
+    def append(self, data: memoryview) -> int:
+        """Add ``data``, aligned; returns where it starts. Raises OSError when the disk refuses."""
+        self._copy(memoryview(bytes(-self._used % ALIGN)))
+        start = self._size + self._used
+        self._copy(data)
+        return start
+
+    def finish(self) -> FileEntry:
+        """Write what is left, fsync; returns the digests of all blocks in order."""
+        if self._used:
+            self._submit()
+        while self._pending:
+            self._collect()
+        os.fsync(self._fd)
+        return FileEntry.of(self._size, tuple(self._digests))
+
+    def close(self) -> None:
+        """Stop the threads and close the file, finished or not."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        os.close(self._fd)
+
+    def _copy(self, data: memoryview) -> None:
+        while len(data):
+            count = min(BLOCK_BYTES - self._used, len(data))
+            self._block[self._used : self._used + count] = data[:count]
+            self._used += count
+            data = data[count:]
+            if self._used == BLOCK_BYTES:
+                self._submit()
+
+    def _submit(self) -> None:
+        view = memoryview(self._block)[: self._used]
+        future = self._pool.submit(_digest_and_write, self._fd, view, self._size)
+        self._pending.append((future, self._block))
+        self._size += self._used
+        self._used = 0
+        full = len(self._pending) >= self._limit
+        self._block = self._collect() if full else bytearray(BLOCK_BYTES)
+
+    def _collect(self) -> bytearray:
+        future, block = self._pending.popleft()
+        self._digests.append(future.result())
+        return block
+
+
+def _digest_and_write(fd: int, view: memoryview, offset: int) -> str:
+    digest = hashlib.sha256(view).hexdigest()
+    write_at(fd, view, offset)
+    return digest

@@ -1,0 +1,61 @@
+"""torch's save planner with objects as tagged JSON instead of pickles."""
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from forge_ckpt import objects, tree
+
+
+class ForgeSavePlanner(DefaultSavePlanner):
+    """For ``dcp.save(state, storage_writer=ForgeWriter(path), planner=ForgeSavePlanner())``.
+
+    Leaves are named by :func:`forge_ckpt.tree.flatten`. Objects are encoded when planning, so a
+    refusal (ValueError with name and type) comes before anything is written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=True, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Name, check and encode the leaves of ``state_dict``."""
+        leaves, self.mappings = tree.flatten(state_dict)  # type: ignore[assignment]
+        self.state_dict = {name: _leaf(name, value) for name, value in leaves.items()}
+        self.is_coordinator = is_coordinator
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """A tensor as it is, an object as the bytes of its JSON."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(object.encode())
+        return object
+
+
+def _leaf(name: str, value: Any) -> torch.Tensor | str:
+    if not isinstance(value, torch.Tensor):
+        return objects.dumps(objects.encode(value, name))
+    if isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            raise ValueError(
+                f"{name}: DTensor with placements {value.placements}; a partial sum has no bytes of "
+                "its own, redistribute it first"
+            )
+    elif hasattr(value, "__tensor_flatten__"):
+        raise ValueError(
+            f"{name}: tensor subclass {type(value).__name__}; save the plain tensors inside it"
+        )
+    if value.device.type == "meta" or value.layout != torch.strided or value.is_quantized:
+        raise ValueError(
+            f"{name}: {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors "
+            "with memory are saved, materialise or densify it"
+        )
+    return value
