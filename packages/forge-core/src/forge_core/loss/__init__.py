@@ -1,0 +1,5 @@
+"""Token losses that return a sum and a count, so that the caller chooses the normaliser."""
+
+from forge_core.loss.token import TokenLoss, cross_entropy
+
+__all__ = ["TokenLoss", "cross_entropy"]
