@@ -37,7 +37,12 @@ def found_steps(root: Path) -> list[int]:
 
 def committed_steps(root: Path) -> list[int]:
     """Steps whose directory holds a manifest, oldest first."""
-    return [s for s in found_steps(root) if (directory_of(root, s) / manifest.NAME).is_file()]
+    found = {step: directory_of(root, step) for step in found_steps(root)}
+    return [
+        step
+        for step, path in found.items()
+        if not path.is_symlink() and (path / manifest.NAME).is_file()
+    ]
 
 
 def remove(path: Path) -> None:

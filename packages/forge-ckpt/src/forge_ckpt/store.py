@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
@@ -9,12 +10,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from forge_ckpt import generations, manifest
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists
-from forge_ckpt.files import Directory
+from forge_ckpt.files import Directory, sync_directory
 from forge_ckpt.lock import Lock
 from forge_ckpt.read.blocks import verify_all
 from forge_ckpt.read.planner import ForgeLoadPlanner
@@ -101,28 +103,26 @@ class Store:
         """
         self._require_open(writing=False)
         names = _named(state)
-        corrupt: list[str] = []
-        for step in reversed(generations.found_steps(self.path)):
+        corrupt: dict[int, str] = {}
+        while (step := self._newest_but(corrupt)) is not None:
             target = generations.directory_of(self.path, step)
             try:
                 self._read(step, target, state, names)
             except CorruptCheckpoint as error:
-                if self.read_only and not os.path.lexists(target):
-                    continue  # the writer's retention took it meanwhile
-                corrupt.append(str(error))
-                self._set_aside(step, error)
+                if os.path.lexists(target):  # else the writer's retention took it meanwhile
+                    corrupt[step] = str(error)
+                    self._set_aside(step, error)
                 continue
             self._verified.add(step)
             return step
-        if not corrupt:
-            corrupt = [
-                f"{self.path / generations.QUARANTINE / name}: found corrupt earlier"
-                for name in generations.quarantined(self.path)
-            ]
-        if corrupt:
+        found = list(corrupt.values()) or [
+            f"{self.path / generations.QUARANTINE / name}: found corrupt earlier"
+            for name in generations.quarantined(self.path)
+        ]
+        if found:
             raise CorruptCheckpoint(
                 f"no sound checkpoint in {self.path}; restore one from a copy, or start over in "
-                "another directory\n  " + "\n  ".join(corrupt)
+                "another directory\n  " + "\n  ".join(found)
             )
         return None
 
@@ -191,7 +191,7 @@ class Store:
         writer = ForgeWriter(target, step=step, threads=self._threads)
         try:
             _single_process(
-                lambda: dcp.save(
+                lambda: dcp_save(
                     content, storage_writer=writer, planner=ForgeSavePlanner(), no_dist=True
                 )
             )
@@ -207,7 +207,7 @@ class Store:
     def _save_again(self, step: int, content: dict[str, Any]) -> None:
         """The step is there: write beside it, compare, and keep the sound one."""
         target = generations.directory_of(self.path, step)
-        again = target.with_name(f"{target.name}.tmp-again")
+        again = target.with_name(f"{target.name}.tmp-again-{secrets.token_hex(4)}")
         self._write(step, content, again)
         try:
             with ForgeReader(again, step=step).opened() as made:
@@ -219,6 +219,7 @@ class Store:
             except CorruptCheckpoint as error:
                 self._set_aside(step, error)
                 os.rename(again, target)
+                sync_directory(self.path)
                 return
             if not same:
                 raise StepExists(
@@ -237,7 +238,7 @@ class Store:
             content = {name: _target_of(value) for name, value in names.items()}
             try:
                 _single_process(
-                    lambda: dcp.load(
+                    lambda: dcp_load(
                         content, storage_reader=reader, planner=ForgeLoadPlanner(), no_dist=True
                     )
                 )
@@ -248,6 +249,11 @@ class Store:
                 value.load_state_dict(content[name])
             elif content[name] is not value:
                 state[name] = content[name]
+
+    def _newest_but(self, corrupt: Mapping[int, str]) -> int | None:
+        # listed anew each time: beside a writer, steps come and go while we read
+        left = [step for step in generations.found_steps(self.path) if step not in corrupt]
+        return max(left, default=None)
 
     def _set_aside(self, step: int, error: CorruptCheckpoint) -> None:
         self._verified.discard(step)

@@ -24,9 +24,9 @@ class BlockFile:
         self._fd = os.open(path, flags, 0o644)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-write")
         self._limit = 2 * threads
-        self._pending: deque[tuple[Future[str], bytearray]] = deque()
+        self._pending: deque[tuple[Future[str], memoryview]] = deque()
         self._digests: list[str] = []
-        self._block = bytearray(BLOCK_BYTES)
+        self._block = memoryview(bytearray(BLOCK_BYTES))
         self._used = 0
         self._size = 0  # of all full blocks before this one
 
@@ -61,15 +61,15 @@ class BlockFile:
                 self._submit()
 
     def _submit(self) -> None:
-        view = memoryview(self._block)[: self._used]
+        view = self._block[: self._used]
         future = self._pool.submit(_digest_and_write, self._fd, view, self._size)
         self._pending.append((future, self._block))
         self._size += self._used
         self._used = 0
         full = len(self._pending) >= self._limit
-        self._block = self._collect() if full else bytearray(BLOCK_BYTES)
+        self._block = self._collect() if full else memoryview(bytearray(BLOCK_BYTES))
 
-    def _collect(self) -> bytearray:
+    def _collect(self) -> memoryview:
         future, block = self._pending.popleft()
         self._digests.append(future.result())
         return block
