@@ -1,1 +1,32 @@
 """Token files, packing and a resumable global order of training data."""
+
+from forge_data.batch import Batch
+from forge_data.config import CAPABILITIES, DataConfig, SourceConfig
+from forge_data.errors import DataError
+from forge_data.loader import Loader
+from forge_data.order import Permutation
+from forge_data.packing import PackedStream
+from forge_data.sources.builtin import BuiltinCorpus
+from forge_data.sources.source import Source, open_source
+from forge_data.sources.token_files import TokenFiles, verify
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "CAPABILITIES",
+    "Batch",
+    "BuiltinCorpus",
+    "ByteTokenizer",
+    "DataConfig",
+    "DataError",
+    "JsonTokenizer",
+    "Loader",
+    "PackedStream",
+    "Permutation",
+    "Source",
+    "SourceConfig",
+    "TokenFiles",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_source",
+    "verify",
+]

@@ -1,0 +1,219 @@
+"""Batches of one rank, in an order that no rank, worker or prefetching has a say in.
+
+B   rows of this rank = global_batch / world_size        S   tokens in a row
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from forge_data._torch_compat import end_workers
+from forge_data.batch import Batch
+from forge_data.errors import DataError
+from forge_data.packing import digest_of_ids, make_batch
+
+_NO_STEPS = "0" * 16
+
+
+class Stream(Protocol):
+    """What a loader asks of a stream: rows by instance id, and what they are a function of."""
+
+    def arrays(self, instance_ids: np.ndarray) -> dict[str, np.ndarray]: ...
+
+    def fingerprint(self) -> dict[str, str | int]: ...
+
+
+class Loader:
+    """Endless iterator over this rank's rows of each global batch.
+
+    Step k of the loader is instances `cursor .. cursor + global_batch - 1`; rank r takes the r-th of
+    `world_size` equal runs of them. What is read depends on the stream and the cursor alone: world
+    size, `num_workers` and, between steps, `global_batch` may change at a resume. With workers,
+    process w reads every `num_workers`-th step ahead of time; without, no process is started.
+    Raises ValueError for a `global_batch` that `world_size` does not divide.
+    Usage: `loader = Loader(stream, global_batch=16); batch = next(loader)`.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        global_batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+    ) -> None:
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank {rank} must lie within 0..world_size-1 (world_size {world_size}); "
+                "use the rank and world size of the process group"
+            )
+        if global_batch < 1 or global_batch % world_size:
+            near = max(1, round(global_batch / world_size)) * world_size
+            raise ValueError(
+                f"global_batch {global_batch} must be divisible by world_size {world_size}; use {near}"
+            )
+        if num_workers < 0:
+            raise ValueError(f"num_workers {num_workers} must be at least 0; use 0 for no process")
+        self.stream = stream
+        self.global_batch = global_batch
+        self.rank = rank
+        self.world_size = world_size
+        self.num_workers = num_workers
+        self._cursor = 0
+        self._chain = _NO_STEPS
+        self._workers: Iterator[Any] | None = None
+
+    @property
+    def cursor(self) -> int:
+        """Instances consumed by the batches handed out so far, over all ranks."""
+        return self._cursor
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        ids = _column(self._cursor, self.global_batch, self.rank, self.world_size)  # (B,)
+        arrays = self._fetched() if self.num_workers else self.stream.arrays(ids)  # (B, S) each
+        digest = digest_of_ids(_column(self._cursor, self.global_batch, 0, 1))
+        batch = make_batch(arrays, ids, digest)
+        self._cursor += self.global_batch
+        self._chain = hashlib.sha256((self._chain + digest).encode()).hexdigest()[:16]
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, after the batches handed out; the same on all ranks, JSON-able."""
+        return {
+            "cursor": self._cursor,
+            "digest_chain": self._chain,
+            "fingerprint": self.stream.fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batches of `state`, in O(1).
+
+        Raises DataError with every difference when `state` was made from another stream, or when it
+        is not the state of a loader; the loader then stays where it was.
+        """
+        cursor, chain = state.get("cursor"), state.get("digest_chain")
+        known = isinstance(cursor, int) and cursor >= 0 and isinstance(chain, str)
+        if not known or not re.fullmatch("[0-9a-f]{16}", str(chain)):
+            raise DataError(
+                f"loader state with cursor {cursor!r} and digest_chain {chain!r} must come from "
+                "Loader.state_dict(); load another checkpoint"
+            )
+        _refuse_other_data(state.get("fingerprint", {}), self.stream.fingerprint())
+        self.close()
+        self._cursor, self._chain = int(str(cursor)), str(chain)
+
+    def close(self) -> None:
+        """End the worker processes, if any; the next batch would start them again."""
+        if self._workers is not None:
+            atexit.unregister(self._end)
+            self._workers = None
+            self._end()
+
+    def __del__(self) -> None:
+        if getattr(self, "_workers", None) is not None:
+            self.close()
+
+    def _fetched(self) -> dict[str, np.ndarray]:
+        if self._workers is None:
+            self._workers = self._start()
+        try:
+            answer = next(self._workers)
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(answer, DataError):
+            self.close()
+            raise answer
+        return {name: tensor.numpy() for name, tensor in answer.items()}
+
+    def _start(self) -> Iterator[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            _Fetch(self.stream),
+            batch_size=None,
+            sampler=_Steps(self._cursor, self.global_batch, self.rank, self.world_size),
+            num_workers=self.num_workers,
+            collate_fn=_as_is,
+            worker_init_fn=_leave_signals_to_parent,
+            generator=torch.Generator(),  # else torch draws a seed from the global generator
+        )
+        workers = iter(loader)
+        # Registered last, so it runs before multiprocessing's own hook, which sends one SIGTERM and
+        # then waits for ever; the workers ignore the first (see `_leave_signals_to_parent`).
+        self._end = functools.partial(end_workers, workers)
+        atexit.register(self._end)
+        return workers
+
+
+class _Steps:
+    """Sampler: this rank's instance ids of one step after another, without end."""
+
+    def __init__(self, cursor: int, global_batch: int, rank: int, world_size: int) -> None:
+        self._arguments = cursor, global_batch, rank, world_size
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        cursor, global_batch, rank, world_size = self._arguments
+        while True:
+            yield _column(cursor, global_batch, rank, world_size)
+            cursor += global_batch
+
+
+def _column(cursor: int, global_batch: int, rank: int, world_size: int) -> np.ndarray:
+    """Instance ids (B,) of one rank in the step that begins at `cursor`."""
+    rows = global_batch // world_size
+    return np.arange(cursor + rank * rows, cursor + (rank + 1) * rows)
+
+
+class _Fetch(Dataset[Any]):
+    """What runs in a worker: ids of one step to rows. Bad data travels back as a value."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __getitem__(self, instance_ids: Any) -> Any:
+        try:
+            arrays = self._stream.arrays(instance_ids)
+        except DataError as error:
+            return error
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """A stop is the parent's decision: it still needs a batch or two to reach its save.
+
+    A terminal sends SIGINT, and a scheduler SIGTERM, to every process of the job. A second SIGTERM
+    ends the worker, so that one that hangs cannot outlive the parent's exit.
+    """
+    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
+
+
+def _refuse_other_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    different = [
+        f"  {key}: checkpoint {saved.get(key, 'nothing')}, now {current.get(key, 'nothing')}"
+        for key in sorted({*saved, *current})
+        if saved.get(key) != current.get(key)
+    ]
+    if different:
+        raise DataError(
+            "the checkpoint was made from other data or another packing, so its position means "
+            "nothing here; restore what differs, or start a new run:\n" + "\n".join(different)
+        )

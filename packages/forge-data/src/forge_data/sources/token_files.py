@@ -1,0 +1,223 @@
+"""Token files on disk, memory-mapped: a folder with a sidecar, or one raw file with a stated dtype."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_data.config import DTYPES, SPLITS
+from forge_data.errors import DataError
+from forge_data.sources.sidecar import (
+    AGAIN,
+    DOCUMENTS,
+    ITEM_SIZE,
+    SIDECAR,
+    TOKENIZER,
+    TOKENS,
+    Sidecar,
+    check_size,
+    digest_of,
+    read_sidecar,
+)
+
+_BLOCK = 1 << 22  # tokens looked at in one go
+
+
+class TokenFiles:
+    """A stream of token ids in a file, read-only and memory-mapped; nothing is loaded whole.
+
+    `path` is a folder written by `forge-data prepare` (with `train/` and `validation/` inside,
+    `split` picks one), or a raw file of little-endian ids, whose `dtype` is never guessed and which
+    counts as one document. Opening checks sizes, not contents (`verify` does). A raw file has no
+    recorded digest and largest id: the first use of `max_token_id` or `fingerprint()` reads it once.
+    Raises DataError for files that are not what they should be, ValueError for a missing dtype.
+    Usage: `TokenFiles("tokens/books").read(0, 100)`.
+    """
+
+    def __init__(self, path: str | Path, dtype: str | None = None, split: str = "train") -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}; use one of them")
+        self._arguments = (str(path), dtype, split)
+        self.path = resolve_split(Path(path), split)
+        self._sidecar = None if self.path.is_file() else read_sidecar(self.path)
+        if self._sidecar is None:
+            self._open_raw(dtype)
+        else:
+            self._open_folder(self._sidecar, dtype)
+
+    def _open_raw(self, dtype: str | None) -> None:
+        if dtype is None:
+            raise ValueError(
+                f"{self.path} has no sidecar, and two types can fit the same bytes; "
+                'give its dtype, for example dtype = "uint16"'
+            )
+        size = self.path.stat().st_size
+        if size == 0 or size % ITEM_SIZE[dtype]:
+            raise DataError(
+                f"{self.path} has {size} bytes, which must be a positive multiple of "
+                f"{ITEM_SIZE[dtype]} for dtype {dtype}; give the dtype it was written with"
+            )
+        self.vocab_size: int | None = None
+        self.tokenizer: dict[str, Any] | None = None
+        self._tokens = _map(self.path, dtype)
+        self.documents: np.ndarray = np.zeros(1, np.int64)
+
+    def _open_folder(self, sidecar: Sidecar, dtype: str | None) -> None:
+        if dtype is not None and dtype != sidecar.dtype:
+            raise ValueError(
+                f"dtype {dtype!r} must agree with the sidecar of {self.path}, which says "
+                f"{sidecar.dtype!r}; remove dtype"
+            )
+        check_size(self.path / TOKENS, sidecar.num_tokens, ITEM_SIZE[sidecar.dtype])
+        check_size(self.path / DOCUMENTS, sidecar.num_documents, 8)
+        self.vocab_size = sidecar.vocab_size
+        self.tokenizer = _absolute(sidecar.tokenizer, self.path)
+        self._tokens = _map(self.path / TOKENS, sidecar.dtype)
+        self.documents = _map(self.path / DOCUMENTS, "int64")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents)
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id: from the sidecar, or by reading a raw file once."""
+        return self._sidecar.max_token_id if self._sidecar else self._scan[0]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids of tokens start..stop-1, a read-only view of the file.
+
+        Raises ValueError outside the file and DataError for an id over the recorded largest, so that
+        a damaged file is named here and not by an index error on a device.
+        """
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise ValueError(
+                f"range {start}..{stop} must lie within 0..{self.num_tokens}; ask for less"
+            )
+        ids = self._tokens[start:stop]
+        if self._sidecar and stop > start and int(ids.max()) > self._sidecar.max_token_id:
+            raise DataError(
+                f"{self.path / TOKENS} holds id {ids.max()} between {start} and {stop}, over the "
+                f"recorded largest {self._sidecar.max_token_id}: it was damaged; "
+                "run `forge-data verify` on it and copy it again"
+            )
+        return ids
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Digests of the files (recorded ones where there is a sidecar), not the path: data may move."""
+        if self._sidecar is None:
+            return {"kind": "tokens", "num_tokens": self.num_tokens, "tokens": self._scan[1]}
+        spec = self._sidecar.tokenizer or {}
+        return {
+            "kind": "tokens",
+            "num_tokens": self.num_tokens,
+            "tokens": self._sidecar.sha256[TOKENS],
+            "documents": self._sidecar.sha256[DOCUMENTS],
+            "tokenizer": str(spec.get("fingerprint", "none")),
+        }
+
+    @cached_property
+    def _scan(self) -> tuple[int, str]:
+        """Largest id and sha256 of a raw file, in one pass of constant memory."""
+        digest, low, high = hashlib.sha256(), 0, 0
+        for start in range(0, self.num_tokens, _BLOCK):
+            block = self._tokens[start : start + _BLOCK]
+            digest.update(block.data)
+            low, high = min(low, int(block.min())), max(high, int(block.max()))
+        if low < 0:
+            raise DataError(
+                f"{self.path} holds id {low} when read as {self._tokens.dtype}, and ids must not be "
+                "negative; give the dtype it was written with"
+            )
+        return high, digest.hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenFiles, self._arguments  # a worker maps the files itself, no token is copied
+
+
+def verify(path: str | Path) -> int:
+    """Read a prepared folder (each split, where there are splits) and check every digest and count.
+
+    Returns the number of tokens checked, raises DataError at the first difference. Costs one read of
+    everything. Usage: `verify("tokens/books")`.
+    """
+    path = Path(path)
+    splits = [path / split for split in SPLITS if (path / split).is_dir()]
+    return sum(_verify_folder(folder) for folder in splits or [path])
+
+
+def _verify_folder(folder: Path) -> int:
+    sidecar = read_sidecar(folder)
+    source = TokenFiles(folder)
+    for name, recorded in sidecar.sha256.items():
+        if Path(name).name != name:
+            raise DataError(f"{folder / SIDECAR} names {name!r}, which leaves the folder; {AGAIN}")
+        if not (folder / name).is_file() or digest_of(folder / name) != recorded:
+            raise DataError(
+                f"{folder / name} is not the file of its sidecar (sha256); copy it again"
+            )
+    documents = source.documents
+    ordered = documents[0] == 0 and documents[-1] < source.num_tokens
+    if (
+        not ordered
+        or not all(  # block by block, each overlapping the next by one
+            bool((np.diff(documents[i : i + _BLOCK + 1]) > 0).all())
+            for i in range(0, len(documents), _BLOCK)
+        )
+    ):
+        raise DataError(f"{folder / DOCUMENTS} must hold rising offsets from 0; {AGAIN}")
+    highest = 0
+    for start in range(0, source.num_tokens, _BLOCK):
+        highest = max(
+            highest, int(source.read(start, min(start + _BLOCK, source.num_tokens)).max())
+        )
+    if highest != sidecar.max_token_id or highest >= sidecar.vocab_size:
+        raise DataError(
+            f"{folder / TOKENS} has largest id {highest}, its sidecar says {sidecar.max_token_id} "
+            f"of {sidecar.vocab_size}; {AGAIN}"
+        )
+    return source.num_tokens
+
+
+def resolve_split(path: Path, split: str) -> Path:
+    """The folder or raw file that `split` of `path` means."""
+    if split not in SPLITS:
+        raise ValueError(f'split {split!r} must be "train" or "validation"; use "train"')
+    if not path.exists():
+        raise DataError(
+            f"path {path} must be a folder of token files or a raw file, but nothing is there; "
+            "check it, or write it with `forge-data prepare`"
+        )
+    if any((path / name).is_dir() for name in SPLITS):
+        if not (path / split).is_dir():
+            raise DataError(
+                f"path {path} must hold a folder {split}/; {AGAIN} --validation_every 20"
+            )
+        return path / split
+    if split == "validation":
+        raise DataError(
+            f"path {path} must hold train/ and validation/ for split validation; "
+            f"{AGAIN} --validation_every 20, or give validation a path of its own with split train"
+        )
+    if path.name == TOKENS and (path.parent / SIDECAR).is_file():
+        return path.parent  # the file inside a prepared folder: its sidecar is known
+    return path
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+
+
+def _absolute(spec: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
+    """A spec whose tokenizer file is found from anywhere."""
+    if spec is None or spec.get("name") != "json":
+        return spec
+    return {**spec, "path": str((folder / TOKENIZER).resolve())}

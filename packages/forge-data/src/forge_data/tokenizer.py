@@ -1,0 +1,152 @@
+"""Text to ids and back: bytes, or any JSON of the `tokenizers` library.
+
+A tokenizer is described by a *spec*, plain data that goes into sidecars and checkpoints:
+`{"name": "byte"}` or `{"name": "json", "path": ..., "eos": ..., "fingerprint": ...}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from forge_data.errors import DataError
+
+EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer.
+
+    `eos_id` is None where there is no end-of-document token; 0 is a legal id, so test with `is None`.
+    `splittable` says that encoding a text piece by piece gives the same ids as encoding it whole.
+    """
+
+    vocab_size: int
+    eos_id: int | None
+    fingerprint: str
+    splittable: bool
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def spec(self) -> dict[str, Any]: ...
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8, 256 ends a document. Usage: `ByteTokenizer().encode("hi")`."""
+
+    vocab_size = 257
+    eos_id: int | None = 256
+    fingerprint = "byte-1"
+    splittable = True
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes of `text` as ids; no end-of-document token is added."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; broken UTF-8 becomes U+FFFD, end-of-document nothing. ValueError over 256."""
+        if len(ids) and not 0 <= min(ids) <= max(ids) <= 256:
+            worst = max(ids) if max(ids) > 256 else min(ids)
+            raise ValueError(
+                f"id {worst} is outside the byte tokenizer's 0..256; "
+                "decode with the tokenizer the ids were made with"
+            )
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def spec(self) -> dict[str, Any]:
+        """Plain data from which `load_tokenizer` makes this tokenizer again."""
+        return {"name": "byte", "fingerprint": self.fingerprint}
+
+
+class JsonTokenizer:
+    """A JSON file of the `tokenizers` library (extra `tokenizers`, imported here and not before).
+
+    `eos` names the end-of-document token; without it the usual names are tried in turn
+    (`<|endoftext|>`, `</s>`, `<eos>`, `<|end_of_text|>`), and when none is in the vocabulary
+    `eos_id` is None. Raises DataError for a missing or broken file and ValueError for an unknown
+    `eos`. Usage: `JsonTokenizer("tokenizer.json").encode("hi")`.
+    """
+
+    splittable = False
+
+    def __init__(self, path: str | Path, eos: str | None = None) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise DataError(
+                f'tokenizer {self.path} must be a JSON file; check the path or use "byte"'
+            )
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise ValueError(
+                f"tokenizer {self.path} needs the tokenizers library, which is not installed; "
+                "pip install 'forge-data[tokenizers]'"
+            ) from None
+        content = self.path.read_bytes()
+        try:
+            self._tokenizer = Library.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"tokenizer {self.path} must be a JSON file of the tokenizers library ({error}); "
+                "save one with Tokenizer.save(path)"
+            ) from None
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.eos = eos if eos is not None else next((n for n in EOS_NAMES if n in vocabulary), None)
+        if eos is not None and eos not in vocabulary:
+            raise ValueError(
+                f"eos token {eos!r} must be in the vocabulary of {self.path}; "
+                "name one that is, or leave it out to try the usual names"
+            )
+        self.eos_id: int | None = None if self.eos is None else vocabulary[self.eos]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without the special tokens that a template would add."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens such as end-of-document become nothing."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def spec(self) -> dict[str, Any]:
+        """Plain data from which `load_tokenizer` makes this tokenizer again."""
+        return {
+            "name": "json",
+            "path": str(self.path),
+            "eos": self.eos,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
+    """The tokenizer of a spec, of `"byte"`, or of the path of a JSON file.
+
+    Raises ValueError for an unknown name, DataError when the file is not the one of the spec's
+    fingerprint. Usage: `load_tokenizer(source.tokenizer).decode(ids)`.
+    """
+    if isinstance(spec, str):
+        spec = {"name": "byte"} if spec == "byte" else {"name": "json", "path": spec}
+    name = spec.get("name")
+    tokenizer: Tokenizer
+    if name == "byte":
+        tokenizer = ByteTokenizer()
+    elif name == "json" and spec.get("path"):
+        tokenizer = JsonTokenizer(spec["path"], spec.get("eos"))
+    else:
+        raise ValueError(
+            f'tokenizer {dict(spec)} must have the name "byte", or "json" and a path; '
+            "use the spec of a source"
+        )
+    expected = spec.get("fingerprint", tokenizer.fingerprint)
+    if expected != tokenizer.fingerprint:
+        raise DataError(
+            f"tokenizer {spec.get('path', name)} has fingerprint {tokenizer.fingerprint[:16]}, "
+            f"but the tokens were made with {str(expected)[:16]}; "
+            "put the original file back or prepare the text again"
+        )
+    return tokenizer
