@@ -135,19 +135,27 @@ class TransformerConfig:
     num_kv_heads: int | None = _field(None, "key/value heads; empty: as many as query heads")
     head_dim: int | None = _field(None, "width of one head; empty: dim / num_heads")
     hidden_dim: int | None = _field(
-        None, "width inside the feed-forward; empty: 8/3 dim rounded up to 64 (swiglu), 4 dim (gelu)"
+        None,
+        "width inside the feed-forward; empty: 8/3 dim rounded up to 64 (swiglu), 4 dim (gelu)",
     )
-    norm: Literal["rms_norm", "layer_norm"] = _field("rms_norm", "normalisation before each sublayer")
+    norm: Literal["rms_norm", "layer_norm"] = _field(
+        "rms_norm", "normalisation before each sublayer"
+    )
     norm_eps: float = _field(1e-5, "added to the variance in every norm")
     feed_forward: Literal["swiglu", "gelu"] = _field("swiglu", "kind of feed-forward")
     rope_theta: float = _field(10000.0, "base of the rotary wavelengths")
-    rope_scaling: RopeScaling | None = _field(None, "Llama 3.1 stretching of the wavelengths; empty: none")
+    rope_scaling: RopeScaling | None = field(
+        default=None, metadata={"help": "Llama 3.1 stretching of the wavelengths; empty: none"}
+    )
     qk_norm: bool = _field(False, "RMSNorm on each head of queries and keys (Qwen3)")
     qkv_bias: bool = _field(False, "bias in the query, key and value projections (Qwen2)")
     o_bias: bool = _field(False, "bias in the attention's output projection")
     feed_forward_bias: bool = _field(False, "bias in the feed-forward's projections")
     tie_embeddings: bool = _field(False, "the output head shares the embedding's weight")
-    init_std: float = _field(0.02, "standard deviation of initial weights; residual outputs are divided by sqrt(2 num_layers)")
+    init_std: float = _field(
+        0.02,
+        "standard deviation of initial weights; residual outputs are divided by sqrt(2 num_layers)",
+    )
     max_seq_len: int = _field(8192, "longest row, cached tokens included")
 
     def __post_init__(self) -> None:

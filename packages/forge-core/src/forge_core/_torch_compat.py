@@ -1,0 +1,34 @@
+"""The torch symbols that differ between supported versions, each in one place."""
+
+import inspect
+from functools import cache
+from typing import Any, cast
+
+from torch import Tensor
+
+
+@cache
+def _causal_argument() -> dict[str, Any]:
+    """Torch 2.11 spells it `is_causal=True`, 2.13 `window_size=(-1, 0)` (tokens left, right)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = inspect.signature(varlen_attn).parameters
+    return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+
+
+def varlen_causal(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int) -> Tensor:
+    """Causal attention inside each of several sequences laid end to end; CUDA, 16-bit only.
+
+    q (T, H, D), k and v (T, Hkv, D), borders (N + 1,) int32 on the device of q -> (T, H, D). Heads
+    are repeated where the installed `varlen_attn` has no `enable_gqa` (torch 2.11).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    arguments = dict(_causal_argument())
+    if q.size(1) != k.size(1):
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            arguments["enable_gqa"] = True
+        else:
+            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+    out = varlen_attn(q, k, v, borders, borders, longest, longest, **arguments)
+    return cast(Tensor, out)

@@ -1,0 +1,124 @@
+"""Llama 3, Qwen2/2.5 and Qwen3 (dense) as Hugging Face stores them.
+
+A row is (pattern there, pattern here, operations); `{i}` stands for the layer. Operations come
+from a closed reversible set, `("transpose", d0, d1)`, `("concat", dim, n)`, `("stack_experts", n)`,
+`("rope_permute", heads)`, and none is a rename, which is all that these families need: Forge keeps
+the half-rotation layout of rotary embeddings that Hugging Face has. Whoever moves tensors applies
+the rows; this file knows no storage.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from forge_core.families.keys import read_common, write_common
+from forge_core.model.config import TransformerConfig
+
+Row = tuple[str, str, tuple[tuple[Any, ...], ...]]
+
+
+class Family(NamedTuple):
+    """One family: rows of its tensors, and its configuration translated both ways.
+
+    LLAMA.config_from_hf(json.load(open("config.json")))   # -> TransformerConfig
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    config_from_hf: Callable[[Mapping[str, Any]], TransformerConfig]
+    config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
+
+
+def _linear(hf: str, forge: str, bias: bool) -> tuple[Row, ...]:
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return tuple(
+        (f"model.layers.{{i}}.{hf}.{kind}", f"layers.{{i}}.{forge}.{kind}", ()) for kind in kinds
+    )
+
+
+_OUTER: tuple[Row, ...] = (
+    ("model.embed_tokens.weight", "embedding.weight", ()),
+    ("model.norm.weight", "norm.weight", ()),
+    ("lm_head.weight", "lm_head.weight", ()),
+)
+_NORMS: tuple[Row, ...] = (
+    *_linear("input_layernorm", "mixer_norm", False),
+    *_linear("post_attention_layernorm", "feed_forward_norm", False),
+)
+_QK_NORMS: tuple[Row, ...] = (
+    *_linear("self_attn.q_norm", "mixer.q_norm", False),
+    *_linear("self_attn.k_norm", "mixer.k_norm", False),
+)
+
+
+def _sublayers(*, o_bias: bool, feed_forward_bias: bool) -> tuple[Row, ...]:
+    return (
+        *_linear("self_attn.q_proj", "mixer.q_proj", True),
+        *_linear("self_attn.k_proj", "mixer.k_proj", True),
+        *_linear("self_attn.v_proj", "mixer.v_proj", True),
+        *_linear("self_attn.o_proj", "mixer.o_proj", o_bias),
+        *_linear("mlp.gate_proj", "feed_forward.gate_proj", feed_forward_bias),
+        *_linear("mlp.up_proj", "feed_forward.up_proj", feed_forward_bias),
+        *_linear("mlp.down_proj", "feed_forward.down_proj", feed_forward_bias),
+    )
+
+
+def _llama_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    bias = bool(hf.get("attention_bias", False))
+    return read_common(
+        hf,
+        "llama",
+        qkv_bias=bias,
+        o_bias=bias,
+        feed_forward_bias=bool(hf.get("mlp_bias", False)),
+    )
+
+
+def _llama_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    wanted = {"qk_norm": False, "o_bias": config.qkv_bias}
+    return {
+        **write_common(config, "llama", "LlamaForCausalLM", wanted),
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.feed_forward_bias,
+    }
+
+
+def _qwen2_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    return read_common(hf, "qwen2", qkv_bias=True)
+
+
+def _qwen2_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    wanted = {"qk_norm": False, "qkv_bias": True, "o_bias": False, "feed_forward_bias": False}
+    hf = write_common(config, "qwen2", "Qwen2ForCausalLM", wanted)
+    return {**hf, "use_sliding_window": False}
+
+
+def _qwen3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    bias = bool(hf.get("attention_bias", False))
+    # Qwen3's own default is 128 whatever the width; a missing key does not mean dim / num_heads.
+    return read_common({"head_dim": 128, **hf}, "qwen3", qk_norm=True, qkv_bias=bias, o_bias=bias)
+
+
+def _qwen3_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    wanted = {"qk_norm": True, "o_bias": config.qkv_bias, "feed_forward_bias": False}
+    hf = write_common(config, "qwen3", "Qwen3ForCausalLM", wanted)
+    return {**hf, "attention_bias": config.qkv_bias, "use_sliding_window": False}
+
+
+LLAMA = Family(
+    "llama",
+    _OUTER + _NORMS + _sublayers(o_bias=True, feed_forward_bias=True),
+    _llama_from_hf,
+    _llama_to_hf,
+)
+QWEN2 = Family(
+    "qwen2",
+    _OUTER + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
+    _qwen2_from_hf,
+    _qwen2_to_hf,
+)
+QWEN3 = Family(
+    "qwen3",
+    _OUTER + _NORMS + _QK_NORMS + _sublayers(o_bias=True, feed_forward_bias=False),
+    _qwen3_from_hf,
+    _qwen3_to_hf,
+)

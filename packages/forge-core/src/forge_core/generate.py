@@ -1,0 +1,214 @@
+"""Text generation: one prefill, then one token at a time from the KV cache.
+
+Shapes: B rows, S prompt tokens (the longest of the batch), N new tokens, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core._rules import Rule, check
+
+Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
+
+SAMPLING_RULES: tuple[Rule, ...] = (
+    Rule(
+        "temperature_range",
+        lambda c: not 0.0 <= c["temperature"] < float("inf"),
+        "temperature {temperature} must be a finite number, 0 or more",
+        "use 1, or 0 for greedy",
+    ),
+    Rule(
+        "top_k_range",
+        lambda c: c["top_k"] is not None and c["top_k"] < 1,
+        "top_k {top_k} must be at least 1",
+        "use 1 or more, or leave it out",
+    ),
+    Rule(
+        "top_p_range",
+        lambda c: c["top_p"] is not None and not 0.0 < c["top_p"] <= 1.0,
+        "top_p {top_p} must be above 0 and at most 1",
+        "use 0.9, or leave it out",
+    ),
+)
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is drawn: temperature first, then top-k, then top-p.
+
+    SamplingConfig(temperature=0.0)             # greedy
+    SamplingConfig(temperature=0.8, top_p=0.95)
+    """
+
+    temperature: float = _field(1.0, "divides the logits; 0 takes the likeliest token")
+    top_k: int | None = _field(None, "draw from the k likeliest tokens only")
+    top_p: float | None = _field(None, "draw from the likeliest tokens that hold this probability")
+    seed: int = _field(0, "each row draws from its own stream of (seed, row)")
+
+    def __post_init__(self) -> None:
+        check(vars(self), SAMPLING_RULES, "sampling")
+
+
+def generate(
+    model: nn.Module,
+    tokens: Prompts,
+    max_new_tokens: int,
+    sampling: SamplingConfig = SamplingConfig(),
+    eos_id: int | None = None,
+) -> Tensor:
+    """New tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every row met `eos_id`.
+
+        generate(model, [[1, 2, 3], [4]], 20, SamplingConfig(temperature=0.0))
+
+    The rest is as in `generate_stream`, whose columns these are.
+    """
+    columns = list(generate_stream(model, tokens, max_new_tokens, sampling, eos_id))
+    return torch.stack(columns, dim=1)
+
+
+def generate_stream(
+    model: nn.Module,
+    tokens: Prompts,
+    max_new_tokens: int,
+    sampling: SamplingConfig = SamplingConfig(),
+    eos_id: int | None = None,
+) -> Iterator[Tensor]:
+    """The new tokens of all rows, (B,) int64, one step at a time.
+
+    tokens: (B, S) int64 or a sequence of prompts of any lengths; they go to the model's device.
+    Rows are independent: a row's tokens do not depend on the others nor on their number. A row that
+    produced `eos_id` repeats it; all rows there, the stream ends. `eos_id=None` never stops, and 0
+    is an id like any other.
+
+    `model` is called `model(tokens, document_ids=..., cache=..., last_only=True)` in eval mode,
+    which is undone when the stream ends or is closed. Cost: a forward of S tokens, then one token a
+    step, and a host sync a step if `eos_id` is given.
+
+    Raises ValueError before anything runs: an empty prompt, max_new_tokens below 1, prompt and new
+    tokens longer than `model.config.max_seq_len`.
+    """
+    device = next(model.parameters()).device
+    rows, document_ids = _pad_left(tokens, device)
+    longest: int | None = getattr(getattr(model, "config", None), "max_seq_len", None)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1; ask for one or more")
+    if longest is not None and rows.size(1) + max_new_tokens > longest:
+        raise ValueError(
+            f"a prompt of {rows.size(1)} and {max_new_tokens} new tokens are longer than "
+            f"max_seq_len {longest}; shorten the prompt or ask for fewer tokens"
+        )
+    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id)
+
+
+def _steps(
+    model: nn.Module,
+    tokens: Tensor,
+    document_ids: Tensor | None,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    eos_id: int | None,
+) -> Iterator[Tensor]:
+    training = model.training
+    draws = _Draws(sampling.seed, tokens.size(0), tokens.device)
+    finished = torch.zeros(tokens.size(0), dtype=torch.bool, device=tokens.device)
+    cache = None
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            # No inference mode across a yield: it would leak into the caller's code.
+            with torch.inference_mode():
+                if cache is None:
+                    cache = model.new_cache(tokens.size(1) + max_new_tokens)  # type: ignore[operator]
+                    ids = document_ids
+                logits = model(tokens, document_ids=ids, cache=cache, last_only=True)[
+                    :, -1
+                ]  # (B, V)
+                ids = None
+                chosen = sample(logits, sampling, draws)
+                if eos_id is not None:
+                    chosen = torch.where(finished, eos_id, chosen)
+                    finished = finished | (chosen == eos_id)
+                tokens = chosen.unsqueeze(1)  # (B, 1)
+            yield chosen.clone()
+            if eos_id is not None and bool(finished.all()):
+                return
+    finally:
+        model.train(training)
+
+
+class _Draws:
+    """Uniform numbers of each row from its own generator of (seed, row), in chunks: one copy in 256 steps."""
+
+    _CHUNK = 256
+
+    def __init__(self, seed: int, rows: int, device: torch.device) -> None:
+        self.device = device
+        self.generators = []
+        for row in range(rows):
+            digest = hashlib.sha256(f"{seed}:{row}".encode()).digest()
+            generator = torch.Generator("cpu")
+            self.generators.append(generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1))
+        self.used = self._CHUNK
+        self.chunk = torch.empty(0)
+
+    def next(self) -> Tensor:
+        """The next number of every row, (B, 1) in [0, 1)."""
+        if self.used == self._CHUNK:
+            rows = [torch.rand(self._CHUNK, generator=g, device="cpu") for g in self.generators]
+            self.chunk, self.used = torch.stack(rows).to(self.device), 0
+        self.used += 1
+        return self.chunk[:, self.used - 1 : self.used]
+
+
+def sample(logits: Tensor, sampling: SamplingConfig, draws: _Draws) -> Tensor:
+    """One token id per row of logits (B, V) -> (B,) int64."""
+    if sampling.temperature == 0.0:
+        return logits.argmax(dim=-1)
+    values, ids = (logits.float() / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k is not None:
+        values, ids = values[:, : sampling.top_k], ids[:, : sampling.top_k]
+    probabilities = values.softmax(dim=-1)  # (B, V or top_k)
+    cumulative = probabilities.cumsum(dim=-1)
+    if sampling.top_p is not None:
+        # Kept: every token before which less than top_p lies; the first always is.
+        kept = cumulative - probabilities < sampling.top_p
+        kept[:, 0] = True
+        cumulative = (probabilities * kept).cumsum(dim=-1)
+    target = draws.next() * cumulative[:, -1:]
+    # The first token whose cumulative probability is above the draw; rounding stays inside.
+    index = torch.searchsorted(cumulative, target, right=True)
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
+    return ids.gather(1, index.minimum(last)).squeeze(1)
+
+
+def _pad_left(tokens: Prompts, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Prompts as (B, S) with padding on the left, and document ids: -1 on padding, 0 on the prompt.
+
+    The ids stay on the CPU (no sync to read them) and are None when no row is padded.
+    """
+    if isinstance(tokens, Tensor):
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} must be (B, S); add a dim for one row"
+            )
+        prompts = list(tokens)
+    else:
+        prompts = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in tokens]
+    if not prompts or min(prompt.numel() for prompt in prompts) == 0:
+        raise ValueError("an empty prompt has nothing to go on from; begin it with one token")
+    longest = max(prompt.numel() for prompt in prompts)
+    rows = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
+    ids = torch.full((len(prompts), longest), -1, device="cpu")
+    for row, prompt in enumerate(prompts):
+        rows[row, longest - prompt.numel() :] = prompt.to(device)
+        ids[row, longest - prompt.numel() :] = 0
+    return rows, (None if bool((ids == 0).all()) else ids)

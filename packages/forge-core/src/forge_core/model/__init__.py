@@ -1,0 +1,1 @@
+"""The dense decoder-only transformer and its parts."""

@@ -1,0 +1,114 @@
+"""Grouped-query attention with rotary positions, packed documents and a KV cache.
+
+Shapes: B rows, S tokens, M width of the residual stream, H query heads, K key/value heads, D width
+of a head.
+"""
+
+from torch import Tensor, nn
+
+from forge_core.model.config import TransformerConfig
+from forge_core.model.context import TokenContext, default_positions
+from forge_core.model.documents import causal, within_segments
+from forge_core.model.init import Init, linear_rows
+from forge_core.model.kv_cache import LayerCache
+from forge_core.model.norm import RMSNorm
+from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
+
+Tables = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Causal self-attention of a decoder block.
+
+        Attention(config)(x)                  # (B, S, M) -> (B, S, M), rows are single documents
+        Attention(config)(x, ctx, cache)      # packed documents, positions, a LayerCache
+
+    Number of heads is read off the projections' outputs, so heads may be sharded over ranks.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.resolved_head_dim
+        self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
+        heads, kv_heads = config.num_heads, config.resolved_num_kv_heads
+        width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.dim, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> Tables:
+        """Rotary tables for x (B, S, M), computed once per context and shared by all layers.
+
+        Transformer calls it before its first block, so that compiled blocks only read.
+        """
+        return ctx.once(
+            ("rope", self.head_dim, self.rope_theta, self.rope_scaling, x.device),
+            lambda: self._tables(ctx, x, cache),
+        )
+
+    def _tables(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> Tables:
+        positions = ctx.positions
+        if positions is None:
+            past, first = (0, None) if cache is None else cache.first(ctx, *x.shape[:2])
+            positions = default_positions(x.size(1), ctx.document_ids, x.device, past, first)
+        frequencies = inverse_frequencies(
+            self.head_dim, self.rope_theta, self.rope_scaling, x.device
+        )
+        return rope_tables(positions, frequencies)
+
+    def forward(
+        self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        ctx = TokenContext() if ctx is None else ctx
+        tables = self.prepare(ctx, x, cache)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, tables), rotate(k, tables)
+        if cache is not None:
+            out = cache.attend(q, k, v, ctx)
+        elif ctx.document_ids is None:
+            out = causal(q, k, v)
+        else:
+            plan = ctx.segments()
+            assert plan is not None
+            out = within_segments(q, k, v, plan)
+        projected: Tensor = self.o_proj(out.flatten(-2))  # (B, S, M)
+        return projected
+
+    def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
+        """How each parameter begins, by its name in this module."""
+        norms = ("q_norm", "k_norm") if self.q_norm is not None else ()
+        return {
+            **linear_rows("q_proj", self.q_proj, std),
+            **linear_rows("k_proj", self.k_proj, std),
+            **linear_rows("v_proj", self.v_proj, std),
+            **linear_rows("o_proj", self.o_proj, residual_std),
+            **{f"{name}.weight": Init("constant", 1.0) for name in norms},
+        }
+
+    def parallel_roles(self) -> dict[str, str]:
+        """Role of each parameter under tensor parallelism, by pattern; see Transformer."""
+        norms = ("q_norm", "k_norm") if self.q_norm is not None else ()
+        return {
+            "q_proj.*": "colwise",
+            "k_proj.*": "colwise",
+            "v_proj.*": "colwise",
+            "o_proj.*": "rowwise",
+            **{f"{name}.*": "replicate_sum_grad" for name in norms},
+        }
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs for one token in rows of `seq_len`: projections, scores and values.
+
+        A token sees seq_len / 2 tokens on average (causal), so scores and values take
+        2 * 2 * H * D * seq_len / 2. Packed documents need less; their row length is the bound.
+        """
+        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        projections = 2.0 * sum(m.in_features * m.out_features for m in linears)
+        return projections + 2.0 * self.q_proj.out_features * seq_len

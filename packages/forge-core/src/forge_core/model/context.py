@@ -1,0 +1,77 @@
+"""What a token mixer or a feed-forward may know about the tokens besides their vectors.
+
+Shapes: B rows, S tokens of a row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from forge_core.model.documents import SegmentPlan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TokenContext:
+    """Plain tensors about a batch of tokens, all optional; one object serves all blocks of a forward.
+
+    token_ids (B, S) int64; valid (B, S) bool, False on padding; document_ids (B, S) int, equal and
+    adjacent = one document (any id may be used, -1 by habit for padding); modality_ids (B, S) int;
+    positions (B or 1, S) int64.
+
+    What blocks derive from these (rotary tables, segment plans) is computed at the first request
+    and kept with the context, so it costs once per forward and not once per layer.
+    """
+
+    token_ids: Tensor | None = None
+    valid: Tensor | None = None
+    document_ids: Tensor | None = None
+    modality_ids: Tensor | None = None
+    positions: Tensor | None = None
+    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """The value of `make()`, computed by the first caller that gives this key."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        value: T = self._derived[key]
+        return value
+
+    def segments(self) -> SegmentPlan | None:
+        """Where documents begin and end, known to the host; None without document_ids.
+
+        Costs one device-to-host copy per forward when document_ids lie on an accelerator; keep
+        them on the CPU to save it.
+        """
+        ids = self.document_ids
+        if ids is None:
+            return None
+        return self.once("segments", lambda: SegmentPlan.of(ids))
+
+
+def default_positions(
+    size: int,
+    document_ids: Tensor | None,
+    device: torch.device,
+    past: int = 0,
+    first: Sequence[int] | None = None,
+) -> Tensor:
+    """Positions (B or 1, S) int64 that count from 0 in each document; no host sync.
+
+    `past` tokens lie in a cache; `first` holds, per row, where the document of the first new token
+    began (`past` for a new one).
+    """
+    index = torch.arange(past, past + size, device=device).unsqueeze(0)  # (1, S)
+    if document_ids is None and not any(first or ()):
+        return index
+    begin = torch.tensor([past] if first is None else list(first), device=device).unsqueeze(1)
+    if document_ids is None:
+        return index - begin
+    ids = document_ids.to(device, non_blocking=True)
+    borders = torch.where(ids[:, 1:] != ids[:, :-1], index[:, 1:], 0)  # (B, S - 1)
+    begins = torch.cat((begin.expand(ids.size(0), 1), borders), dim=1).cummax(dim=1).values
+    return index - begins

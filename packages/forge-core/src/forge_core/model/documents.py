@@ -1,0 +1,142 @@
+"""Attention inside documents of packed rows, without a dense mask.
+
+A row is cut where the document id changes. All segments of one length go through one call of
+causal attention, so no (S, S) mask exists and no work is spent across borders.
+
+Shapes: B rows, S tokens of a row, T cached and new tokens together, H query heads, K key/value
+heads, D width of a head, N segments of one length L.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forge_core._torch_compat import varlen_causal
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Segments of a batch as host integers.
+
+    lengths: of every segment, rows one after another; groups: (length, count) in rising length;
+    order: the flat token order that puts segments of equal length side by side, None if they are.
+    """
+
+    rows: int
+    lengths: tuple[int, ...]
+    groups: tuple[tuple[int, int], ...]
+    order: Tensor | None
+    _on_device: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, document_ids: Tensor) -> "SegmentPlan":
+        """Plan of document_ids (B, S). One host copy if they are on a device."""
+        return cls.of_lengths(cut(document_ids))
+
+    @classmethod
+    def of_lengths(cls, rows: Sequence[Sequence[int]]) -> "SegmentPlan":
+        """Plan of rows given as the lengths of their segments."""
+        lengths = [length for row in rows for length in row]
+        starts = [0, *accumulate(lengths)][:-1]
+        by_length = sorted(range(len(lengths)), key=lambda n: lengths[n])
+        counts = {length: 0 for length in sorted(lengths)}
+        for length in lengths:
+            counts[length] += 1
+        order = None
+        if by_length != list(range(len(lengths))):
+            spans = [torch.arange(starts[n], starts[n] + lengths[n]) for n in by_length]
+            order = torch.cat(spans)
+        return cls(len(rows), tuple(lengths), tuple(counts.items()), order)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether every row is a single segment."""
+        return len(self.lengths) == self.rows
+
+    def permutation(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`order` and its inverse on a device, copied there once."""
+        assert self.order is not None
+        if device not in self._on_device:
+            order = self.order.to(device, non_blocking=True)
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(order.numel(), device=device)
+            self._on_device[device] = (order, inverse)
+        return self._on_device[device]
+
+    def borders(self, device: torch.device) -> Tensor:
+        """Cumulative lengths (segments + 1,) int32 on a device, as varlen attention wants them."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(
+            device, non_blocking=True
+        )
+
+
+def cut(document_ids: Tensor) -> list[list[int]]:
+    """Lengths of the segments of each row of document_ids (B, S): a change of id is a border."""
+    size = document_ids.size(1)
+    host = document_ids.cpu()
+    changed = (host[:, 1:] != host[:, :-1]).nonzero().tolist()
+    borders: list[list[int]] = [[0] for _ in range(host.size(0))]
+    for row, before in changed:
+        borders[row].append(before + 1)
+    return [[end - start for start, end in zip(b, [*b[1:], size])] for b in borders]
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows of x in a given order; the gradient goes back by the inverse, a gather and no scatter."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of whole rows: q (B, S, H, D), k and v (B, S, K, D) -> (B, S, H, D)."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=q.size(2) != k.size(2),
+    )  # (B, H, S, D)
+    return out.transpose(1, 2)
+
+
+# Host lengths change with every batch: compiled, each would be a new graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def within_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tensor:
+    """Causal attention inside the segments of a plan: q (B, S, H, D), k, v (B, S, K, D) -> like q.
+
+    On CUDA in bf16 or fp16 one `varlen_attn` call; elsewhere one SDPA call for each length that
+    occurs, plus one gather of q, k, v and the output where equal lengths are not neighbours.
+    """
+    if plan.whole_rows:
+        return causal(q, k, v)
+    batch, size = q.shape[:2]
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        out = varlen_causal(q, k, v, plan.borders(q.device), max(plan.lengths))
+        return out.unflatten(0, (batch, size))
+    if plan.order is not None:
+        order, inverse = plan.permutation(q.device)
+        q, k, v = (_Reorder.apply(t, order, inverse) for t in (q, k, v))
+    sizes = [length * count for length, count in plan.groups]
+    pieces = []
+    for (length, count), *parts in zip(plan.groups, *(t.split(sizes) for t in (q, k, v))):
+        rows = (t.unflatten(0, (count, length)) for t in parts)  # (N, L, H or K, D)
+        pieces.append(causal(*rows).flatten(0, 1))
+    out = torch.cat(pieces)  # (B S, H, D)
+    if plan.order is not None:
+        out = _Reorder.apply(out, inverse, order)
+    return out.unflatten(0, (batch, size))

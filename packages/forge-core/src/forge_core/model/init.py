@@ -1,0 +1,138 @@
+"""Initial weights as plain data: every parameter is a function of (seed, its name).
+
+Layout, device, order of construction and the other parameters do not enter, so a model begins with
+the same weights whether it was built plainly, on the meta device, or sharded over ranks.
+"""
+
+import hashlib
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.model.norm import RMSNorm
+
+
+class Init(NamedTuple):
+    """How a parameter begins: normal with mean 0 and standard deviation `value`, or constant `value`."""
+
+    kind: Literal["normal", "constant"]
+    value: float
+
+
+def linear_rows(name: str, linear: nn.Linear, std: float) -> dict[str, Init]:
+    """Rows of a table for a linear layer: normal weight, zero bias."""
+    rows = {f"{name}.weight": Init("normal", std)}
+    if linear.bias is not None:
+        rows[f"{name}.bias"] = Init("constant", 0.0)
+    return rows
+
+
+def initialise(
+    model: nn.Module,
+    seed: int,
+    *,
+    std: float | None = None,
+    residual_std: float | None = None,
+    strict: bool = True,
+) -> None:
+    """Fill every parameter of `model` in place from (seed, name).
+
+    A module may offer `init_table(std, residual_std) -> {local name: (kind, value)}` for parameters
+    (and buffers) below it; an outer table wins over an inner one. Where no table speaks, Linear and
+    Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and
+    `residual_std` are `model.config.init_std` and `model.config.residual_std`, or 0.02 for both.
+
+    Each parameter is drawn in fp32 on the CPU as a whole, so the peak extra memory is the largest
+    parameter, and a DTensor keeps only its own shard: no communication. Buffers without a row are
+    left as they are. Raises ValueError naming a parameter that nothing describes (with strict=False
+    it keeps its value), a row that names nothing, a parameter still on the meta device.
+    """
+    config = getattr(model, "config", None)
+    std = getattr(config, "init_std", 0.02) if std is None else std
+    if residual_std is None:
+        residual_std = getattr(config, "residual_std", std)
+    table = _table(model, std, residual_std)
+    targets = {**dict(model.named_parameters()), **_named_rows(model, table)}
+    problems = [
+        f"{name}: no init_table of a module names it; add a row (kind, value) for it"
+        for name in targets
+        if name not in table and strict
+    ] + [
+        f"{name}: still on the meta device; call model.to_empty(device=...) first"
+        for name, target in targets.items()
+        if target.is_meta
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+    for name, target in targets.items():
+        if name in table:
+            _fill(target, Init(*table[name]), seed, name)
+
+
+def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:
+    """Write the initial value of one named parameter (plain or DTensor) in place."""
+    full = torch.empty(target.shape, dtype=torch.float32, device="cpu")
+    if how.kind == "constant":
+        full.fill_(how.value)
+    elif how.kind == "normal":
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        full.normal_(0.0, how.value, generator=generator)
+    else:
+        raise ValueError(f"{name}: init kind {how.kind!r} is unknown; use 'normal' or 'constant'")
+    if not math.isfinite(how.value):
+        raise ValueError(f"{name}: init value {how.value} must be finite; check the config's stds")
+    with torch.no_grad():
+        if hasattr(target, "device_mesh"):
+            _local(target).copy_(_shard(full, target))
+        else:
+            target.copy_(full)
+
+
+def _local(target: Any) -> Tensor:
+    local: Tensor = target.to_local()
+    return local
+
+
+def _shard(full: Tensor, target: Any) -> Tensor:
+    """This rank's piece of `full` under the placements of a DTensor; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.to(target.to_local().device)
+    sharded = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    return sharded.to_local()
+
+
+def _named_rows(model: nn.Module, table: dict[str, Init]) -> dict[str, Tensor]:
+    """Buffers that a table names."""
+    return {name: buffer for name, buffer in model.named_buffers() if name in table}
+
+
+def _table(model: nn.Module, std: float, residual_std: float) -> dict[str, Init]:
+    table: dict[str, Init] = {}
+    for prefix, module in model.named_modules():  # outer modules come first, and win
+        offer = getattr(module, "init_table", None)
+        rows = _default_rows(module, std) if offer is None else offer(std, residual_std)
+        dot = f"{prefix}." if prefix else ""
+        if offer is not None:
+            known = {n for n, _ in module.named_parameters()} | {
+                n for n, _ in module.named_buffers()
+            }
+            for unknown in set(rows) - known:
+                raise ValueError(f"{dot}{unknown}: an init_table names it, but it does not exist")
+        for name, row in rows.items():
+            table.setdefault(dot + name, row)
+    return table
+
+
+def _default_rows(module: nn.Module, std: float) -> dict[str, Init]:
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if isinstance(module, nn.Linear | nn.Embedding):
+        first = Init("normal", std)
+    elif isinstance(module, RMSNorm | nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
+        first = Init("constant", 1.0)
+    else:
+        return {}
+    return {n: first if n == "weight" else Init("constant", 0.0) for n in names}

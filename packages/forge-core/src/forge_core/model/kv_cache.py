@@ -1,0 +1,212 @@
+"""Keys and values of past tokens, and which of them a new token may see.
+
+Shapes: B rows, S new tokens, T cached and new tokens together, K key/value heads, H query heads,
+D width of a head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forge_core.model.context import TokenContext
+from forge_core.model.documents import SegmentPlan, cut, within_segments
+
+
+@dataclass(frozen=True)
+class Span:
+    """New tokens [start, stop) of some rows that see the tokens from `first` on, causally."""
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+    first: int
+
+
+class History:
+    """Per row: where its newest document began, and that document's id. Host integers only."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.first: list[int] = []
+        self.last_id: list[int] = []
+
+    def peek(self, document_ids: Tensor | None, batch: int, size: int) -> list[list[int]]:
+        """For each row the first visible index of each segment among the new tokens, in order.
+
+        The first entry is below `length` where the row's newest document goes on.
+        """
+        return [starts for starts, _ in self._extend(document_ids, batch, size)]
+
+    def _extend(
+        self, document_ids: Tensor | None, batch: int, size: int
+    ) -> list[tuple[list[int], int]]:
+        if document_ids is None:  # each row's newest document goes on
+            last = self.last_id or [0] * batch
+            ids, lengths = [[i, i] for i in last], [[size]] * batch
+        else:
+            host = document_ids.cpu()
+            ids, lengths = host[:, [0, -1]].tolist(), cut(host)
+        rows = []
+        for row in range(batch):
+            starts = [self.length]
+            for length in lengths[row][:-1]:
+                starts.append(starts[-1] + length)
+            if self.length and ids[row][0] == self.last_id[row]:
+                starts[0] = self.first[row]
+            rows.append((starts, ids[row][1]))
+        return rows
+
+    def advance(self, document_ids: Tensor | None, batch: int, size: int) -> None:
+        """Take note of `size` new tokens in each of `batch` rows."""
+        rows = self._extend(document_ids, batch, size)
+        self.first = [starts[-1] for starts, _ in rows]
+        self.last_id = [last for _, last in rows]
+        self.length += size
+
+
+def _spans(starts: Sequence[Sequence[int]], past: int, size: int) -> list[Span]:
+    """Spans of the new tokens, rows that are cut alike together."""
+    rows: dict[tuple[int, int, int], list[int]] = {}
+    for row, firsts in enumerate(starts):
+        begins = [0, *(first - past for first in firsts[1:])]
+        for first, start, stop in zip(firsts, begins, [*begins[1:], size]):
+            rows.setdefault((start, stop, first), []).append(row)
+    return [Span(tuple(members), *key) for key, members in rows.items()]
+
+
+class LayerCache:
+    """One layer's keys and values: one allocation at the first write, sized for `max_length` tokens.
+
+    Dtype, device, rows and heads are those of the first write, so the cache fits autocast, sharded
+    heads and any mixer whose state is two tensors (B, heads, S, width).
+    """
+
+    def __init__(self, max_length: int, history: History | None = None) -> None:
+        self.max_length = max_length
+        self.length = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.history = History() if history is None else history
+        self._owns_history = history is None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (B, S, K, D); returns views of all so far, (B, K, T, D).
+
+        Raises ValueError when the cache is full or the rows are not those of the first write.
+        """
+        size, total = k.size(1), self.length + k.size(1)
+        if total > self.max_length:
+            raise ValueError(
+                f"{total} tokens do not fit a KV cache of {self.max_length}; make it longer"
+            )
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (
+                t.new_empty(t.size(0), t.size(2), self.max_length, t.size(3)) for t in (k, v)
+            )
+        if k.size(0) != self.keys.size(0):
+            raise ValueError(
+                f"{k.size(0)} rows do not fit a KV cache of {self.keys.size(0)} rows; "
+                "use a new cache for another batch"
+            )
+        self.keys[:, :, self.length : total] = k.detach().transpose(1, 2)
+        self.values[:, :, self.length : total] = v.detach().transpose(1, 2)
+        self.length += size
+        return self.keys[:, :, :total], self.values[:, :, :total]
+
+    def first(self, ctx: TokenContext, batch: int, size: int) -> tuple[int, list[int]]:
+        """Tokens stored so far, and where each row's first new token's document began."""
+        return self.length, [starts[0] for starts in self._starts(ctx, batch, size)]
+
+    def _starts(self, ctx: TokenContext, batch: int, size: int) -> list[list[int]]:
+        key = ("starts", id(self.history))
+        return ctx.once(key, lambda: self.history.peek(ctx.document_ids, batch, size))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tensor:
+        """Store k, v (B, S, K, D) and attend q (B, S, H, D) to what each token may see -> like q."""
+        batch, size = q.shape[:2]
+        past = self.length
+        keys, values = self.append(k, v)
+        if past == 0:
+            plan = ctx.segments() or SegmentPlan.of_lengths([[size]] * batch)
+            out = within_segments(q, k, v, plan)
+        else:
+            starts = self._starts(ctx, batch, size)
+            query = q.transpose(1, 2)  # (B, H, S, D)
+            attend = _one_token if size == 1 else _many_tokens
+            out = attend(query, keys, values, starts, past, ctx).transpose(1, 2)
+        if self._owns_history:
+            self.history.advance(ctx.document_ids, batch, size)
+        return out
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    gqa = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+def _one_token(
+    q: Tensor, k: Tensor, v: Tensor, starts: list[list[int]], past: int, ctx: TokenContext
+) -> Tensor:
+    """One new token per row: q (B, H, 1, D), k and v (B, K, T, D) -> (B, H, 1, D)."""
+    first = [row[0] for row in starts]
+    low = min(first)
+    mask = None
+    if max(first) != low:  # (B, 1, 1, T): one row of keys for one query, nothing quadratic
+
+        def visible() -> Tensor:
+            begin = torch.tensor(first, device=q.device)[:, None, None, None]
+            return torch.arange(low, past + 1, device=q.device) >= begin
+
+        mask = ctx.once(("one token", q.device), visible)
+    return _sdpa(q, k[:, :, low:], v[:, :, low:], mask)
+
+
+def _many_tokens(
+    q: Tensor, k: Tensor, v: Tensor, starts: list[list[int]], past: int, ctx: TokenContext
+) -> Tensor:
+    """Several new tokens after cached ones, a call per distinct span: shapes as `_one_token`."""
+    out = torch.empty_like(q)
+    for span in _spans(starts, past, q.size(2)):
+        rows = slice(None) if len(span.rows) == q.size(0) else list(span.rows)
+        stop = past + span.stop
+        q_index = torch.arange(past + span.start, stop, device=q.device)
+        k_index = torch.arange(span.first, stop, device=q.device)
+        mask = k_index[None, :] <= q_index[:, None]  # (new, visible)
+        out[rows, :, span.start : span.stop] = _sdpa(
+            q[rows][:, :, span.start : span.stop],
+            k[rows][:, :, span.first : stop],
+            v[rows][:, :, span.first : stop],
+            mask,
+        )
+    return out
+
+
+class KVCache:
+    """Past keys and values of a model, for rows that grow by the same number of tokens per call.
+
+        cache = KVCache(max_length=1024); logits = model(prompt, cache=cache)
+
+    Memory: 2 * layers * B * max_length * K * D elements, allocated layer by layer at the first
+    call in the dtype and on the device of the keys.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        if max_length < 1:
+            raise ValueError(f"max_length {max_length} must be at least 1; give the longest row")
+        self.max_length = max_length
+        self.history = History()
+        self.layers: dict[str, LayerCache] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens stored so far, per row."""
+        return self.history.length
+
+    def layer(self, key: str) -> LayerCache:
+        """The part of one layer, made at the first request."""
+        if key not in self.layers:
+            self.layers[key] = LayerCache(self.max_length, self.history)
+        return self.layers[key]

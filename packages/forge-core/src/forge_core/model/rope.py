@@ -1,0 +1,67 @@
+"""Rotary position embedding (Su et al. 2021) in the half-rotation layout of Hugging Face's Llama.
+
+Tables are computed from positions in each forward, never stored: a model built on the meta device
+has no buffer that could stay uninitialised. Shapes: B rows, S tokens, H heads, D width of a head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forge_core.model.config import RopeScaling
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> Tensor:
+    """Radians per position of each pair, (D / 2,) fp32; scaled as in Llama 3.1 if asked."""
+    exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    plain = 1.0 / (theta**exponent)  # (D / 2,)
+    if scaling is None:
+        return plain
+    length = scaling.original_max_position
+    wavelength = 2 * math.pi / plain
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)  # 1: keep, 0: stretch
+    return torch.where(share < 1.0, (1 - share) * (plain / scaling.factor) + share * plain, plain)
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines (B, S, 1, D) and sines (B, S, 1, D / 2), fp32, of integer positions (B, S)."""
+    angles = positions[..., None].float() * frequencies  # (B, S, D / 2)
+    return angles.cos().repeat(1, 1, 2).unsqueeze(2), angles.sin().unsqueeze(2)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = x.size(-1) // 2
+    wide = x.to(cos.dtype)
+    out = wide * cos
+    out[..., :half].addcmul_(wide[..., half:], sin, value=-direction)
+    out[..., half:].addcmul_(wide[..., :half], sin, value=direction)
+    return out.to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: nothing of x is kept, no halves are copied."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0), None, None
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (x[d], x[d + D / 2]) of x (B, S, H, D) in fp32; result in the dtype of x."""
+    cos, sin = tables
+    if x.dtype == torch.float64:
+        cos, sin = cos.double(), sin.double()
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out

@@ -1,0 +1,232 @@
+"""The dense decoder-only transformer.
+
+Shapes: B rows, S tokens, D width of the residual stream, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_core.model.attention import Attention
+from forge_core.model.config import TransformerConfig
+from forge_core.model.context import TokenContext, default_positions
+from forge_core.model.feed_forward import FeedForward
+from forge_core.model.init import initialise
+from forge_core.model.kv_cache import KVCache, LayerCache
+from forge_core.model.norm import build_norm
+
+Factory = Callable[[int], nn.Module]
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)): (B, S, D) -> (B, S, D)."""
+
+    def __init__(
+        self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
+    ) -> None:
+        super().__init__()
+        self.mixer_norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.mixer = mixer
+        self.feed_forward_norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), ctx, cache)
+        x = x + self.feed_forward(self.feed_forward_norm(x), ctx)
+        return x
+
+    def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> None:
+        """Let the mixer derive from ctx what all layers share."""
+        _prepare(self.mixer, ctx, x, cache)
+
+    def parallel_roles(self) -> dict[str, str]:
+        """Roles of the norms (tokens may be sharded there) and of the two sublayers."""
+        roles = {"mixer_norm.*": "sequence", "feed_forward_norm.*": "sequence"}
+        for name in ("mixer", "feed_forward"):
+            roles.update(_roles(getattr(self, name), name))
+        return roles
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs of the two sublayers for one token."""
+        return _flops(self.mixer, seq_len) + _flops(self.feed_forward, seq_len)
+
+
+class Transformer(nn.Module):
+    """Decoder-only transformer of Llama's shape, with places for other sublayers.
+
+        model = Transformer(TransformerConfig(vocab_size=256, dim=128, num_layers=4, num_heads=4))
+        logits = model(tokens)                                  # (B, S) int64 -> (B, S, V)
+
+    `mixer`, `feed_forward` and `block` are factories `(layer_index) -> nn.Module` on (B, S, D). A
+    mixer is called `forward(x, ctx, cache=None)` with its own LayerCache, a feed-forward
+    `forward(x, ctx)`, a block `forward(x, ctx, cache=None)`; ctx is the TokenContext of the call.
+    A mixer may offer `prepare(ctx, x, cache)`, any of them `init_table(std, residual_std)`,
+    `parallel_roles()` and `flops_per_token(seq_len)`.
+
+    Parameters begin from `initialise(model, seed=0)`; on the meta device they stay empty until
+    `to_empty` and `initialise`. There are no buffers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mixer: Factory | None = None,
+        feed_forward: Factory | None = None,
+        block: Factory | None = None,
+    ) -> None:
+        super().__init__()
+        if block is not None and (mixer is not None or feed_forward is not None):
+            raise ValueError(
+                "block replaces mixer and feed_forward; give either block or the other two"
+            )
+        self.config = config
+        mixer = mixer or (lambda _: Attention(config))
+        feed_forward = feed_forward or (lambda _: _dense(config))
+        block = block or (lambda i: Block(config, mixer(i), feed_forward(i)))
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.num_layers)})
+        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
+        # Tied: no second module that holds the weight, so nothing can untie it (to_empty would).
+        tied = config.tie_embeddings
+        self.lm_head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        if not self.embedding.weight.is_meta:
+            initialise(self, seed=0, strict=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits (B, S, V) of tokens (B, S) int64, in the compute dtype.
+
+        positions (B, S) or (1, S); by default they count from 0 in each document, and go on after
+        cached tokens. document_ids (B, S), integers on any device: tokens see their own document
+        only; on an accelerator they cost one host sync, on the CPU none. With a cache and no
+        document_ids every row goes on with its newest document. `last_only` gives (B, 1, V).
+
+        Raises ValueError for a row longer than max_seq_len and for shapes that do not fit.
+        """
+        ctx = self.context(tokens, positions, document_ids, cache)
+        x = self.embedding(tokens)  # (B, S, D)
+        parts = {key: cache.layer(key) if cache is not None else None for key in self.layers}
+        for key, block in self.layers.items():
+            _prepare(block, ctx, x, parts[key])
+        for key, block in self.layers.items():
+            x = block(x, ctx, parts[key])
+        if cache is not None:
+            cache.history.advance(document_ids, *tokens.shape)
+        return self.head(x[:, -1:] if last_only else x)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Final norm and output projection: (B, S, D) -> (B, S, V)."""
+        x = self.norm(x)
+        if self.lm_head is None:
+            return F.linear(x, self.embedding.weight)
+        return cast(Tensor, self.lm_head(x))
+
+    def context(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> TokenContext:
+        """The context that `forward` hands to its blocks; checks lengths and shapes."""
+        rows, size = tokens.shape
+        past = 0 if cache is None else cache.length
+        if past + size > self.config.max_seq_len:
+            cached = f" ({past} of them cached)" if past else ""
+            raise ValueError(
+                f"a row of {past + size} tokens{cached} is longer than max_seq_len "
+                f"{self.config.max_seq_len}; shorten it or raise max_seq_len"
+            )
+        if document_ids is not None and document_ids.shape != tokens.shape:
+            raise ValueError(
+                f"document_ids {tuple(document_ids.shape)} must have the shape of tokens "
+                f"{tuple(tokens.shape)}; give one id per token"
+            )
+        if positions is not None and positions.shape not in ((rows, size), (1, size)):
+            raise ValueError(
+                f"positions {tuple(positions.shape)} must be {(rows, size)} or {(1, size)}; "
+                "give one position per token"
+            )
+        if positions is None:
+            first = None
+            if cache is not None:
+                first = [starts[0] for starts in cache.history.peek(document_ids, rows, size)]
+            positions = default_positions(size, document_ids, tokens.device, past, first)
+        return TokenContext(token_ids=tokens, document_ids=document_ids, positions=positions)
+
+    def new_cache(self, max_length: int) -> KVCache:
+        """An empty cache for rows of up to `max_length` tokens."""
+        return KVCache(max_length)
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks in order of depth."""
+        return list(self.layers.values())
+
+    def parallel_roles(self) -> dict[str, str]:
+        """Role of every parameter under tensor parallelism: {pattern: role}.
+
+        In a pattern `*` stands for any characters (as in fnmatch); each parameter matches exactly
+        one. Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "vocab" an
+        embedding by ids, "gather_output" a colwise layer whose output is gathered, "sequence" a
+        norm on a token-sharded stream, "replicate_sum_grad" a copy whose gradients are summed,
+        "expert" a stack of experts, "opaque" left alone.
+        """
+        roles = {"embedding.*": "vocab", "norm.*": "sequence"}
+        if self.lm_head is not None:
+            roles["lm_head.*"] = "gather_output"
+        for key, block in self.layers.items():
+            roles.update(_roles(block, f"layers.{key}"))
+        return roles
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs of the matrix products for one token in rows of `seq_len`.
+
+        Blocks and output head; the embedding is a lookup and costs none. Attention is counted
+        causally, at half of seq_len. A backward pass costs twice this again.
+        """
+        head = 2.0 * self.config.dim * self.config.vocab_size
+        return head + sum(_flops(block, seq_len) for block in self.blocks())
+
+
+def _dense(config: TransformerConfig) -> FeedForward:
+    return FeedForward(
+        config.dim,
+        config.resolved_hidden_dim,
+        gated=config.feed_forward == "swiglu",
+        bias=config.feed_forward_bias,
+    )
+
+
+def _prepare(module: nn.Module, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> None:
+    offer: Any = getattr(module, "prepare", None)
+    if offer is not None:
+        offer(ctx, x, cache)
+
+
+def _roles(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    """Rows of a module with its prefix; one "opaque" row where it declares none."""
+    offer = getattr(module, "parallel_roles", None)
+    if offer is not None:
+        rows: dict[str, str] = offer()
+    else:
+        rows = {"*": "opaque"} if any(True for _ in module.parameters()) else {}
+    return ((f"{prefix}.{pattern}", role) for pattern, role in rows.items())
+
+
+def _flops(module: nn.Module, seq_len: int) -> float:
+    offer: Any = getattr(module, "flops_per_token", None)
+    if offer is None:
+        raise ValueError(
+            f"{type(module).__name__} does not say its FLOPs; "
+            "give it a method flops_per_token(seq_len) -> float"
+        )
+    return float(offer(seq_len))
