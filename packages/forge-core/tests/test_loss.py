@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from forge_core.loss import TokenLoss, cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_core.loss import TokenLoss, cross_entropy
 
 
 def _example(dtype=torch.float32, shape=(3, 5), vocab=11, seed=0):

@@ -1,0 +1,72 @@
+"""Counting: parameters, floating-point operations per token, and what a device could do at best.
+
+Model FLOPs utilisation is `tokens_per_second * flops_per_token(model, seq_len) / peak_flops(device)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+# Dense bf16 peak in FLOP/s without sparsity, from the vendors' datasheets. The first key found in the
+# device's name counts, so the special form of a card stands before its general one.
+_BF16_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("H200 NVL", 835.5e12),
+    ("GH200", 989.5e12),
+    ("H200", 989.5e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756.5e12),
+    ("H100", 989.5e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("MI300X", 1307e12),
+)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of trained and frozen parameters; a tied one counts once, a DTensor in full."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops_per_token(model: nn.Module, seq_len: int) -> float:
+    """Floating-point operations of one training step per token: three times the forward's.
+
+    `tokens_per_second * flops_per_token(model, 2048)`
+
+    A multiplication and an addition are two operations. A module that offers
+    `flops_per_token(seq_len)` (its forward, everything inside it included) is asked and not looked
+    into; elsewhere each `nn.Linear` counts `2 * weight.numel()` and everything else nothing. The
+    backward counts as twice the forward.
+
+    A dense decoder offers 2 per weight of its matrices, the output head included even where it is tied,
+    plus attention's `2 * num_heads * head_dim * seq_len` per layer: scores and weighted sum cost
+    `4 * num_heads * head_dim * seq_len`, and a causal mask needs half. Never counted: the embedding
+    lookup, norms, softmax, padding, and a second forward under recomputation.
+
+    For a plain model without the method attention is not counted, so the figure is a lower bound.
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len {seq_len} must be at least 1; give the tokens per sequence")
+    return 3.0 * _forward(model, seq_len)
+
+
+def _forward(module: nn.Module, seq_len: int) -> float:
+    offered = getattr(module, "flops_per_token", None)
+    if callable(offered):
+        return float(offered(seq_len))
+    if isinstance(module, nn.Linear):
+        return 2.0 * module.weight.numel()
+    return sum(_forward(child, seq_len) for child in module.children())
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    """Dense peak of `device` in FLOP/s by its vendor's datasheet, or None where none is known.
+
+    Known are the bf16 and fp16 peaks of common data-center GPUs at their full power; a CPU has none.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in _BF16_PEAKS if key in name), None)

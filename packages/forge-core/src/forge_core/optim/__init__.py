@@ -1,0 +1,21 @@
+"""Optimizers with named state, and learning-rate schedules."""
+
+from forge_core.optim.adamw import AdamW
+from forge_core.optim.build import build_optimizer
+from forge_core.optim.config import (
+    OPTIMIZER_RULES,
+    SCHEDULE_RULES,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+from forge_core.optim.schedule import build_schedule
+
+__all__ = [
+    "OPTIMIZER_RULES",
+    "SCHEDULE_RULES",
+    "AdamW",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "build_optimizer",
+    "build_schedule",
+]

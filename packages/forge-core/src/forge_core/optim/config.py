@@ -1,0 +1,104 @@
+"""What an optimizer and a schedule are made from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from forge_core._rules import Rule, check
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Settings of an optimizer; a ValueError lists every one that cannot be."""
+
+    name: str = _field(
+        "adamw", "optimizer: adamw, an entry point of forge.optimizers, or module:attr"
+    )
+    lr: float = _field(3e-4, "peak learning rate, which the schedule multiplies")
+    betas: tuple[float, float] = _field(
+        (0.9, 0.95), "decay per step of the averages of gradient and squared gradient"
+    )
+    eps: float = _field(1e-8, "added to the root of the averaged squared gradient")
+    weight_decay: float = _field(
+        0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
+    )
+
+    def __post_init__(self) -> None:
+        check(asdict(self), OPTIMIZER_RULES, "optimizer")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Settings of a learning-rate schedule; a ValueError lists every one that cannot be."""
+
+    name: str = _field(
+        "cosine", "schedule: cosine, constant, an entry point of forge.schedules, or module:attr"
+    )
+    warmup_steps: int = _field(
+        0, "steps of linear warm-up; step 1 has 1/warmup_steps of the peak rate"
+    )
+    min_lr_ratio: float = _field(0.1, "last learning rate of a cosine, as a part of the peak rate")
+
+    def __post_init__(self) -> None:
+        check(asdict(self), SCHEDULE_RULES, "schedule")
+
+
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "optimizer_name",
+        lambda c: not c["name"],
+        "name {name!r} is empty",
+        "use adamw or an import path module:attr",
+    ),
+    Rule(
+        "lr",
+        lambda c: not 0.0 < c["lr"] < math.inf,
+        "lr {lr} must be a positive number",
+        "use 3e-4 or so",
+    ),
+    Rule(
+        "betas",
+        lambda c: not all(0.0 <= beta < 1.0 for beta in c["betas"]),
+        "betas {betas} must both be in [0, 1)",
+        "use 0.9 and 0.95",
+    ),
+    Rule(
+        "eps",
+        lambda c: not 0.0 < c["eps"] < math.inf,
+        "eps {eps} must be a positive number, or a zero gradient divides by zero",
+        "use 1e-8",
+    ),
+    Rule(
+        "weight_decay",
+        lambda c: not 0.0 <= c["weight_decay"] < math.inf,
+        "weight_decay {weight_decay} must not be negative",
+        "use 0.1, or 0 to switch it off",
+    ),
+)
+
+SCHEDULE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "schedule_name",
+        lambda c: not c["name"],
+        "name {name!r} is empty",
+        "use cosine, constant or an import path module:attr",
+    ),
+    Rule(
+        "warmup_steps",
+        lambda c: c["warmup_steps"] < 0,
+        "warmup_steps {warmup_steps} must not be negative",
+        "use 0 for none",
+    ),
+    Rule(
+        "min_lr_ratio",
+        lambda c: not 0.0 <= c["min_lr_ratio"] <= 1.0,
+        "min_lr_ratio {min_lr_ratio} must be in [0, 1]",
+        "use 0.1",
+    ),
+)

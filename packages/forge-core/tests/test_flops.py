@@ -1,0 +1,80 @@
+"""Counts against hand-made sums."""
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.flops import flops_per_token, parameter_count, peak_flops
+
+
+class Offers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def flops_per_token(self, seq_len):
+        return 100 * seq_len
+
+
+def test_parameters_are_unique():
+    first, second = nn.Linear(3, 5), nn.Linear(3, 5)
+    second.weight = first.weight
+    assert parameter_count(nn.Sequential(first, second)) == 15 + 5 + 5
+
+
+def test_linears_are_counted_forward_and_backward():
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    assert flops_per_token(model, 16) == 3 * 2 * (4 * 8 + 8 * 2)
+
+
+def test_a_module_that_offers_its_count_is_not_looked_into():
+    model = nn.Sequential(Offers(), nn.Linear(2, 3))
+    assert flops_per_token(model, 16) == 3 * (1600 + 2 * 6)
+
+
+def test_F40_the_formula_of_a_dense_decoder():
+    """Matrices and half of the attention square; the embedding lookup is not arithmetic."""
+    from forge_core.model import Transformer, TransformerConfig
+
+    dim, heads, kv_heads, head_dim, hidden, vocab, layers, seq = 16, 4, 2, 4, 24, 50, 3, 32
+    model = Transformer(
+        TransformerConfig(
+            vocab_size=vocab,
+            dim=dim,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            hidden_dim=hidden,
+        )
+    )
+    matrices = dim * head_dim * (2 * heads + 2 * kv_heads) + 3 * dim * hidden
+    attention = 2 * heads * head_dim * seq
+    assert flops_per_token(model, seq) == 3 * (
+        layers * (2 * matrices + attention) + 2 * dim * vocab
+    )
+
+
+def test_seq_len_must_be_positive():
+    with pytest.raises(ValueError, match="seq_len 0"):
+        flops_per_token(nn.Linear(2, 2), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756.5e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Some Card", None),
+    ],
+)
+def test_peaks_by_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
+    assert peak_flops(torch.device("cuda"), torch.float32) is None
+
+
+def test_a_cpu_has_no_known_peak():
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None

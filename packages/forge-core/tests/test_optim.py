@@ -1,0 +1,234 @@
+"""AdamW against float64, and its state."""
+
+import copy
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.optim import AdamW, OptimizerConfig, ScheduleConfig, build_optimizer
+
+
+class Tiny(nn.Module):
+    """A matrix used twice, a norm, a bias, and an expert stack."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 6)
+        self.head.weight = self.embedding.weight
+        self.experts = nn.Parameter(torch.randn(2, 3, 4))
+
+
+def _gradients(model, steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+        for _ in range(steps)
+    ]
+
+
+def _run(model, optimizer, gradients, lrs=None):
+    for index, step in enumerate(gradients):
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            parameter.grad = step[name].clone()
+        if lrs:
+            optimizer.set_lr(lrs[index])
+        optimizer.step()
+
+
+def _reference(model, gradients, lrs, config):
+    """The paper's loop in float64, one parameter at a time."""
+    weights = {n: p.detach().double() for n, p in model.named_parameters()}
+    (b1, b2), moments = config.betas, {n: (0.0, 0.0) for n in weights}
+    for t, (grads, lr) in enumerate(zip(gradients, lrs), start=1):
+        for name, w in weights.items():
+            g = grads[name].double()
+            m, v = moments[name]
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            moments[name] = (m, v)
+            decay = config.weight_decay if w.ndim >= 2 else 0.0
+            update = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + config.eps)
+            weights[name] = w - lr * decay * w - lr * update
+    return weights, moments
+
+
+def test_twelve_steps_equal_float64():
+    model, config = Tiny(), OptimizerConfig(lr=0.01, weight_decay=0.3)
+    gradients, lrs = _gradients(model, 12), [0.01 / (1 + i) for i in range(12)]
+    expected, moments = _reference(model, gradients, lrs, config)
+    optimizer = build_optimizer(model, config)
+    _run(model, optimizer, gradients, lrs)
+    state = optimizer.state_dict()
+    for name, parameter in model.named_parameters():
+        # fp32 arithmetic, 12 steps: relative to the largest element.
+        for got, want in (
+            (parameter, expected[name]),
+            (state[name]["exp_avg"], moments[name][0]),
+            (state[name]["exp_avg_sq"], moments[name][1]),
+        ):
+            assert (got.double() - want).abs().max() <= 1e-6 * want.abs().max(), name
+        assert state[name]["step"] == 12.0
+
+
+def test_decay_is_for_matrices_only():
+    model = Tiny()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    _run(model, optimizer, [{n: torch.zeros_like(p) for n, p in model.named_parameters()}])
+    for name, parameter in model.named_parameters():
+        factor = 0.95 if parameter.ndim >= 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-6, atol=0)
+
+
+def test_F32_state_is_complete_before_the_first_step_and_changes_nothing():
+    asked, not_asked = Tiny(), Tiny()
+    gradients = _gradients(asked, 3)
+    first, second = build_optimizer(asked), build_optimizer(not_asked)
+    state = first.state_dict()
+    assert set(state) == {n for n, _ in asked.named_parameters()}
+    for name, parameter in asked.named_parameters():
+        assert set(state[name]) == {"exp_avg", "exp_avg_sq", "step"}
+        assert state[name]["step"] == 0.0
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[name][moment], torch.zeros_like(parameter))
+            assert state[name][moment].dtype == torch.float32
+    _run(asked, first, gradients)
+    _run(not_asked, second, gradients)
+    _assert_same(asked, not_asked)
+
+
+@pytest.mark.parametrize("stepped_before_load", [False, True])
+def test_F32_after_a_load_the_steps_are_bit_equal(stepped_before_load):
+    straight, resumed = Tiny(), Tiny()
+    gradients = _gradients(straight, 8)
+    optimizer = build_optimizer(straight)
+    _run(straight, optimizer, gradients[:4])
+    weights, state = copy.deepcopy(straight.state_dict()), copy.deepcopy(optimizer.state_dict())
+    _run(straight, optimizer, gradients[4:])
+
+    other = build_optimizer(resumed)
+    if stepped_before_load:
+        _run(resumed, other, _gradients(resumed, 2, seed=9))
+    resumed.load_state_dict(weights)
+    other.load_state_dict(state)
+    _run(resumed, other, gradients[4:])
+    _assert_same(straight, resumed)
+    for name, slots in optimizer.state_dict().items():
+        assert torch.equal(slots["exp_avg_sq"], other.state_dict()[name]["exp_avg_sq"])
+
+
+def test_a_load_copies_its_values():
+    model = Tiny()
+    optimizer = build_optimizer(model)
+    state = {n: {**s, "exp_avg": s["exp_avg"] + 1} for n, s in optimizer.state_dict().items()}
+    optimizer.load_state_dict(state)
+    state["norm.bias"]["exp_avg"].fill_(7)
+    assert optimizer.state_dict()["norm.bias"]["exp_avg"].eq(1).all()
+
+
+def test_a_state_that_does_not_fit_is_refused_as_a_whole():
+    model = Tiny()
+    optimizer = build_optimizer(model)
+    _run(model, optimizer, _gradients(model, 1))
+    before = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(before)
+    del state["norm.weight"]
+    del state["norm.bias"]["step"]
+    state["head.bias"]["exp_avg"] = torch.zeros(5)
+    state["head.bias"]["momentum"] = 0.0
+    state["stranger"] = {}
+    with pytest.raises(ValueError, match="does not fit") as error:
+        optimizer.load_state_dict(state)
+    for part in (
+        "norm.weight: missing",
+        "norm.bias.step: missing",
+        "head.bias.exp_avg: shape (5,); the parameter has (6,)",
+        "head.bias.momentum: extra",
+        "stranger: extra",
+    ):
+        assert part in str(error.value)
+    for name, slots in optimizer.state_dict().items():
+        assert torch.equal(slots["exp_avg"], before[name]["exp_avg"])
+
+
+def test_tied_and_frozen_parameters():
+    model = Tiny()
+    model.experts.requires_grad_(False)
+    names = set(build_optimizer(model).state_dict())
+    assert names == {"embedding.weight", "norm.weight", "norm.bias", "head.bias"}
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    model = Tiny()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    before = model.experts.detach().clone()
+    model.norm.weight.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(model.experts, before)
+    assert optimizer.state_dict()["experts"]["step"] == 0.0
+    assert optimizer.state_dict()["norm.weight"]["step"] == 1.0
+
+
+def test_lr_and_zero_grad():
+    model = Tiny()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1))
+    assert optimizer.lr == 0.1
+    optimizer.set_lr(0.02)
+    assert optimizer.lr == 0.02
+    model.norm.weight.grad = torch.ones(4)
+    optimizer.zero_grad()
+    assert model.norm.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_masters_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"experts is torch.*masters must be fp32"):
+        build_optimizer(Tiny().to(dtype))
+
+
+def test_meta_and_frozen_models_are_refused():
+    with pytest.raises(ValueError, match="materialise the model first"):
+        build_optimizer(Tiny().to("meta"))
+    with pytest.raises(ValueError, match="no parameter to train"):
+        build_optimizer(Tiny().requires_grad_(False))
+
+
+def test_all_problems_of_a_config_in_one_error():
+    with pytest.raises(ValueError, match="optimizer: lr") as error:
+        OptimizerConfig(name="", lr=0.0, betas=(0.9, 1.0), eps=-1.0, weight_decay=math.nan)
+    assert len(str(error.value).splitlines()) == 5
+
+
+def test_every_field_has_a_help_text():
+    for config in (OptimizerConfig, ScheduleConfig):
+        assert all(field.metadata["help"] for field in fields(config))
+
+
+def test_a_name_from_an_entry_point(monkeypatch):
+    class Entry:
+        name = "theirs"
+
+        def load(self):
+            return lambda model, config: ("theirs", config.lr)
+
+    asked = []
+    monkeypatch.setattr(
+        "forge_core.optim.registry.entry_points", lambda group: asked.append(group) or [Entry()]
+    )
+    assert isinstance(build_optimizer(Tiny()), AdamW)
+    assert asked == []  # not looked up for a built-in name
+    assert build_optimizer(Tiny(), OptimizerConfig("theirs", lr=0.5)) == ("theirs", 0.5)
+    assert asked == ["forge.optimizers"]
+    with pytest.raises(ValueError, match=r"'adam'.*adamw, theirs.*did you mean 'adamw'"):
+        build_optimizer(Tiny(), OptimizerConfig("adam"))
+
+
+def _assert_same(one, other):
+    for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
