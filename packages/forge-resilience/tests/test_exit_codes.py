@@ -1,0 +1,20 @@
+"""The table of exit codes is one, in code and in the README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from forge_resilience import ExitCode
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_readme_lists_exactly_these_codes() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)`", README, re.MULTILINE)
+    assert {name: int(code) for code, name in rows} == {c.name: c.value for c in ExitCode}
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
