@@ -1,10 +1,24 @@
 """The torch symbols that differ between supported versions, each in one place."""
 
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Run `function` eagerly inside compiled code, as `torch.compiler.disable` does.
+
+    That decorator imports the compiler (sympy and a second or more) for everybody who imports us;
+    the mark that it leaves (torch 2.11 to 2.13) is enough.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 @cache

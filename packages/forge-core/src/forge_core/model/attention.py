@@ -40,10 +40,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
     def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> Tables:
-        """Rotary tables for x (B, S, M), computed once per context and shared by all layers.
+        """Rotary tables for x (B, S, M), and the segments, once per context for all layers.
 
         Transformer calls it before its first block, so that compiled blocks only read.
         """
+        ctx.segments()
         return ctx.once(
             ("rope", self.head_dim, self.rope_theta, self.rope_scaling, x.device),
             lambda: self._tables(ctx, x, cache),

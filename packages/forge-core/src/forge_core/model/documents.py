@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_core._torch_compat import varlen_causal
+from forge_core._torch_compat import not_compiled, varlen_causal
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-# Host lengths change with every batch: compiled, each would be a new graph.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled  # host lengths change with every batch: compiled, each would be a new graph
 def within_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tensor:
     """Causal attention inside the segments of a plan: q (B, S, H, D), k, v (B, S, K, D) -> like q.
 

@@ -1,0 +1,154 @@
+"""Generation: equal to full forwards, rows independent, every way to stop."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_core import (
+    KVCache,
+    SamplingConfig,
+    Transformer,
+    TransformerConfig,
+    generate,
+    generate_stream,
+    initialise,
+)
+from forge_core.generate import _Draws, sample
+
+GREEDY = SamplingConfig(temperature=0.0)
+PROMPTS = [[5, 1, 7, 30], [9], [3, 3, 8, 1, 2, 6, 4]]
+
+
+def small(**options: object) -> Transformer:
+    shape = {"vocab_size": 40, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = Transformer(TransformerConfig(**{**shape, "max_seq_len": 64, **options}))
+    initialise(model, 3, std=0.3)
+    return model
+
+
+def by_full_forwards(model: Transformer, prompt: list[int], steps: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(steps):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "tie_embeddings": True}])
+def test_greedy_equals_full_forwards_for_32_tokens(options: dict) -> None:
+    model = small(**options)
+    wanted = [by_full_forwards(model, prompt, 32) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, 32, GREEDY).tolist() == wanted
+    assert len({tuple(w) for w in wanted}) == 3
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    model, sampling = small(), SamplingConfig(temperature=1.5, top_k=20, top_p=0.95, seed=4)
+    together = generate(model, PROMPTS, 20, sampling)
+    assert torch.equal(generate(model, PROMPTS[:1], 20, sampling)[0], together[0])
+    assert torch.equal(generate(model, [*PROMPTS[:2], [1] * 9], 20, sampling)[:2], together[:2])
+    same = generate(model, [PROMPTS[1]] * 3, 20, sampling)
+    assert not torch.equal(same[0], same[1])  # each row has its own stream
+
+
+def test_seed_and_length() -> None:
+    model = small()
+    long = generate(model, PROMPTS, 20, SamplingConfig(seed=1))
+    assert torch.equal(generate(model, PROMPTS, 20, SamplingConfig(seed=1)), long)
+    assert torch.equal(generate(model, PROMPTS, 7, SamplingConfig(seed=1)), long[:, :7])
+    assert not torch.equal(generate(model, PROMPTS, 20, SamplingConfig(seed=2)), long)
+
+
+class Script(torch.nn.Module):
+    """A model that writes a given column of tokens at each step, whatever it reads."""
+
+    def __init__(self, columns: list[list[int]]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.columns, self.calls = columns, 0
+
+    def new_cache(self, max_length: int) -> KVCache:
+        return KVCache(max_length)
+
+    def forward(self, tokens: Tensor, **_: object) -> Tensor:
+        column = torch.tensor(self.columns[self.calls])
+        self.calls += 1
+        return torch.nn.functional.one_hot(column, 10).float().unsqueeze(1)
+
+
+def test_F50_token_zero_is_an_eos_and_none_never_stops() -> None:
+    columns = [[3, 4], [0, 5], [6, 0], [7, 7]]
+    stopped, open_end = Script(columns), Script(columns)
+    out = generate(stopped, [[1], [1]], 4, GREEDY, eos_id=0)
+    assert out.tolist() == [[3, 0, 0], [4, 5, 0]]
+    assert stopped.calls == 3  # all rows are done: no fourth forward
+    assert generate(open_end, [[1], [1]], 4, GREEDY).tolist() == [[3, 0, 6, 7], [4, 5, 0, 7]]
+
+
+def test_stream_gives_the_columns_and_leaves_modes_as_they_were() -> None:
+    model = small().train()
+    wanted = generate(model, PROMPTS, 6, GREEDY)
+    assert model.training
+    columns = []
+    for column in generate_stream(model, PROMPTS, 6, GREEDY):
+        assert not torch.is_inference_mode_enabled()  # the caller's code may train
+        assert not column.is_inference()
+        columns.append(column)
+    assert torch.equal(torch.stack(columns, 1), wanted)
+    assert model.training
+    stream = generate_stream(model, PROMPTS, 6, GREEDY)
+    next(stream)
+    stream.close()
+    assert model.training
+    model.eval()
+    generate(model, PROMPTS, 2)
+    assert not model.training
+
+
+def test_one_prefill_then_single_tokens() -> None:
+    model, sizes = small(), []
+    model.embedding.register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))
+    generate(model, PROMPTS, 4)
+    assert sizes == [(3, 7), (3, 1), (3, 1), (3, 1)]
+
+
+def draw(logits: Tensor, count: int, **options: object) -> Counter:
+    sampling = SamplingConfig(**options)
+    draws = _Draws(0, 1, torch.device("cpu"))
+    return Counter(int(sample(logits[None], sampling, draws)) for _ in range(count))
+
+
+def test_samples_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    counts = draw(probabilities.log(), 4000)
+    assert counts[1] == 0
+    for token in (0, 2, 3):  # 4 standard deviations of a binomial count: 0.032 at the most
+        assert counts[token] / 4000 == pytest.approx(probabilities[token].item(), abs=0.032)
+    squared = probabilities**2 / (probabilities**2).sum()
+    counts = draw(probabilities.log(), 4000, temperature=0.5)
+    assert counts[0] / 4000 == pytest.approx(squared[0].item(), abs=0.032)
+
+
+def test_top_k_and_top_p_keep_what_they_say() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.15, 0.35]).log()
+    assert set(draw(logits, 500, top_k=2)) == {1, 3}
+    assert set(draw(logits, 500, top_k=99)) == {0, 1, 2, 3}
+    assert set(draw(logits, 500, top_p=0.7)) == {1, 3}
+    assert set(draw(logits, 500, top_p=0.8)) == {1, 2, 3}
+    assert set(draw(logits, 100, top_p=1e-9)) == {1}
+    assert set(draw(logits, 500, top_k=3, top_p=0.99)) == {1, 2, 3}
+
+
+def test_refusals_come_before_anything_runs() -> None:
+    model = small().train()
+    with pytest.raises(ValueError, match="max_new_tokens 0 must be at least 1"):
+        generate_stream(model, PROMPTS, 0)
+    with pytest.raises(ValueError, match=r"a prompt of 7 and 58 new tokens .* max_seq_len 64"):
+        generate_stream(model, PROMPTS, 58)
+    with pytest.raises(ValueError, match="an empty prompt"):
+        generate_stream(model, [[1], []], 4)
+    with pytest.raises(ValueError, match=r"tokens of shape \(3,\) must be \(B, S\)"):
+        generate_stream(model, torch.tensor([1, 2, 3]), 4)
+    assert model.training

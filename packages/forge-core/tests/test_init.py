@@ -1,0 +1,200 @@
+"""Initial weights: a function of (seed, name), on any path."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core import Init, Transformer, TransformerConfig, initialise
+
+CONFIG = TransformerConfig(
+    vocab_size=300, dim=64, num_layers=3, num_heads=4, qk_norm=True, qkv_bias=True, o_bias=True
+)
+
+
+def build(**options: object) -> Transformer:
+    return Transformer(TransformerConfig(**{**vars(CONFIG), **options}))
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    left, right = dict(a.named_parameters()), dict(b.named_parameters())
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"norm": "layer_norm"}])
+def test_F01_every_parameter_is_initialised_from_poisoned_storage(options: dict) -> None:
+    plain = build(**options)
+    initialise(plain, 7)
+    with torch.device("meta"):
+        model = build(**options)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    initialise(model, 7)
+    assert same(plain, model)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert torch.equal(model(tokens), plain(tokens))
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert loss.isfinite()
+
+
+def test_constructor_initialises_with_seed_zero() -> None:
+    model, other = build(), build()
+    initialise(other, 0)
+    assert same(model, other)
+    initialise(other, 1)
+    assert not same(model, other)
+
+
+def test_statistics() -> None:
+    model = build(init_std=0.05)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.05 / math.sqrt(6) if residual else 0.05
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(parameter.mean().item()) < 0.1 * std, name
+
+
+def test_a_parameter_depends_on_its_name_alone() -> None:
+    """Neither depth, nor other parameters, nor the default dtype or device of the caller enter."""
+    deep, shallow = build(num_layers=3, tie_embeddings=True), build(num_layers=2)
+    assert torch.equal(
+        deep.layers["1"].mixer.q_proj.weight, shallow.layers["1"].mixer.q_proj.weight
+    )
+    assert not torch.equal(
+        deep.layers["0"].mixer.q_proj.weight, deep.layers["1"].mixer.q_proj.weight
+    )
+    low = build(num_layers=2).to(torch.bfloat16)
+    initialise(low, 0)
+    assert torch.equal(low.lm_head.weight, shallow.lm_head.weight.bfloat16())
+
+
+def test_strangers_bring_a_table_of_plain_data() -> None:
+    class Stranger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.full((4, 8, 8), torch.nan))
+            self.register_buffer("bias", torch.full((4,), torch.nan))
+            self.inner = nn.Linear(8, 8)
+
+        def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
+            return {"experts": ("normal", residual_std), "bias": ("constant", 0.5)}
+
+    model = nn.Sequential(Stranger(), nn.LayerNorm(8))
+    initialise(model, 0, std=0.5, residual_std=0.1)
+    stranger = model[0]
+    assert stranger.experts.std().item() == pytest.approx(0.1, rel=0.2)
+    assert (stranger.bias == 0.5).all()
+    assert stranger.inner.weight.std().item() == pytest.approx(0.5, rel=0.2)
+    assert not stranger.inner.bias.any()
+
+
+def test_refusals_name_the_parameter() -> None:
+    model = nn.Module()
+    model.block = nn.Module()
+    model.block.scale = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"block\.scale: no init_table .* add a row"):
+        initialise(model, 0)
+    initialise(model, 0, strict=False)
+    assert (model.block.scale == 1).all()
+    model.block.init_table = lambda std, residual_std: {"sclae": Init("constant", 1.0)}
+    with pytest.raises(ValueError, match=r"block\.sclae: an init_table names it"):
+        initialise(model, 0)
+    model.block.init_table = lambda std, residual_std: {"scale": ("uniform", 1.0)}
+    with pytest.raises(ValueError, match=r"block\.scale: init kind 'uniform' is unknown"):
+        initialise(model, 0)
+    with torch.device("meta"):
+        meta = build()
+    with pytest.raises(ValueError, match=r"embedding\.weight: still on the meta device; call"):
+        initialise(meta, 0)
+
+
+SHARDS = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from forge_core import Transformer, TransformerConfig, initialise
+
+config = TransformerConfig(vocab_size=30, dim=16, num_layers=2, num_heads=2, num_kv_heads=1)
+plain = Transformer(config)
+initialise(plain, 5)
+want = dict(plain.named_parameters())
+rank = int(sys.argv[1])
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)  # sends nothing
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+with torch.device("meta"):
+    model = Transformer(config)
+for block in model.blocks():
+    fully_shard(block, mesh=mesh["dp"])
+fully_shard(model, mesh=mesh["dp"])
+head = model.lm_head
+model.to_empty(device="cpu")
+for p in model.parameters():
+    p.to_local().detach().fill_(float("nan"))
+initialise(model, 5)
+dp = mesh["dp"].get_local_rank()
+for name, p in model.named_parameters():
+    piece = want[name].chunk(2)[dp]
+    assert torch.equal(p.to_local(), piece), name
+
+class Holder(torch.nn.Module):
+    def __init__(self, placements):
+        super().__init__()
+        empty = torch.full((6, 8), float("nan"))
+        self.weight = torch.nn.Parameter(
+            distribute_tensor(empty, mesh, placements, src_data_rank=None)
+        )
+    def init_table(self, std, residual_std):
+        return {"weight": ("normal", std)}
+
+class Plain(Holder):
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(torch.empty(6, 8))
+
+whole = Plain()
+initialise(whole, 5)
+tp = mesh["tp"].get_local_rank()
+for placements, cut in {
+    (Shard(0), Shard(1)): lambda w: w.chunk(2, 0)[dp].chunk(2, 1)[tp],
+    (Replicate(), Shard(1)): lambda w: w.chunk(2, 1)[tp],
+    (Shard(0), Shard(0)): lambda w: w.chunk(2, 0)[dp].chunk(2, 0)[tp],
+}.items():
+    held = Holder(placements)
+    initialise(held, 5)
+    assert torch.equal(held.weight.to_local(), cut(whole.weight)), placements
+
+both = Plain()  # tensor parallel first, FSDP after: a strided shard
+both.weight = torch.nn.Parameter(
+    distribute_tensor(torch.empty(6, 8), mesh["tp"], [Shard(0)], src_data_rank=None)
+)
+fully_shard(both, mesh=mesh["dp"])
+initialise(both, 5)
+want = whole.weight.chunk(2, 0)[tp].chunk(2, 0)[dp]
+assert torch.equal(both.weight.to_local(), want), both.weight.placements
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_shard_is_a_slice_of_the_whole_without_communication(rank: int, tmp_path: Path) -> None:
+    script = tmp_path / "shards.py"
+    script.write_text(SHARDS)
+    done = subprocess.run(
+        [sys.executable, str(script), str(rank)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("equal")

@@ -1,0 +1,30 @@
+"""Importing forge_core loads torch, the standard library and itself."""
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+{first}
+before = set(sys.modules)
+import forge_core
+new = set(sys.modules) - before
+tops = {{name.partition(".")[0] for name in new}} - {{"forge_core"}} - {{"torch"}} - set(sys.stdlib_module_names)
+print(sorted(tops), sum(name.startswith("torch") for name in new))
+"""
+
+
+def test_nothing_beyond_torch_is_loaded() -> None:
+    code = CODE.format(first="import torch")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, parts_of_torch = out.stdout.rsplit(" ", 1)
+    assert names == "[]"
+    assert int(parts_of_torch) < 20  # not the compiler, not DTensor
+
+
+def test_public_names_exist_and_are_few() -> None:
+    import forge_core
+
+    assert len(forge_core.__all__) <= 25
+    assert len(set(forge_core.__all__)) == len(forge_core.__all__)
+    assert all(getattr(forge_core, name).__doc__ for name in forge_core.__all__)

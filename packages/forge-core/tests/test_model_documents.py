@@ -1,0 +1,174 @@
+"""Packed documents against a float64 dense mask, against running them apart, and with a KV cache.
+
+Bounds: fp32 1e-5 of max|a - b| / max|b|.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forge_core import Attention, KVCache, TokenContext, Transformer, TransformerConfig, initialise
+from forge_core.model.context import default_positions
+from forge_core.model.documents import SegmentPlan, within_segments
+from forge_core.model.kv_cache import LayerCache
+
+ROWS = {
+    "one_length": [[4, 4, 4], [4, 4, 4]],
+    "mixed": [[5, 2, 4, 1], [2, 2, 8]],
+    "whole_row_and_cut": [[12], [3, 9]],
+    "single_tokens": [[1] * 12, [11, 1]],
+    "whole_rows": [[12], [12]],
+}
+
+
+def ids_of(rows: list[list[int]]) -> Tensor:
+    """Document ids whose values repeat across rows and come back within a row."""
+    return torch.tensor([[i % 3 - 1 for i, n in enumerate(row) for _ in range(n)] for row in rows])
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    got, wanted = got.detach(), wanted.detach()
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def dense_mask(rows: list[list[int]]) -> Tensor:
+    """(B, 1, S, S) bool: same segment and not later."""
+    number = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in rows])
+    same = number[:, :, None] == number[:, None, :]
+    return (same & torch.ones(12, 12, dtype=torch.bool).tril()).unsqueeze(1)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_segments_equal_dense_mask_in_float64(name: str) -> None:
+    torch.manual_seed(0)
+    rows = ROWS[name]
+    parts = [torch.randn(2, 12, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    out = within_segments(*parts, SegmentPlan.of(ids_of(rows)))
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    wide = [p.detach().double().requires_grad_() for p in parts]
+    q, k, v = (p.transpose(1, 2) for p in wide)
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5  # (B, H, S, S)
+    weights = scores.masked_fill(~dense_mask(rows), float("-inf")).softmax(-1)
+    wanted = (weights @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    wanted.backward(upstream.double())
+    assert error(out, wanted) < 1e-5
+    for got, ref in zip(parts, wide):
+        assert error(got.grad, ref.grad) < 1e-5
+
+
+def small(**options: object) -> Transformer:
+    shape = {"vocab_size": 40, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = Transformer(TransformerConfig(**{**shape, "max_seq_len": 64, **options}))
+    initialise(model, 3, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_model_equals_documents_apart(name: str) -> None:
+    rows, model = ROWS[name], small(qk_norm=True)
+    tokens = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens, document_ids=ids_of(rows))
+    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits * weight).sum().backward()
+    packed = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    apart = []
+    for row, lengths in enumerate(rows):
+        pieces = zip(tokens[row].split(lengths), weight[row].split(lengths))
+        outs = [(model(piece[None]), w) for piece, w in pieces]
+        sum((out[0] * w).sum() for out, w in outs).backward()
+        apart.append(torch.cat([out[0] for out, _ in outs]))
+    assert error(logits, torch.stack(apart)) < 1e-5
+    for n, p in model.named_parameters():
+        assert error(packed[n], p.grad) < 1e-5, n
+
+
+@pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 7], [3, 1, 1, 4, 3]])
+@pytest.mark.parametrize("name", ROWS)
+def test_kv_cache_equals_no_cache(name: str, chunks: list[int]) -> None:
+    model = small()
+    tokens = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = ids_of(ROWS[name])
+    cache = KVCache(12)
+    with torch.no_grad():
+        wanted = model(tokens, document_ids=ids)
+        got = [
+            model(t, document_ids=d, cache=cache)
+            for t, d in zip(tokens.split(chunks, 1), ids.split(chunks, 1))
+        ]
+    assert cache.length == 12
+    assert error(torch.cat(got, 1), wanted) < 1e-5
+
+
+def test_cache_goes_on_with_the_newest_document() -> None:
+    model = small()
+    tokens = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[-1] * 4 + [7] * 8, [7] * 12])
+    cache = KVCache(12)
+    with torch.no_grad():
+        wanted = model(tokens, document_ids=ids)
+        first = model(tokens[:, :6], document_ids=ids[:, :6], cache=cache)
+        rest = [model(t, cache=cache) for t in tokens[:, 6:].split([1, 3, 2], 1)]
+    assert error(torch.cat([first, *rest], 1), wanted) < 1e-5
+
+
+def test_cache_refusals() -> None:
+    model, cache = small(), KVCache(4)
+    model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
+    with pytest.raises(ValueError, match="5 tokens do not fit a KV cache of 4"):
+        model(torch.zeros(2, 2, dtype=torch.int64), cache=cache)
+    with pytest.raises(ValueError, match="1 rows do not fit a KV cache of 2 rows"):
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+    with pytest.raises(ValueError, match="max_length 0"):
+        KVCache(0)
+
+
+def test_attention_alone_takes_documents_and_cache() -> None:
+    torch.manual_seed(0)
+    attention = Attention(TransformerConfig(8, dim=16, num_heads=2))
+    x, ids = torch.randn(2, 12, 16), ids_of(ROWS["mixed"])
+    with torch.no_grad():
+        wanted = torch.cat(
+            [
+                torch.cat([attention(piece[None])[0] for piece in x[row].split(lengths)])[None]
+                for row, lengths in enumerate(ROWS["mixed"])
+            ]
+        )
+        assert error(attention(x, TokenContext(document_ids=ids)), wanted) < 1e-5
+        cache = LayerCache(12)
+        got = [
+            attention(a, TokenContext(document_ids=i), cache)
+            for a, i in zip(x.split([5, 6, 1], 1), ids.split([5, 6, 1], 1))
+        ]
+    assert error(torch.cat(got, 1), wanted) < 1e-5
+
+
+def test_positions_restart_in_each_document() -> None:
+    ids = torch.tensor([[4, 4, 4, 9, 9, 4]])
+    assert default_positions(6, ids, ids.device).tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert default_positions(3, None, ids.device, past=5).tolist() == [[5, 6, 7]]
+    went_on = default_positions(6, ids, ids.device, past=10, first=[8])
+    assert went_on.tolist() == [[2, 3, 4, 0, 1, 0]]
+
+
+def test_F46_no_mask_of_a_square_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = []
+    real = F.scaled_dot_product_attention
+
+    def spy(*args: object, **kwargs: object) -> Tensor:
+        masks.append(kwargs.get("attn_mask"))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    small()(torch.zeros(2, 12, dtype=torch.int64), document_ids=ids_of(ROWS["mixed"]))
+    assert masks == [None] * 2 * 5  # two layers, lengths 1, 2, 4, 5, 8
+
+
+def test_plan_is_made_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = SegmentPlan.of
+    monkeypatch.setattr(SegmentPlan, "of", lambda ids: made.append(1) or real(ids))
+    small(num_layers=4)(torch.zeros(2, 12, dtype=torch.int64), document_ids=ids_of(ROWS["mixed"]))
+    assert made == [1]

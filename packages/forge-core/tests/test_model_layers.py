@@ -1,0 +1,113 @@
+"""Norms, rotation, feed-forwards against slow references in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forge_core import FeedForward, RMSNorm, RopeScaling
+from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    got, wanted = got.detach(), wanted.detach()
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def slow_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+# fp32: rounding of a few ops; bf16: the result is rounded once, 2^-8, its gradient likewise.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+def test_rms_norm_and_its_gradients(dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(24, eps=1e-3).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(24))
+    x = (torch.randn(3, 5, 24) * 3).to(dtype).requires_grad_()
+    upstream = torch.randn(3, 5, 24).to(dtype)
+    out = norm(x)
+    out.backward(upstream)
+    wide, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    wanted = slow_rms_norm(wide, weight, 1e-3)
+    wanted.backward(upstream.double())
+    assert out.dtype == x.grad.dtype == norm.weight.grad.dtype == dtype
+    assert error(out, wanted) < bound
+    assert error(x.grad, wide.grad) < bound
+    assert error(norm.weight.grad, weight.grad) < bound
+
+
+def test_rms_norm_gradcheck_in_float64() -> None:
+    norm = RMSNorm(6).double()
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,))
+
+
+def test_rms_norm_equals_the_functional_that_accelerators_use() -> None:
+    torch.manual_seed(0)
+    norm, x = RMSNorm(16), torch.randn(4, 16)
+    assert error(norm(x), F.rms_norm(x, (16,), norm.weight, norm.eps)) < 1e-6
+
+
+def test_rms_norm_of_mixed_dtypes_keeps_the_dtype_of_x() -> None:
+    x = torch.randn(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    norm = RMSNorm(8)
+    out = norm(x)
+    out.sum().backward()
+    assert out.dtype == x.grad.dtype == torch.bfloat16
+    assert norm.weight.grad.dtype == torch.float32
+
+
+def test_rotation_is_the_complex_product() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 3, 8, dtype=torch.float64, requires_grad=True)  # (B, S, H, D)
+    positions = torch.stack((torch.arange(7), torch.arange(100, 107)))
+    frequencies = inverse_frequencies(8, 10000.0, None)
+    out = rotate(x, rope_tables(positions, frequencies))
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    angle = (positions[..., None] * frequencies).double()[:, :, None]  # (B, S, 1, D / 2)
+    ref = x.detach().clone().requires_grad_()
+    turned = torch.complex(ref[..., :4], ref[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    wanted = torch.cat((turned.real, turned.imag), -1)
+    wanted.backward(upstream)
+    assert error(out, wanted) < 2e-5  # tables are fp32 at position 106: 106 * 2^-24
+    assert error(x.grad, ref.grad) < 2e-5
+
+
+def test_rotation_is_fp32_inside_bf16() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 2, 8)
+    tables = rope_tables(torch.arange(1000, 1005)[None], inverse_frequencies(8, 1e4, None))
+    low = x.bfloat16()
+    assert torch.equal(rotate(low, tables), rotate(low.float(), tables).bfloat16())
+
+
+def test_llama3_frequencies() -> None:
+    scaling = RopeScaling(8.0, 1.0, 4.0, 64)
+    plain, scaled = (inverse_frequencies(32, 1e4, s) for s in (None, scaling))
+    for was, now in zip(plain.tolist(), scaled.tolist()):
+        wavelength = 2 * math.pi / was
+        if wavelength < 64 / 4.0:
+            assert now == was
+        elif wavelength > 64 / 1.0:
+            assert now == pytest.approx(was / 8, rel=1e-6)
+        else:
+            share = (64 / wavelength - 1.0) / (4.0 - 1.0)
+            assert now == pytest.approx((1 - share) * was / 8 + share * was, rel=1e-6)
+
+
+def test_feed_forwards() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8)
+    swiglu, gelu = FeedForward(8, 12, bias=True), FeedForward(8, 12, gated=False)
+    gate, up = swiglu.gate_proj(x), swiglu.up_proj(x)
+    assert error(swiglu(x), swiglu.down_proj(gate * torch.sigmoid(gate) * up)) < 1e-6
+    up = gelu.up_proj(x)
+    wanted = gelu.down_proj(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))))
+    assert error(gelu(x), wanted) < 1e-6
+    assert gelu.up_proj.bias is None
+    assert gelu.gate_proj is None
