@@ -1,0 +1,18 @@
+"""Private torch names in use, each with the versions it was seen in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """2-norm of each tensor in fp32, one fused launch per device and dtype (torch 2.11 to 2.13)."""
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor in place by a 0-dim tensor (torch 2.11 to 2.13)."""
+    torch._foreach_mul_(list(tensors), factor)

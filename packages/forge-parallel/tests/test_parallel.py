@@ -1,0 +1,153 @@
+"""One process, on the code path of many: masters stay fp32, numbers stay right."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize, select_device, shutdown
+
+
+class Net(nn.Module):
+    """Two blocks between two layers; `blocks` as the runner's models offer it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.middle = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.last = nn.Linear(16, 4)
+        self.seen: set[torch.dtype] = set()
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.middle)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.middle:
+            x = x + block(torch.tanh(x))
+            self.seen.add(x.dtype)
+        return self.last(x)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    shutdown()
+    assert not dist.is_initialized()
+
+
+def fill(model: nn.Module) -> nn.Module:
+    """The same numbers whatever the layout."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(torch.randn(local.shape, generator=generator) / 4)
+    return model
+
+
+def gradients(
+    precision: str, meta: bool = True, parts: int = 1
+) -> tuple[Net, dict[str, torch.Tensor]]:
+    with torch.device("meta" if meta else "cpu"):
+        net = Net()
+    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    model = fill(parallelize(net, config))
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for part in x.chunk(parts):
+        (model(part).float().square().sum() / 6).backward()
+    full = {
+        n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        for n, p in model.named_parameters()
+    }
+    return net, full  # type: ignore[return-value]
+
+
+def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max()) for n in b)
+
+
+def test_fp32_wraps_nothing() -> None:
+    model = parallelize(Net(), ParallelConfig(device="cpu", precision="fp32"))
+    assert type(model) is Net
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert not dist.is_initialized()
+
+
+def test_bf16_computes_in_bf16_over_fp32_masters() -> None:
+    net, grads = gradients("bf16")
+    assert net.seen == {torch.bfloat16}
+    assert all(p.dtype == torch.float32 for p in net.parameters())
+    assert all(g.dtype == torch.float32 for g in grads.values())
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_bf16_gradients_are_those_of_fp32_within_bf16_rounding(parts: int) -> None:
+    # bf16 keeps 8 bits: 2^-8 per operation over a chain of about 4 matmuls
+    _, reference = gradients("fp32")
+    _, grads = gradients("bf16", parts=parts)
+    assert worst(grads, reference) < 4 * 2**-7
+
+
+def test_meta_and_plain_models_end_alike() -> None:
+    for precision in ("fp32", "bf16"):
+        _, meta = gradients(precision)
+        _, plain = gradients(precision, meta=False)
+        assert all(torch.equal(meta[n], plain[n]) for n in plain)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_norm_is_global_and_clipping_hits_it(precision: str) -> None:
+    net, grads = gradients(precision)
+    exact = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+    norm = clip_grad_norm_(net.parameters(), exact / 3)
+    assert type(norm) is torch.Tensor
+    assert float(norm) == pytest.approx(exact, rel=1e-6)
+    assert float(clip_grad_norm_(net.parameters())) == pytest.approx(exact / 3, rel=1e-5)
+
+
+def test_a_norm_below_the_limit_changes_no_bit() -> None:
+    net, grads = gradients("fp32")
+    before = {n: g.clone() for n, g in grads.items()}
+    clip_grad_norm_(net.parameters(), 1e9)
+    assert all(torch.equal(grads[n], before[n]) for n in grads)
+
+
+def test_no_gradient_at_all_has_norm_zero_and_nan_is_shown() -> None:
+    net = Net()
+    assert float(clip_grad_norm_(net.parameters(), 1.0)) == 0.0
+    net.first.weight.grad = torch.full_like(net.first.weight, float("nan"))
+    assert math.isnan(float(clip_grad_norm_(net.parameters(), 1.0)))
+
+
+def test_F83_the_device_is_never_assumed() -> None:
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert select_device("auto").type == expected
+    assert select_device("cpu").type == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="use cpu or auto"):
+            select_device("cuda")
+
+
+def test_all_problems_of_a_config_come_at_once() -> None:
+    with pytest.raises(ValueError, match=r"device 'tpu'[\s\S]*precision 'fp61'"):
+        ParallelConfig(device="tpu", precision="fp61")  # type: ignore[arg-type]
+
+
+def test_max_norm_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"max_norm 0 must be above 0"):
+        clip_grad_norm_([], 0)
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
