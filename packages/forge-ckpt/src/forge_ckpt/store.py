@@ -63,12 +63,13 @@ class Store:
         self.read_only = read_only
         self._threads = min(4, os.cpu_count() or 1)
         self._lock: Lock | None = None
-        self._verified: set[int] = set()  # every block that was needed, by this process
         self._closed = False
         self._open()
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Write ``state`` as the newest checkpoint; when this returns it is durable.
+
+        Before an old checkpoint is removed, the new one is read back and compared (one more read).
 
         A step that is already committed with the same content is done (both are verified); with
         another content it raises StepExists. A step below the newest one raises ValueError. A full
@@ -89,8 +90,8 @@ class Store:
             self._save_again(step, content)
         else:
             self._write(step, content, target)
-        with ForgeReader(target, step=step).opened():  # sizes and manifest as they are on disk now
-            self._verified.add(step)
+        with ForgeReader(target, step=step).opened():
+            pass  # manifest and sizes as they are on the disk now
         self._retain()
 
     def load(self, state: MutableMapping[str, Any]) -> int | None:
@@ -113,7 +114,6 @@ class Store:
                     corrupt[step] = str(error)
                     self._set_aside(step, error)
                 continue
-            self._verified.add(step)
             return step
         found = list(corrupt.values()) or [
             f"{self.path / generations.QUARANTINE / name}: found corrupt earlier"
@@ -256,7 +256,6 @@ class Store:
         return max(left, default=None)
 
     def _set_aside(self, step: int, error: CorruptCheckpoint) -> None:
-        self._verified.discard(step)
         if self.read_only:
             logger.warning("step %d is corrupt, trying an older one: %s", step, error)
             return
@@ -264,29 +263,23 @@ class Store:
         logger.warning("step %d is corrupt, moved to %s: %s", step, place, error)
 
     def _retain(self) -> None:
-        """Drop all but the newest ``keep_last``, never the newest one that is known to be sound."""
-        old = self.steps()[: -self.keep_last]
+        """Drop all but the newest ``keep_last``, once the newest has been read back and compared."""
+        steps = self.steps()
+        old = steps[: -self.keep_last]
         if not old:
             return
-        sound = self._newest_sound()
+        try:
+            self.verify(steps[-1])
+        except CorruptCheckpoint as error:
+            self._set_aside(steps[-1], error)
+            raise CorruptCheckpoint(
+                f"{error}; it was written a moment ago: disk or memory fail. Older checkpoints are kept"
+            ) from error
         for step in old:
-            if step != sound:
-                try:
-                    generations.remove(generations.directory_of(self.path, step))
-                except OSError as error:
-                    logger.warning("step %d could not be removed: %s", step, error)
-                self._verified.discard(step)
-
-    def _newest_sound(self) -> int | None:
-        for step in reversed(self.steps()):
             try:
-                if step not in self._verified:
-                    self.verify(step)
-            except (CorruptCheckpoint, CheckpointMismatch):
-                continue
-            self._verified.add(step)
-            return step
-        return None
+                generations.remove(generations.directory_of(self.path, step))
+            except OSError as error:
+                logger.warning("step %d could not be removed: %s", step, error)
 
     def _require_open(self, *, writing: bool) -> None:
         if self._closed:

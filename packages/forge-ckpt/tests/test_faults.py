@@ -1,0 +1,276 @@
+"""Damage on disk is found before the state is used, and an older checkpoint takes over."""
+
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from forge_ckpt import CorruptCheckpoint, Store, manifest
+
+BLOCK = manifest.BLOCK_BYTES
+
+
+def _state(seed):
+    g = torch.Generator().manual_seed(seed)
+    big = torch.randint(0, 256, (2 * BLOCK + 1000,), generator=g, dtype=torch.uint8)
+    return {"x": {"w": torch.randn(40, 50, generator=g), "big": big, "n": seed}}
+
+
+def _zeros():
+    return {"x": {"w": torch.zeros(40, 50), "big": torch.zeros(2 * BLOCK + 1000).byte(), "n": -1}}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Steps 100 (seed 1) and 200 (seed 2); copied for each test."""
+    path = tmp_path_factory.mktemp("original")
+    with Store(path) as store:
+        store.save(100, _state(1))
+        store.save(200, _state(2))
+    return path
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "store")
+
+
+def _flip(path, offset, mask=1):
+    with open(path, "r+b") as f:
+        f.seek(offset)
+        byte = f.read(1)[0]
+        f.seek(offset)
+        f.write(bytes([byte ^ mask]))
+
+
+def _falls_back(root, caplog):
+    """Step 200 is bad: step 100 is loaded, 200 quarantined, one line says so."""
+    caplog.clear()
+    state = _zeros()
+    with Store(root) as store:
+        assert store.load(state) == 100
+        assert store.steps() == [100]
+    want = _state(1)["x"]
+    assert torch.equal(state["x"]["w"], want["w"])
+    assert torch.equal(state["x"]["big"], want["big"])
+    assert state["x"]["n"] == 1
+    assert (root / "quarantine" / "step-00000200-0").exists()
+    (record,) = [record for record in caplog.records if record.name == "forge_ckpt"]
+    assert "step 200 is corrupt" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    return record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "offset", [0, 1, 7999, 8000, BLOCK - 1, BLOCK, BLOCK + 12345, 2 * BLOCK, 2 * BLOCK + 8999]
+)
+def test_F51_flipped_bit_in_a_data_file(root, caplog, offset):
+    path = root / "step-00000200" / "data-0.bin"
+    _flip(path, offset % path.stat().st_size, 1 << (offset % 8))
+    assert f"block {offset // BLOCK}" in _falls_back(root, caplog)
+
+
+def test_F51_any_changed_byte_of_the_manifest_is_found(root):
+    data = (root / "step-00000200" / "manifest.json").read_bytes()
+    manifest.decode(data, "m")
+    for offset in range(len(data)):
+        changed = bytearray(data)
+        changed[offset] ^= 1 << (offset % 8)
+        with pytest.raises(CorruptCheckpoint):
+            manifest.decode(bytes(changed), "m")
+    for length in (0, 1, len(data) // 2, len(data) - 1):
+        with pytest.raises(CorruptCheckpoint):
+            manifest.decode(data[:length], "m")
+    with pytest.raises(CorruptCheckpoint):
+        manifest.decode(data + b" ", "m")
+
+
+def test_F51_flipped_bit_in_the_manifest_falls_back(root, caplog):
+    _flip(root / "step-00000200" / "manifest.json", 400)
+    assert "manifest.json: does not match its own digest" in _falls_back(root, caplog)
+
+
+def test_F51_zeroed_page(root, caplog):
+    with open(root / "step-00000200" / "data-0.bin", "r+b") as f:
+        f.seek(BLOCK + 8192)
+        f.write(bytes(4096))
+    assert "block 1" in _falls_back(root, caplog)
+
+
+def test_F51_shard_of_another_step(root, caplog):
+    shutil.copy(root / "step-00000100" / "data-0.bin", root / "step-00000200" / "data-0.bin")
+    assert "do not match their digest" in _falls_back(root, caplog)
+
+
+def test_F51_directory_of_another_step(root, caplog):
+    shutil.rmtree(root / "step-00000200")
+    shutil.copytree(root / "step-00000100", root / "step-00000200")
+    assert "is of step 100, not 200" in _falls_back(root, caplog)
+
+
+@pytest.mark.parametrize("keep", [0, 10, BLOCK, -1])
+def test_F52_truncated_shard_with_its_manifest(root, caplog, keep):
+    path = root / "step-00000200" / "data-0.bin"
+    size = path.stat().st_size
+    os.truncate(path, keep if keep >= 0 else size + keep)
+    assert f"{size} were saved" in _falls_back(root, caplog)
+
+
+def test_F52_longer_file(root, caplog):
+    with open(root / "step-00000200" / "data-0.bin", "ab") as f:
+        f.write(b"x")
+    assert "were saved" in _falls_back(root, caplog)
+
+
+@pytest.mark.parametrize("name", ["data-0.bin", "manifest.json"])
+def test_F53_missing_file_of_the_newest_does_not_block(root, caplog, name):
+    (root / "step-00000200" / name).unlink()
+    assert f"{name}: No such file" in _falls_back(root, caplog)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+@pytest.mark.parametrize("name", ["data-0.bin", "manifest.json"])
+def test_links_pipes_and_directories_are_refused(root, caplog, name, kind):
+    path = root / "step-00000200" / name
+    aside = path.with_name("aside")
+    os.rename(path, aside)
+    if kind == "link":
+        path.symlink_to(aside)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert name in _falls_back(root, caplog)
+
+
+def test_a_linked_step_directory_is_refused(root, caplog):
+    os.rename(root / "step-00000200", root / "elsewhere")
+    (root / "step-00000200").symlink_to(root / "elsewhere")
+    _falls_back(root, caplog)
+    assert (root / "elsewhere" / "manifest.json").exists()
+
+
+def _forge(root, change):
+    """A manifest with ``change`` applied and a digest that fits: what an attacker would write."""
+    path = root / "step-00000200" / "manifest.json"
+    table = json.loads(path.read_bytes())["manifest"]
+    change(table)
+    body = json.dumps(table, separators=(",", ":")).encode()
+    digest = hashlib.sha256(body).hexdigest().encode()
+    path.write_bytes(b'{"sha256": "' + digest + b'", "manifest": ' + body + b"}\n")
+
+
+def _rename_file(table, name):
+    table["files"][name] = table["files"].pop("data-0.bin")
+    for entry in table["tensors"].values():
+        for chunk in entry["chunks"]:
+            chunk["file"] = name
+
+
+FORGERIES = {
+    "parent": lambda t: _rename_file(t, "../step-00000100/data-0.bin"),
+    "absolute": lambda t: _rename_file(t, "/etc/passwd"),
+    "giant_shape": lambda t: t["tensors"]["x.w"].update(shape=[2**40, 2**20]),
+    "giant_chunk": lambda t: t["tensors"]["x.w"]["chunks"][0].update(bytes=2**50),
+    "giant_start": lambda t: t["tensors"]["x.w"]["chunks"][0].update(start=2**50),
+    "giant_number": lambda t: t["tensors"]["x.w"].update(shape=[2**70]),
+    "negative": lambda t: t["tensors"]["x.w"]["chunks"][0].update(start=-64),
+    "giant_file": lambda t: t["files"]["data-0.bin"].update(bytes=2**50),
+    "block_size": lambda t: t.update(block_bytes=2**40),
+    "hole": lambda t: t["tensors"]["x.w"].update(chunks=[]),
+    "dtype": lambda t: t["tensors"]["x.w"].update(dtype="load"),
+    "list_position": lambda t: t["objects"].update(
+        {f"x.{2**40}": {"path": ["x", ["list", 2**40]]}}
+    ),
+    "wrong_path": lambda t: t["tensors"]["x.w"].update(path=["y", "w"]),
+    "not_a_table": lambda t: t.update(tensors=[1]),
+    "no_files": lambda t: t.pop("files"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forged_manifests_are_refused(root, caplog, name):
+    _forge(root, FORGERIES[name])
+    _falls_back(root, caplog)
+
+
+def test_a_newer_format_is_no_corruption(root):
+    _forge(root, lambda table: table.update(format=2))
+    with Store(root) as store:
+        with pytest.raises(ValueError, match="format 2, this forge-ckpt reads 1"):
+            store.load(_zeros())
+        assert store.steps() == [100, 200]
+
+
+def test_nothing_of_the_state_changes_when_the_last_block_is_bad(root):
+    shutil.rmtree(root / "step-00000100")
+    path = root / "step-00000200" / "data-0.bin"
+    _flip(path, path.stat().st_size - 1)
+    state = _zeros()
+    with Store(root) as store, pytest.raises(CorruptCheckpoint):
+        store.load(state)
+    assert not state["x"]["w"].any()
+    assert not state["x"]["big"].any()
+    assert state["x"]["n"] == -1
+
+
+def test_a_partial_read_verifies_only_the_blocks_it_touches(root):
+    with Store(root) as store:
+        store.save(300, {"a": torch.ones(2 * BLOCK).byte(), "b": torch.ones(2 * BLOCK).byte()})
+        _flip(root / "step-00000300" / "data-0.bin", 10)
+        state = {"b": torch.zeros(2 * BLOCK).byte()}
+        assert store.load(state) == 300
+        assert state["b"].all()
+        with pytest.raises(CorruptCheckpoint, match="block 0"):
+            store.verify(300)
+
+
+def test_all_corrupt_raises_and_names_all_also_the_next_time(root, caplog):
+    for step in (100, 200):
+        _flip(root / f"step-00000{step}" / "data-0.bin", 5)
+    with Store(root) as store:
+        with pytest.raises(CorruptCheckpoint, match=r"(?s)step-00000200.*step-00000100"):
+            store.load(_zeros())
+        # a run whose checkpoints are all in quarantine must not start from nothing without a word
+        with pytest.raises(CorruptCheckpoint, match="step-00000100-0: found corrupt earlier"):
+            store.load(_zeros())
+
+
+def test_read_only_falls_back_and_renames_nothing(root, caplog):
+    _flip(root / "step-00000200" / "data-0.bin", 5)
+    before = sorted(path.name for path in root.iterdir())
+    with Store(root, read_only=True) as store:
+        assert store.load(_zeros()) == 100
+    assert sorted(path.name for path in root.iterdir()) == before
+    assert "step 200 is corrupt, trying an older one" in caplog.text
+
+
+def test_quarantine_keeps_every_copy(root, caplog):
+    for number in range(2):
+        _flip(root / "step-00000200" / "data-0.bin", 5)
+        with Store(root) as store:
+            assert store.load(_zeros()) == 100
+            assert (root / "quarantine" / f"step-00000200-{number}").is_dir()
+            store.save(200, _state(2))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_F53_retention_never_removes_the_last_sound_one(root, monkeypatch, caplog, damage):
+    with Store(root, keep_last=1) as store:
+        write = store._write
+
+        def write_on_a_bad_disk(step, content, target):
+            write(step, content, target)
+            path = target / "data-0.bin"
+            _flip(path, BLOCK + 5) if damage == "flip" else os.truncate(path, 10)
+
+        monkeypatch.setattr(store, "_write", write_on_a_bad_disk)
+        with pytest.raises(CorruptCheckpoint, match="step-00000300"):
+            store.save(300, _state(3))
+        monkeypatch.undo()
+        assert store.load(_zeros()) == 200
+        store.save(300, _state(3))
+        assert store.steps() == [300]

@@ -1,0 +1,317 @@
+"""What a store promises when nothing goes wrong: contents, names, retention, refusals."""
+
+import pickle
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import forge_ckpt.store
+from forge_ckpt import CheckpointMismatch, RNGState, StepExists, Store, StoreInUse
+
+
+def _model(seed, width=8):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 4))
+
+
+def _equal(a, b):
+    return a.keys() == b.keys() and all(
+        torch.equal(
+            a[name].contiguous().view(-1).view(torch.uint8), b[name].view(-1).view(torch.uint8)
+        )
+        for name in a
+    )
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def test_every_dtype_and_layout_is_bit_equal(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    tensors = {}
+    for dtype in DTYPES:
+        bits = torch.randint(0, 2, (6, 8 * dtype.itemsize), generator=g, dtype=torch.uint8)
+        base = bits.view(dtype)
+        name = str(dtype)
+        tensors |= {name: base, f"{name}.t": base.T, f"{name}.step": base[::2, 1:]}
+        tensors |= {
+            f"{name}.scalar": base[0, 0],
+            f"{name}.empty": base[:0],
+            name + "e": base[:, None],
+        }
+    tensors["conj"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    tensors["expanded"] = torch.arange(3).expand(4, 3)
+    tensors["big"] = torch.randint(0, 256, (3 * 2**22 + 77,), generator=g, dtype=torch.uint8)
+    tensors["leaf"] = nn.Parameter(torch.ones(3))
+    target = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+    with Store(tmp_path) as store:
+        store.save(0, {"x": tensors})
+        assert store.load({"x": target}) == 0
+    tensors["conj"] = tensors["conj"].resolve_conj()
+    assert _equal({name: t.detach() for name, t in tensors.items()}, target)
+
+
+def test_containers_types_and_values_come_back(tmp_path):
+    t = torch.arange(3.0)
+    saved = {"a": (1, [t, {"k": t + 1}]), "b": {0: {"m": t * 2}, "n": float("inf")}, "c": (1, 2)}
+    fresh = {"a": (0, [t * 0, {"k": t * 0}]), "b": {0: {"m": t * 0}, "n": 0.0}, "c": None}
+    inner, scalar = fresh["a"][1][0], {"x": fresh, "y": 0}
+    with Store(tmp_path) as store:
+        store.save(5, {"x": saved, "y": 7})
+        store.load(scalar)
+    assert str(fresh) == str(saved)
+    assert scalar["y"] == 7
+    assert fresh["a"][1][0] is inner, "tensors are filled in place"
+
+
+def test_module_and_a_fresh_torch_optimizer(tmp_path):
+    model, other = _model(0), _model(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(6, 4)).square().sum().backward()
+        optimizer.step()
+    fresh = torch.optim.AdamW(other.parameters(), lr=7.0)
+    with Store(tmp_path) as store:
+        store.save(2, {"model": model, "optimizer": optimizer})
+        assert store.load({"model": other, "optimizer": fresh}) == 2
+    assert _equal(model.state_dict(), other.state_dict())
+    a, b = optimizer.state_dict(), fresh.state_dict()
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    assert all(_equal(a["state"][i], b["state"][i]) for i in a["state"])
+
+
+def test_a_subset_of_names_loads(tmp_path):
+    model = _model(1)
+    with Store(tmp_path) as store:
+        store.save(1, {"model": _model(0), "step": 1, "loader": {"cursor": 9}})
+    with Store(tmp_path, read_only=True) as store:
+        assert store.load({"model": model}) == 1
+    assert _equal(model.state_dict(), _model(0).state_dict())
+
+
+def test_tied_tensors_are_stored_once(tmp_path):
+    tensor = torch.randn(256, 256)
+    target = {"a": torch.zeros(256, 256), "b": torch.zeros(256, 256), "c": torch.zeros(128, 256)}
+    with Store(tmp_path) as store:
+        store.save(0, {"x": {"a": tensor, "b": tensor, "c": tensor[:128]}})
+        assert store.inspect(0)["bytes"] == 256 * 256 * 4 + 128 * 256 * 4
+        store.load({"x": target})
+    assert torch.equal(target["a"], tensor)
+    assert torch.equal(target["b"], tensor)
+    assert torch.equal(target["c"], tensor[:128])
+
+
+def test_inspect_reads_the_manifest_only(tmp_path):
+    with Store(tmp_path) as store:
+        store.save(3, {"m": {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}, "n": 1})
+        found = store.inspect(3)
+    assert found["tensors"] == {"m.w": {"shape": [2, 3], "dtype": "bfloat16", "bytes": 12}}
+    assert found["objects"] == ["n"]
+    assert (found["step"], found["bytes"]) == (3, 12)
+
+
+def test_no_pickle_on_disk_and_none_while_loading(tmp_path, monkeypatch):
+    state = {"model": _model(0), "rng": RNGState(), "loader": {"cursor": (1, b"x", {2: 3})}}
+    with Store(tmp_path) as store:
+        store.save(1, state)
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("unpickled something")
+
+        for owner, name in (
+            (pickle, "Unpickler"),
+            (pickle, "loads"),
+            (pickle, "load"),
+            (torch, "load"),
+        ):
+            monkeypatch.setattr(owner, name, refuse)
+        assert store.load(state) == 1
+    names = {path.name for path in (tmp_path / "step-00000001").iterdir()}
+    assert names == {"data-0.bin", "manifest.json"}
+    data = (tmp_path / "step-00000001" / "data-0.bin").read_bytes()
+    tensors = {**_model(0).state_dict(), "rng": torch.empty(5056, dtype=torch.uint8)}
+    aligned = [-(-t.numel() * t.element_size() // 64) * 64 for t in tensors.values()]
+    assert len(data) <= sum(aligned), "the data file holds tensor bytes and nothing else"
+
+
+def test_random_states_continue(tmp_path):
+    with Store(tmp_path) as store:
+        store.save(0, {"rng": RNGState()})
+        want = (random.random(), torch.rand(3))
+        store.load({"rng": RNGState()})
+    assert random.random() == want[0]
+    assert torch.equal(torch.rand(3), want[1])
+
+
+@pytest.mark.parametrize(
+    ("state", "lines"),
+    [
+        (
+            {"m": {"w": torch.zeros(2, 4), "s": 0}},
+            ["m.w: saved (2, 3) float32, here (2, 4) float32"],
+        ),
+        (
+            {"m": {"w": torch.zeros(2, 3).half(), "s": 0}},
+            ["saved (2, 3) float32, here (2, 3) float16"],
+        ),
+        ({"m": {"w": torch.zeros(2, 3)}}, ["m.s: in the checkpoint only"]),
+        (
+            {"m": {"w": torch.zeros(2, 3), "s": 0, "v": torch.zeros(1)}},
+            ["m.v: not in the checkpoint"],
+        ),
+        ({"m": {"w": torch.zeros(2, 3), "s": torch.zeros(1)}}, ["m.s: saved an object, here (1,)"]),
+        ({"other": 1}, ["other: not in the checkpoint"]),
+        ({"m": {"w": torch.zeros(2, 3, device="meta"), "s": 0}}, ["on the meta device"]),
+    ],
+)
+def test_another_state_is_a_mismatch_and_nothing_moves(tmp_path, state, lines):
+    before = repr(state)
+    with Store(tmp_path) as store:
+        store.save(4, {"m": {"w": torch.ones(2, 3), "s": 1}})
+        with pytest.raises(CheckpointMismatch) as caught:
+            store.load(state)
+        assert store.steps() == [4]
+    assert repr(state) == before
+    assert not (tmp_path / "quarantine").exists()
+    for line in [*lines, "step-00000004", "build the same model"]:
+        assert line in str(caught.value)
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    with Store(tmp_path) as store:
+        for bad, message in [
+            ({"a": {"b": object()}}, "a.*builtins.object"),
+            ({"a": torch.zeros(2).to_sparse()}, "a: torch.sparse_coo"),
+            ({"a": torch.zeros(2, device="meta")}, "a: .* on meta"),
+            ({"a": [torch.zeros(1), nn.Linear(1, 1)]}, "a.1: an object of type torch.nn"),
+            ({}, "at least one name"),
+            ([1], "type list"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                store.save(1, bad)
+        with pytest.raises(ValueError, match="step -1"):
+            store.save(-1, {"a": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_keep_last_and_order(tmp_path):
+    with Store(tmp_path, keep_last=2) as store:
+        for step in (1, 5, 10, 200_000_000):
+            store.save(step, {"v": step})
+        assert store.steps() == [10, 200_000_000]
+        with pytest.raises(ValueError, match="step 7 is before step 200000000"):
+            store.save(7, {"v": 7})
+    with Store(tmp_path, read_only=True) as store:
+        state = {"v": 0}
+        assert store.load(state) == state["v"] == 200_000_000
+
+
+def test_F54_the_same_step_twice(tmp_path):
+    with Store(tmp_path) as store:
+        store.save(1, {"w": torch.ones(3)})
+        inode = (tmp_path / "step-00000001" / "data-0.bin").stat().st_ino
+        store.save(1, {"w": torch.ones(3)})  # the same bits: done
+        with pytest.raises(StepExists, match="step 1 is already"):
+            store.save(1, {"w": torch.zeros(3)})
+        assert (tmp_path / "step-00000001" / "data-0.bin").stat().st_ino == inode
+        assert {path.name for path in tmp_path.iterdir()} == {"lock", "step-00000001"}
+        (tmp_path / "step-00000001" / "data-0.bin").write_bytes(bytes(12))
+        store.save(1, {"w": torch.ones(3)})  # what was there is corrupt: set aside, saved anew
+        state = {"w": torch.zeros(3)}
+        assert store.load(state) == 1
+    assert torch.equal(state["w"], torch.ones(3))
+    assert (tmp_path / "quarantine" / "step-00000001-0").is_dir()
+
+
+def test_a_second_writer_is_told_who_writes(tmp_path):
+    with Store(tmp_path) as store:
+        store.save(1, {"v": 1})
+        with pytest.raises(StoreInUse, match=r"pid \d+ on .* since .*read_only=True"):
+            Store(tmp_path)
+        with Store(tmp_path, read_only=True) as reader:
+            assert reader.load({"v": 0}) == 1
+            with pytest.raises(ValueError, match="read_only=True"):
+                reader.save(2, {"v": 2})
+    with Store(tmp_path) as store:
+        assert store.steps() == [1]
+    with pytest.raises(ValueError, match="closed"):
+        store.load({"v": 0})
+
+
+def test_a_file_system_without_flock_says_so(tmp_path, monkeypatch, caplog):
+    import errno
+    import fcntl
+
+    def none(fd, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    left = tmp_path / "step-00000009.tmp-abc"
+    left.mkdir()
+    with Store(tmp_path) as store:
+        store.save(1, {"v": 1})
+    assert "no flock" in caplog.text
+    assert left.is_dir(), "without a lock it may be a live writer's"
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, True, 1.5])
+def test_keep_last_is_a_positive_integer(tmp_path, keep_last):
+    with pytest.raises(ValueError, match="keep_last"):
+        Store(tmp_path, keep_last=keep_last)
+
+
+def test_paths_that_cannot_be_a_store(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is a file"):
+        Store(tmp_path / "file")
+    with pytest.raises(ValueError, match="cannot be written"):
+        Store(tmp_path / "file" / "below")
+    with pytest.raises(ValueError, match="cannot be written"):
+        Store("/proc/forge-ckpt")
+    with pytest.raises(ValueError, match="does not exist"):
+        Store(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_left_overs_of_dead_writers_go(tmp_path):
+    left = tmp_path / "step-00000009.tmp-0123abcd"
+    left.mkdir()
+    (left / "data-0.bin").write_bytes(b"x")
+    (tmp_path / "notes.tmp-mine").mkdir()
+    with Store(tmp_path, read_only=True) as store:
+        assert store.load({"v": 1}) is None
+    assert left.exists()
+    with Store(tmp_path) as store:
+        assert store.load({"v": 1}) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "notes.tmp-mine"}
+
+
+def test_no_warnings_of_torch_reach_the_user(tmp_path):
+    with warnings.catch_warnings(), Store(tmp_path) as store:
+        warnings.simplefilter("error")
+        store.save(1, {"v": torch.zeros(1)})
+        store.load({"v": torch.zeros(1)})
+
+
+def test_more_than_one_process_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(forge_ckpt.store.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(forge_ckpt.store.dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="one process and the group has 2"):
+        Store(tmp_path)
