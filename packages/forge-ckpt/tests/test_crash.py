@@ -1,0 +1,156 @@
+"""A writer that dies, or a disk that is full, at every point of a save: one checkpoint loads."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from forge_ckpt import Store
+
+# Runs in a process of its own, with one thread: it forks a child per crash point. The child counts
+# calls that touch the disk and dies before or after the n-th; the parent then loads.
+_CRASH = """
+import os, shutil, signal, sys
+import torch
+from forge_ckpt import Store
+torch.set_num_threads(1)
+root, mode = sys.argv[1:]
+CALLS = ("mkdir", "open", "pwrite", "fsync", "rename", "unlink", "rmdir")
+
+def state(step):
+    return {"w": torch.full((1000,), float(step)), "n": step}
+
+def child(point, steps):
+    calls = 0
+    def wrap(real):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            mine = calls
+            if mine == point and mode == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return real(*args, **kwargs)
+            finally:
+                if mine == point and mode == "after":
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return call
+    with Store(root, keep_last=2) as store:
+        for name in CALLS:
+            setattr(os, name, wrap(getattr(os, name)))
+        for step in steps:
+            store.save(step, state(step))
+
+point, done, kinds = 0, False, set()
+while not done:
+    point += 1
+    shutil.rmtree(root, ignore_errors=True)
+    with Store(root, keep_last=2) as store:
+        for step in (1, 2):
+            store.save(step, state(step))
+    pid = os.fork()
+    if pid == 0:
+        child(point, (3,))
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    done = not os.WIFSIGNALED(status)
+    assert done or os.WTERMSIG(status) == signal.SIGKILL, status
+    left = sorted(n for n in os.listdir(root) if ".tmp-" in n)
+    kinds.add((bool(left), os.path.exists(root + "/step-00000003")))
+    got = state(0)
+    with Store(root, keep_last=2) as store:
+        assert not [n for n in os.listdir(root) if ".tmp-" in n], "left-overs are removed"
+        step = store.load(got)
+        assert step in (2, 3) and got["n"] == step and bool((got["w"] == step).all()), (point, step)
+        assert not os.path.exists(root + "/quarantine"), "a crash is no corruption"
+        store.save(4, state(4))
+        assert store.load(got) == 4
+print(point, sorted(kinds))
+"""
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_F53_killed_at_every_disk_call_one_checkpoint_loads(tmp_path, mode):
+    command = [sys.executable, "-W", "ignore", "-c", _CRASH, str(tmp_path / "store"), mode]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
+    points, kinds = run.stdout.split(maxsplit=1)
+    assert int(points) >= 15, "mkdir, two files, syncs, rename, and the removal of the oldest"
+    # died with a temporary directory and no step; with the step; and while removing an old one
+    assert kinds.strip() == "[(False, False), (False, True), (True, False), (True, True)]"
+
+
+_FULL = """
+import resource, sys
+import torch
+from forge_ckpt import Store
+store = Store(sys.argv[1])
+store.save(1, {"w": torch.ones(1000)})
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    store.save(2, {"w": torch.full((3_000_000,), 2.0)})
+except OSError as error:
+    print(type(error).__name__, error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+got = {"w": torch.zeros(1000)}
+assert store.load(got) == 1 and bool(got["w"].all())
+store.save(2, {"w": torch.full((1000,), 2.0)})
+assert store.load(got) == 2
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 100, 4096, 5_000_000])
+def test_a_size_limit_is_an_error_and_the_old_checkpoint_stays(tmp_path, limit):
+    root = tmp_path / "store"
+    command = [sys.executable, "-c", _FULL, str(root), str(limit)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.startswith("OSError")
+    assert "step 2 was not saved" in run.stdout
+    assert "File too large" in run.stdout
+    assert sorted(os.listdir(root)) == ["lock", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "mkdir"])
+def test_a_full_disk_at_any_call(tmp_path, monkeypatch, call):
+    import errno
+
+    with Store(tmp_path) as store:
+        store.save(1, {"w": torch.ones(10)})
+
+        def full(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, call, full)
+        with pytest.raises(OSError, match=r"step 2 was not saved.*No space left") as caught:
+            store.save(2, {"w": torch.ones(10)})
+        assert caught.value.errno == errno.ENOSPC
+        monkeypatch.undo()
+        assert sorted(os.listdir(tmp_path)) == ["lock", "step-00000001"]
+        assert store.load({"w": torch.zeros(10)}) == 1
+
+
+_OWNER = textwrap.dedent("""
+    import os, sys, time
+    from forge_ckpt import Store
+    store = Store(sys.argv[1])
+    if os.fork() == 0:           # a data worker that outlives its parent
+        print("ready", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    os.wait()
+""")
+
+
+def test_the_lock_dies_with_its_owner_and_a_forked_worker_does_not_keep_it(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", _OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout.readline() == b"ready\n"
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        Store(tmp_path).close()  # the worker is still alive: it reads a pipe that we hold open
+        owner.stdin.close()

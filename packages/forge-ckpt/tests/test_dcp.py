@@ -1,0 +1,237 @@
+"""The format behind torch's own interface: sharded tensors, process groups, other projects."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from forge_ckpt import (
+    CorruptCheckpoint,
+    ForgeLoadPlanner,
+    ForgeReader,
+    ForgeSavePlanner,
+    ForgeWriter,
+    StepExists,
+    Store,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def group(tmp_path):
+    store = dist.FileStore(str(tmp_path / "group"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _model(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 3))
+
+
+def _sharded(seed):
+    model = _model(seed)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def test_fsdp_on_one_rank_saves_and_loads_on_either_layout(tmp_path, group):
+    model = _sharded(0)
+    assert isinstance(model[0].weight, DTensor)
+    with Store(tmp_path / "store") as store:
+        store.save(1, {"model": model})
+        for other in (_sharded(1), _model(1)):
+            assert store.load({"model": other}) == 1
+            for name, parameter in other.named_parameters():
+                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                assert torch.equal(full, dict(_model(0).named_parameters())[name])
+        store.save(2, {"model": _model(2)})
+        store.load({"model": model})
+    assert torch.equal(model[1].bias.full_tensor(), _model(2)[1].bias)
+
+
+def test_replicated_saves_and_partial_is_refused(tmp_path, group):
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    with Store(tmp_path / "store") as store:
+        store.save(1, {"a": tensor})
+        state = {"a": torch.zeros(6)}
+        store.load(state)
+        assert torch.equal(state["a"], torch.arange(6.0))
+        with pytest.raises(ValueError, match=r"a: DTensor with placements .*Partial"):
+            store.save(2, {"a": partial})
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_any_project_can_use_it_through_dcp(tmp_path, grouped, request):
+    if grouped:
+        request.getfixturevalue("group")
+    model, path = _model(0), tmp_path / "ckpt"
+    writer = ForgeWriter(path)
+    dcp.save({"m": model, "k": (1, 2)}, storage_writer=writer, planner=ForgeSavePlanner())
+    assert sorted(os.listdir(path)) == ["data-0.bin", "manifest.json"]
+    state = {"m": _model(1), "k": None}
+    dcp.load(state, storage_reader=ForgeReader(path), planner=ForgeLoadPlanner())
+    assert torch.equal(state["m"][0].weight, model[0].weight)
+    assert state["k"] == (1, 2)
+
+
+def test_async_save_through_dcp(tmp_path, group):
+    future = dcp.async_save(
+        {"m": _model(0)}, storage_writer=ForgeWriter(tmp_path / "a"), planner=ForgeSavePlanner()
+    )
+    future.result()
+    state = {"m": _model(1)}
+    dcp.load(state, storage_reader=ForgeReader(tmp_path / "a"), planner=ForgeLoadPlanner())
+    assert torch.equal(state["m"][0].weight, _model(0)[0].weight)
+
+
+def _cause(caught):
+    return next(iter(caught.value.failures.values()))[0]
+
+
+def test_other_planners_would_pickle_and_are_refused(tmp_path):
+    state = {"a": torch.ones(2), "b": 1}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=ForgeWriter(tmp_path / "a"))
+    assert "pass ForgeSavePlanner()" in str(_cause(caught))
+    assert not (tmp_path / "a").exists()
+    dcp.save(state, storage_writer=ForgeWriter(tmp_path / "a"), planner=ForgeSavePlanner())
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=ForgeReader(tmp_path / "a"))
+    assert "pass ForgeLoadPlanner()" in str(_cause(caught))
+
+
+def test_an_existing_path_is_never_written(tmp_path):
+    for attempt in range(2):
+        writer = ForgeWriter(tmp_path / "a")
+        if attempt == 0:
+            dcp.save({"a": 1}, storage_writer=writer, planner=ForgeSavePlanner())
+            continue
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save({"a": 2}, storage_writer=writer, planner=ForgeSavePlanner())
+        assert isinstance(_cause(caught), StepExists)
+        writer.discard()
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_part_of_a_chunk_is_read_by_its_span(tmp_path):
+    """What resharding asks for: boxes inside a saved chunk, strided in its rows."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+    tensor = torch.arange(5 * 6 * 7).reshape(5, 6, 7)
+    dcp.save({"a": tensor}, storage_writer=ForgeWriter(tmp_path / "a"), planner=ForgeSavePlanner())
+    got = torch.zeros(2, 3, 4, dtype=torch.int64)
+
+    class Planner(ForgeLoadPlanner):
+        def resolve_tensor(self, read_item):
+            return got
+
+        def finish_read(self):
+            pass
+
+    item = ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex("a", (0, 0, 0)),
+        torch.Size((0, 0, 0)),
+        MetadataIndex("a", (0, 0, 0)),
+        torch.Size((3, 2, 1)),
+        torch.Size((2, 3, 4)),
+    )
+    with ForgeReader(tmp_path / "a").opened():
+        reader = ForgeReader(tmp_path / "a")
+        reader.read_data(LoadPlan([item]), Planner())
+        reader.close()
+    assert torch.equal(got, tensor[3:5, 2:5, 1:5])
+
+
+def test_damage_arrives_inside_torchs_exception(tmp_path):
+    dcp.save(
+        {"a": torch.ones(9)}, storage_writer=ForgeWriter(tmp_path / "a"), planner=ForgeSavePlanner()
+    )
+    (tmp_path / "a" / "data-0.bin").write_bytes(bytes(36))
+    state = {"a": torch.full((9,), 5.0)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=ForgeReader(tmp_path / "a"), planner=ForgeLoadPlanner())
+    assert isinstance(_cause(caught), CorruptCheckpoint)
+    assert (state["a"] == 5).all()
+
+
+_RANK = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from forge_ckpt import ForgeLoadPlanner, ForgeReader, ForgeSavePlanner, ForgeWriter
+rank, world, folder, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+torch.set_num_threads(1)
+store = dist.FileStore(f"{folder}/group-{mode}", world)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+mesh = init_device_mesh("cpu", (world,))
+full = {"rows": torch.arange(35.0).reshape(5, 7), "cols": torch.arange(21).reshape(3, 7), "one": torch.ones(1, 2)}
+dims = {"rows": 0, "cols": 1, "one": 0}
+def place(x, name): return distribute_tensor(x, mesh, [Shard(dims[name])])
+if mode == "save":
+    state = {name: place(x, name) for name, x in full.items()} | {"n": (1, 2)}
+    dcp.save({"s": state}, storage_writer=ForgeWriter(f"{folder}/ckpt"), planner=ForgeSavePlanner())
+else:
+    state = {name: place(torch.zeros_like(x), name) for name, x in full.items()} | {"n": None}
+    dcp.load({"s": state}, storage_reader=ForgeReader(f"{folder}/ckpt"), planner=ForgeLoadPlanner())
+    assert all(torch.equal(state[name].full_tensor(), x) for name, x in full.items()), rank
+    assert state["n"] == (1, 2)
+dist.destroy_process_group()
+"""
+
+
+def _ranks(world, folder, mode):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(world), str(folder), mode],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(world)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, errors
+
+
+@pytest.mark.distributed
+def test_three_ranks_write_two_read_and_one_reads(tmp_path):
+    _ranks(3, tmp_path, "save")
+    assert sorted(os.listdir(tmp_path / "ckpt")) == [
+        "data-0.bin",
+        "data-1.bin",
+        "data-2.bin",
+        "manifest.json",
+    ]
+    _ranks(2, tmp_path, "load")
+    state = {"s": {"rows": torch.zeros(5, 7), "cols": torch.zeros(3, 7).long(), "n": 0}}
+    state["s"]["one"] = torch.zeros(1, 2)
+    dcp.load(state, storage_reader=ForgeReader(tmp_path / "ckpt"), planner=ForgeLoadPlanner())
+    assert torch.equal(state["s"]["rows"], torch.arange(35.0).reshape(5, 7))
+    assert torch.equal(state["s"]["cols"], torch.arange(21).reshape(3, 7))
+
+
+def test_objects_are_bytes_of_json():
+    planner = ForgeSavePlanner()
+    planner.set_up_planner({"a": (1,)}, is_coordinator=True)
+    (item,) = planner.create_local_plan().items
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    assert data.getvalue() == b'{"$":"tuple","v":[1]}'
