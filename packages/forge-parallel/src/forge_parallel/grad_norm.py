@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from forge_parallel._torch_compat import foreach_mul_, foreach_norm
 
@@ -39,11 +38,12 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None = None)
 
 
 def _local(gradient: Tensor) -> Tensor:
-    if not isinstance(gradient, DTensor):
+    # duck-typed: importing torch.distributed.tensor costs half a second that fp32 runs do not need
+    if not hasattr(gradient, "device_mesh"):
         return gradient
     if gradient.device_mesh.size() > 1:
         raise ValueError(
             f"a gradient is sharded over {gradient.device_mesh.size()} ranks and this norm is of one "
             "process; use a mesh of one rank"
         )
-    return gradient.to_local()
+    return gradient.to_local()  # type: ignore[attr-defined]

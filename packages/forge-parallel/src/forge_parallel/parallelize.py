@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from forge_parallel.config import ParallelConfig
 from forge_parallel.device import select_device
 from forge_parallel.process_group import one_rank_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def parallelize(
@@ -42,6 +45,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -
     of one rank parameters are kept gathered between forward and backward, as there is no memory to
     save.
     """
+    # imported late: half a second that an fp32 run does not need
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     blocks = getattr(model, "blocks", None)
     for module in [*(blocks() if callable(blocks) else ()), model]:
@@ -52,9 +58,8 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -
 
 def _divide_by_nothing(module: nn.Module) -> None:
     """Sum gradients over ranks. Both calls: the factor alone asks gloo for a reduction it lacks."""
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:

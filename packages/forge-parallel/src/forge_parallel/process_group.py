@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _started_here = False
 
@@ -26,6 +30,8 @@ def one_rank_mesh(device: torch.device) -> DeviceMesh:
             f"the process group has {dist.get_world_size()} ranks and this layout is for 1; start one "
             "process"
         )
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from forge_core import cross_entropy
-from forge_data import Loader, PackedStream
+from forge_data import PackedStream
 from torch import nn
 
 
@@ -22,10 +22,7 @@ def evaluate(
     training = model.training
     model.eval()
     for start in range(0, rows, batch_size):
-        size = min(batch_size, rows - start)
-        loader = Loader(stream, size)
-        loader.seek(start)
-        batch = next(iter(loader)).to(device)
+        batch = stream.batch(range(start, min(start + batch_size, rows))).to(device)
         logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids)
         loss = cross_entropy(logits, batch.labels)
         total += loss.sum.double()

@@ -16,8 +16,8 @@ from forge_core import (
     cross_entropy,
     flops_per_token,
     initialise,
-    peak_flops,
 )
+from forge_core.flops import peak_flops
 from forge_data import Batch
 from forge_parallel import clip_grad_norm_, parallelize, select_device
 from forge_resilience import ExitCode, Journal, StopSignal
