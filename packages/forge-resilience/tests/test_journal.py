@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
+import sys
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -43,6 +47,65 @@ def test_a_disk_that_cannot_be_written_is_one_line_and_no_error(
 
 def test_a_missing_journal_is_empty(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "none.jsonl")) == []
+
+
+def test_it_goes_on_when_the_disk_is_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "later/events.jsonl")
+    journal.record("lost")
+    (tmp_path / "later").mkdir()
+    journal.record("kept")
+    assert [e["event"] for e in read_events(tmp_path / "later/events.jsonl")] == ["kept"]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from forge_resilience import Journal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+journal = Journal(sys.argv[1])
+for step in range(50):
+    journal.record("save", step=step, text="x" * 50)
+"""
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    command = [sys.executable, "-c", FULL_DISK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert path.stat().st_size == 1000  # it did stop inside a line
+    steps = [event["step"] for event in read_events(path)]
+    assert steps == list(range(len(steps)))
+    assert len(steps) > 3
+    Journal(path).record("resume", step=-1)
+    assert [event["step"] for event in read_events(path)] == [*steps, -1]
+
+
+def test_values_that_json_lacks_leave_the_line_readable(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    Journal(path).record("nonfinite", loss=math.nan, norms=[math.inf], table={1: 2})
+    (event,) = (json.loads(line, parse_constant=pytest.fail) for line in path.open())
+    assert (event["loss"], event["norms"], event["table"]) == ("nan", ["inf"], {"1": 2})
+
+
+def test_a_value_that_contains_itself_is_no_reason_to_stop(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop: list[object] = []
+    loop.append(loop)
+    journal = Journal(tmp_path / "events.jsonl")
+    journal.record("odd", value=loop)
+    journal.record("next")
+    assert capfd.readouterr().err.count("events are not recorded") == 1
+    assert [e["event"] for e in read_events(journal.path)] == ["next"]
+
+
+def test_fields_cannot_replace_who_and_when(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    Journal(path).record("stop", pid=-1, time="never")
+    (event,) = read_events(path)
+    assert event["pid"] == os.getpid()
+    assert event["time"] != "never"
 
 
 def test_lines_of_two_writers_do_not_mix(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,15 +15,15 @@ from typing import Any
 
 
 class Journal:
-    """Appends events to a file; a full or missing disk is reported once and never stops a run.
+    """Appends events to a file; whatever prevents that is reported once and never stops a run.
 
         journal = Journal("runs/a/events.jsonl")
         journal.record("save", step=100, seconds=0.4)
 
     Each line is one JSON object with `event`, `time` (UTC, ISO 8601), `pid`, `host` and the caller's
-    fields, written by a single `os.write` to a descriptor opened with O_APPEND: lines of several
-    processes do not mix, and a kill tears the last line at most. A torn line of an earlier life is
-    ended first, so that it cannot swallow a new one.
+    fields, which cannot replace those four. It is written by a single `os.write` to a descriptor
+    opened with O_APPEND: lines of several processes do not mix, and a kill tears the last line at
+    most. A torn line of an earlier life is ended first, so that it cannot swallow a new one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -30,12 +32,13 @@ class Journal:
         self._warned = False
 
     def record(self, event: str, **fields: Any) -> None:
-        """Append one event. Fields must be JSON; anything else is written as its `str`."""
+        """Append one event. What JSON cannot say is written as its `str`, nan and inf too."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = {"event": event, "time": now, "pid": os.getpid(), "host": self._host, **fields}
+        head = {"event": event, "time": now, "pid": os.getpid(), "host": self._host}
         try:
-            self._append((json.dumps(line, default=str) + "\n").encode())
-        except OSError as error:
+            line = json.dumps(_plain({**head, **fields, **head}), default=str, allow_nan=False)
+            self._append((line + "\n").encode())
+        except Exception as error:  # also a value that contains itself: no reason to end a run
             self._warn_once(error)
 
     def _append(self, data: bytes) -> None:
@@ -44,16 +47,20 @@ class Journal:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 data = b"\n" + data
-            os.write(descriptor, data)
+            written = os.write(descriptor, data)
+            if written < len(data):
+                raise OSError(f"{written} of {len(data)} bytes were written, is the disk full?")
         finally:
             os.close(descriptor)
 
-    def _warn_once(self, error: OSError) -> None:
+    def _warn_once(self, error: Exception) -> None:
         if self._warned:
             return
         self._warned = True
-        with contextlib.suppress(OSError):  # nobody may read stderr any more
-            os.write(2, f"{self.path}: events are not recorded: {error.strerror}\n".encode())
+        # Not descriptor 2 itself: without a stderr it may be the number of somebody's data file.
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:
+                print(f"{self.path}: events are not recorded: {error}", file=sys.stderr, flush=True)
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -69,3 +76,14 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(event, dict):
             yield event
+
+
+def _plain(value: Any) -> Any:
+    """`value` with text for keys and for numbers that JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
@@ -21,12 +23,17 @@ class StopSignal:
                 train_one_step()
 
     The handler sets the flag and writes one line to file descriptor 2 with `os.write`; it takes no
-    lock, allocates no logger and survives a closed or broken stderr, so that a stop never depends on
-    logging. Signals after the first are counted and change nothing: a save under way is not disturbed
-    by impatience (SIGKILL remains). Leaving the context restores the handlers that were there.
+    lock, allocates no logger and survives a stderr that is closed, broken, full without a reader, or
+    by now somebody's data file, so that a stop never depends on logging. Signals after the first are
+    counted and change nothing: a save under way is not disturbed by impatience (SIGKILL remains).
+    Leaving the context restores the handlers that were there.
 
-    Only this process knows of the signal; ranks agree elsewhere. Raises RuntimeError when entered off
-    the main thread, where Python cannot install handlers.
+    Only this process knows of the signal; ranks agree elsewhere. A forked child (a data worker)
+    inherits the handler: it outlives a signal to the whole process group, as it must while its parent
+    finishes the step, and says nothing.
+
+    Raises RuntimeError when entered off the main thread, where Python cannot install handlers, and
+    when entered while open.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -34,6 +41,8 @@ class StopSignal:
         self.count = 0
         self._first: int | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._process = 0
+        self._stderr: tuple[int, int] | None = None
 
     @property
     def requested(self) -> bool:
@@ -51,7 +60,17 @@ class StopSignal:
                 f"StopSignal was entered on thread {threading.current_thread().name!r}, but signal "
                 "handlers can only be installed on the main thread; enter it there"
             )
-        self._before = {s: signal.signal(s, self._handle) for s in self.signals}
+        if self._before:
+            raise RuntimeError(
+                "StopSignal was entered while it is open; use one object per context"
+            )
+        self._process, self._stderr = os.getpid(), _stderr_file()
+        try:
+            for number in self.signals:
+                self._before[number] = signal.signal(number, self._handle)
+        except BaseException:  # a signal that cannot be caught: leave none half installed
+            self._restore()
+            raise
         return self
 
     def __exit__(
@@ -60,7 +79,11 @@ class StopSignal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
             # None: the handler before ours was not installed from Python and cannot be put back
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -69,6 +92,27 @@ class StopSignal:
         if self._first is not None:
             return
         self._first = number
-        name = signal.Signals(number).name
+        if os.getpid() == self._process:
+            name = signal.Signals(number).name
+            self._say(f"{name}: saving after this step, then leaving\n".encode())
+
+    def _say(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # nobody may read stderr any more
-            os.write(2, f"{name}: saving after this step, then leaving\n".encode())
+            # A closed descriptor 2 is given to the next file that is opened, which may be a checkpoint.
+            if self._stderr is None or _stderr_file() != self._stderr:
+                return
+            poll = select.poll()
+            poll.register(2, select.POLLOUT)
+            if poll.poll(0):  # a full pipe that nobody reads would block the stop for ever
+                os.write(2, line)
+
+
+def _stderr_file() -> tuple[int, int] | None:
+    """(device, inode) behind descriptor 2; None when it is closed or was when Python started."""
+    if sys.__stderr__ is None:
+        return None
+    try:
+        status = os.fstat(2)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
