@@ -90,28 +90,29 @@ import torch
 from forge_ckpt import Store
 store = Store(sys.argv[1])
 store.save(1, {"w": torch.ones(1000)})
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
-    store.save(2, {"w": torch.full((3_000_000,), 2.0)})
-except OSError as error:
-    print(type(error).__name__, error)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 got = {"w": torch.zeros(1000)}
-assert store.load(got) == 1 and bool(got["w"].all())
+for limit in (0, 100, 4096, 5_000_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        store.save(2, {"w": torch.full((3_000_000,), 2.0)})
+    except OSError as error:
+        print(type(error).__name__, error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert store.steps() == [1]
+    assert store.load(got) == 1 and bool(got["w"].all())
 store.save(2, {"w": torch.full((1000,), 2.0)})
 assert store.load(got) == 2
 """
 
 
-@pytest.mark.parametrize("limit", [0, 100, 4096, 5_000_000])
-def test_a_size_limit_is_an_error_and_the_old_checkpoint_stays(tmp_path, limit):
+def test_a_size_limit_is_an_error_and_the_old_checkpoint_stays(tmp_path):
     root = tmp_path / "store"
-    command = [sys.executable, "-c", _FULL, str(root), str(limit)]
+    command = [sys.executable, "-c", _FULL, str(root)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.startswith("OSError")
-    assert "step 2 was not saved" in run.stdout
-    assert "File too large" in run.stdout
+    lines = run.stdout.splitlines()
+    assert len(lines) == 4
+    assert all("step 2 was not saved" in line and "File too large" in line for line in lines)
     assert sorted(os.listdir(root)) == ["lock", "step-00000001", "step-00000002"]
 
 
