@@ -16,7 +16,7 @@ import hashlib
 import numpy as np
 
 ORDER_VERSION = 1  # part of every fingerprint: raise it whenever an order would change
-_ROUNDS = 8
+_ROUNDS = 12
 _MAX_N = 1 << 62
 
 
@@ -24,7 +24,7 @@ class Permutation:
     """The permutation of `[0, n)` that belongs to (seed, epoch).
 
     `permutation(positions)` maps int64 positions (N,) to int64 rows (N,); memory is O(N), whatever
-    n is. Each position takes 8 rounds times at most 4 walks on average. Raises ValueError when n or
+    n is. Each position takes 12 rounds times at most 4 walks on average. Raises ValueError when n or
     a position is out of range. Usage: `Permutation(10**12, seed=0, epoch=3)(np.arange(4))`.
     """
 

@@ -1,0 +1,249 @@
+"""The stream does not depend on who reads it."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from forge_data import Batch, BuiltinCorpus, DataError, Loader, PackedStream
+
+TENSORS = ("tokens", "labels", "positions", "document_ids", "instance_ids")
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return PackedStream(BuiltinCorpus("validation"), seq_len=64, seed=3)
+
+
+def take(loader, steps):
+    batches = [next(loader) for _ in range(steps)]
+    loader.close()
+    return batches
+
+
+def same(a, b):
+    return a.digest == b.digest and all(torch.equal(getattr(a, n), getattr(b, n)) for n in TENSORS)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_stream_does_not_depend_on_workers(stream, num_workers):
+    alone = take(Loader(stream, 4), 7)
+    read_ahead = take(Loader(stream, 4, num_workers=num_workers), 7)
+    assert all(same(a, b) for a, b in zip(alone, read_ahead, strict=True))
+
+
+def test_F42_every_worker_reads_steps_of_its_own(stream):
+    ids = [i for b in take(Loader(stream, 4, num_workers=2), 8) for i in b.instance_ids.tolist()]
+    assert ids == list(range(32))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_stream_does_not_depend_on_world_size(stream, world_size):
+    """Ranks read disjoint rows whose union is the global batch, under one digest."""
+    whole = take(Loader(stream, 8), 3)
+    ranks = [take(Loader(stream, 8, rank=r, world_size=world_size), 3) for r in range(world_size)]
+    for step, batch in enumerate(whole):
+        parts = [rank[step] for rank in ranks]
+        assert {part.digest for part in parts} == {batch.digest}
+        for name in TENSORS:
+            joined = torch.cat([getattr(part, name) for part in parts])
+            assert torch.equal(joined, getattr(batch, name))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 8), (4, 8)), ((4, 8), (2, 12)), ((2, 4), (1, 6))]
+)
+def test_F44_resume_at_another_world_size_neither_repeats_nor_skips(stream, before, after):
+    seen, state = [], None
+    for world_size, global_batch in (before, after):
+        loaders = [Loader(stream, global_batch, r, world_size) for r in range(world_size)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(3):
+            seen += [i for loader in loaders for i in next(loader).instance_ids.tolist()]
+        states = [loader.state_dict() for loader in loaders]
+        assert all(s == states[0] for s in states)
+        state = states[0]
+    assert seen == list(range(3 * (before[1] + after[1])))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_F43_resume_goes_on_after_the_batches_handed_out_not_the_prefetched(stream, num_workers):
+    through = take(Loader(stream, 4), 6)
+    first = Loader(stream, 4, num_workers=num_workers)
+    take(first, 3)
+    state = first.state_dict()
+    assert state["cursor"] == 12
+    second = Loader(stream, 4, num_workers=num_workers)
+    next(second)  # a loader that already ran may be moved too
+    second.load_state_dict(state)
+    assert all(same(a, b) for a, b in zip(through[3:], take(second, 3), strict=True))
+
+
+def test_digest_chain_goes_on_at_a_resume(stream):
+    through, first, second = (Loader(stream, 4) for _ in range(3))
+    take(through, 5)
+    take(first, 2)
+    second.load_state_dict(first.state_dict())
+    take(second, 3)
+    assert second.state_dict()["digest_chain"] == through.state_dict()["digest_chain"]
+    other = Loader(stream, 5)
+    take(other, 4)
+    assert other.cursor == through.cursor
+    assert other.state_dict()["digest_chain"] != through.state_dict()["digest_chain"]
+
+
+def test_resume_is_O1(stream):
+    loader = Loader(stream, 4)
+    loader.load_state_dict({**loader.state_dict(), "cursor": 10**15})
+    assert next(loader).instance_ids.tolist() == [10**15 + i for i in range(4)]
+
+
+def test_changed_data_at_resume_is_refused_with_a_diff(stream):
+    state = Loader(PackedStream(BuiltinCorpus("validation"), 32, seed=3), 4).state_dict()
+    loader = Loader(stream, 4)
+    next(loader)
+    with pytest.raises(DataError, match=r"packing.seq_len: checkpoint 32, now 64") as error:
+        loader.load_state_dict(state)
+    assert "order.seed" not in str(error.value)
+    assert loader.cursor == 4
+
+
+@pytest.mark.parametrize("bad", [{}, {"cursor": -1}, {"cursor": 1.5}, {"digest_chain": "no"}])
+def test_what_is_no_state_is_refused(stream, bad):
+    good = Loader(stream, 4).state_dict()
+    with pytest.raises(DataError, match=r"Loader.state_dict"):
+        Loader(stream, 4).load_state_dict({**good, **bad} if bad else {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"global_batch": 6, "world_size": 4},
+            "global_batch 6 must be divisible by world_size 4; use 8",
+        ),
+        ({"global_batch": 0}, "global_batch 0"),
+        ({"global_batch": 4, "rank": 2, "world_size": 2}, "rank 2 must lie within"),
+        ({"global_batch": 4, "num_workers": -1}, "num_workers -1 must be at least 0"),
+    ],
+)
+def test_bad_arguments_are_refused(stream, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Loader(stream, **arguments)
+
+
+class Failing:
+    """A stream that cannot read from instance 8 on."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def arrays(self, ids):
+        if ids.max() >= 8:
+            raise self.error
+        return {n: np.zeros((len(ids), 4), np.int64) for n in TENSORS[:4]}
+
+    def fingerprint(self):
+        return {}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("error", [DataError("block 7 is gone"), RuntimeError("no such tape")])
+def test_an_error_while_reading_surfaces_with_its_message(num_workers, error):
+    loader = Loader(Failing(error), 4, num_workers=num_workers)
+    take(loader, 2)
+    loader.load_state_dict({"cursor": 4, "digest_chain": "0" * 16, "fingerprint": {}})
+    next(loader)
+    with pytest.raises(type(error), match=str(error)):
+        next(loader)
+    assert loader.cursor == 8
+
+
+def test_workers_draw_nothing_from_the_global_generator(stream):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    take(Loader(stream, 4, num_workers=2), 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def run_script(body):
+    script = "from forge_data import *\nif __name__ == '__main__':\n" + textwrap.indent(
+        textwrap.dedent(body), "    "
+    )
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+LOADER = "loader = Loader(PackedStream(BuiltinCorpus(), 64), 4, num_workers=2)\nnext(loader)\n"
+
+
+def test_a_process_that_forgets_to_close_its_loader_still_ends():
+    done = run_script(LOADER + "def f(workers):\n    raise KeyError('x')\nf(loader._workers)\n")
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("KeyError: 'x'")
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_stop_signal_to_the_whole_job_leaves_the_workers_reading(name):
+    """The parent decides when to stop, and may need another batch before its save."""
+    done = run_script(
+        f"""
+        import os, signal
+        os.setsid()
+        caught = []
+        signal.signal(signal.{name}, lambda *_: caught.append(1))
+        loader = Loader(PackedStream(BuiltinCorpus(), 64), 4, num_workers=2)
+        for _ in range(3):
+            next(loader)
+        os.killpg(0, signal.{name})
+        for _ in range(20):
+            next(loader)
+        loader.close()
+        print(len(caught), loader.cursor)
+        """
+    )
+    assert (done.stdout.strip(), done.returncode) == ("1 92", 0), done.stderr
+    assert int(getattr(signal, name)) > 0
+
+
+def test_streams_are_small_to_send(stream):
+    assert len(pickle.dumps(stream)) < 2000
+    again = pickle.loads(pickle.dumps(stream))
+    assert again.fingerprint() == stream.fingerprint()
+
+
+def test_split_keeps_rows_and_counts_its_own_labels(stream):
+    batch = next(Loader(stream, 6))
+    parts = batch.split(2)
+    assert [len(p.tokens) for p in parts] == [2, 2, 2]
+    assert sum(p.num_valid for p in parts) == batch.num_valid
+    assert torch.equal(torch.cat([p.labels for p in parts]), batch.labels)
+    assert {p.digest for p in parts} == {batch.digest}
+    with pytest.raises(
+        ValueError, match="micro_batch 4 must divide the 6 rows of the batch; use 3"
+    ):
+        batch.split(4)
+
+
+def test_zero_valid_labels_is_a_count_of_zero():
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    batch = Batch(ids, ids - 100, ids, ids, ids[0, :1], "0" * 16)
+    assert batch.num_valid == 0
+    assert batch.to("cpu").num_valid == 0
+
+
+def test_to_moves_everything_and_keeps_the_count(stream):
+    batch = next(Loader(stream, 2))
+    moved = batch.to(torch.device("meta"))
+    assert all(getattr(moved, n).device.type == "meta" for n in TENSORS)
+    assert (moved.num_valid, moved.digest) == (batch.num_valid, batch.digest)

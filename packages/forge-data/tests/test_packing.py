@@ -1,0 +1,138 @@
+"""Concatenate and split against the slow obvious way."""
+
+import json
+
+import numpy as np
+import pytest
+
+from forge_data import BuiltinCorpus, PackedStream
+
+
+class Listed:
+    """A source made of lists of ids."""
+
+    vocab_size = None
+    tokenizer = None
+
+    def __init__(self, documents):
+        self._ids = np.array([i for d in documents for i in d], dtype=np.uint16)
+        lengths = [len(d) for d in documents]
+        self.documents = np.cumsum([0, *lengths[:-1]]).astype(np.int64)
+        self.num_tokens = len(self._ids)
+        self.num_documents = len(documents)
+        self.max_token_id = int(self._ids.max())
+
+    def read(self, start, stop):
+        assert 0 <= start <= stop <= self.num_tokens
+        return self._ids[start:stop]
+
+    def fingerprint(self):
+        return {"tokens": self._ids.tobytes().hex()}
+
+
+def random_documents(seed, count=40, longest=30):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 500, size=rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+PAD = {"tokens": 0, "labels": -100, "positions": 0, "document_ids": -1}
+
+
+def slow_row(documents, row, seq_len):
+    """One row, token by token."""
+    stream = [(d, i) for d, document in enumerate(documents) for i in range(len(document))]
+    out = {name: [] for name in PAD}
+    for t in range(row * seq_len, (row + 1) * seq_len):
+        values = dict(PAD)
+        if t < len(stream):
+            d, i = stream[t]
+            begins = stream[row * seq_len]  # of the row
+            values["tokens"] = documents[d][i]
+            values["labels"] = documents[d][i + 1] if i + 1 < len(documents[d]) else -100
+            values["positions"] = i - begins[1] if d == begins[0] else i
+            values["document_ids"] = d - begins[0]
+        for name, value in values.items():
+            out[name].append(value)
+    return out
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 16, 1000])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_equal_the_slow_way(seq_len, seed):
+    documents = random_documents(seed)
+    stream = PackedStream(Listed(documents), seq_len, seed=0, shuffle=False)
+    for row in range(len(stream)):
+        expected = slow_row(documents, row, seq_len)
+        got = stream.instance(row)
+        for name, values in expected.items():
+            assert got[name].dtype == np.int64
+            assert got[name].tolist() == values, (row, name)
+
+
+def test_F47_the_last_token_of_a_document_does_not_predict_the_next_document():
+    stream = PackedStream(Listed([[1, 2, 9], [3, 4, 9]]), seq_len=6, shuffle=False)
+    row = stream.instance(0)
+    assert row["labels"].tolist() == [2, 9, -100, 4, 9, -100]
+    assert row["document_ids"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert row["positions"].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_F47_nor_where_the_border_falls_between_two_rows():
+    stream = PackedStream(Listed([[1, 2, 9], [3, 4, 9]]), seq_len=3, shuffle=False)
+    assert stream.instance(0)["labels"].tolist() == [2, 9, -100]
+
+
+def test_F48_long_documents_are_split_over_rows_never_dropped():
+    documents = [list(range(100)), [7], list(range(50))]
+    stream = PackedStream(Listed(documents), seq_len=8, seed=3)
+    rows = {int(stream.rows(np.array([i]))[0]): stream.instance(i) for i in range(len(stream))}
+    tokens = [t for r in sorted(rows) for t in rows[r]["tokens"][rows[r]["document_ids"] >= 0]]
+    assert tokens == [t for d in documents for t in d]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_uses_every_instance_exactly_once(shuffle):
+    stream = PackedStream(Listed(random_documents(2)), seq_len=4, seed=5, shuffle=shuffle)
+    n = len(stream)
+    for epoch in range(3):
+        rows = stream.rows(np.arange(epoch * n, (epoch + 1) * n))
+        assert sorted(rows.tolist()) == list(range(n))
+
+
+def test_epochs_have_orders_of_their_own_and_a_batch_may_span_two():
+    stream = PackedStream(Listed(random_documents(2)), seq_len=4, seed=5)
+    n = len(stream)
+    assert stream.rows(np.arange(n)).tolist() != stream.rows(np.arange(n, 2 * n)).tolist()
+    across = stream.rows(np.arange(n - 3, n + 3)).tolist()
+    assert across == [int(stream.rows(np.array([i]))[0]) for i in range(n - 3, n + 3)]
+
+
+def test_batch_holds_the_instances_asked_for():
+    stream = PackedStream(BuiltinCorpus(), 32, seed=1)
+    batch = stream.batch([5, 3, 10**6])
+    for row, i in enumerate([5, 3, 10**6]):
+        for name, values in stream.instance(i).items():
+            assert getattr(batch, name)[row].tolist() == values.tolist()
+    assert batch.instance_ids.tolist() == [5, 3, 10**6]
+    assert batch.num_valid == int((batch.labels != -100).sum())
+
+
+@pytest.mark.parametrize(
+    "change", [{"seq_len": 8}, {"seed": 2}, {"shuffle": False}, {"documents": 3}]
+)
+def test_the_fingerprint_tells_what_the_stream_is_a_function_of(change):
+    base = {"seq_len": 4, "seed": 1, "shuffle": True, "documents": 2}
+
+    def fingerprint(documents, **settings):
+        return PackedStream(Listed(random_documents(documents)), **settings).fingerprint()
+
+    assert fingerprint(**base) == fingerprint(**base)
+    assert fingerprint(**base) != fingerprint(**{**base, **change})
+    assert json.loads(json.dumps(fingerprint(**base))) == fingerprint(**base)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="seq_len 0 must be at least 1; use"):
+        PackedStream(BuiltinCorpus(), 0)
+    with pytest.raises(ValueError, match="instance -1 must be at least 0"):
+        PackedStream(BuiltinCorpus(), 8).instance(-1)

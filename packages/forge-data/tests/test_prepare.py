@@ -1,0 +1,233 @@
+"""Text files to token files: right, atomic, and clear about bad input."""
+
+import json
+import tracemalloc
+
+import pytest
+
+from forge_data import ByteTokenizer, DataError, TokenFiles, verify
+from forge_data.prepare import prepare, readers
+from forge_data.prepare.writer import smallest_dtype
+
+
+def documents(folder, split="train"):
+    source = TokenFiles(folder, split=split)
+    ends = [*source.documents[1:].tolist(), source.num_tokens]
+    spans = zip(source.documents.tolist(), ends, strict=True)
+    ids = [source.read(start, stop).tolist() for start, stop in spans]
+    assert all(i[-1] == 256 for i in ids)
+    return [ByteTokenizer().decode(i) for i in ids]
+
+
+TEXT = "\none\r\ntwo\n\n  \nthree é\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("file", [TEXT]),
+        ("line", ["one", "two", "three é"]),
+        ("blank_line", ["one\r\ntwo", "three é"]),
+    ],
+)
+def test_what_a_document_is(tmp_path, kind, expected):
+    (tmp_path / "a.txt").write_bytes(TEXT.encode())
+    prepare([tmp_path / "a.txt"], tmp_path / "out", document=kind)
+    assert documents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_document_read_in_pieces_is_the_same_document(tmp_path, monkeypatch, size):
+    (tmp_path / "a.txt").write_bytes(("\n \n" + TEXT * 3).encode())
+    monkeypatch.setattr(readers, "_PIECE", size)
+    prepare([tmp_path / "a.txt"], tmp_path / "out")
+    assert documents(tmp_path / "out") == ["\n \n" + TEXT * 3]
+
+
+def test_jsonl(tmp_path):
+    lines = [json.dumps({"text": "one\ntwo", "n": 1}), "", json.dumps({"text": "three"})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert documents(tmp_path / "out") == ["one\ntwo", "three"]
+
+
+def test_folders_are_read_in_sorted_order_without_hidden_files(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/c.txt", ".git/x.txt", "picture.png"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    prepare([tmp_path / "in"], tmp_path / "out")
+    assert documents(tmp_path / "out") == ["a/c.txt", "a/z.md", "b.txt"]
+
+
+def test_every_nth_document_is_held_out(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join("abcdefg"))
+    result = prepare([tmp_path / "a.txt"], tmp_path / "out", document="line", validation_every=3)
+    assert documents(tmp_path / "out") == list("abdeg")
+    assert documents(tmp_path / "out", "validation") == list("cf")
+    assert result.num_documents == {"train": 5, "validation": 2}
+    assert result.num_tokens == {"train": 10, "validation": 4}
+
+
+def test_same_text_same_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n" * 100)
+    for name in ("one", "two"):
+        prepare([tmp_path / "a.txt"], tmp_path / name, document="line")
+    for file in ("tokens.bin", "documents.bin", "tokens.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")],
+)
+def test_smallest_dtype_that_fits(vocab_size, dtype):
+    assert smallest_dtype(vocab_size) == dtype
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    (tmp_path / "big.txt").write_text("x" * 12_000_000)
+    tracemalloc.start()
+    prepare([tmp_path / "big.txt"], tmp_path / "out")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert TokenFiles(tmp_path / "out").num_tokens == 12_000_001
+    assert peak < 60_000_000  # one piece of a MB as text, list, int64 and uint16
+
+
+def test_progress_ends_at_the_total(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("word\n" * 1000)
+    told = []
+    prepare(
+        [tmp_path / "a.txt", tmp_path / "b.txt"],
+        tmp_path / "out",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told[-1] == (10_000, 10_000)
+    assert told == sorted(told)
+
+
+BAD_INPUT = {
+    "latin1": (b"caf\xe9 and more", {}, "a.txt must be UTF-8, but byte 3 is not"),
+    "empty": (b"", {}, "every document is empty"),
+    "blank": (b" \n\n", {"document": "line"}, "every document is empty"),
+    "one document": (b"text", {"validation_every": 2}, "split validation would be empty with 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_text_is_refused_and_leaves_nothing(tmp_path, name):
+    content, arguments, message = BAD_INPUT[name]
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", **arguments)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_where_a_byte_is_wrong_far_into_a_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abc\n" * 50_000 + b"\xff" + b"abc\n" * 50_000)
+    for kind in ("file", "line", "blank_line"):
+        with pytest.raises(DataError, match="byte 200000 is not"):
+            prepare([tmp_path / "a.txt"], tmp_path / "out", document=kind)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ', "line 2 must be JSON"),
+        ('{"body": "x"}', r"line 2 must have a string 'text' \(it has: body\)"),
+        ("[1]", r"it has: list"),
+        ('{"text": 3}', "must have a string 'text'"),
+    ],
+)
+def test_bad_jsonl_is_refused_by_line(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"document": "page"}, "document 'page' must be one of"),
+        ({"validation_every": 1}, "validation_every 1 must be 0"),
+        ({"validation_every": -3}, "validation_every -3 must be 0"),
+        ({"eos": "</s>"}, "eos '</s>' means nothing to the byte tokenizer"),
+        ({"inputs": []}, "inputs must name at least one"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, arguments, message):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(**{"inputs": [tmp_path / "a.txt"], "output": tmp_path / "out", **arguments})
+    assert not isinstance(error.value, DataError)
+
+
+def test_missing_inputs_are_named(tmp_path):
+    with pytest.raises(DataError, match="nowhere must be a file or a folder"):
+        prepare([tmp_path / "nowhere"], tmp_path / "out")
+    (tmp_path / "in").mkdir()
+    with pytest.raises(DataError, match=r"must hold .txt, .md, .jsonl files"):
+        prepare([tmp_path / "in"], tmp_path / "out")
+
+
+def test_an_existing_output_is_only_replaced_when_asked_and_when_the_new_one_is_complete(tmp_path):
+    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "bad.txt").write_bytes(b"new\xff")
+    prepare([tmp_path / "a.txt"], tmp_path / "out")
+    with pytest.raises(ValueError, match="must not exist yet; choose another, or pass --overwrite"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out")
+    with pytest.raises(DataError, match="UTF-8"):
+        prepare([tmp_path / "bad.txt"], tmp_path / "out", overwrite=True)
+    assert documents(tmp_path / "out") == ["old"]
+    (tmp_path / "a.txt").write_text("new")
+    prepare([tmp_path / "a.txt"], tmp_path / "out", overwrite=True)
+    assert documents(tmp_path / "out") == ["new"]
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "bad.txt", "out"}
+
+
+def test_what_is_not_token_files_is_never_overwritten(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_text("meow")
+    with pytest.raises(ValueError, match="must be a folder of token files to be overwritten"):
+        prepare([tmp_path / "a.txt"], tmp_path / "photos", overwrite=True)
+    assert (tmp_path / "photos" / "cat.jpg").exists()
+
+
+def test_an_input_inside_the_output_is_not_deleted(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    prepare([tmp_path / "a.txt"], tmp_path / "out")
+    (tmp_path / "out" / "b.txt").write_text("more")
+    with pytest.raises(ValueError, match="must not lie in the output"):
+        prepare([tmp_path / "out" / "b.txt"], tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "b.txt").exists()
+
+
+def test_an_interrupt_leaves_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", progress=stop)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_when_the_last_rename_fails_the_old_files_come_back(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("old")
+    prepare([tmp_path / "a.txt"], tmp_path / "out")
+    path_type = type(tmp_path)
+    rename = path_type.rename
+
+    def failing(self, target):
+        if ".tmp-" in self.name:
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(path_type, "rename", failing)
+    with pytest.raises(OSError, match="no"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", overwrite=True)
+    assert verify(tmp_path / "out") == 4
+    assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out"}

@@ -1,0 +1,228 @@
+"""Built-in text and token files; what is wrong on disk is said in one sentence."""
+
+import json
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+from forge_data import (
+    BuiltinCorpus,
+    DataError,
+    PackedStream,
+    SourceConfig,
+    TokenFiles,
+    load_tokenizer,
+    open_source,
+    verify,
+)
+from forge_data.prepare import prepare
+
+
+@pytest.fixture
+def folder(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line number {i}\n" for i in range(60)))
+    prepare([text], tmp_path / "tokens", document="line")
+    return tmp_path / "tokens"
+
+
+def edit(folder, **changes):
+    path = folder / "tokens.json"
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v != "drop"}))
+
+
+def test_builtin_is_the_manual_of_python():
+    from pydoc_data.topics import topics
+
+    train, validation = BuiltinCorpus("train"), BuiltinCorpus("validation")
+    texts = set()
+    for source in (train, validation):
+        ends = [*source.documents[1:].tolist(), source.num_tokens]
+        tokenizer = load_tokenizer(source.tokenizer)
+        for start, stop in zip(source.documents.tolist(), ends, strict=True):
+            ids = source.read(start, stop).tolist()
+            assert ids[-1] == tokenizer.eos_id
+            texts.add(tokenizer.decode(ids))
+    assert texts == set(topics.values())
+    assert train.num_documents + validation.num_documents == len(topics)
+    share = validation.num_tokens / (validation.num_tokens + train.num_tokens)
+    assert 0.05 < share < 0.08
+    assert train.fingerprint() != validation.fingerprint()
+
+
+def test_token_files_hold_what_was_prepared(folder):
+    source = TokenFiles(folder)
+    assert source.read(0, 15).tolist() == [*b"line number 0", 256, ord("l")]
+    assert source.num_documents == 60
+    assert (source.vocab_size, source.max_token_id) == (257, 256)
+    assert source.documents[:2].tolist() == [0, 14]
+    assert isinstance(source.documents, np.memmap)
+    assert not source.read(0, 3).flags.writeable
+    assert verify(folder) == source.num_tokens
+
+
+def test_a_fingerprint_is_of_the_tokens_and_not_of_the_path(folder, tmp_path):
+    before = TokenFiles(folder).fingerprint()
+    moved = folder.rename(tmp_path / "elsewhere")
+    assert TokenFiles(moved).fingerprint() == before
+
+
+def test_a_worker_is_sent_the_path_and_not_the_tokens(folder):
+    sent = pickle.dumps(PackedStream(TokenFiles(folder), 8))
+    assert len(sent) < 1000
+    assert pickle.loads(sent).instance(2)["tokens"].tolist() == (
+        PackedStream(TokenFiles(folder), 8).instance(2)["tokens"].tolist()
+    )
+
+
+def test_F41_a_raw_file_needs_its_dtype_however_its_size_divides(tmp_path):
+    raw = tmp_path / "x.bin"
+    ids = np.arange(300, dtype="<u2")  # an even count: the bytes fit uint32 too
+    raw.write_bytes(ids.tobytes())
+    with pytest.raises(ValueError, match=r"x.bin has no sidecar.*give its dtype"):
+        TokenFiles(raw)
+    source = TokenFiles(raw, dtype="uint16")
+    assert source.read(0, 300).tolist() == list(range(300))
+    assert (source.num_tokens, source.max_token_id, source.num_documents) == (300, 299, 1)
+    assert source.vocab_size is None
+    assert source.tokenizer is None
+
+
+def test_raw_files_of_every_dtype(tmp_path):
+    for dtype in ("uint8", "uint16", "uint32", "int32", "int64"):
+        raw = tmp_path / f"{dtype}.bin"
+        raw.write_bytes(np.arange(100).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+        source = TokenFiles(raw, dtype=dtype)
+        assert source.read(3, 6).tolist() == [3, 4, 5]
+        assert source.max_token_id == 99
+        assert len(str(source.fingerprint()["tokens"])) == 64
+
+
+def test_raw_file_problems(tmp_path):
+    raw = tmp_path / "x.bin"
+    raw.write_bytes(b"abc")
+    with pytest.raises(DataError, match="has 3 bytes, which must be a positive multiple of 2"):
+        TokenFiles(raw, dtype="uint16")
+    raw.write_bytes(np.array([1, -5], "<i4").tobytes())
+    with pytest.raises(DataError, match="holds id -5"):
+        _ = TokenFiles(raw, dtype="int32").max_token_id
+    with pytest.raises(ValueError, match="dtype 'float32' must be one of"):
+        TokenFiles(raw, dtype="float32")
+
+
+def test_the_file_inside_a_prepared_folder_has_its_sidecar(folder):
+    assert TokenFiles(folder / "tokens.bin").num_documents == 60
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
+@pytest.mark.parametrize(("change", "state"), [(-7, "truncated"), (8, "grown")])
+def test_truncated_and_grown_files_are_refused_at_once(folder, name, change, state):
+    path = folder / name
+    content = path.read_bytes()
+    path.write_bytes(content[:change] if change < 0 else content + bytes(change))
+    with pytest.raises(DataError, match=rf"{name} has {len(content) + change} bytes.*{state}"):
+        TokenFiles(folder)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["dtype", "vocab_size", "tokenizer", "num_tokens", "num_documents", "max_token_id", "sha256"],
+)
+def test_a_sidecar_without_a_key_is_refused_by_its_name(folder, key):
+    edit(folder, **{key: "drop"})
+    with pytest.raises(DataError, match=rf"tokens.json must have a valid {key}"):
+        TokenFiles(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, 'must have "format": "forge-tokens"'),
+        ({"version": 2}, "has version 2, this forge-data reads 1"),
+        ({"dtype": "float32"}, "has dtype 'float32', not one of"),
+        ({"dtype": "uint32"}, "items of 4"),
+        ({"num_tokens": 0}, "must count at least one token"),
+        ({"sha256": {}}, r"sha256 of tokens.bin, documents.bin"),
+    ],
+)
+def test_a_wrong_sidecar_is_refused(folder, changes, message):
+    edit(folder, **changes)
+    with pytest.raises(DataError, match=message):
+        TokenFiles(folder)
+
+
+def test_missing_things_are_named(folder, tmp_path):
+    with pytest.raises(DataError, match="nothing is there"):
+        TokenFiles(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"tokens.json is missing"):
+        TokenFiles(tmp_path)
+    with pytest.raises(ValueError, match="dtype 'int64' must agree with the sidecar"):
+        TokenFiles(folder, dtype="int64")
+    (folder / "tokens.json").write_text("{")
+    with pytest.raises(DataError, match="must be JSON"):
+        TokenFiles(folder)
+    (folder / "documents.bin").unlink()
+
+
+def test_splits(tmp_path, folder):
+    with pytest.raises(DataError, match=r"must hold train/ and validation/.*--validation_every 20"):
+        TokenFiles(folder, split="validation")
+    prepare([tmp_path / "text.txt"], tmp_path / "two", document="line", validation_every=4)
+    train, held_out = (TokenFiles(tmp_path / "two", split=s) for s in ("train", "validation"))
+    assert (train.num_documents, held_out.num_documents) == (45, 15)
+    assert bytes(held_out.read(0, 13).tolist()) == b"line number 3"
+    assert verify(tmp_path / "two") == train.num_tokens + held_out.num_tokens
+    with pytest.raises(ValueError, match='split \'test\' must be "train" or "validation"'):
+        TokenFiles(folder, split="test")
+
+
+def test_a_changed_byte_is_found_by_verify(folder):
+    path = folder / "tokens.bin"
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(content)
+    TokenFiles(folder)  # opening looks at sizes only
+    with pytest.raises(DataError, match=r"tokens.bin is not the file of its sidecar"):
+        verify(folder)
+
+
+def test_F49_an_id_over_the_recorded_largest_is_named_when_read(folder):
+    path = folder / "tokens.bin"
+    content = bytearray(path.read_bytes())
+    content[41] = 0xFF
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="over the recorded largest 256: it was damaged"):
+        PackedStream(TokenFiles(folder), 64, shuffle=False).instance(0)
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (5, 3), (0, 10**9)])
+def test_a_range_outside_is_refused(folder, span):
+    for source in (TokenFiles(folder), BuiltinCorpus()):
+        with pytest.raises(ValueError, match="must lie within"):
+            source.read(*span)
+
+
+def test_open_source_by_name(folder):
+    assert open_source(SourceConfig()).num_documents > 10
+    assert open_source(SourceConfig(name="tokens", path=str(folder))).num_documents == 60
+
+
+def test_open_source_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "my_source.py").write_text(
+        "from forge_data import BuiltinCorpus\n"
+        "def build(config):\n    return BuiltinCorpus(config.split)\n"
+        "def half(config):\n    return object()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    source = open_source(SourceConfig(name="my_source:build", split="validation"))
+    assert source.split == "validation"
+    with pytest.raises(ValueError, match="must be importable"):
+        open_source(SourceConfig(name="my_source:missing"))
+    with pytest.raises(ValueError, match="must be importable"):
+        open_source(SourceConfig(name="no_such_module:x"))
+    with pytest.raises(ValueError, match="but lacks vocab_size, tokenizer"):
+        open_source(SourceConfig(name="my_source:half"))
+    sys.modules.pop("my_source")

@@ -1,0 +1,85 @@
+"""Text to ids and back."""
+
+import json
+
+import pytest
+
+from forge_data import ByteTokenizer, DataError, JsonTokenizer, load_tokenizer
+
+
+def test_bytes_go_there_and_back():
+    tokenizer = ByteTokenizer()
+    text = "naïve café ☕\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert max(tokenizer.encode(text)) < tokenizer.eos_id < tokenizer.vocab_size
+    assert tokenizer.decode([104, 105, 256]) == "hi"
+    assert tokenizer.decode([]) == ""
+
+
+def test_broken_utf8_is_shown_not_raised():
+    assert ByteTokenizer().decode([0xE2, 0x98, 104]) == "\ufffdh"
+
+
+@pytest.mark.parametrize("bad", [257, -1])
+def test_ids_outside_the_bytes_are_refused(bad):
+    with pytest.raises(ValueError, match=f"id {bad} is outside the byte tokenizer's"):
+        ByteTokenizer().decode([1, bad])
+
+
+def test_specs():
+    assert load_tokenizer("byte").spec() == load_tokenizer(ByteTokenizer().spec()).spec()
+    with pytest.raises(ValueError, match=r'must have the name "byte"'):
+        load_tokenizer({"name": "words"})
+    with pytest.raises(DataError, match="fingerprint byte-1, but the tokens were made with byte-0"):
+        load_tokenizer({"name": "byte", "fingerprint": "byte-0"})
+    with pytest.raises(DataError, match="must be a JSON file; check the path"):
+        load_tokenizer("nowhere.json")
+
+
+def test_without_the_library_it_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "t.json").write_text("{}")
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"pip install 'forge-data\[tokenizers\]'"):
+        JsonTokenizer(tmp_path / "t.json")
+
+
+def write_words(path, *words):
+    """A whitespace tokenizer with the given words, in the library's JSON."""
+    library = pytest.importorskip("tokenizers")
+    tokenizer = library.Tokenizer(
+        library.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+    return path
+
+
+def test_json_tokenizer(tmp_path):
+    tokenizer = JsonTokenizer(write_words(tmp_path / "t.json", "<unk>", "a", "b", "</s>"))
+    assert tokenizer.encode("b a c") == [2, 1, 0]
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (4, 3)
+    assert load_tokenizer(json.loads(json.dumps(tokenizer.spec()))).encode("a") == [1]
+
+
+def test_F50_an_end_token_with_id_0_is_an_end_token(tmp_path):
+    path = write_words(tmp_path / "t.json", "<|endoftext|>", "<unk>", "a")
+    assert JsonTokenizer(path).eos_id == 0
+    assert JsonTokenizer(path, eos="a").eos_id == 2
+
+
+def test_no_known_end_token_is_none_and_an_unknown_one_refused(tmp_path):
+    path = write_words(tmp_path / "t.json", "<unk>", "a")
+    assert JsonTokenizer(path).eos_id is None
+    with pytest.raises(ValueError, match="eos token '<end>' must be in the vocabulary"):
+        JsonTokenizer(path, eos="<end>")
+
+
+def test_another_file_under_the_same_name_is_refused(tmp_path):
+    path = write_words(tmp_path / "t.json", "<unk>", "a")
+    spec = JsonTokenizer(path).spec()
+    write_words(path, "<unk>", "b")
+    with pytest.raises(DataError, match="but the tokens were made with"):
+        load_tokenizer(spec)
+    path.write_text("{}")
+    with pytest.raises(DataError, match="must be a JSON file of the tokenizers library"):
+        JsonTokenizer(path)

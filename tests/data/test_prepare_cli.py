@@ -1,0 +1,156 @@
+"""forge-data as a user types it, with the extras `cli` and `tokenizers` installed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("tyro")
+library = pytest.importorskip("tokenizers")
+
+from forge_data import TokenFiles, load_tokenizer  # noqa: E402
+from forge_data.cli import main  # noqa: E402
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"the cat sat on mat {i}\n" for i in range(20)))
+    return path
+
+
+@pytest.fixture
+def words(tmp_path):
+    names = ["<|endoftext|>", "<unk>", "the", "cat", "sat", "on", "mat"]
+    tokenizer = library.Tokenizer(
+        library.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    path = tmp_path / "words.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def forge_data(*arguments):
+    return main([str(a) for a in arguments])
+
+
+def test_prepare_inspect_verify(text, tmp_path, capsys):
+    out = tmp_path / "tokens"
+    options = ("--document", "line", "--validation_every", "5")
+    assert forge_data("prepare", text, "--output", out, *options) == 0
+    printed = capsys.readouterr()
+    assert "validation: 86 tokens in 4 documents" in printed.out
+    assert printed.err.splitlines()[-1].startswith("read ")
+    assert forge_data("inspect", out) == 0
+    assert "the cat sat on mat 4" in capsys.readouterr().out
+    assert forge_data("verify", out) == 0
+    assert "every digest is right" in capsys.readouterr().out
+
+
+def test_F50_documents_end_with_the_tokenizers_end_token_though_its_id_is_0(text, words, tmp_path):
+    out = tmp_path / "tokens"
+    assert (
+        forge_data("prepare", text, "--output", out, "--tokenizer", words, "--document", "line")
+        == 0
+    )
+    source = TokenFiles(out)
+    assert source.read(0, 8).tolist() == [2, 3, 4, 5, 6, 1, 0, 2]
+    assert (source.vocab_size, source.num_documents) == (7, 20)
+    words.unlink()  # the folder has its own copy
+    tokenizer = load_tokenizer(source.tokenizer)
+    assert tokenizer.encode("cat on mat") == [3, 5, 6]
+    assert json.loads((out / "tokens.json").read_text())["tokenizer"]["path"] == "tokenizer.json"
+    assert forge_data("verify", out) == 0
+
+
+def test_a_json_tokenizer_sees_whole_documents(words, tmp_path, monkeypatch):
+    from forge_data.prepare import readers
+
+    (tmp_path / "a.txt").write_text("the cat sat")
+    monkeypatch.setattr(readers, "_PIECE", 2)
+    assert (
+        forge_data("prepare", tmp_path / "a.txt", "--output", tmp_path / "o", "--tokenizer", words)
+        == 0
+    )
+    assert TokenFiles(tmp_path / "o").read(0, 4).tolist() == [2, 3, 4, 0]
+
+
+def test_another_end_token_may_be_named(text, words, tmp_path):
+    out = tmp_path / "o"
+    assert forge_data("prepare", text, "--output", out, "--tokenizer", words, "--eos", "mat") == 0
+    assert TokenFiles(out).read(0, TokenFiles(out).num_tokens)[-1] == 6
+
+
+BAD = {
+    "missing input": (
+        65,
+        ["prepare", "nowhere.txt", "--output", "o"],
+        "must be a file or a folder",
+    ),
+    "no input": (78, ["prepare", "--output", "o"], "inputs must name at least one"),
+    "unknown flag": (78, ["prepare", "text.txt", "--outptu", "o"], "outptu"),
+    "no output": (78, ["prepare", "text.txt"], "output"),
+    "wrong type": (
+        78,
+        ["prepare", "text.txt", "--output", "o", "--validation_every", "1.9"],
+        "1.9",
+    ),
+    "bad kind": (78, ["prepare", "text.txt", "--output", "o", "--document", "page"], "page"),
+    "exists": (78, ["prepare", "text.txt", "--output", "there"], "pass --overwrite"),
+    "bad eos": (
+        78,
+        ["prepare", "text.txt", "--output", "o", "--eos", "x"],
+        "means nothing to the byte",
+    ),
+    "bad tokenizer": (
+        65,
+        ["prepare", "text.txt", "--output", "o", "--tokenizer", "text.txt"],
+        "JSON",
+    ),
+    "unwritable": (78, ["prepare", "text.txt", "--output", "text.txt/o"], "that can be written"),
+    "inspect nothing": (65, ["inspect", "nowhere"], "is missing"),
+    "verify nothing": (65, ["verify", "nowhere"], "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_a_message_and_a_code(name, text, tmp_path, monkeypatch, capsys):
+    code, arguments, message = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert main(arguments) == code
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+    assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "there"}
+
+
+def test_help_lists_every_option(capsys):
+    assert main(["prepare", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for option in (
+        "output",
+        "tokenizer",
+        "eos",
+        "validation_every",
+        "document",
+        "text_field",
+        "overwrite",
+    ):
+        assert f"--{option}" in printed
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "forge_data.commands", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["verify", "x"]) == 78
+    assert "pip install 'forge-data[cli]'" in capsys.readouterr().err
+
+
+def test_the_command_as_a_process(text, tmp_path):
+    command = [sys.executable, "-m", "forge_data.cli", "verify", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 65
+    assert done.stderr.count("\n") == 1
