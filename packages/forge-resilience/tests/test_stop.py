@@ -100,7 +100,10 @@ def test_a_data_file_that_took_descriptor_2_stays_clean(tmp_path: Path, closed_f
     data = tmp_path / "weights"
     take = f"data = open({str(data)!r}, 'w'); assert data.fileno() == 2"
     if closed_first:  # taken before the context opens, in a Python that never had a stderr
-        code, shell = LOOP.replace("out =", f"{take}\nout ="), ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+        code, shell = (
+            LOOP.replace("out = int", f"{take}\nout = int"),
+            ["sh", "-c", 'exec "$@" 2>&-', "sh"],
+        )
     else:
         code, shell = LOOP.replace("# extra", f"os.close(2); {take}"), []
     reading, writing = os.pipe()
