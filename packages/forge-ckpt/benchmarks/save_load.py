@@ -98,7 +98,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=args.dir))
     try:
         for repeat in range(args.repeats):
-            for name, (save, load) in CONTENDERS.items():
+            order = list(CONTENDERS)
+            for name in order[repeat % 3 :] + order[: repeat % 3]:  # nobody is always first
+                save, load = CONTENDERS[name]
                 path = folder / f"{name}-{repeat}"
                 rates.setdefault(f"{name}_save", []).append(size / 1e9 / seconds(save, path, state))
                 rates.setdefault(f"{name}_load", []).append(
