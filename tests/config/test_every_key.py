@@ -1,20 +1,30 @@
-"""No key is parsed and ignored: each is set to another legal value, and what changes is shown."""
+"""No key is parsed and ignored: each is set to another legal value, and what changes is looked at."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from forge_testing import forge_train, write_job
-from forge_train import Trainer, load_job, read_run
+from forge_parallel import shutdown
+from forge_testing import write_job
+from forge_train import ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
+from forge_train.metrics.console import console_mode
 
 
-def trainer(job: Path, **overrides: Any) -> Trainer:
-    return Trainer(load_job(job, overrides))
+class Probe(NamedTuple):
+    """`other` is set; `look` must see a difference. `also` holds in both runs."""
+
+    other: Any
+    look: Callable[[Trainer], Any]
+    also: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+# ---- ways to look
 
 
 def shapes(t: Trainer) -> Any:
@@ -22,28 +32,37 @@ def shapes(t: Trainer) -> Any:
 
 
 def logits(t: Trainer) -> Any:
-    """Output of the freshly initialised model on three tokens."""
+    """Output of the freshly initialised model, wide enough for every position to matter."""
     t._materialise()
-    t.model.eval()
+    for p in t.model.parameters():
+        torch.nn.init.uniform_(p, 0.1, 1.0, generator=torch.Generator().manual_seed(p.numel()))
     with torch.no_grad():
-        return t.model(torch.arange(30)[None]).double().sum().item()
+        return t.model(torch.arange(200)[None]).double().sum().item()
 
 
-def first_rows(t: Trainer) -> Any:
+def initial(t: Trainer) -> Any:
+    t._materialise()
+    return sum(p.double().abs().sum().item() for p in t.model.parameters())
+
+
+def rows(t: Trainer) -> Any:
     return next(t.loader).tokens.tolist()
 
 
-def after_three_steps(t: Trainer) -> Any:
-    """Loss column and weights of a real short run."""
+def trained(t: Trainer) -> Any:
     t.fit()
     return sum(p.double().abs().sum().item() for p in t.model.parameters())
 
 
 def files(t: Trainer) -> Any:
     t.fit()
-    names = {f.relative_to(t.paths.path).parts[0] for f in t.paths.path.rglob("*")}
     steps = sorted(f.name for f in t.paths.checkpoints.glob("step-*"))
-    return names, steps, read_run(t.paths.path).metrics["step"]
+    return sorted(f.name for f in t.paths.path.iterdir()), steps
+
+
+def logged(t: Trainer) -> Any:
+    t.fit()
+    return read_run(t.paths.path).metrics["step"]
 
 
 def evaluations(t: Trainer) -> Any:
@@ -52,69 +71,175 @@ def evaluations(t: Trainer) -> Any:
     return [(e["step"], round(e["val_loss"], 9)) for e in events if e["event"] == "evaluation"]
 
 
-def plan(t: Trainer) -> Any:
-    return t.total_steps
+def forwards(t: Trainer) -> Any:
+    calls: list[tuple[int, ...]] = []
+    t._materialise()
+    t.model.register_forward_pre_hook(lambda m, args: calls.append(tuple(args[0].shape)))
+    t._forward_backward(next(t.loader))
+    return calls
 
 
-def rope(t: Trainer) -> Any:
-    return logits(t)
+def sample(t: Trainer) -> Any:
+    from forge_train.report.summary import sample_text
+
+    t._materialise()
+    return sample_text(t) if t.paths.create() is None else None
 
 
-#: key -> (another legal value, what must change). Keys below `<name>` use the source `text`.
-Probe = tuple[Any, Callable[[Trainer], Any]]
-PROBES: dict[str, Probe] = {
-    "run.dir": ("elsewhere", lambda t: str(t.paths.path)),
-    "run.seed": (1, logits),
-    "model.vocab_size": (300, shapes),
-    "model.dim": (32, shapes),
-    "model.num_layers": (2, shapes),
-    "model.num_heads": (4, logits),
-    "model.num_kv_heads": (1, shapes),
-    "model.head_dim": (4, shapes),
-    "model.hidden_dim": (24, shapes),
-    "model.norm": ("layer_norm", lambda t: sorted({type(m).__name__ for m in t.model.modules()})),
-    "model.norm_eps": (0.1, logits),
-    "model.feed_forward": ("gelu", shapes),
-    "model.rope_theta": (100.0, rope),
-    "model.rope_scaling.factor": (4.0, rope),
-    "model.rope_scaling.low_freq_factor": (2.0, rope),
-    "model.rope_scaling.high_freq_factor": (8.0, rope),
-    "model.rope_scaling.original_max_position": (64, rope),
-    "model.qk_norm": (True, shapes),
-    "model.qkv_bias": (True, shapes),
-    "model.o_bias": (True, shapes),
-    "model.feed_forward_bias": (True, shapes),
-    "model.tie_embeddings": (True, shapes),
-    "model.init_std": (0.05, logits),
-    "model.max_seq_len": (4096, lambda t: t.model.config.max_seq_len),
-    "model.name": ("forge_testing.models:bigram", lambda t: type(t.model).__name__),
-    "data.seq_len": (48, first_rows),
-    "data.num_workers": (1, lambda t: t.loader.num_workers),
-    "data.sources.<name>.name": ("forge_testing.models:alphabet", first_rows),
-    "data.sources.<name>.split": ("validation", None),
-    "data.sources.<name>.path": (None, None),
-    "data.sources.<name>.dtype": (None, None),
-    "train.steps": (7, plan),
-    "train.tokens": (1000, plan),
-    "train.tokens_per_parameter": (1.0, plan),
-    "train.global_batch": (2, first_rows),
-    "train.micro_batch": (2, None),
-    "train.max_grad_norm": (1e-3, after_three_steps),
-    "train.callbacks": (("forge_testing.models:Counting",), lambda t: len(t.callbacks)),
-    "optimizer.name": ("forge_testing.models:sgd", after_three_steps),
-    "optimizer.lr": (1e-3, after_three_steps),
-    "optimizer.betas": ((0.5, 0.9), after_three_steps),
-    "optimizer.eps": (1e-2, after_three_steps),
-    "optimizer.weight_decay": (5.0, after_three_steps),
-    "schedule.name": ("constant", after_three_steps),
-    "schedule.warmup_steps": (2, after_three_steps),
-    "schedule.min_lr_ratio": (0.9, after_three_steps),
-    "parallel.device": (None, None),
-    "parallel.precision": ("bf16", after_three_steps),
-    "eval.every_steps": (1, evaluations),
-    "eval.sequences": (2, evaluations),
-    "checkpoint.every_steps": (1, files),
-    "checkpoint.keep_last": (1, files),
-    "metrics.every_steps": (2, files),
-    "metrics.tensorboard": (True, files),
+ROPE = {
+    "model.rope_scaling.factor": 4.0,
+    "model.rope_scaling.low_freq_factor": 1.0,
+    "model.rope_scaling.high_freq_factor": 4.0,
+    "model.rope_scaling.original_max_position": 100,
 }
+
+PROBES: dict[str, Probe] = {
+    "run.dir": Probe("elsewhere", lambda t: str(t.paths.path)),
+    "run.seed": Probe(1, initial),
+    "model.name": Probe("forge_testing.models:bigram", lambda t: type(t.model).__name__),
+    "model.vocab_size": Probe(300, shapes),
+    "model.dim": Probe(32, shapes),
+    "model.num_layers": Probe(2, shapes),
+    "model.num_heads": Probe(4, logits),
+    "model.num_kv_heads": Probe(1, shapes),
+    "model.head_dim": Probe(4, shapes),
+    "model.hidden_dim": Probe(24, shapes),
+    "model.norm": Probe("layer_norm", shapes),
+    "model.norm_eps": Probe(0.1, logits),
+    "model.feed_forward": Probe("gelu", shapes),
+    "model.rope_theta": Probe(100.0, logits),
+    **{key: Probe(value * 2, logits, ROPE) for key, value in ROPE.items()},
+    "model.qk_norm": Probe(True, shapes),
+    "model.qkv_bias": Probe(True, shapes),
+    "model.o_bias": Probe(True, shapes),
+    "model.feed_forward_bias": Probe(True, shapes),
+    "model.tie_embeddings": Probe(True, shapes),
+    "model.init_std": Probe(0.05, initial),
+    "model.max_seq_len": Probe(4096, lambda t: t.model.config.max_seq_len),
+    "data.seq_len": Probe(48, rows),
+    "data.num_workers": Probe(1, lambda t: t.loader.num_workers),
+    "data.sources.<name>.name": Probe(
+        "forge_testing.models:Alphabet", rows, {"eval.every_steps": 0}
+    ),
+    "data.sources.<name>.split": Probe("validation", rows, {"eval.every_steps": 0}),
+    "train.steps": Probe(7, lambda t: t.total_steps),
+    "train.tokens": Probe(1000, lambda t: t.total_steps),
+    "train.tokens_per_parameter": Probe(1.0, lambda t: t.total_steps),
+    "train.global_batch": Probe(2, rows),
+    "train.micro_batch": Probe(2, forwards),
+    "train.max_grad_norm": Probe(1e-3, trained, {"optimizer.name": "forge_testing.models:PlainSGD"}),
+    "train.callbacks": Probe(["forge_testing.models:Counting"], lambda t: len(t.callbacks)),
+    "optimizer.name": Probe("forge_testing.models:PlainSGD", trained),
+    "optimizer.lr": Probe(1e-3, trained),
+    "optimizer.betas": Probe([0.5, 0.9], trained),
+    "optimizer.eps": Probe(1e-2, trained),
+    "optimizer.weight_decay": Probe(5.0, trained),
+    "schedule.name": Probe("constant", trained),
+    "schedule.warmup_steps": Probe(2, trained),
+    "schedule.min_lr_ratio": Probe(0.9, trained),
+    "parallel.precision": Probe("bf16", trained),
+    "eval.every_steps": Probe(1, evaluations),
+    "eval.sequences": Probe(2, evaluations),
+    "checkpoint.every_steps": Probe(1, files),
+    "checkpoint.keep_last": Probe(1, files, {"checkpoint.every_steps": 1}),
+    "metrics.every_steps": Probe(2, logged),
+    "metrics.tensorboard": Probe(True, files),
+    "metrics.console": Probe("off", lambda t: console_mode(t.config.metrics.console)),
+    "sample.prompt": Probe("If ", sample),
+    "sample.max_new_tokens": Probe(3, sample),
+    "sample.temperature": Probe(0.0, sample),
+}
+#: Shown below, by tests of their own.
+ELSEWHERE = {
+    "model.args",
+    "parallel.device",
+    "data.sources.<name>.path",
+    "data.sources.<name>.dtype",
+    *(f"data.validation.{key}" for key in ("name", "path", "dtype", "split")),
+}
+
+
+LENGTH = {"train.tokens", "train.tokens_per_parameter"}
+
+
+def build(folder: Path, settings: dict[str, Any]) -> Trainer:
+    folder.mkdir(exist_ok=True)
+    length = {} if LENGTH & settings.keys() else {"train.steps": 3}
+    overrides = {**length, **{k.replace("<name>", "text"): v for k, v in settings.items()}}
+    return Trainer(load_job(write_job(folder), overrides))
+
+
+@pytest.mark.parametrize("key", PROBES)
+def test_another_value_changes_something(tmp_path: Path, key: str) -> None:
+    probe = PROBES[key]
+    try:
+        before = probe.look(build(tmp_path / "a", probe.also))
+        after = probe.look(build(tmp_path / "b", {**probe.also, key: probe.other}))
+    finally:
+        shutdown()
+    assert before != after, f"{key} = {probe.other!r} changes nothing"
+
+
+def test_the_same_value_changes_nothing(tmp_path: Path) -> None:
+    """Else the probes above could see noise."""
+    for look in (initial, logits, trained, rows, evaluations):
+        first, second = (look(build(tmp_path / name, {})) for name in "ab")
+        assert first == second, look.__name__
+
+
+def test_every_key_has_a_probe() -> None:
+    known = {row.key for row in key_rows()} | {"model.args"}
+    assert known == PROBES.keys() | ELSEWHERE
+
+
+def test_model_args_reach_the_builder(tmp_path: Path) -> None:
+    settings = {"model.name": "forge_testing.models:bigram", "model.args.width": 12}
+    job = write_job(tmp_path)
+    t = Trainer(load_job(job, settings))
+    assert t.model.table.weight.shape == (257, 12)
+    with pytest.raises(ConfigError, match="wdith"):
+        Trainer(load_job(job, {**settings, "model.args.wdith": 3}))
+
+
+def test_the_device_is_used_or_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        assert build(tmp_path, {"parallel.device": "cuda"}).device.type == "cuda"
+        return
+    with pytest.raises(ConfigError, match="cuda"):
+        build(tmp_path, {"parallel.device": "cuda"})
+
+
+def test_path_and_dtype_choose_the_tokens(tmp_path: Path) -> None:
+    raw = tmp_path / "raw.bin"
+    raw.write_bytes(bytes(range(100)) * 20)
+    base = {
+        "data.sources.<name>.name": "tokens",
+        "data.sources.<name>.path": str(raw),
+        "eval.every_steps": 0,
+        "model.vocab_size": 30_000,
+        "sample.max_new_tokens": 0,
+    }
+    with pytest.raises(DataError, match="dtype"):
+        build(tmp_path, base)
+    one = build(tmp_path / "a", {**base, "data.sources.<name>.dtype": "uint8"})
+    two = build(tmp_path / "b", {**base, "data.sources.<name>.dtype": "uint16"})
+    assert len(one.loader.stream) == 2 * len(two.loader.stream) - 1
+    assert rows(one) != rows(two)
+
+
+def test_validation_keys_choose_what_is_measured(tmp_path: Path) -> None:
+    raw = tmp_path / "raw.bin"
+    raw.write_bytes(bytes(range(100)) * 20)
+    own = build(tmp_path / "a", {})
+    other = build(tmp_path / "b", {
+        "data.validation.name": "tokens",
+        "data.validation.path": str(raw),
+        "data.validation.dtype": "uint8",
+    })  # fmt: skip
+    alphabet = build(tmp_path / "c", {
+        "data.validation.name": "forge_testing.models:Alphabet",
+        "data.validation.split": "validation",
+    })  # fmt: skip
+    seen = [t.validation.fingerprint() for t in (own, other, alphabet)]
+    assert len({json.dumps(s, sort_keys=True) for s in seen}) == 3
+    assert seen[2]["source.shift"] == 1, "split did not arrive"

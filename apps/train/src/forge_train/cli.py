@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,13 @@ USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and leave with its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    sys.exit(int(_dispatch(args)))
+    try:
+        code = int(_dispatch(args))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `forge-train --help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = ExitCode.DONE
+    sys.exit(code)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -120,14 +127,13 @@ def _help() -> int:
     from forge_train.config.describe import print_keys
 
     console = Console()
-    console.print(USAGE, highlight=False)
-    console.print("\nverbs")
+    print(USAGE, "\n\nverbs")
     for name, verb in VERBS.items():
-        console.print(f"  {name:10} {verb.__doc__}", highlight=False)
-    console.print("\nexit codes")
+        print(f"  {name:10} {verb.__doc__}")
+    print("\nexit codes")
     for code in ExitCode:
-        console.print(f"  {int(code):10} {code.name.lower().replace('_', ' ')}", highlight=False)
-    console.print()
+        print(f"  {int(code):<10} {code.name.lower().replace('_', ' ')}")
+    print("\nkeys of a configuration file, each also a flag of run and explain")
     print_keys(console)
     return ExitCode.DONE
 

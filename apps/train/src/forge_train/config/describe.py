@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from forge_train.config.resolve import ResolvedJob
@@ -28,15 +29,17 @@ def key_rows() -> Iterator[KeyRow]:
 
 
 def print_keys(console: Console) -> None:
-    table = Table("key", "type", "default", "meaning", title="Configuration keys", title_justify="left")
     for row in key_rows():
-        table.add_row(*row)
-    console.print(table)
+        console.print(f"  {row.key}  ({row.type}; default {row.default})", highlight=False, markup=False)
+        console.print(Padding(row.meaning, (0, 0, 0, 6)), highlight=False, markup=False)
 
 
 def print_explanation(job: ResolvedJob, console: Console) -> None:
     """The resolved configuration, one line per key: value and where it came from."""
-    table = Table("key", "value", "origin", title="Resolved configuration", title_justify="left")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("key", no_wrap=True)  # never cut: keys are there to be copied
+    table.add_column("value", overflow="fold")
+    table.add_column("origin", overflow="fold")
     for key, value in job.values().items():
         origin = job.origin(key)
         style = "dim" if origin == "default" else None

@@ -30,6 +30,11 @@ class Layers:
                 for other in group:
                     if self.origins.get(other) != origin:
                         self._drop(other)
+        if dotted == "model.name" and value != self.values.get("model", {}).get("name", "transformer"):
+            # another model has other keys: what earlier layers said of the old one goes
+            for other in [k for k in self.origins if k.startswith("model.")]:
+                if self.origins[other] != origin:
+                    self._drop(other)
         *parents, last = dotted.split(".")
         table = self.values
         for parent in parents:
@@ -40,9 +45,11 @@ class Layers:
         self.origins[dotted] = origin
 
     def _drop(self, dotted: str) -> None:
-        section, key = dotted.split(".")
-        if isinstance(self.values.get(section), dict):
-            self.values[section].pop(key, None)
+        *parents, last = dotted.split(".")
+        table: Any = self.values
+        for parent in parents:
+            table = table.get(parent, {}) if isinstance(table, dict) else {}
+        table.pop(last, None)
         self.origins.pop(dotted, None)
 
 

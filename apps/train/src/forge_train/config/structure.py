@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -135,6 +136,7 @@ def _converter() -> cattrs.Converter:
 
 
 _CONVERTER = _converter()
+_OWN_ADDRESS = re.compile(r"^[a-z_]+: ")
 
 
 # ---- problems as sentences
@@ -159,7 +161,8 @@ def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
         return [f"{path}.{error.args[0]} is missing; it has no default, so give it a value"]
     if cls is not None and isinstance(error, TypeError | AttributeError) and "must be" not in str(error):
         return [f"{path}: {error}; write it as a table with its keys"]
-    return [f"{path}: {line}" for line in str(error).splitlines() if line.strip()]
+    # a package's config says "optimizer: lr -1 must ..."; our dotted key is the more exact address
+    return [f"{path}: {_OWN_ADDRESS.sub('', line)}" for line in str(error).splitlines() if line]
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:

@@ -15,6 +15,18 @@ from forge_core.model.documents import SegmentPlan
 T = TypeVar("T")
 
 
+class _Derived:
+    """A dict that tree-walkers leave alone.
+
+    FSDP2 rebuilds dataclass arguments of each wrapped block with `dataclasses.replace` and casts the
+    tensors inside, also those in dicts. As an object of its own kind this one is handed on as it is: the
+    blocks still share it, and rotary tables stay fp32.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Any, Any] = {}
+
+
 @dataclass(frozen=True)
 class TokenContext:
     """Plain tensors about a batch of tokens, all optional; one object serves all blocks of a forward.
@@ -32,13 +44,14 @@ class TokenContext:
     document_ids: Tensor | None = None
     modality_ids: Tensor | None = None
     positions: Tensor | None = None
-    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _derived: _Derived = field(default_factory=_Derived, repr=False, compare=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        value: T = self._derived[key]
+        values = self._derived.values
+        if key not in values:
+            values[key] = make()
+        value: T = values[key]
         return value
 
     def segments(self) -> SegmentPlan | None:

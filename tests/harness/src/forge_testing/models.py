@@ -1,0 +1,116 @@
+"""Somebody else's parts: what `module:attr` keys of the tests point to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from forge_data import SourceConfig
+from forge_train import Callback
+from torch import nn
+
+
+class Bigram(nn.Module):
+    """Next-token logits from the last token alone."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.head(self.table(tokens))  # (B, S, V)
+
+
+def bigram(vocab_size: int, width: int = 8) -> Bigram:
+    return Bigram(vocab_size, width)
+
+
+class Alphabet:
+    """A source of a thousand times the same 26 bytes."""
+
+    vocab_size: int | None = 257
+    tokenizer: dict[str, Any] | None = None
+    num_tokens = 26_000
+    num_documents = 1
+    max_token_id = 122
+
+    def __init__(self, config: SourceConfig) -> None:
+        from forge_data import open_source
+
+        self.tokenizer = open_source(SourceConfig()).tokenizer
+        self.documents = np.zeros(1, np.int64)
+        self._shift = config.split == "validation"
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return (97 + (np.arange(start, stop) + self._shift) % 26).astype(np.uint16)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"documents": "alphabet", "shift": int(self._shift)}
+
+
+class PlainSGD:
+    """The smallest optimizer that the runner accepts."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        self.parameters = list(model.parameters())
+        self.lr = config.lr
+
+    def set_lr(self, lr: float) -> None:
+        self.lr = lr
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter -= self.lr * parameter.grad
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr": float(self.lr)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lr = state["lr"]
+
+
+class Counting(Callback):
+    """Counts its hooks, and keeps the count in checkpoints."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+
+    def _count(self, hook: str) -> None:
+        self.calls[hook] = self.calls.get(hook, 0) + 1
+
+    def on_start(self, trainer: Any) -> None:
+        self._count("start")
+
+    def on_step_end(self, trainer: Any) -> None:
+        self._count("step_end")
+
+    def on_log(self, trainer: Any, row: Any) -> None:
+        self._count("log")
+
+    def on_evaluation(self, trainer: Any, val_loss: float) -> None:
+        self._count("evaluation")
+
+    def on_checkpoint(self, trainer: Any, path: Any) -> None:
+        self._count("checkpoint")
+
+    def on_end(self, trainer: Any) -> None:
+        self._count("end")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.calls.get("step_end", 0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls["step_end"] = state["steps"]
