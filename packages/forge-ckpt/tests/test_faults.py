@@ -171,7 +171,7 @@ def _rename_file(table, name):
 
 
 FORGERIES = {
-    "parent": lambda t: _rename_file(t, "../step-00000100/data-0.bin"),
+    "parent": lambda t: _rename_file(t, "../outside.bin"),  # a copy: only the name is wrong
     "absolute": lambda t: _rename_file(t, "/etc/passwd"),
     "giant_shape": lambda t: t["tensors"]["x.w"].update(shape=[2**40, 2**20]),
     "giant_chunk": lambda t: t["tensors"]["x.w"]["chunks"][0].update(bytes=2**50),
@@ -193,8 +193,9 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_manifests_are_refused(root, caplog, name):
+    shutil.copy(root / "step-00000200" / "data-0.bin", root / "outside.bin")
     _forge(root, FORGERIES[name])
-    _falls_back(root, caplog)
+    assert "impossible entry" in _falls_back(root, caplog)
 
 
 def test_a_newer_format_is_no_corruption(root):
