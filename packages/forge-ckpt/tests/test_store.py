@@ -315,3 +315,17 @@ def test_more_than_one_process_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(forge_ckpt.store.dist, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="one process and the group has 2"):
         Store(tmp_path)
+
+
+def test_a_reader_beside_a_writer_follows_it(tmp_path, monkeypatch):
+    with Store(tmp_path, keep_last=1) as writer, Store(tmp_path, read_only=True) as reader:
+        writer.save(1, {"v": 1})
+        read, state = reader._read, {"v": 0}
+
+        def overtaken(step, *args):
+            if step == 1:
+                writer.save(2, {"v": 2})  # retention takes step 1 while the reader opens it
+            read(step, *args)
+
+        monkeypatch.setattr(reader, "_read", overtaken)
+        assert reader.load(state) == state["v"] == 2
