@@ -1,24 +1,35 @@
 """The torch symbols that differ between supported versions, each in one place."""
 
 import inspect
+import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def not_compiled(function: F) -> F:
-    """Run `function` eagerly inside compiled code, as `torch.compiler.disable` does.
+    """`torch.compiler.disable`, applied at the first call after something loaded the compiler.
 
-    That decorator imports the compiler (sympy and a second or more) for everybody who imports us;
-    the mark that it leaves (torch 2.11 to 2.13) is enough.
+    The decorator itself imports the compiler (sympy, numpy, a second or more), which everybody who
+    imports us would pay for.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    disabled: list[Any] = []
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
+    return cast(F, call)
 
 
 @cache

@@ -60,6 +60,10 @@ def _head_dim(c: Mapping[str, Any]) -> int:
     return c["dim"] // max(c["num_heads"], 1) if given is None else given
 
 
+def _indivisible(c: Mapping[str, Any]) -> bool:
+    return c["head_dim"] is None and c["num_heads"] > 0 and c["dim"] % c["num_heads"] != 0
+
+
 def _kv_heads(c: Mapping[str, Any]) -> int:
     given: int | None = c["num_kv_heads"]
     return c["num_heads"] if given is None else given
@@ -70,7 +74,7 @@ TRANSFORMER_RULES: tuple[Rule, ...] = (
     *(_at_least(n, 1) for n in ("head_dim", "hidden_dim", "max_seq_len")),
     Rule(
         "heads_divide_dim",
-        lambda c: c["head_dim"] is None and c["num_heads"] > 0 and c["dim"] % c["num_heads"] != 0,
+        _indivisible,
         "dim {dim} must be divisible by num_heads {num_heads}",
         "change one of them, or give head_dim",
     ),
@@ -82,7 +86,7 @@ TRANSFORMER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "head_dim_even",
-        lambda c: _head_dim(c) % 2 != 0,
+        lambda c: not _indivisible(c) and _head_dim(c) % 2 != 0,
         "the head width (head_dim {head_dim}, or dim {dim} / num_heads {num_heads}) must be even",
         "rotary embedding turns pairs: give an even head_dim",
     ),

@@ -1,0 +1,63 @@
+"""The example of the README runs, and the refusals it quotes are the real ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+from torch import int64 as long
+from torch import zeros
+
+from forge_core import KVCache, Transformer, TransformerConfig, families, generate_stream
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_first_line_explains_the_name() -> None:
+    first = README.splitlines()[0]
+    assert "`forge-train-core`" in first
+    assert "PyPI belongs to somebody else" in first
+
+
+def test_example_runs() -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    names: dict = {}
+    exec(code.group(1), names)
+    assert names["loss"].item() < 3.0  # from ln 256 = 5.5
+    assert names["new"].shape == (1, 12)
+
+
+def small() -> Transformer:
+    return Transformer(TransformerConfig(8, dim=8, num_layers=1, num_heads=2, max_seq_len=64))
+
+
+def overfill() -> None:
+    cache, model = KVCache(4), small()
+    model(zeros(1, 3, dtype=long), cache=cache)
+    model(zeros(1, 2, dtype=long), cache=cache)
+
+
+HF = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: TransformerConfig(8, dim=100, num_heads=3),
+        lambda: TransformerConfig(8, num_heads=4, num_kv_heads=3),
+        overfill,
+        lambda: generate_stream(small(), [[1] * 7], 58),
+        lambda: families.QWEN2.config_from_hf({**HF, "use_sliding_window": True}),
+    ],
+)
+def test_quoted_refusals(act) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        act()
+    assert f"`{caught.value}`" in README
