@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from forge_core import Transformer, TransformerConfig
 from forge_core.flops import flops_per_token, parameter_count, peak_flops
 
 
@@ -34,8 +35,6 @@ def test_a_module_that_offers_its_count_is_not_looked_into():
 
 def test_F40_the_formula_of_a_dense_decoder():
     """Matrices and half of the attention square; the embedding lookup is not arithmetic."""
-    from forge_core.model import Transformer, TransformerConfig
-
     dim, heads, kv_heads, head_dim, hidden, vocab, layers, seq = 16, 4, 2, 4, 24, 50, 3, 32
     model = Transformer(
         TransformerConfig(
