@@ -1,6 +1,6 @@
 """Judge the run that `hatch run train` left: is the loss below the text's bigram entropy, is the text English?
 
-    python scripts/check_main_job.py runs/debug
+python scripts/check_main_job.py runs/debug
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 import sys
 
 import numpy as np
+
 from forge_data import SourceConfig, load_tokenizer, open_source
 from forge_train import read_run
 from forge_train.trainer.run_directory import RunDirectory

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
 from forge_parallel import shutdown
 from forge_testing import write_job
 from forge_train import ConfigError, DataError, Trainer, load_job, read_run
@@ -127,7 +128,9 @@ PROBES: dict[str, Probe] = {
     "train.tokens_per_parameter": Probe(1.0, lambda t: t.total_steps),
     "train.global_batch": Probe(2, rows),
     "train.micro_batch": Probe(2, forwards),
-    "train.max_grad_norm": Probe(1e-3, trained, {"optimizer.name": "forge_testing.models:PlainSGD"}),
+    "train.max_grad_norm": Probe(
+        1e-3, trained, {"optimizer.name": "forge_testing.models:PlainSGD"}
+    ),
     "train.callbacks": Probe(["forge_testing.models:Counting"], lambda t: len(t.callbacks)),
     "optimizer.name": Probe("forge_testing.models:PlainSGD", trained),
     "optimizer.lr": Probe(1e-3, trained),

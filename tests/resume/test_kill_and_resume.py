@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from forge_testing import forge_train, kill_after_step, start, write_job
 from forge_train import load_trained, read_run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from forge_train.config.layers import Layers, read_layers
 from forge_train.errors import ConfigError
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from forge_train.metrics.sinks import BackgroundSink, JsonlSink
 
 
@@ -79,7 +80,9 @@ def test_a_hanging_sink_drops_rows_and_never_blocks(capfd: pytest.CaptureFixture
 
 def test_rows_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 8)) + '{"step": 8, "lo')
+    path.write_text(
+        "".join(json.dumps({"step": s}) + "\n" for s in range(1, 8)) + '{"step": 8, "lo'
+    )
     sink = JsonlSink(path, resume_step=5)
     sink.write({"step": 6, "again": True})
     sink.close()

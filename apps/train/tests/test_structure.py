@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from forge_train.config.describe import key_rows
 from forge_train.config.structure import structure
 

@@ -1,13 +1,39 @@
 """The runner of Forge: a TOML file in, a trained and resumable model out."""
 
-from forge_train.config.layers import read_layers
-from forge_train.config.resolve import ResolvedJob, resolve
-from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError, DataError, JobError, StateError
-from forge_train.jobs import load_job, load_trained
-from forge_train.report.read_run import Run, read_run
-from forge_train.trainer.callbacks import Callback
-from forge_train.trainer.trainer import RunResult, Trainer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge_train.config.layers import read_layers
+    from forge_train.config.resolve import ResolvedJob, resolve
+    from forge_train.config.schema import JobConfig
+    from forge_train.errors import ConfigError, DataError, JobError, StateError
+    from forge_train.jobs import load_job, load_trained
+    from forge_train.report.read_run import Run, read_run
+    from forge_train.trainer.callbacks import Callback
+    from forge_train.trainer.trainer import RunResult, Trainer
+
+#: Where each name lives. Imported at first use: a typo in a TOML file is answered without waiting for
+#: torch's checkpoint and distributed packages, which take longer to import than the check takes.
+_HOME = {
+    "Callback": "forge_train.trainer.callbacks",
+    "ConfigError": "forge_train.errors",
+    "DataError": "forge_train.errors",
+    "JobConfig": "forge_train.config.schema",
+    "JobError": "forge_train.errors",
+    "ResolvedJob": "forge_train.config.resolve",
+    "Run": "forge_train.report.read_run",
+    "RunResult": "forge_train.trainer.trainer",
+    "StateError": "forge_train.errors",
+    "Trainer": "forge_train.trainer.trainer",
+    "load_job": "forge_train.jobs",
+    "load_trained": "forge_train.jobs",
+    "read_layers": "forge_train.config.layers",
+    "read_run": "forge_train.report.read_run",
+    "resolve": "forge_train.config.resolve",
+}
 
 __all__ = [
     "Callback",
@@ -26,3 +52,9 @@ __all__ = [
     "read_run",
     "resolve",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'forge_train' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

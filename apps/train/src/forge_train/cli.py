@@ -1,4 +1,7 @@
-"""The forge-train command: verbs, exit codes, and nothing that a library user would need."""
+"""The forge-train command: verbs, exit codes, and nothing that a library user would need.
+
+Heavy modules are imported by the verb that needs them: help and refusals come at once.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import tyro
-from forge_resilience import ExitCode
 from rich.console import Console
+
+from forge_resilience import ExitCode
+
+if TYPE_CHECKING:
+    from forge_train.config.resolve import ResolvedJob
 
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
@@ -35,7 +42,9 @@ def _dispatch(args: list[str]) -> int:
         return _help()
     if verb not in VERBS:
         near = ", ".join(VERBS)
-        return _fail([f"{verb!r} is not a verb of forge-train; use one of {near}"], ExitCode.CONFIG_ERROR)
+        return _fail(
+            [f"{verb!r} is not a verb of forge-train; use one of {near}"], ExitCode.CONFIG_ERROR
+        )
     try:
         return VERBS[verb](rest)
     except JobError as error:
@@ -78,14 +87,20 @@ def doctor(args: list[str]) -> int:
     """Say what this machine can do and what to install: 0 ready, 1 something missing, 2 broken."""
 
     def options(
-        json: Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")] = False,
+        json: Annotated[
+            bool, tyro.conf.arg(help="print one JSON object instead of a table")
+        ] = False,
     ) -> int:
         from forge_train.doctor import examine
 
         return examine(as_json=json)
 
     return tyro.cli(
-        options, prog="forge-train doctor", description=doctor.__doc__, args=args, use_underscores=True
+        options,
+        prog="forge-train doctor",
+        description=doctor.__doc__,
+        args=args,
+        use_underscores=True,
     )
 
 
@@ -97,7 +112,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _job(args: list[str], verb: str, description: str):
+def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
     """The job of `CONFIG [--section.key value ...]`."""
     from forge_train.config.flags import parse_flags
     from forge_train.config.layers import Layers, read_layers

@@ -83,7 +83,10 @@ def _torch() -> Finding:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     good = (major, minor) >= (2, 11)
     return Finding(
-        "torch", OK if good else BROKEN, torch.__version__, "" if good else "pip install 'torch>=2.11'"
+        "torch",
+        OK if good else BROKEN,
+        torch.__version__,
+        "" if good else "pip install 'torch>=2.11'",
     )
 
 

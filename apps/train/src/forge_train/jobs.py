@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store
 from forge_core import initialise
 from forge_data import Tokenizer
-from torch import nn
-
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.errors import ConfigError, StateError
@@ -53,6 +53,8 @@ def load_trained(
         raise StateError([f"{paths.checkpoints}: {error}"]) from error
     if step is None:
         raise StateError(
-            [f"{paths.checkpoints} holds no checkpoint; train first: forge-train run {paths.config}"]
+            [
+                f"{paths.checkpoints} holds no checkpoint; train first: forge-train run {paths.config}"
+            ]
         )
     return model.eval(), run_tokenizer(job.config), step

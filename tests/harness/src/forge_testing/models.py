@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
 from forge_data import SourceConfig
 from forge_train import Callback
-from torch import nn
 
 
 class Bigram(nn.Module):
@@ -69,7 +70,7 @@ class PlainSGD:
         with torch.no_grad():
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter -= self.lr * parameter.grad
+                    parameter.sub_(parameter.grad, alpha=self.lr)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:

@@ -30,7 +30,9 @@ def key_rows() -> Iterator[KeyRow]:
 
 def print_keys(console: Console) -> None:
     for row in key_rows():
-        console.print(f"  {row.key}  ({row.type}; default {row.default})", highlight=False, markup=False)
+        console.print(
+            f"  {row.key}  ({row.type}; default {row.default})", highlight=False, markup=False
+        )
         console.print(Padding(row.meaning, (0, 0, 0, 6)), highlight=False, markup=False)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import tyro
 
-from forge_train.config.structure import _inner_dataclass, section_types
+from forge_train.config.structure import fits, inner_dataclass, section_types
 
 _BOOL = Literal["true", "false"]  # as in TOML; tyro's own are True and False
 
@@ -22,7 +22,7 @@ def parse_flags(
     Prints help and leaves on `--help`; leaves with tyro's message and status 2 on a bad flag.
     """
     shadow = _shadow("Flags", section_types(values), values)
-    parsed = tyro.cli(
+    parsed: Any = tyro.cli(
         shadow,
         prog=prog,
         description=description,
@@ -46,7 +46,7 @@ def _shadow(name: str, types: Mapping[str, Any], values: Mapping[str, Any]) -> t
     """
     members = []
     for key, kind in types.items():
-        inner = _inner_dataclass(kind)
+        inner = inner_dataclass(kind)
         raw = values.get(key)
         table = raw if isinstance(raw, dict) else {}
         if inner is None:
@@ -64,7 +64,7 @@ def _shadow_fields(name: str, cls: type, values: Mapping[str, Any]) -> type:
     members: list[Any] = []
     for item in dataclasses.fields(cls):
         kind = hints[item.name]
-        if _inner_dataclass(kind) is not None:
+        if inner_dataclass(kind) is not None:
             members.extend(_nested(item.name, kind, values))
         elif get_origin(kind) is not dict:  # a free table is for the file alone
             members.append((item.name, *_leaf(kind, item, values.get(item.name))))
@@ -77,9 +77,9 @@ def _nested(name: str, kind: Any, values: Mapping[str, Any]) -> list[Any]:
 
 
 def _leaf(kind: Any, item: Any, raw: Any) -> tuple[Any, Any]:
+    default = raw if raw is not None and fits(raw, kind) else item.default
     if kind is bool:
         kind = _BOOL
-    default = item.default if raw is None else raw
     if default is dataclasses.MISSING:
         kind, default = kind | None, None
     if isinstance(default, bool):

@@ -30,7 +30,9 @@ class Layers:
                 for other in group:
                     if self.origins.get(other) != origin:
                         self._drop(other)
-        if dotted == "model.name" and value != self.values.get("model", {}).get("name", "transformer"):
+        if dotted == "model.name" and value != self.values.get("model", {}).get(
+            "name", "transformer"
+        ):
             # another model has other keys: what earlier layers said of the old one goes
             for other in [k for k in self.origins if k.startswith("model.")]:
                 if self.origins[other] != origin:
@@ -79,7 +81,9 @@ def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     while current is not None:
         if current.resolve() in [p.resolve() for p in seen]:
             circle = " -> ".join(map(str, [*seen, current]))
-            raise ConfigError([f"extends {circle} is a circle; a base file must not extend its own child"])
+            raise ConfigError(
+                [f"extends {circle} is a circle; a base file must not extend its own child"]
+            )
         table = _read_toml(current, seen[-1] if seen else None)
         base = table.pop("extends", None)
         if base is not None and not isinstance(base, str):

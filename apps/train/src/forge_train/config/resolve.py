@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import tomlkit
-from forge_data import DataConfig, SourceConfig, open_source
 
+from forge_data import DataConfig, SourceConfig, open_source
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import structure
@@ -73,13 +73,19 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
         if isinstance(model, dict) and "vocab_size" not in model and source.vocab_size is not None:
             layers.set("model.vocab_size", source.vocab_size, f"derived from data.sources.{name}")
     wants_eval = layers.values.get("eval", {})
-    if data.validation is None and isinstance(wants_eval, dict) and wants_eval.get("every_steps") != 0:
+    if (
+        data.validation is None
+        and isinstance(wants_eval, dict)
+        and wants_eval.get("every_steps") != 0
+    ):
         (name, config), *_ = data.sources.items()
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
         for item in dataclasses.fields(SourceConfig):
             value = "validation" if item.name == "split" else getattr(config, item.name)
             if value is not None:
-                layers.set(f"data.validation.{item.name}", value, f"derived from data.sources.{name}")
+                layers.set(
+                    f"data.validation.{item.name}", value, f"derived from data.sources.{name}"
+                )
     return problems
 
 

@@ -75,7 +75,8 @@ class TrainConfig:
                                      "tokens_per_parameter)")  # fmt: skip
     tokens: int | None = _field(None, "length in tokens, rounded up to whole steps")
     tokens_per_parameter: float | None = _field(
-        None, "length as a multiple of the number of parameters (20 is compute-optimal by Chinchilla)"
+        None,
+        "length as a multiple of the number of parameters (20 is compute-optimal by Chinchilla)",
     )
     global_batch: int = _field(16, "sequences per optimizer step, whatever the number of processes")
     micro_batch: int | None = _field(
@@ -119,11 +120,15 @@ class TrainConfig:
 class EvalConfig:
     """Validation loss on data.validation."""
 
-    every_steps: int = _field(100, "steps between evaluations; one more follows the last step; 0: never")
+    every_steps: int = _field(
+        100, "steps between evaluations; one more follows the last step; 0: never"
+    )
     sequences: int = _field(64, "sequences of data.validation per evaluation, always the same ones")
 
     def __post_init__(self) -> None:
-        _require(_at_least(0, every_steps=self.every_steps) + _at_least(1, sequences=self.sequences))
+        _require(
+            _at_least(0, every_steps=self.every_steps) + _at_least(1, sequences=self.sequences)
+        )
 
 
 @dataclass(frozen=True)
@@ -131,10 +136,14 @@ class CheckpointConfig:
     """When to save; the last step and every stop are saved in any case."""
 
     every_steps: int = _field(100, "steps between checkpoints; 0: only at the end and at a stop")
-    keep_last: int = _field(3, "newest checkpoints to keep; the newest verified one is never removed")
+    keep_last: int = _field(
+        3, "newest checkpoints to keep; the newest verified one is never removed"
+    )
 
     def __post_init__(self) -> None:
-        _require(_at_least(0, every_steps=self.every_steps) + _at_least(1, keep_last=self.keep_last))
+        _require(
+            _at_least(0, every_steps=self.every_steps) + _at_least(1, keep_last=self.keep_last)
+        )
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,9 @@ class SampleConfig:
 
     prompt: str = _field("The ", "text to continue")
     max_new_tokens: int = _field(200, "tokens to write; 0: none")
-    temperature: float = _field(0.7, "0 takes the most likely token; 1 samples the model's own odds")
+    temperature: float = _field(
+        0.7, "0 takes the most likely token; 1 samples the model's own odds"
+    )
 
     def __post_init__(self) -> None:
         _require(_at_least(0, max_new_tokens=self.max_new_tokens, temperature=self.temperature))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import cattrs
-from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.errors import ClassValidationError, IterableValidationError
 
 from forge_train.config.schema import DenseModelConfig, ImportedModelConfig, JobConfig
 
@@ -31,11 +31,21 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if not isinstance(table, dict):
             problems.append(f"{name}: {_show(table)} must be a table; write [{name}] and its keys")
             continue
+        table = _known_part(table, cls, f"{name}.", problems)
         try:
             built[name] = _CONVERTER.structure(table, cls)
         except Exception as error:
             problems.extend(_explain(error, name, cls))
     return built, problems
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """True when a raw value can become a `kind`."""
+    try:
+        _CONVERTER.structure(value, kind)
+    except Exception:
+        return False
+    return True
 
 
 def section_types(values: Mapping[str, Any]) -> dict[str, type]:
@@ -51,7 +61,7 @@ def dotted_fields(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]
     """(dotted key, type, dataclass field) of every leaf below `cls`; `<name>` stands for a table's key."""
     hints = get_type_hints(cls)
     for item in fields(cls):
-        kind = _inner_dataclass(hints[item.name])
+        kind = inner_dataclass(hints[item.name])
         key = f"{prefix}{item.name}"
         if kind is None:
             yield key, hints[item.name], item
@@ -77,9 +87,37 @@ def type_name(kind: Any) -> str:
     return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
-def _inner_dataclass(kind: Any) -> type | None:
+def inner_dataclass(kind: Any) -> type | None:
+    """The dataclass in `X`, `X | None` or `dict[str, X]`; None when there is none."""
     candidates = [kind, *get_args(kind)]
     return next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), None)
+
+
+def _known_part(
+    table: dict[str, Any], cls: type, prefix: str, problems: list[str]
+) -> dict[str, Any]:
+    """`table` without the keys that `cls` does not know, each of which becomes a problem.
+
+    What is left is checked as if they were not there: one misspelt key hides no other problem.
+    """
+    hints = get_type_hints(cls)
+    siblings = [f"{prefix}{key}" for key in hints]
+    problems += [_unknown(f"{prefix}{key}", siblings) for key in table if key not in hints]
+    known = {key: value for key, value in table.items() if key in hints}
+    for key, value in known.items():
+        inner = inner_dataclass(hints[key])
+        if inner is None or not isinstance(value, dict):
+            continue
+        if get_origin(hints[key]) is dict:
+            known[key] = {
+                name: _known_part(entry, inner, f"{prefix}{key}.{name}.", problems)
+                if isinstance(entry, dict)
+                else entry
+                for name, entry in value.items()
+            }
+        else:
+            known[key] = _known_part(value, inner, f"{prefix}{key}.", problems)
+    return known
 
 
 # ---- strict leaves
@@ -125,12 +163,21 @@ def _is_optional(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
 
 
+def _is(origin: Any) -> Callable[[Any], bool]:
+    return lambda kind: get_origin(kind) is origin
+
+
 def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
-    for expected, accepted in ((int, (int,)), (float, (int, float)), (bool, (bool,)), (str, (str,))):
+    converter = cattrs.Converter(detailed_validation=True)
+    for expected, accepted in (
+        (int, (int,)),
+        (float, (int, float)),
+        (bool, (bool,)),
+        (str, (str,)),
+    ):
         converter.register_structure_hook(expected, _strict(expected, accepted))
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _literal)
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _tuple)
+    converter.register_structure_hook_func(_is(Literal), _literal)
+    converter.register_structure_hook_func(_is(tuple), _tuple)
     converter.register_structure_hook_func(_is_optional, _optional)
     return converter
 
@@ -149,17 +196,18 @@ def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
         problems = []
         for inner, note in with_notes:
             name = getattr(note, "name", getattr(note, "index", "?"))
-            child = _inner_dataclass(getattr(note, "type", None))
+            child = inner_dataclass(getattr(note, "type", None))
             problems.extend(_explain(inner, f"{path}.{name}", child))
         for inner in without:
             problems.extend(_explain(inner, path, cls))
         return problems
-    if isinstance(error, ForbiddenExtraKeysError):
-        known = [key for key, *_ in dotted_fields(error.cl, f"{path}.")]
-        return [_unknown(f"{path}.{extra}", known) for extra in sorted(error.extra_fields)]
     if isinstance(error, KeyError):  # a key without default
         return [f"{path}.{error.args[0]} is missing; it has no default, so give it a value"]
-    if cls is not None and isinstance(error, TypeError | AttributeError) and "must be" not in str(error):
+    if (
+        cls is not None
+        and isinstance(error, TypeError | AttributeError)
+        and "must be" not in str(error)
+    ):
         return [f"{path}: {error}; write it as a table with its keys"]
     # a package's config says "optimizer: lr -1 must ..."; our dotted key is the more exact address
     return [f"{path}: {_OWN_ADDRESS.sub('', line)}" for line in str(error).splitlines() if line]

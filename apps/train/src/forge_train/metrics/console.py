@@ -56,7 +56,9 @@ class _Live:
             TextColumn("{task.fields[text]}  left {task.fields[left]}"),
             console=Console(file=sys.stdout),
         )
-        self.task = self.progress.add_task("", total=total_steps, completed=first_step, text="", left="?")
+        self.task = self.progress.add_task(
+            "", total=total_steps, completed=first_step, text="", left="?"
+        )
         self.progress.start()
 
     def show(self, row: Mapping[str, Any], text: str) -> None:
@@ -89,7 +91,10 @@ def _describe(row: Mapping[str, Any]) -> str:
     ]
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
-    parts += [f"wait {row['data_wait_seconds']:.2f} s", f"mem {row['memory_bytes'] / 2**30:.2f} GiB"]
+    parts += [
+        f"wait {row['data_wait_seconds']:.2f} s",
+        f"mem {row['memory_bytes'] / 2**30:.2f} GiB",
+    ]
     return "  ".join(parts)
 
 

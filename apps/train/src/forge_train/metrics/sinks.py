@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -105,7 +106,9 @@ class BackgroundSink:
         try:
             return call()
         except Exception as error:
-            _warn(f"{self.name}: {type(error).__name__}: {error}; this sink is off, training goes on")
+            _warn(
+                f"{self.name}: {type(error).__name__}: {error}; this sink is off, training goes on"
+            )
             return None
 
 
@@ -127,7 +130,5 @@ def _keep_rows(path: Path, last_step: int) -> None:
 
 
 def _warn(message: str) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError):  # a closed stderr must not stop a run
         os.write(sys.stderr.fileno(), f"forge-train: {message}\n".encode())
-    except (OSError, ValueError):  # a closed stderr must not stop a run
-        pass

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience import read_events
-
 from forge_train.trainer.run_directory import RunDirectory
 
 

@@ -6,7 +6,6 @@ import shlex
 
 from forge_core import SamplingConfig
 from forge_resilience import ExitCode
-
 from forge_train.report.text import continuation
 from forge_train.trainer.build import run_tokenizer
 from forge_train.trainer.trainer import RunResult, Trainer

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import torch
 import tyro
+from torch import nn
+
 from forge_core import SamplingConfig, generate_stream
 from forge_data import Tokenizer
 from forge_parallel import select_device
-from torch import nn
-
 from forge_train.errors import ConfigError
 from forge_train.jobs import load_trained
 
@@ -33,7 +33,9 @@ def continuation(
     ids = tokenizer.encode(prompt)
     if not ids:
         if tokenizer.eos_id is None:
-            raise ConfigError(["prompt '' has no tokens and the tokenizer no end token; give a prompt"])
+            raise ConfigError(
+                ["prompt '' has no tokens and the tokenizer no end token; give a prompt"]
+            )
         ids = [tokenizer.eos_id]  # documents begin after it
     tokens = torch.tensor([ids], device=device)
     shown, new = tokenizer.decode([]), []

@@ -6,10 +6,10 @@ import inspect
 import math
 
 import torch
-from forge_core import Transformer, parameter_count
-from forge_data import Loader, PackedStream, SourceConfig, Tokenizer, load_tokenizer, open_source
 from torch import nn
 
+from forge_core import Transformer, parameter_count
+from forge_data import Loader, PackedStream, SourceConfig, Tokenizer, load_tokenizer, open_source
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError
 from forge_train.trainer.callbacks import import_attribute

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from forge_core import cross_entropy
 from forge_data import PackedStream
-from torch import nn
 
 
 @torch.no_grad()

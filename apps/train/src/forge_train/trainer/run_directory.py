@@ -26,11 +26,11 @@ FIXED_KEYS = ("run.seed", "optimizer.name", "model.name", "data.seq_len")
 class RunDirectory:
     """Paths of a run.
 
-        config.toml       resolved configuration, each value with its origin
-        environment.json  versions, machine, git commit; git.patch is the diff of a dirty tree
-        metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
-        checkpoints/      the store                    sample.txt    text of the trained model
-        tensorboard/      if asked for
+    config.toml       resolved configuration, each value with its origin
+    environment.json  versions, machine, git commit; git.patch is the diff of a dirty tree
+    metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
+    checkpoints/      the store                    sample.txt    text of the trained model
+    tensorboard/      if asked for
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store, StoreInUse
 from forge_core import (
     build_optimizer,
@@ -18,10 +19,11 @@ from forge_core import (
     initialise,
 )
 from forge_core.flops import peak_flops
+from forge_core.optim.build import OPTIMIZERS
+from forge_core.optim.registry import find
 from forge_data import Batch
 from forge_parallel import clip_grad_norm_, parallelize, select_device
 from forge_resilience import ExitCode, Journal, StopSignal
-
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, DataError, JobError, StateError
 from forge_train.metrics.console import ConsoleSink, console_mode
@@ -75,6 +77,7 @@ class Trainer:
         self.model = build_model(config.model)
         self.total_steps = total_steps(config, self.model)
         self.schedule = _as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
+        _as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
         self.loader = build_loader(config)
         self.validation = validation_stream(config)
@@ -92,9 +95,9 @@ class Trainer:
         self.paths.refuse_other_experiment(changes)
         self.paths.create()
         try:
-            with Store(self.paths.checkpoints, keep_last=self.config.checkpoint.keep_last) as store:
-                with StopSignal() as stop:
-                    return self._fit(store, stop, changes)
+            keep_last = self.config.checkpoint.keep_last
+            with Store(self.paths.checkpoints, keep_last) as store, StopSignal() as stop:
+                return self._fit(store, stop, changes)
         except StoreInUse as error:
             raise ConfigError([f"run.dir {self.paths.path} is in use: {error}"]) from error
         finally:
@@ -122,7 +125,7 @@ class Trainer:
         config = self.config
         self.model = parallelize(self.model, config.parallel, self.device)
         initialise(self.model, config.run.seed)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = _as_config_error(lambda: build_optimizer(self.model, config.optimizer))
         torch.manual_seed(config.run.seed)
 
     def _resume(self, store: Store) -> None:
