@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -102,6 +103,70 @@ def test_meta_and_plain_models_end_alike() -> None:
         _, meta = gradients(precision)
         _, plain = gradients(precision, meta=False)
         assert all(torch.equal(meta[n], plain[n]) for n in plain)
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, around a block that is given a table beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.block = TableBlock()
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.block]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embedding(tokens), torch.linspace(0, 1, 4)))
+
+
+class TableBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        self.seen += [x.dtype, table.dtype]
+        return self.linear((x * table).to(x.dtype))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_F11_tied_weights_stay_tied(precision: Literal["bf16", "fp32"]) -> None:
+    with torch.device("meta"):
+        model = Tied()
+    fill(parallelize(model, ParallelConfig(device="cpu", precision=precision)))
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["embedding.weight", "block.linear.weight", "block.linear.bias"]
+    model(torch.arange(6)[None]).float().square().sum().backward()
+    assert model.head.weight is model.embedding.weight
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_block_gets_its_fp32_tables_as_they_are() -> None:
+    model = Tied()
+    parallelize(model, ParallelConfig(device="cpu", precision="bf16"))
+    model(torch.arange(6)[None])
+    assert model.block.seen == [torch.bfloat16, torch.float32]
+
+
+def test_what_has_values_keeps_them_beside_what_is_on_meta() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, device="meta"))
+    model[0].running_mean.fill_(3.0)
+    parallelize(model, ParallelConfig(device="cpu", precision="fp32"))
+    assert model[0].running_mean.tolist() == [3.0, 3.0]
+    assert model[0].weight.tolist() == [1.0, 1.0]
+    assert model[1].weight.device.type == "cpu"
+
+
+def test_a_group_of_somebody_else_is_used_and_left_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallelize(Net(), ParallelConfig(device="cpu", precision="bf16"))
+    shutdown()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -42,15 +42,20 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -
     """Wrap every block and the root with FSDP2: `compute_dtype` forward and backward, fp32 reduction.
 
     Nothing is divided: losses are sums over the step's labels, divided once by the caller. On a mesh
-    of one rank parameters are kept gathered between forward and backward, as there is no memory to
-    save.
+    of one rank parameters are kept gathered between forward and backward: resharding would save the
+    bf16 copy and cost a second cast of every parameter. Float inputs of the model are cast to
+    `compute_dtype`, those of a block are not: it may be given fp32 tables, such as RoPE's.
     """
     # imported late: half a second that an fp32 run does not need
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     blocks = getattr(model, "blocks", None)
     for module in [*(blocks() if callable(blocks) else ()), model]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=module is model,
+        )
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size() > 1)
         _divide_by_nothing(module)
     return model
@@ -63,8 +68,25 @@ def _divide_by_nothing(module: nn.Module) -> None:
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move to `device`; a model on the meta device gets storage there, with arbitrary content."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(t.is_meta for t in tensors):
-        return model.to_empty(device=device)
-    return model.to(device)
+    """Move to `device`; what is on the meta device gets storage there, with arbitrary content.
+
+    What has values keeps them, and a parameter under several names stays one parameter.
+    """
+    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        return model.to(device)
+    # Leaving the meta device makes a new Parameter for each name, which would untie shared ones.
+    shared = _names_of_shared_parameters(model)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for first, *others in shared:
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+    return model
+
+
+def _names_of_shared_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
