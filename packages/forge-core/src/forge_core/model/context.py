@@ -23,8 +23,9 @@ class _Derived:
     blocks still share it, and rotary tables stay fp32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sources: tuple[Tensor | None, ...] = ()) -> None:
         self.values: dict[Any, Any] = {}
+        self.sources = sources
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,13 @@ class TokenContext:
     modality_ids: Tensor | None = None
     positions: Tensor | None = None
     _derived: _Derived = field(default_factory=_Derived, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # A context rebuilt around the same tensors shares; one with other tensors starts anew.
+        mine = (self.token_ids, self.valid, self.document_ids, self.modality_ids, self.positions)
+        theirs = self._derived.sources
+        if len(theirs) != len(mine) or any(a is not b for a, b in zip(mine, theirs)):
+            object.__setattr__(self, "_derived", _Derived(mine))
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""
