@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,11 @@ def _check_combination(config: JobConfig) -> None:
         problems.append(
             f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
             f"set model.max_seq_len = {config.data.seq_len}"
+        )
+    if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        problems.append(
+            "metrics.tensorboard true needs the package tensorboard, which is not installed; "
+            "pip install 'forge-train[track]' or set metrics.tensorboard = false"
         )
     if config.eval.every_steps == 0 and config.data.validation is not None:
         problems.append(

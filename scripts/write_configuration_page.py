@@ -1,0 +1,21 @@
+"""Write docs/configuration.md from the dataclasses: hatch run python scripts/write_configuration_page.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge_train.config.describe import keys_as_markdown
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Every key of a job, generated from the dataclasses that check it. Each can be set in a TOML file or as
+a flag, `--train.steps 100`; `<name>` is a name of your choice. `none` unsets an optional value. With
+`model.name = "package.module:function"` the other keys of `[model]` are `vocab_size` and the table
+`args`, the keyword arguments of that function.
+
+"""
+
+if __name__ == "__main__":
+    PAGE.write_text(HEAD + keys_as_markdown(), encoding="utf-8")
+    print(PAGE)

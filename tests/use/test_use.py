@@ -1,0 +1,192 @@
+"""The first minutes of a user: no GPU, no extras, no account, and answers that help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forge_testing import forge_train, kill_after_step, start, write_job
+from forge_testing.models import Counting
+from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = [*ROOT.glob("apps/train/configs/**/*.toml"), *ROOT.glob("examples/**/*.toml")]
+
+# Runs the tiny job in an interpreter where the extras cannot be imported.
+WITHOUT_EXTRAS = """
+import sys
+for name in ("wandb", "transformers", "datasets", "tensorboard", "tokenizers", "torchao"):
+    sys.modules[name] = None
+from forge_train.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_F79_a_machine_without_gpu_prints_its_first_loss_line(tmp_path: Path) -> None:
+    done = forge_train("run", write_job(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.code == 0, done.err
+    assert "step 1/12  loss 5." in done.out  # ln(257) = 5.55
+
+
+def test_F80_help_shows_type_default_and_meaning(tmp_path: Path) -> None:
+    shown = forge_train("run", write_job(tmp_path), "--help", COLUMNS="90").out
+    row = shown[shown.index("--train.global_batch INT") :][:200]
+    assert "sequences per optimizer step" in row
+    assert "(default: 4)" in row, "the file's value is the default"
+
+
+def test_F81_a_bad_configuration_is_found_before_a_process_group(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="divisible"):
+        Trainer(load_job(write_job(tmp_path), {"model.num_heads": 3}))
+    assert not torch.distributed.is_initialized()
+    assert not (tmp_path / "run").exists()
+
+
+def test_F82_hooks_from_the_configuration_and_from_code(tmp_path: Path) -> None:
+    name = "forge_testing.models:Counting"
+    mine = Counting()
+    trainer = Trainer(load_job(write_job(tmp_path), {"train.callbacks": [name]}), callbacks=[mine])
+    trainer.fit()
+    expected = {"start": 1, "step_end": 12, "log": 12, "evaluation": 2, "checkpoint": 4, "end": 1}
+    assert [c.calls for c in trainer.callbacks] == [expected, expected]
+
+
+def test_F82_a_hook_keeps_its_state_over_a_resume(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    settings: dict[str, Any] = {"schedule.name": "constant", "train.steps": 6}
+    Trainer(load_job(job, settings), callbacks=[Counting()]).fit()
+    again = Counting()
+    Trainer(load_job(job, {**settings, "train.steps": 9}), callbacks=[again]).fit()
+    assert again.calls["step_end"] == 9
+
+
+def test_F83_doctor_assumes_no_gpu() -> None:
+    seen = forge_train("doctor", "--json", CUDA_VISIBLE_DEVICES="")
+    report = json.loads(seen.out)
+    assert seen.code == report["exit_code"] in (0, 1)
+    states = {f["what"]: f["state"] for f in report["findings"]}
+    assert states["accelerator"] == states["computing"] == "ok"
+
+
+def test_F84_a_small_model_needs_no_extra(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, "run", str(write_job(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout
+
+
+def test_F84_an_extra_that_is_asked_for_and_missing_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, "run", str(write_job(tmp_path))]
+    done = subprocess.run(
+        [*command, "--metrics.tensorboard", "true"], capture_output=True, text=True
+    )
+    assert done.returncode == 78
+    assert "forge-train[track]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_F85_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    trainer = Trainer(load_job(path))
+    assert trainer.total_steps > 0
+
+
+def test_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
+    assert forge_train("run", write_job(tmp_path), "--optimizer.lr", "0.02", cwd=ROOT).code == 0
+    run = read_run(tmp_path / "run")
+    assert run.config["optimizer"]["lr"] == 0.02
+    assert "lr = 0.02 # flag" in (tmp_path / "run/config.toml").read_text()
+    assert run.environment["versions"]["torch"] == torch.__version__
+    assert len(run.environment["git"]["commit"]) == 40
+    assert run.environment["command"][-2:] == ["--optimizer.lr", "0.02"]
+    assert run.metrics["step"] == list(range(1, 13))
+    assert run.metrics["val_loss"].count(None) == 10
+    assert (run.events[0]["event"], run.events[-1]["event"]) == ("start", "done")
+
+
+def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
+    assert forge_train("run", write_job(tmp_path)).code == 0
+    copy = tmp_path / "run/config.toml"
+    again = forge_train("run", copy, "--run.dir", tmp_path / "again")
+    assert again.code == 0, again.err
+    first, second = (read_run(tmp_path / d).metrics["loss"] for d in ("run", "again"))
+    assert first == second
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    assert forge_train("run", job).code == 0
+    before = read_run(tmp_path / "run").metrics
+    again = forge_train("run", job)
+    assert again.code == 0, again.err
+    assert "done: step 12 of 12" in again.out
+    assert read_run(tmp_path / "run").metrics["step"] == before["step"]
+
+
+def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
+    losses = []
+    for i, micro_batch in enumerate(("4", "2", "1")):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        done = forge_train("run", write_job(folder), "--train.micro_batch", micro_batch)
+        assert done.code == 0, done.err
+        losses.append(torch.tensor(read_run(folder / "run").metrics["loss"], dtype=torch.float64))
+    for other in losses[1:]:
+        # fp32 sums in another order, through 12 steps of AdamW
+        torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=0)
+
+
+def test_generate_streams_the_same_text_for_the_same_seed(tmp_path: Path) -> None:
+    assert forge_train("run", write_job(tmp_path)).code == 0
+    flags = ("--prompt", "If ", "--max_new_tokens", "20", "--seed", "3")
+    first = forge_train("generate", tmp_path / "run", *flags)
+    assert first.code == 0, first.err
+    assert first.out.startswith("If ")
+    assert forge_train("generate", tmp_path / "run", *flags).out == first.out
+    assert forge_train("generate", tmp_path / "run", *flags[:-1], "4").out != first.out
+
+
+def test_generate_reads_beside_a_run_that_trains(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    process = start("run", job, "--train.steps", "100000")
+    from forge_testing import wait_for_step
+
+    wait_for_step(process, tmp_path / "run/metrics.jsonl", 4)
+    shown = forge_train("generate", tmp_path / "run", "--prompt", "If ", "--max_new_tokens", "5")
+    stopped = kill_after_step(process, tmp_path / "run/metrics.jsonl", 1, 15)
+    assert shown.code == 0, shown.err
+    assert stopped.code == 75
+    assert load_trained(tmp_path / "run")[2] > 3
+
+
+def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert forge_train("run", write_job(tmp_path), "--metrics.tensorboard", "true").code == 0
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    written = [(e.step, round(e.value, 4)) for e in events.Scalars("loss")]
+    metrics = read_run(tmp_path / "run").metrics
+    assert written == [(s, round(v, 4)) for s, v in zip(metrics["step"], metrics["loss"])]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    failed = forge_train(
+        "run", write_job(tmp_path), "--optimizer.lr", "1e30", "--train.max_grad_norm", "None"
+    )
+    assert failed.code == 1
+    assert "must be finite" in failed.err
+    assert "Traceback" not in failed.err
+    model, _, step = load_trained(tmp_path / "run") if _has_steps(tmp_path) else (None, None, 0)
+    assert model is None or all(bool(p.isfinite().all()) for p in model.parameters()), step
+
+
+def _has_steps(folder: Path) -> bool:
+    return any((folder / "run/checkpoints").glob("step-*"))
