@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from forge_testing import forge_train, kill_after_step, start, write_job
 from forge_testing.models import Counting
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
