@@ -94,8 +94,21 @@ def test_F84_an_extra_that_is_asked_for_and_missing_is_one_line(tmp_path: Path) 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
 def test_F85_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)
     trainer = Trainer(load_job(path))
     assert trainer.total_steps > 0
+
+
+def test_the_example_of_a_hook_runs(tmp_path: Path) -> None:
+    done = forge_train(
+        "run", "examples/weight_norms.toml", "--run.dir", tmp_path / "run",
+        "--train.steps", "20", "--schedule.warmup_steps", "0", "--train.global_batch", "2",
+        "--eval.every_steps", "0", "--sample.max_new_tokens", "0", cwd=ROOT,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = [json.loads(r) for r in (tmp_path / "run/weight_norms.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [10, 20]
+    assert 0 < rows[0]["lm_head.weight"] < rows[1]["lm_head.weight"]
 
 
 def test_a_run_tells_how_it_was_made(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and leave with its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    sys.path.insert(0, os.getcwd())  # import paths in a configuration start where the user stands
     try:
         code = int(_dispatch(args))
         sys.stdout.flush()
