@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,41 @@ def test_the_example_of_a_hook_runs(tmp_path: Path) -> None:
     rows = [json.loads(r) for r in (tmp_path / "run/weight_norms.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [10, 20]
     assert 0 < rows[0]["lm_head.weight"] < rows[1]["lm_head.weight"]
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    readme = (ROOT / "apps/train/README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    code = code.replace("runs/watch", str(tmp_path / "watch"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert read_run(tmp_path / "watch").metrics["step"] == [10, 20, 30]
+
+
+def test_own_text_takes_two_lines(tmp_path: Path) -> None:
+    """The two commands that the README gives, with the tiny job instead of the debug one."""
+    (tmp_path / "texts").mkdir()
+    for i in range(6):
+        (tmp_path / f"texts/{i}.txt").write_text(f"text number {i} says something. " * 40)
+    prepare = [sys.executable, "-m", "forge_data", "prepare", "texts", "--output", "tokens/mine"]
+    made = subprocess.run(
+        [*prepare, "--validation_every", "3"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    name = "--data.sources.text."
+    done = forge_train(
+        "run",
+        write_job(tmp_path),
+        f"{name}name",
+        "tokens",
+        f"{name}path",
+        "tokens/mine",
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done.err
+    run = read_run(tmp_path / "run")
+    assert run.config["data"]["validation"]["split"] == "validation"
+    assert run.metrics["val_loss"][-1] < 5.6
 
 
 def test_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
