@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,19 @@ def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
     assert again.code == 0, again.err
     first, second = (read_run(tmp_path / d).metrics["loss"] for d in ("run", "again"))
     assert first == second
+
+
+def test_the_commands_shown_at_the_end_work(tmp_path: Path) -> None:
+    done = forge_train("run", write_job(tmp_path), "--run.dir", tmp_path / "my run")
+    shown = [
+        line.split("#")[0].strip() for line in done.out.splitlines() if "  forge-train" in line
+    ]
+    assert len(shown) == 3, done.out
+    for command in shown:
+        again = forge_train(*shlex.split(command)[1:])
+        assert again.code == 0, (command, again.err)
+    assert read_run(tmp_path / "my run").metrics["step"][-1] == 24
+    assert read_run(tmp_path / "my run-2").metrics["step"][-1] == 24  # of the second command
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def run(args: list[str]) -> int:
     result = trainer.fit()
     from forge_train.report.summary import print_summary
 
-    print_summary(trainer, result, config_file=_positional(args))
+    print_summary(trainer, result, args)
     return result.exit_code
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Sequence
 
 from forge_core import SamplingConfig
 from forge_resilience import ExitCode
@@ -11,14 +13,18 @@ from forge_train.trainer.build import run_tokenizer
 from forge_train.trainer.trainer import RunResult, Trainer
 
 
-def print_summary(trainer: Trainer, result: RunResult, config_file: str | None) -> None:
-    """Print the end of a run to stdout; writes sample.txt when the run is done and asks for it."""
+def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> None:
+    """Print the end of a run to stdout; writes sample.txt when the run is done and asks for it.
+
+    `args` are those of `forge-train run`, so that the same command can be shown again.
+    """
+    command = "hatch run forge-train" if "HATCH_ENV_ACTIVE" in os.environ else "forge-train"
     run_dir = shlex.quote(str(trainer.paths.path))
-    again = f"forge-train run {shlex.quote(config_file or str(trainer.paths.config))}"
     print()
     if result.exit_code is ExitCode.REQUEUE:
         print(f"stopped and saved at step {result.step} of {trainer.total_steps}")
-        print(f"\nrun directory  {trainer.paths.path}\n\nto go on       {again}")
+        print(f"\nrun directory  {trainer.paths.path}")
+        print(f"\nto go on\n  {command} run {shlex.join(args)}")
         return
     print(f"done: step {result.step} of {trainer.total_steps}")
     if result.val_loss is not None:
@@ -26,12 +32,13 @@ def print_summary(trainer: Trainer, result: RunResult, config_file: str | None) 
     text = sample_text(trainer)
     if text:
         print(f"\n--- sample\n{text}\n---")
-    print(f"\nrun directory  {trainer.paths.path}")
-    print("\nnext")
+    resolved = shlex.quote(str(trainer.paths.config))
+    print(f"\nrun directory  {trainer.paths.path}\n\nnext")
     if trainer.config.sample.max_new_tokens:
-        print(f"  forge-train generate {run_dir} --prompt 'The '")
-    print(f"  {again} --train.steps {2 * trainer.total_steps}   # go on from here")
-    print(f"  {again} --run.dir {run_dir}-2 --optimizer.lr 1e-3   # another run")
+        print(f"  {command} generate {run_dir} --prompt 'The '")
+    print(f"  {command} run {resolved} --train.steps {2 * trainer.total_steps}   # go on from here")
+    other = shlex.quote(f"{trainer.paths.path}-2")
+    print(f"  {command} run {resolved} --run.dir {other} --optimizer.lr 1e-3   # another run")
 
 
 def sample_text(trainer: Trainer) -> str:
