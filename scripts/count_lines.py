@@ -30,7 +30,8 @@ def public_names(package: Path) -> int:
 def main() -> int:
     total = 0
     print(f"{'package':18}{'lines':>7}{'budget':>8}{'names':>7}  largest file")
-    for package in sorted(p for p in ROOT.glob("*/*/src/*") if (p / "__init__.py").exists()):
+    folders = [*ROOT.glob("packages/*/src/*"), *ROOT.glob("apps/*/src/*")]
+    for package in sorted(p for p in folders if (p / "__init__.py").exists()):
         sizes = {f: len(f.read_text().splitlines()) for f in package.rglob("*.py")}
         lines, largest = sum(sizes.values()), max(sizes, key=lambda f: sizes[f])
         total += lines
