@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_testing import forge_train, kill_after_step, start, write_job
+from forge_testing import forge_train, kill_after_step, start, wait_for_step, write_job
 from forge_testing.models import Counting
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 
@@ -219,8 +219,6 @@ def test_generate_streams_the_same_text_for_the_same_seed(tmp_path: Path) -> Non
 def test_generate_reads_beside_a_run_that_trains(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start("run", job, "--train.steps", "100000")
-    from forge_testing import wait_for_step
-
     wait_for_step(process, tmp_path / "run/metrics.jsonl", 4)
     shown = forge_train("generate", tmp_path / "run", "--prompt", "If ", "--max_new_tokens", "5")
     stopped = kill_after_step(process, tmp_path / "run/metrics.jsonl", 1, 15)
@@ -250,6 +248,34 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path)
     assert "Traceback" not in failed.err
     model, _, step = load_trained(tmp_path / "run") if _has_steps(tmp_path) else (None, None, 0)
     assert model is None or all(bool(p.isfinite().all()) for p in model.parameters()), step
+
+
+def test_a_reader_who_leaves_changes_neither_run_nor_exit_code(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    process = start("run", job, "--train.steps", "100000")
+    assert process.stdout is not None
+    process.stdout.close()
+    stopped_after = 5
+    wait_for_step(process, tmp_path / "run/metrics.jsonl", stopped_after)
+    process.terminate()
+    assert process.wait(60) == 75
+    assert load_trained(tmp_path / "run")[2] >= stopped_after
+
+
+def test_a_disk_that_is_full_is_one_message_and_harms_no_checkpoint(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    assert forge_train("run", job, "--train.steps", "6").code == 0
+    good = load_trained(tmp_path / "run")[2]
+    # files may not grow over 20 kB: rows still fit, the tensors of a checkpoint do not
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    code = limit + "from forge_train.cli import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", str(job)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "was not saved" in done.stderr
+    assert load_trained(tmp_path / "run")[2] == good
 
 
 def _has_steps(folder: Path) -> bool:

@@ -5,6 +5,7 @@ Heavy modules are imported by the verb that needs them: help and refusals come a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and leave with its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     sys.path.insert(0, os.getcwd())  # import paths in a configuration start where the user stands
+    code: int = ExitCode.DONE
     try:
         code = int(_dispatch(args))
         sys.stdout.flush()
     except BrokenPipeError:  # `forge-train --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = ExitCode.DONE
     sys.exit(code)
 
 
@@ -52,20 +53,23 @@ def _dispatch(args: list[str]) -> int:
         return _fail(error.problems, error.exit_code)
     except SystemExit as stop:  # tyro: 0 after help, 2 after a bad flag
         return ExitCode.CONFIG_ERROR if stop.code == 2 else stop.code  # type: ignore[return-value]
-    except KeyboardInterrupt:  # before the run's own handler is there, so nothing to save
-        return _fail(["interrupted before the first step; nothing was changed"], ExitCode.REQUEUE)
+    except KeyboardInterrupt:  # outside the loop, which has a handler of its own
+        return _fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
 
 
 def run(args: list[str]) -> int:
     """Train what CONFIG describes, or go on where its run directory stands."""
+    job = _job(args, "run", run.__doc__ or "")
+    from forge_parallel import shutdown
+    from forge_train.report.summary import print_summary
     from forge_train.trainer.trainer import Trainer
 
-    job = _job(args, "run", run.__doc__ or "")
     trainer = Trainer(job)
     result = trainer.fit()
-    from forge_train.report.summary import print_summary
-
-    print_summary(trainer, result, args)
+    # the run is over and saved: a reader who left, or has no patience for the sample, changes no code
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        print_summary(trainer, result, args)
+    shutdown()
     return result.exit_code
 
 

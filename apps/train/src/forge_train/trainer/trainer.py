@@ -261,7 +261,11 @@ class Trainer:
             started = time.perf_counter()
             for sink in self.sinks:
                 sink.flush()  # rows up to here outlive a kill, as the checkpoint does
-            store.save(self.progress.step, self.state)
+            try:
+                store.save(self.progress.step, self.state)
+            except OSError as error:  # a full disk: the older checkpoints are still there
+                self.journal.record("save_failed", step=self.progress.step, error=str(error))
+                raise JobError([f"{self.paths.checkpoints}: {error}"]) from error
             seconds = time.perf_counter() - started
         self._last_saved = self.progress.step
         self.journal.record("save", step=self.progress.step, seconds=round(seconds, 4))
