@@ -172,12 +172,11 @@ def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
 
 def test_the_commands_shown_at_the_end_work(tmp_path: Path) -> None:
     done = forge_train("run", write_job(tmp_path), "--run.dir", tmp_path / "my run")
-    shown = [
-        line.split("#")[0].strip() for line in done.out.splitlines() if "  forge-train" in line
-    ]
+    end = done.out[done.out.index("\nnext\n") :].splitlines()
+    shown = [line.split("#")[0].split("forge-train ")[1] for line in end if "forge-train " in line]
     assert len(shown) == 3, done.out
     for command in shown:
-        again = forge_train(*shlex.split(command)[1:])
+        again = forge_train(*shlex.split(command))
         assert again.code == 0, (command, again.err)
     assert read_run(tmp_path / "my run").metrics["step"][-1] == 24
     assert read_run(tmp_path / "my run-2").metrics["step"][-1] == 24  # of the second command
