@@ -170,7 +170,7 @@ CASES = [
     Case("F41 raw file without dtype", raw_without_dtype, DATA, ("raw.bin", "dtype")),
     Case("F49 vocabulary too small", vocabulary, DATA, ("model.vocab_size 64", "must be below")),
     Case("unwritable run directory", unwritable, CONFIG, ("file/run", "cannot be written")),
-    Case("checkpoint of another model", other_model, CONFIG, ("another model", "16", "32")),
+    Case("checkpoint of another model", other_model, CONFIG, ("model.dim was 16", "32")),
     Case("no checkpoint verifies", damaged_store, CORRUPT, ("step-", "manifest")),
     Case("data changed under a run", changed_data, DATA, ("other data", "source.num_tokens: checkpoint")),
 ]  # fmt: skip

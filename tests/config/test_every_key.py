@@ -97,7 +97,11 @@ ROPE = {
 PROBES: dict[str, Probe] = {
     "run.dir": Probe("elsewhere", lambda t: str(t.paths.path)),
     "run.seed": Probe(1, initial),
-    "model.name": Probe("forge_testing.models:bigram", lambda t: type(t.model).__name__),
+    "model.name": Probe(
+        "forge_testing.models:bigram",
+        lambda t: type(t.model).__name__,
+        {"sample.max_new_tokens": 0},
+    ),
     "model.vocab_size": Probe(300, shapes),
     "model.dim": Probe(32, shapes),
     "model.num_layers": Probe(2, shapes),
@@ -197,6 +201,7 @@ def test_every_key_has_a_probe() -> None:
 
 def test_model_args_reach_the_builder(tmp_path: Path) -> None:
     settings = {"model.name": "forge_testing.models:bigram", "model.args.width": 12}
+    settings["sample.max_new_tokens"] = 0
     job = write_job(tmp_path)
     t = Trainer(load_job(job, settings))
     assert t.model.table.weight.shape == (257, 12)

@@ -178,6 +178,7 @@ def test_the_commands_shown_at_the_end_work(tmp_path: Path) -> None:
     for command in shown:
         again = forge_train(*shlex.split(command))
         assert again.code == 0, (command, again.err)
+        assert "Warning" not in again.err
     assert read_run(tmp_path / "my run").metrics["step"][-1] == 24
     assert read_run(tmp_path / "my run-2").metrics["step"][-1] == 24  # of the second command
 
@@ -240,7 +241,7 @@ def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
     failed = forge_train(
-        "run", write_job(tmp_path), "--optimizer.lr", "1e30", "--train.max_grad_norm", "None"
+        "run", write_job(tmp_path), "--optimizer.lr", "1e30", "--train.max_grad_norm", "none"
     )
     assert failed.code == 1
     assert "must be finite" in failed.err
@@ -269,7 +270,11 @@ def test_a_disk_that_is_full_is_one_message_and_harms_no_checkpoint(tmp_path: Pa
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
     code = limit + "from forge_train.cli import main; main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", str(job)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, "run", str(job)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,  # no checkout, so no git.patch of unknown size
     )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and leave with its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    sys.path.insert(0, os.getcwd())  # import paths in a configuration start where the user stands
+    _prepare_process(args)
     code: int = ExitCode.DONE
     try:
         code = int(_dispatch(args))
@@ -34,6 +35,24 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:  # `forge-train --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
+
+
+def _prepare_process(args: Sequence[str]) -> None:
+    """Closed streams, odd encodings and early signals must not decide how a run ends."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    with contextlib.suppress(OSError):  # a folder that is gone
+        # import paths in a configuration start where the user stands, after everything installed
+        sys.path.append(os.getcwd())
+    if args[:1] == [
+        "run"
+    ]:  # until the loop's own handler: nothing is lost yet, so simply come again
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: sys.exit(ExitCode.REQUEUE))
 
 
 def _dispatch(args: list[str]) -> int:
@@ -129,7 +148,8 @@ def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
     if config is None and not wants_help:
         raise ConfigError([f"forge-train {verb} needs a TOML file; forge-train {verb} CONFIG.toml"])
     layers = Layers() if config is None else read_layers(Path(config))
-    if wants_help and "sources" not in layers.values.get("data", {}):
+    data = layers.values.get("data", {})
+    if wants_help and isinstance(data, dict) and "sources" not in data:
         layers.set("data.sources.NAME.name", "builtin", "example")
     flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"

@@ -12,8 +12,10 @@ from torch import nn
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store
 from forge_core import initialise
 from forge_data import Tokenizer
+from forge_parallel import materialise
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
+from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import ConfigError, StateError
 from forge_train.trainer.build import build_model, run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
@@ -44,8 +46,9 @@ def load_trained(
             [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
         )
     job = load_job(paths.config)
-    model = build_model(job.config.model).to_empty(device=device)
-    initialise(model, job.config.run.seed)  # buffers and anything a checkpoint need not hold
+    dense = isinstance(job.config.model, DenseModelConfig)
+    model = materialise(build_model(job.config.model, job.config.run.seed), torch.device(device))
+    initialise(model, job.config.run.seed, strict=dense)  # what a checkpoint need not hold
     try:
         with Store(paths.checkpoints, read_only=True) as store:
             step = store.load({"model": model})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from forge_train.config.structure import fits, inner_dataclass, section_types
 
+_NONE = Literal["none"]
 _BOOL = Literal["true", "false"]  # as in TOML; tyro's own are True and False
 
 
@@ -78,10 +79,13 @@ def _nested(name: str, kind: Any, values: Mapping[str, Any]) -> list[Any]:
 
 def _leaf(kind: Any, item: Any, raw: Any) -> tuple[Any, Any]:
     default = raw if raw is not None and fits(raw, kind) else item.default
-    if kind is bool:
-        kind = _BOOL
     if default is dataclasses.MISSING:
         kind, default = kind | None, None
+    if type(None) in get_args(kind):  # `none` here as in a file, where structure() reads it
+        (inner,) = (a for a in get_args(kind) if a is not type(None))
+        kind, default = inner | _NONE, "none" if default is None else default
+    if kind is bool:
+        kind = _BOOL
     if isinstance(default, bool):
         default = str(default).lower()
     if isinstance(default, list):

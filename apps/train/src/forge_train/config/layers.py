@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -72,7 +73,26 @@ def read_layers(path: Path) -> Layers:
     layers = Layers()
     for file, table in reversed(list(_chain(path))):
         layers.add(table, str(file) if file == path else f"base {file}")
+    _refuse_odd_names(layers.values)
     return layers
+
+
+def _refuse_odd_names(values: Mapping[str, Any]) -> None:
+    """Names of sources become parts of flags, `--data.sources.NAME.path`."""
+    data = values.get("data", {})
+    sources = data.get("sources", {}) if isinstance(data, dict) else {}
+    odd = (
+        [n for n in sources if not n.isidentifier() or keyword.iskeyword(n)]
+        if isinstance(sources, dict)
+        else []
+    )
+    if odd:
+        raise ConfigError(
+            [
+                f"data.sources.{name}: {name!r} must be letters, digits and underscores; rename it"
+                for name in odd
+            ]
+        )
 
 
 def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tomlkit
 
-from forge_data import DataConfig, SourceConfig, open_source
+from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import structure
@@ -140,6 +140,15 @@ def _check_data(config: JobConfig) -> None:
                 f"{config.sample.max_new_tokens} wants text; set sample.max_new_tokens = 0 or "
                 "prepare the data with forge-data"
             )
+        limit = getattr(config.model, "max_seq_len", None)
+        if key != "data.validation" and source.tokenizer and limit and config.sample.max_new_tokens:
+            length = _prompt_length(source.tokenizer, config.sample.prompt, problems)
+            if length + config.sample.max_new_tokens > limit:
+                problems.append(
+                    f"sample.max_new_tokens {config.sample.max_new_tokens} after a prompt of {length} "
+                    f"tokens must stay within model.max_seq_len {limit}; use "
+                    f"{max(limit - length, 0)} or fewer"
+                )
         if key != "data.validation" and source_config == config.data.validation:
             problems.append(
                 f"{key} and data.validation are the same data; validation must be held out: use "
@@ -147,6 +156,14 @@ def _check_data(config: JobConfig) -> None:
             )
     if problems:
         raise DataError(problems)
+
+
+def _prompt_length(tokenizer: dict[str, Any], prompt: str, problems: list[str]) -> int:
+    try:
+        return max(1, len(load_tokenizer(tokenizer).encode(prompt)))
+    except ValueError as error:  # a byte of the command line that is no text
+        problems.append(f"sample.prompt {prompt!r}: {error}; write it as UTF-8 text")
+        return 1
 
 
 def _sentence(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,9 +22,9 @@ def _require(problems: list[str]) -> None:
 
 def _at_least(minimum: float, **values: float | None) -> list[str]:
     return [
-        f"{name} {value} must be at least {minimum}; use {minimum} or more"
+        f"{name} {value} must be a finite number of at least {minimum}; use {minimum} or more"
         for name, value in values.items()
-        if value is not None and value < minimum
+        if value is not None and not minimum <= value < math.inf
     ]
 
 
@@ -35,8 +36,10 @@ class RunConfig:
     seed: int = _field(0, "seed of initial weights, of the order of data and of random numbers")
 
     def __post_init__(self) -> None:
+        large = self.seed >= 2**63
         _require(
             _at_least(0, seed=self.seed)
+            + ([f"seed {self.seed} must be below 2**63; use a smaller one"] if large else [])
             + ([] if self.dir.strip() else ["dir '' must name a folder; use dir = 'runs/my_run'"])
         )
 
@@ -102,7 +105,7 @@ class TrainConfig:
                 f"length given by {given}: exactly one of {', '.join(LENGTH_KEYS)} must be set; "
                 "set train.steps = 400, for example"
             )
-        if self.tokens_per_parameter is not None and self.tokens_per_parameter <= 0:
+        if self.tokens_per_parameter is not None and not 0 < self.tokens_per_parameter < math.inf:
             problems.append(
                 f"tokens_per_parameter {self.tokens_per_parameter} must be above 0; use 20.0"
             )
@@ -111,7 +114,7 @@ class TrainConfig:
                 f"global_batch {self.global_batch} must be divisible by micro_batch "
                 f"{self.micro_batch}; use micro_batch {_divisors(self.global_batch)}"
             )
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             problems.append(f"max_grad_norm {self.max_grad_norm} must be above 0; use 1.0 or none")
         _require(problems)
 

@@ -71,9 +71,12 @@ def stream_text(
         raise ConfigError(str(error).splitlines()) from error
     model, tokenizer, step = load_trained(run_dir, place)
     print(f"{run_dir} at step {step}", file=sys.stderr)
-    sys.stdout.write(prompt)
-    for piece in continuation(model, tokenizer, prompt, max_new_tokens, sampling, place):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    sys.stdout.write(prompt.encode(errors="replace").decode())
+    try:
+        for piece in continuation(model, tokenizer, prompt, max_new_tokens, sampling, place):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except ValueError as error:  # a prompt that is no text, a length beyond the model's
+        raise ConfigError(str(error).splitlines()) from error
     sys.stdout.write("\n")
     return 0

@@ -15,20 +15,25 @@ from forge_train.errors import ConfigError
 from forge_train.trainer.callbacks import import_attribute
 
 
-def build_model(section: ModelSection) -> nn.Module:
-    """The model on the meta device: shapes only, no memory, no numbers."""
-    with torch.device("meta"):
-        if isinstance(section, DenseModelConfig):
+def build_model(section: ModelSection, seed: int) -> nn.Module:
+    """The model: ours on the meta device (shapes only), an imported one as its builder makes it.
+
+    Somebody else's buffers and initial values exist only where their code computed them, so it runs
+    for real, on the CPU, after `torch.manual_seed(seed)`.
+    """
+    if isinstance(section, DenseModelConfig):
+        with torch.device("meta"):
             return Transformer(section)
-        build = import_attribute(section.name, "model.name")
-        try:
-            inspect.signature(build).bind(vocab_size=section.vocab_size, **section.args)
-        except TypeError as error:
-            raise ConfigError(
-                [f"model.args {section.args}: {section.name}(vocab_size=..., **args) {error}; "
-                 "give the arguments that this builder takes"]
-            ) from error  # fmt: skip
+    build = import_attribute(section.name, "model.name")
+    try:
+        inspect.signature(build).bind(vocab_size=section.vocab_size, **section.args)
+        torch.manual_seed(seed)
         model = build(vocab_size=section.vocab_size, **section.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            [f"model.args {section.args}: {section.name}(vocab_size=..., **args): {error}; "
+             "give the arguments that this builder takes"]
+        ) from error  # fmt: skip
     if not isinstance(model, nn.Module):
         raise ConfigError([f"model.name {section.name!r} built a {type(model).__name__}, which must "
                            "be a torch.nn.Module; return the model"])  # fmt: skip

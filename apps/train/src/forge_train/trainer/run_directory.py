@@ -20,7 +20,13 @@ from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError
 
 #: Keys whose change makes another experiment; the rest may change between lives of a run.
-FIXED_KEYS = ("run.seed", "optimizer.name", "model.name", "data.seq_len")
+FIXED_KEYS = ("run.seed", "optimizer.name", "data.seq_len")
+#: Of [model] everything is fixed but what shapes no output: the length limit and the initial spread.
+FREE_MODEL_KEYS = ("model.max_seq_len", "model.init_std")
+
+
+def _is_fixed(key: str) -> bool:
+    return key in FIXED_KEYS or (key.startswith("model.") and key not in FREE_MODEL_KEYS)
 
 
 class RunDirectory:
@@ -71,8 +77,8 @@ class RunDirectory:
         problems = [
             f"{key} was {changes[key][0]!r} when {self.path} was started and is now "
             f"{changes[key][1]!r}; it must stay within a run: set it back or choose another run.dir"
-            for key in FIXED_KEYS
-            if key in changes
+            for key in changes
+            if _is_fixed(key)
         ]
         if problems:
             raise ConfigError(problems)

@@ -25,6 +25,7 @@ from forge_data import Batch
 from forge_parallel import clip_grad_norm_, parallelize, select_device
 from forge_resilience import ExitCode, Journal, StopSignal
 from forge_train.config.resolve import ResolvedJob
+from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import ConfigError, DataError, JobError, StateError
 from forge_train.metrics.console import ConsoleSink, console_mode
 from forge_train.metrics.meter import Meter, memory_bytes
@@ -74,7 +75,12 @@ class Trainer:
         self.callbacks = [*callbacks, *load_callbacks(config.train.callbacks)]
         self.paths = RunDirectory(config.run.dir)
         self.device = _as_config_error(lambda: select_device(config.parallel.device))
-        self.model = build_model(config.model)
+        self.model = build_model(config.model, config.run.seed)
+        if config.sample.max_new_tokens and not hasattr(self.model, "new_cache"):
+            raise ConfigError(
+                [f"sample.max_new_tokens {config.sample.max_new_tokens} needs a model that generates "
+                 f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"]
+            )  # fmt: skip
         self.total_steps = total_steps(config, self.model)
         self.schedule = _as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
         _as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
@@ -91,12 +97,13 @@ class Trainer:
 
     def fit(self) -> RunResult:
         """Train to the end or to a stop signal; save; say how it ended."""
-        changes = self.paths.changes(self.job)
-        self.paths.refuse_other_experiment(changes)
         self.paths.create()
         try:
             keep_last = self.config.checkpoint.keep_last
             with Store(self.paths.checkpoints, keep_last) as store, StopSignal() as stop:
+                changes = self.paths.changes(self.job)
+                if store.steps():  # before the first checkpoint there is nothing to protect
+                    self.paths.refuse_other_experiment(changes)
                 return self._fit(store, stop, changes)
         except StoreInUse as error:
             raise ConfigError([f"run.dir {self.paths.path} is in use: {error}"]) from error
@@ -124,7 +131,12 @@ class Trainer:
     def _materialise(self) -> None:
         config = self.config
         self.model = parallelize(self.model, config.parallel, self.device)
-        initialise(self.model, config.run.seed)
+        # an imported model keeps what its builder drew where it offers no table of its own
+        _as_config_error(
+            lambda: initialise(
+                self.model, config.run.seed, strict=isinstance(config.model, DenseModelConfig)
+            )
+        )
         self.optimizer = _as_config_error(lambda: build_optimizer(self.model, config.optimizer))
         torch.manual_seed(config.run.seed)
 
@@ -140,11 +152,14 @@ class Trainer:
         }
         for callback in self.callbacks:
             if hasattr(callback, "state_dict"):
-                self.state[f"callback.{type(callback).__name__}"] = callback
+                self.state[_state_name(callback, self.state)] = callback
         try:
             step = store.load(self.state)
         except CheckpointMismatch as error:
-            fix = "the checkpoints of this run.dir belong to another model; choose another run.dir"
+            fix = (
+                "the checkpoints of this run.dir belong to another model or to other callbacks with "
+                "state; choose another run.dir"
+            )
             raise ConfigError([f"{self.paths.checkpoints}: {error}", fix]) from error
         except CorruptCheckpoint as error:
             raise StateError([str(error)]) from error
@@ -155,7 +170,13 @@ class Trainer:
 
     def _open_outputs(self, changes: dict[str, list[Any]]) -> None:
         step = self.progress.step
-        self.paths.record(self.job)
+        try:
+            self.paths.record(self.job)
+        except OSError as error:
+            raise JobError(
+                [f"run.dir {self.paths.path} cannot be written ({error.strerror}); make room there or "
+                 "choose another folder"]
+            ) from error  # fmt: skip
         self.journal = Journal(self.paths.events)
         event = {"step": step, "total_steps": self.total_steps, "device": str(self.device)}
         if step:
@@ -192,7 +213,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.tokens += tokens
         self.meter.count(tokens)
-        if self._due(self.config.metrics.every_steps):
+        if self._due(self.config.metrics.every_steps) or self._evaluation_due():
             self._pending = _PendingRow(self._row(lr, batch.digest), loss, grad_norm)
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -217,7 +238,7 @@ class Trainer:
 
     def _after_step(self, store: Store) -> None:
         self._call("on_step_end")
-        if self._due(self.config.eval.every_steps):
+        if self._evaluation_due():
             self._evaluate()
         if self._due(self.config.checkpoint.every_steps):
             self._save(store)
@@ -233,6 +254,11 @@ class Trainer:
         else:
             self.journal.record("stop", step=self.progress.step, signal=stop.signal_name)
         self._call("on_end")
+
+    def _evaluation_due(self) -> bool:
+        """At the interval and at the last step; such a step has a row in any case."""
+        last = self.progress.step == self.total_steps
+        return last or (self.validation is not None and self._due(self.config.eval.every_steps))
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
@@ -278,7 +304,8 @@ class Trainer:
         seconds = meter.seconds
         self.progress.seconds += seconds
         rate = meter.tokens / seconds
-        peak = peak_flops(self.device, torch.bfloat16)
+        bf16 = self.config.parallel.precision == "bf16"  # the peaks known are those of bf16
+        peak = peak_flops(self.device, torch.bfloat16) if bf16 else None
         self.meter = Meter()
         return {
             "step": self.progress.step,
@@ -323,6 +350,14 @@ class Trainer:
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
+
+
+def _state_name(callback: Callback, taken: dict[str, Any]) -> str:
+    """Name of a callback's state in checkpoints: its class, numbered when there are several."""
+    kind = type(callback)
+    name = f"callback.{kind.__module__}.{kind.__qualname__}"
+    number = sum(1 for other in taken if other.split("#")[0] == name)
+    return f"{name}#{number + 1}" if number else name
 
 
 def _as_config_error(build: Any) -> Any:
