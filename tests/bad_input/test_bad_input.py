@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -208,13 +209,16 @@ def test_a_run_directory_in_use_is_refused_and_the_first_run_goes_on(tmp_path: P
     first = start("run", job, "--train.steps", "100000")
     try:
         wait_for_step(first, tmp_path / "run/metrics.jsonl", 1)
+        first.send_signal(signal.SIGSTOP)  # it keeps its lock and leaves the cores to the second
         second = forge_train("run", job)
+        first.send_signal(signal.SIGCONT)
         assert second.code == CONFIG, second.err
         assert str(first.pid) in second.err
         assert "in use" in second.err
         assert second.seconds < LIMIT_SECONDS
         assert first.poll() is None
     finally:
+        first.send_signal(signal.SIGCONT)
         first.terminate()
         first.communicate()
     assert first.returncode == 75
