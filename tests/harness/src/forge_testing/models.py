@@ -115,3 +115,15 @@ class Counting(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.calls["step_end"] = state["steps"]
+
+
+class Scaled(Bigram):
+    """A bigram whose buffer exists only where its constructor computed it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, 8)
+        self.register_buffer("scale", torch.full((3,), 2.5), persistent=False)
+
+
+def scaled(vocab_size: int) -> Scaled:
+    return Scaled(vocab_size)

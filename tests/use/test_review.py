@@ -1,0 +1,53 @@
+"""Mistakes that a review of the runner found, one test each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_testing import write_job
+from forge_testing.models import Counting
+from forge_train import ConfigError, Trainer, load_job, read_run
+from forge_train.trainer.trainer import _state_name
+
+
+def test_an_imported_model_keeps_the_buffers_its_builder_made(tmp_path: Path) -> None:
+    settings = {"model.name": "forge_testing.models:scaled", "sample.max_new_tokens": 0}
+    trainer = Trainer(load_job(write_job(tmp_path), settings))
+    trainer._materialise()
+    assert torch.equal(trainer.model.scale, torch.full((3,), 2.5))
+
+
+def test_two_callbacks_of_one_class_have_states_of_their_own() -> None:
+    first = _state_name(Counting(), {})
+    assert _state_name(Counting(), {first: None}) != first
+
+
+def test_every_evaluation_and_the_last_step_have_a_row(tmp_path: Path) -> None:
+    settings = {"metrics.every_steps": 10, "eval.every_steps": 5, "checkpoint.every_steps": 4}
+    Trainer(load_job(write_job(tmp_path), settings)).fit()
+    metrics = read_run(tmp_path / "run").metrics
+    assert metrics["step"] == [5, 10, 12]
+    assert None not in metrics["val_loss"]
+
+
+@pytest.mark.parametrize("key", ["train.max_grad_norm", "sample.temperature", "optimizer.lr"])
+def test_a_setting_that_is_no_number_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key.replace(chr(46), chr(58) + chr(32))} nan must be"):
+        load_job(write_job(tmp_path), {key: float("nan")})
+
+
+def test_a_source_name_must_fit_a_flag(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    job.write_text(job.read_text().replace("data.sources.text", "data.sources.my-text"))
+    with pytest.raises(ConfigError, match="my-text"):
+        load_job(job)
+
+
+def test_a_run_goes_on_with_its_own_model_only(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    Trainer(load_job(job, {"train.steps": 3})).fit()
+    with pytest.raises(ConfigError, match="rope_theta was 10000"):
+        Trainer(load_job(job, {"model.rope_theta": 77.0})).fit()
