@@ -1,13 +1,18 @@
-"""Tiny jobs in real processes, and ways to hurt them."""
+"""Tiny jobs in real processes, real ranks, and ways to hurt them."""
 
 from forge_testing.jobs import TINY_JOB, write_job
 from forge_testing.processes import Outcome, forge_train, kill_after_step, start, wait_for_step
+from forge_testing.rank_process import rank_mesh
+from forge_testing.ranks import RankError, run_on_ranks
 
 __all__ = [
     "TINY_JOB",
     "Outcome",
+    "RankError",
     "forge_train",
     "kill_after_step",
+    "rank_mesh",
+    "run_on_ranks",
     "start",
     "wait_for_step",
     "write_job",
