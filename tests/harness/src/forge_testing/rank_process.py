@@ -100,7 +100,7 @@ def _join(rank: int, world: int, folder: Path) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
+    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10)
     )
