@@ -175,6 +175,26 @@ def test_a_parameter_without_gradient_is_left_alone():
     assert optimizer.state_dict()["norm.weight"]["step"] == 1.0
 
 
+def test_a_masked_step_changes_nothing_and_is_not_counted():
+    """Neither weights, moments, decay nor step counts, whatever the gradients hold."""
+    model, twin = Tiny(), Tiny()
+    twin.load_state_dict(model.state_dict())
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5)
+    masked, plain = build_optimizer(model, config), build_optimizer(twin, config)
+    for bad in (False, True, False, True):
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            parameter.grad = torch.full_like(parameter, math.nan if bad else 0.5)
+            other.grad = torch.full_like(other, 0.5)
+        masked.step(skip=torch.tensor(float(bad)))
+        if not bad:
+            plain.step()
+    _assert_same(model, twin)
+    mine, theirs = masked.state_dict(), plain.state_dict()
+    assert {n: s["step"] for n, s in mine.items()} == dict.fromkeys(theirs, 2.0)
+    for name, slots in theirs.items():
+        assert all(torch.equal(mine[name][m], slots[m]) for m in ("exp_avg", "exp_avg_sq"))
+
+
 def test_lr_and_zero_grad():
     model = Tiny()
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1))

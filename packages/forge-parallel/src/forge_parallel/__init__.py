@@ -1,19 +1,41 @@
-"""Device, precision and parallel layouts for PyTorch models."""
+"""Devices, precision and layouts over many ranks for PyTorch models."""
 
+from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.config import CAPABILITIES, ParallelConfig
+from forge_parallel.count import global_count
 from forge_parallel.device import select_device
-from forge_parallel.grad_norm import clip_grad_norm_
-from forge_parallel.parallelize import apply_fsdp, materialise, parallelize
-from forge_parallel.process_group import one_rank_mesh, shutdown
+from forge_parallel.grad_norm import clip_grad_norm_, clip_grads_, global_grad_norm
+from forge_parallel.meshes import Meshes, launch, make_meshes
+from forge_parallel.parallelize import materialise, parallelize
+from forge_parallel.start import (
+    StartError,
+    World,
+    end_process_group,
+    find_world,
+    leave,
+    run_local_workers,
+    start_process_group,
+)
 
 __all__ = [
     "CAPABILITIES",
+    "Meshes",
     "ParallelConfig",
+    "StartError",
+    "World",
     "apply_fsdp",
     "clip_grad_norm_",
+    "clip_grads_",
+    "end_process_group",
+    "find_world",
+    "global_count",
+    "global_grad_norm",
+    "launch",
+    "leave",
+    "make_meshes",
     "materialise",
-    "one_rank_mesh",
     "parallelize",
+    "run_local_workers",
     "select_device",
-    "shutdown",
+    "start_process_group",
 ]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 
-def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """2-norm of each tensor in fp32, one fused launch per device and dtype (torch 2.11 to 2.13)."""
-    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+def foreach_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
+    """Norm of each tensor in fp32, one fused launch per device and dtype (torch 2.11 to 2.13)."""
+    return list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32))
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:

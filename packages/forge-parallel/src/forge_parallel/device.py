@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from forge_parallel.config import DEVICES
+from forge_parallel.start import find_world
 
 
 def select_device(name: str = "auto") -> torch.device:
     """`auto` is this process's GPU if there is one, else the CPU; `cpu` and `cuda` are themselves.
 
-    A GPU is chosen by LOCAL_RANK (default 0) and made the current device. Raises ValueError for an
+    The GPU is that of this process's local rank (see `find_world`) and becomes the current device. Raises ValueError for an
     unknown name and for `cuda` on a machine without one. Usage: `device = select_device("auto")`.
     """
     if name not in DEVICES:
@@ -24,6 +23,6 @@ def select_device(name: str = "auto") -> torch.device:
         )
     if name == "cpu" or not available:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", find_world().local_rank)
     torch.cuda.set_device(device)
     return device

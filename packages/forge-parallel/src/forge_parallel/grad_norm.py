@@ -1,49 +1,149 @@
-"""One gradient norm over all parameters."""
+"""One gradient norm over all parameters and ranks, in one collective."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from forge_parallel._torch_compat import foreach_mul_, foreach_norm
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None = None) -> Tensor:
-    """Scale all gradients in place so that their global 2-norm is at most `max_norm`; return the norm.
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float | None = None,
+    *,
+    norm_type: float = 2.0,
+    group: Any = None,
+) -> Tensor:
+    """Scale all gradients in place so that their global norm is at most `max_norm`; return the norm.
 
-    The norm is a 0-dim fp32 tensor on the gradients' device, taken before scaling, accumulated in
-    fp32. `max_norm` None or inf only measures. A non-finite norm scales by itself: the update is
-    poisoned rather than silently skipped, and the caller sees it in the result. Parameters without a
-    gradient do not count; without any gradient the norm is 0.
-
-    Gradients are plain tensors or DTensors on a mesh of one rank. No host sync, one pass to measure
-    and one to scale. Raises ValueError for `max_norm` <= 0 or gradients sharded over several ranks.
+    `global_grad_norm` followed by `clip_grads_`; see there. `max_norm` None or inf only measures.
     Usage: `norm = clip_grad_norm_(model.parameters(), 1.0)`.
     """
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm {max_norm} must be above 0; use 1.0, or None to measure only")
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    # a norm per tensor in one fused launch, then the norm of the norms
-    total = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
-    if max_norm is not None and math.isfinite(max_norm):
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        foreach_mul_(gradients, scale)
+    _require_positive(max_norm)
+    parameters = list(parameters)
+    norm, _ = global_grad_norm(parameters, norm_type, group=group)
+    clip_grads_(parameters, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def global_grad_norm(
+    parameters: Iterable[Tensor],
+    norm_type: float = 2.0,
+    sums: Tensor | None = None,
+    group: Any = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(norm over the gradients of all ranks, `sums` summed over all ranks), equal bits on each rank.
+
+    The norm is a 0-dim fp32 tensor. Gradients are DTensors on any meshes, or plain tensors that every
+    rank of `group` (default: the default process group) holds alike; what several ranks hold counts
+    once. A parameter without a gradient does not count. `sums` (n,) rides along: a rank's share of
+    the loss, say, comes back as that of the global batch.
+
+    Local norms are taken in fp32, combined in fp64. No host sync. Cost: one pass over the gradients
+    and one all-reduce of 1 + n numbers over `group`; with `norm_type` inf and `sums` two of them; on
+    one rank none. Raises ValueError for a norm other than 2 and inf, and for a gradient that is still
+    a partial sum.
+    """
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"norm_type {norm_type} must be 2 or inf; use 2.0")
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    device = _device_of(gradients, sums, group)
+    local = _local_norm(gradients, norm_type, device, group)
+    extra = torch.zeros(0, device=device) if sums is None else sums.detach().to(device)
+    many = dist.is_initialized() and dist.get_world_size(group) > 1
+    if norm_type == math.inf:
+        both = extra.double()
+        if many:
+            dist.all_reduce(local, dist.ReduceOp.MAX, group)
+            if sums is not None:
+                dist.all_reduce(both, group=group)
+        return local.float(), None if sums is None else both.to(extra.dtype)
+    both = torch.cat([local.reshape(1), extra.double()])
+    if many:
+        dist.all_reduce(both, group=group)
+    return both[0].sqrt().float(), None if sums is None else both[1:].to(extra.dtype)
+
+
+@torch.no_grad()
+def clip_grads_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
+    """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)); None or inf: do nothing.
+
+    A non-finite norm scales by itself: the update is poisoned rather than silently skipped, and the
+    caller sees it in the norm. No host sync. Raises ValueError for `max_norm` <= 0.
+    """
+    _require_positive(max_norm)
+    if max_norm is None or not math.isfinite(max_norm):
+        return
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        by_device.setdefault(_local(gradient).device, []).append(_local(gradient))
+    for device, gradients in by_device.items():
+        foreach_mul_(gradients, scale.to(device, non_blocking=True))
+
+
+def _local_norm(
+    gradients: list[Tensor], norm_type: float, device: torch.device, group: Any
+) -> Tensor:
+    """This rank's part, fp64: sum of squares over what counts once, or the largest absolute value."""
+    by_kind: dict[tuple[torch.device, int], list[Tensor]] = {}
+    for gradient in gradients:
+        local = _local(gradient)
+        if local.numel():
+            by_kind.setdefault((local.device, _copies(gradient, group)), []).append(local)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (_, copies), tensors in by_kind.items():
+        # a norm per tensor in one fused launch, then the norms together
+        norms = torch.stack(foreach_norm(tensors, norm_type)).double()
+        part = norms.square().sum() / copies if norm_type == 2.0 else norms.max()
+        part = part.to(device, non_blocking=True)
+        total = total + part if norm_type == 2.0 else torch.maximum(total, part)
     return total
 
 
-def _local(gradient: Tensor) -> Tensor:
+def _copies(gradient: Tensor, group: Any) -> int:
+    """How many ranks of the group hold the same numbers."""
     # duck-typed: importing torch.distributed.tensor costs half a second that fp32 runs do not need
-    if not hasattr(gradient, "device_mesh"):
-        return gradient
-    if gradient.device_mesh.size() > 1:
-        raise ValueError(
-            f"a gradient is sharded over {gradient.device_mesh.size()} ranks and this norm is of one "
-            "process; use a mesh of one rank"
-        )
-    return gradient.to_local()  # type: ignore[attr-defined]
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        return dist.get_world_size(group) if dist.is_initialized() else 1
+    copies = 1
+    for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
+        if placement.is_partial():
+            raise ValueError(
+                f"a gradient has placements {tuple(gradient.placements)}, a sum that was never made; "  # type: ignore[attr-defined]
+                "reduce it over its mesh first"
+            )
+        copies *= mesh.size(dim) if placement.is_replicate() else 1
+    return copies
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _device_of(gradients: list[Tensor], sums: Tensor | None, group: Any) -> torch.device:
+    """Where the collective runs: with `sums`, else with the mesh, else with the gradients."""
+    if sums is not None:
+        return sums.device
+    for gradient in gradients:
+        mesh = getattr(gradient, "device_mesh", None)
+        if mesh is None or mesh.device_type == gradient.device.type:
+            return gradient.device
+        return torch.device(mesh.device_type, torch.cuda.current_device())  # CPU offload
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _require_positive(max_norm: float | None) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm {max_norm} must be above 0; use 1.0, or None to measure only")

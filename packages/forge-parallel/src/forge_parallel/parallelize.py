@@ -2,81 +2,67 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.config import ParallelConfig
-from forge_parallel.device import select_device
-from forge_parallel.process_group import one_rank_mesh
+from forge_parallel.meshes import Meshes, make_meshes
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def parallelize(
-    model: nn.Module, config: ParallelConfig | None = None, device: torch.device | None = None
+    model: nn.Module, config: ParallelConfig | None = None, meshes: Meshes | None = None
 ) -> nn.Module:
-    """Bring `model` (plain, or on the meta device) to its device and precision; returns the same object.
+    """Bring `model` (plain, or on the meta device) to its ranks, device and precision; same object.
 
-        model = parallelize(model_on_meta, ParallelConfig(precision="bf16"))
-        initialise(model, seed=0)                 # storage of a meta model is not initialised yet
+        with launch(config) as meshes:
+            model = parallelize(model_on_meta, config, meshes)
+            initialise(model, seed=0)             # storage of a meta model is not initialised yet
 
-    fp32 wraps nothing. bf16 is FSDP2's mixed precision on a mesh of one rank: parameters, gradients
-    and optimizer state stay fp32, forward and backward compute in bf16. `model.blocks()`, where
-    offered, names the modules that are wrapped one by one.
+    `meshes` are by default those of the running process group, or of one process. One process in fp32
+    wraps nothing; anything else is FSDP2, with its mixed precision in bf16. `model.blocks()`, where
+    offered, names the modules that are wrapped one by one. A model with values must have the same
+    values on all ranks: each keeps its shard of them, nothing is sent.
 
-    Cost: fp32 none; bf16 one cast of the parameters to bf16 per forward, 2 bytes per parameter while
-    a step runs. Raises ValueError when a larger process group is running.
+    Cost: memory as `materialise`; one collective to make the mesh if `meshes` is not given.
     """
     config = ParallelConfig() if config is None else config
-    device = select_device(config.device) if device is None else device
-    if config.precision == "bf16":
+    meshes = make_meshes(config) if meshes is None else meshes
+    if meshes.dense is not None:
         # before materialising: a sharded parameter then allocates its shard alone
-        apply_fsdp(model, one_rank_mesh(device), torch.bfloat16)
-    return materialise(model, device)
-
-
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> nn.Module:
-    """Wrap every block and the root with FSDP2: `compute_dtype` forward and backward, fp32 reduction.
-
-    Nothing is divided: losses are sums over the step's labels, divided once by the caller. On a mesh
-    of one rank parameters are kept gathered between forward and backward: resharding would save the
-    bf16 copy and cost a second cast of every parameter. Float inputs of the model are cast to
-    `compute_dtype`, those of a block are not: it may be given fp32 tables, such as RoPE's.
-    """
-    # imported late: half a second that an fp32 run does not need
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    blocks = getattr(model, "blocks", None)
-    for module in [*(blocks() if callable(blocks) else ()), model]:
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=module is model,
+        apply_fsdp(
+            model,
+            meshes.dense,
+            compute_dtype=_DTYPES[config.precision],
+            reduce_dtype=_DTYPES[config.reduce_dtype],
+            reshard_after_forward=config.reshard_after_forward,
+            cpu_offload=config.cpu_offload,
         )
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size() > 1)
-        _divide_by_nothing(module)
-    return model
+    parameters = torch.device("cpu") if config.cpu_offload else meshes.device
+    return materialise(model, meshes.device, parameters)
 
 
-def _divide_by_nothing(module: nn.Module) -> None:
-    """Sum gradients over ranks. Both calls: the factor alone asks gloo for a reduction it lacks."""
-    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-
-
-def materialise(model: nn.Module, device: torch.device) -> nn.Module:
+def materialise(
+    model: nn.Module, device: torch.device, parameter_device: torch.device | None = None
+) -> nn.Module:
     """Move to `device`; what is on the meta device gets storage there, with arbitrary content.
 
-    What has values keeps them, and a parameter under several names stays one parameter.
+    `parameter_device` is another place for the parameters (the host, with CPU offload). What has
+    values keeps them, and a parameter under several names stays one parameter.
     """
-    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
-        return model.to(device)
+    place = device if parameter_device is None else parameter_device
+    parameters = {id(p) for p in model.parameters()}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        to = place if id(tensor) in parameters else device
+        return torch.empty_like(tensor, device=to) if tensor.is_meta else tensor.to(to)
+
     # Leaving the meta device makes a new Parameter for each name, which would untie shared ones.
-    shared = _names_of_shared_parameters(model)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    meta = any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    shared = _names_of_shared_parameters(model) if meta else []
+    model._apply(move)
     for first, *others in shared:
         for name in others:
             owner, _, attribute = name.rpartition(".")

@@ -1,7 +1,19 @@
-"""Stop signals, exit codes and an event journal for training jobs."""
+"""Agreed decisions, stop signals, exit codes and an event journal for training jobs."""
 
+from forge_resilience.agreement import Agreement, Decision, PendingDecision, Vote
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.journal import Journal, read_events
+from forge_resilience.nonfinite import nonfinite
 from forge_resilience.stop import StopSignal
 
-__all__ = ["ExitCode", "Journal", "StopSignal", "read_events"]
+__all__ = [
+    "Agreement",
+    "Decision",
+    "ExitCode",
+    "Journal",
+    "PendingDecision",
+    "StopSignal",
+    "Vote",
+    "nonfinite",
+    "read_events",
+]

@@ -59,8 +59,19 @@ class AdamW:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self) -> None:
-        """Update every parameter that has a gradient, in place."""
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update every parameter that has a gradient, in place.
+
+        `skip` (0-dim, 1.0 or 0.0) masks the whole update where it is 1: parameters, moments, decay and
+        step counts stay as they are, whatever the gradients hold. The fused kernel reads it on the
+        device, so nobody waits; without that kernel (devices but CPU and CUDA) it costs one host sync.
+        """
+        if skip is not None and not self._fused:
+            if float(skip):
+                return
+            skip = None
+        # torch's name for it, made for loss scaling; None takes it off again
+        self._optimizer.found_inf = skip  # type: ignore[attr-defined]
         self._optimizer.step()
 
     def zero_grad(self) -> None:

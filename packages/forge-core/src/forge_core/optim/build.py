@@ -17,7 +17,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
 
     `optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))`
 
-    What comes back has `step()`, `zero_grad()`, `set_lr(float)`, `lr`, `load_state_dict(state)` and
+    What comes back has `step()` (or `step(skip)`, see `AdamW.step`), `zero_grad()`, `set_lr(float)`, `lr`, `load_state_dict(state)` and
     `state_dict() -> {parameter name: {slot: tensor or float}}` that is complete before the first step;
     see `AdamW`. An optimizer from elsewhere is a callable `builder(model, config)` with such a result.
 

@@ -1,0 +1,1 @@
+"""One file for each way of spreading a model over ranks."""

@@ -1,0 +1,75 @@
+"""Fully sharded data parallel: FSDP2 over one axis, HSDP over two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> nn.Module:
+    """Wrap every block of `model.blocks()` and the root with FSDP2; returns the same object.
+
+    A mesh with one axis shards over it; with two the first holds copies, the second shards.
+    `compute_dtype` is that of forward and backward, `reduce_dtype` that in which gradients are
+    summed; parameters, gradients and optimizer state keep theirs. Nothing is divided: losses are
+    sums over the step's labels, divided once by the caller.
+
+    The root is never resharded after its forward, as its backward follows at once; on one rank no
+    module is: it would save the copy in `compute_dtype` and cost a second cast. Float inputs of the
+    model are cast to `compute_dtype`, those of a block are not: it may be given fp32 tables (RoPE).
+
+    Cost per step and block: one all-gather of its parameters (two with `reshard_after_forward`) in
+    `compute_dtype` and one reduce-scatter of its gradients in `reduce_dtype`; HSDP adds an all-reduce
+    of the shard. `cpu_offload` copies both over the bus instead of keeping them on the device.
+    """
+    # imported late: half a second that an fp32 run of one process does not need
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    offload = OffloadPolicy()
+    if cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    blocks = getattr(model, "blocks", None)
+    for module in [*(blocks() if callable(blocks) else ()), model]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=module is model,
+        )
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=(
+                reshard_after_forward and module is not model and mesh.size() > 1
+            ),
+        )
+        sum_gradients(module)
+    return model
+
+
+def sum_gradients(module: Any) -> None:
+    """Let a wrapped module sum its gradients over ranks and divide by nothing.
+
+    Both calls: the factor alone asks gloo for a reduction that it lacks.
+    """
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
