@@ -72,7 +72,7 @@ def forge_step(args: argparse.Namespace, tokens: torch.Tensor) -> tuple[Step, An
     if args.compile:
         for block in model.blocks():
             block.compile()
-    parallelize(model, ParallelConfig(precision=args.precision), tokens.device)
+    parallelize(model, ParallelConfig(device=tokens.device.type, precision=args.precision))
     initialise(model, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4))
 
@@ -127,7 +127,7 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     from forge_core.flops import flops_per_token, parameter_count, peak_flops
-    from forge_parallel import select_device, shutdown
+    from forge_parallel import end_process_group, select_device
 
     device = select_device(args.device)
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def main() -> None:
         results=results,
         speedup=speedup,
     )
-    shutdown()
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from forge_parallel import shutdown
+from forge_parallel import end_process_group
 from forge_testing import write_job
 from forge_train import ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
@@ -183,7 +183,7 @@ def test_another_value_changes_something(tmp_path: Path, key: str) -> None:
         before = probe.look(build(tmp_path / "a", probe.also))
         after = probe.look(build(tmp_path / "b", {**probe.also, key: probe.other}))
     finally:
-        shutdown()
+        end_process_group()
     assert before != after, f"{key} = {probe.other!r} changes nothing"
 
 

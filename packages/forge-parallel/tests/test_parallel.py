@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize, select_device, shutdown
+from forge_parallel import (
+    ParallelConfig,
+    clip_grad_norm_,
+    end_process_group,
+    parallelize,
+    select_device,
+)
 
 
 class Net(nn.Module):
@@ -41,7 +47,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _no_group_is_left() -> Iterator[None]:
     yield
-    shutdown()
+    end_process_group()
     assert not dist.is_initialized()
 
 
@@ -164,7 +170,7 @@ def test_what_has_values_keeps_them_beside_what_is_on_meta() -> None:
 def test_a_group_of_somebody_else_is_used_and_left_alone() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallelize(Net(), ParallelConfig(device="cpu", precision="bf16"))
-    shutdown()
+    end_process_group()
     assert dist.is_initialized()
     dist.destroy_process_group()
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import tyro
 from rich.console import Console
 
-from forge_resilience import ExitCode
+from forge_resilience import ExitCode, StopSignal
 
 if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob
+    from forge_train.errors import JobError
 
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
@@ -34,7 +35,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:  # `forge-train --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if args[:1] == ["run"] and _is_rank_of_many():
+        _leave(code)
     sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    from forge_parallel import leave
+
+    leave(code)
+
+
+def _is_rank_of_many() -> bool:
+    """What a launcher left in the environment, read before anything heavy is imported."""
+    worlds = (os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return any(world.isdecimal() and int(world) > 1 for world in worlds)
+
+
+#: Opened as early as can be in a rank of many, where a stop is for all ranks to agree on.
+_early_stop = StopSignal(
+    announce=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+)
 
 
 def _prepare_process(args: Sequence[str]) -> None:
@@ -48,9 +69,11 @@ def _prepare_process(args: Sequence[str]) -> None:
     with contextlib.suppress(OSError):  # a folder that is gone
         # import paths in a configuration start where the user stands, after everything installed
         sys.path.append(os.getcwd())
-    if args[:1] == [
-        "run"
-    ]:  # until the loop's own handler: nothing is lost yet, so simply come again
+    if args[:1] != ["run"]:
+        return
+    if _is_rank_of_many():
+        _early_stop.__enter__()
+    else:  # until the loop's own handler: nothing is lost yet, so simply come again
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda *_: sys.exit(ExitCode.REQUEUE))
 
@@ -69,7 +92,7 @@ def _dispatch(args: list[str]) -> int:
     try:
         return VERBS[verb](rest)
     except JobError as error:
-        return _fail(error.problems, error.exit_code)
+        return _fail(_of_this_rank(error), error.exit_code)
     except SystemExit as stop:  # tyro: 0 after help, 2 after a bad flag
         return ExitCode.CONFIG_ERROR if stop.code == 2 else stop.code  # type: ignore[return-value]
     except KeyboardInterrupt:  # outside the loop, which has a handler of its own
@@ -77,19 +100,71 @@ def _dispatch(args: list[str]) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Train what CONFIG describes, or go on where its run directory stands."""
-    job = _job(args, "run", run.__doc__ or "")
-    from forge_parallel import shutdown
+    """Train what CONFIG describes, or go on where its run directory stands.
+
+    `--nproc N` starts N processes on this machine; under torchrun, srun or RANK/WORLD_SIZE each
+    process is one rank of the job.
+    """
+    nproc, rest = _nproc(args)
+    job = _job(rest, "run", run.__doc__ or "")
+    if nproc is not None and nproc > 1:
+        return _run_local_workers(job, rest, nproc)
+    from forge_parallel import StartError, launch
+    from forge_train.errors import JobError
     from forge_train.report.summary import print_summary
     from forge_train.trainer.trainer import Trainer
 
     trainer = Trainer(job)
-    result = trainer.fit()
-    # the run is over and saved: a reader who left, or has no patience for the sample, changes no code
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        print_summary(trainer, result, args)
-    shutdown()
+    try:
+        with launch(job.config.parallel, {"configuration": job.digest()}) as meshes:
+            result = trainer.fit(meshes, _early_stop if _is_rank_of_many() else None)
+            # the run is over and saved: a reader who left, or has no patience for the sample, or a
+            # rank that is gone, changes no code
+            quiet = (
+                BrokenPipeError,
+                KeyboardInterrupt,
+                *((RuntimeError,) * (meshes.world_size > 1)),
+            )
+            with contextlib.suppress(*quiet):
+                print_summary(trainer, result, rest)
+    except StartError as error:
+        raise JobError(str(error).splitlines()) from error
     return result.exit_code
+
+
+def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
+    """`--nproc N` or `--nproc=N`, and the other arguments."""
+    from forge_train.errors import ConfigError
+
+    rest = list(args)
+    for i, arg in enumerate(rest):
+        name, equals, value = arg.partition("=")
+        if name != "--nproc":
+            continue
+        value = value if equals else "".join(rest[i + 1 : i + 2])
+        del rest[i : i + (1 if equals else 2)]
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError([f"--nproc {value!r} must be a number of processes; use --nproc 2"])
+        if _is_rank_of_many():
+            raise ConfigError(
+                [f"--nproc {value} starts processes, but this process is already one of several that "
+                 "a launcher started; leave it out"]
+            )  # fmt: skip
+        return int(value), rest
+    return None, rest
+
+
+def _run_local_workers(job: ResolvedJob, args: list[str], nproc: int) -> int:
+    """The same command in `nproc` processes; what can be refused is refused here, once."""
+    from forge_parallel import run_local_workers
+    from forge_train.errors import ConfigError
+    from forge_train.trainer.build import layout_problems
+
+    problems = layout_problems(job.config, nproc)
+    if problems:
+        raise ConfigError(problems)
+    command = [sys.executable, "-m", "forge_train", "run", *args]
+    return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
 
 
 def explain(args: list[str]) -> int:
@@ -176,6 +251,21 @@ def _help() -> int:
     print("\nkeys of a configuration file, each also a flag of run and explain")
     print_keys(console)
     return ExitCode.DONE
+
+
+def _of_this_rank(error: JobError) -> Sequence[str]:
+    """What this process prints: what all ranks raise is rank 0's to say, its own it says with its rank."""
+    if not _is_rank_of_many():
+        return error.problems
+    from forge_parallel import find_world
+
+    try:
+        rank = find_world().rank
+    except ValueError:  # that was the problem
+        return error.problems
+    if error.shared:
+        return error.problems if rank == 0 else ()
+    return [f"rank {rank}: {problem}" for problem in error.problems]
 
 
 def _fail(problems: Sequence[str], code: int) -> int:

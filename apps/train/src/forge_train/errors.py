@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from forge_resilience import ExitCode
+from forge_resilience import Agreement, ExitCode
+
+T = TypeVar("T")
 
 
 class JobError(Exception):
-    """A job that cannot run; `problems` are complete sentences with value, rule and fix."""
+    """A job that cannot run; `problems` are complete sentences with value, rule and fix.
+
+    `shared`: every rank of the job raises it, so one of them prints it.
+    """
 
     exit_code = ExitCode.ERROR
+    shared = False
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -33,3 +40,33 @@ class StateError(JobError):
     """No checkpoint of the run can be used."""
 
     exit_code = ExitCode.CORRUPT_STATE
+
+
+def together(agreement: Agreement, action: Callable[[], T]) -> T:
+    """`action()` on every rank; a JobError of one is raised by all, with its exit code.
+
+    Cost: two small collectives between hosts; none with one process.
+    """
+    result: T | None = None
+    mine: JobError | None = None
+    try:
+        result = action()
+    except JobError as error:
+        mine = error
+    told = agreement.exchange(mine and [int(mine.exit_code), *mine.problems])
+    share_errors(told)
+    return result  # type: ignore[return-value]
+
+
+def share_errors(told: Sequence[list | None]) -> None:
+    """Raise, on every rank alike, what ranks told: exit code and problems, or None."""
+    failed = {rank: said for rank, said in enumerate(told) if said}
+    if not failed:
+        return
+    first = next(iter(failed.values()))[0]
+    kinds = {kind.exit_code: kind for kind in (ConfigError, DataError, StateError)}
+    problems: dict[str, None] = {}  # in order, what several ranks say once
+    for rank, (_, *said) in failed.items():
+        alone = len(told) > 1 and len(failed) < len(told)
+        problems.update(dict.fromkeys(f"rank {rank}: {p}" if alone else p for p in said))
+    raise kinds.get(ExitCode(first), JobError)(list(problems))

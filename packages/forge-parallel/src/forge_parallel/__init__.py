@@ -1,6 +1,6 @@
 """Devices, precision and layouts over many ranks for PyTorch models."""
 
-from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.fsdp import accumulate, apply_fsdp
 from forge_parallel.config import CAPABILITIES, ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.device import select_device
@@ -23,6 +23,7 @@ __all__ = [
     "ParallelConfig",
     "StartError",
     "World",
+    "accumulate",
     "apply_fsdp",
     "clip_grad_norm_",
     "clip_grads_",

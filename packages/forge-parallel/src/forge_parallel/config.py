@@ -85,7 +85,9 @@ class ParallelConfig:
     dp_replicate: int = _field(
         1, "copies of the sharded model (HSDP); gradients are summed over them"
     )
-    dp_shard: int = _field(-1, "ranks that share one copy of the model (FSDP2); -1: all that are left")
+    dp_shard: int = _field(
+        -1, "ranks that share one copy of the model (FSDP2); -1: all that are left"
+    )
     reshard_after_forward: bool = _field(
         True, "free gathered weights after the forward and gather them again for the backward; "
               "false: more memory, less traffic"

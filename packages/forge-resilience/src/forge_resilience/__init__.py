@@ -3,7 +3,7 @@
 from forge_resilience.agreement import Agreement, Decision, PendingDecision, Vote
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.journal import Journal, read_events
-from forge_resilience.nonfinite import nonfinite
+from forge_resilience.nonfinite import Skips, nonfinite
 from forge_resilience.stop import StopSignal
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "ExitCode",
     "Journal",
     "PendingDecision",
+    "Skips",
     "StopSignal",
     "Vote",
     "nonfinite",

@@ -28,7 +28,8 @@ class StopSignal:
     counted and change nothing: a save under way is not disturbed by impatience (SIGKILL remains).
     Leaving the context restores the handlers that were there.
 
-    Only this process knows of the signal; ranks agree elsewhere. A forked child (a data worker)
+    Only this process knows of the signal; ranks agree by their votes (`Agreement`), and all but one
+    may be told not to `announce` it. A forked child (a data worker)
     inherits the handler: it outlives a signal to the whole process group, as it must while its parent
     finishes the step, and says nothing.
 
@@ -36,8 +37,11 @@ class StopSignal:
     when entered while open.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+    def __init__(
+        self, signals: Sequence[signal.Signals] = STOP_SIGNALS, announce: bool = True
+    ) -> None:
         self.signals = tuple(signals)
+        self.announce = announce
         self.count = 0
         self._first: int | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -50,9 +54,19 @@ class StopSignal:
         return self._first is not None
 
     @property
+    def number(self) -> int:
+        """Number of the first signal, 0 before any: what a rank brings to a vote."""
+        return self._first or 0
+
+    @property
     def signal_name(self) -> str | None:
         """Name of the first signal, such as `SIGTERM`; None before any."""
-        return None if self._first is None else signal.Signals(self._first).name
+        return None if self._first is None else self.name_of(self._first)
+
+    @staticmethod
+    def name_of(number: int) -> str:
+        """Name of a signal by its number, of this machine's signals."""
+        return signal.Signals(number).name
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is not threading.main_thread():
@@ -92,9 +106,8 @@ class StopSignal:
         if self._first is not None:
             return
         self._first = number
-        if os.getpid() == self._process:
-            name = signal.Signals(number).name
-            self._say(f"{name}: saving after this step, then leaving\n".encode())
+        if self.announce and os.getpid() == self._process:
+            self._say(f"{self.name_of(number)}: saving after this step, then leaving\n".encode())
 
     def _say(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # nobody may read stderr any more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ class ResolvedJob:
 
     def origin(self, key: str) -> str:
         return self.origins.get(key, "default")
+
+    def digest(self) -> str:
+        """A digest of all values: ranks of one job must have the same."""
+        return hashlib.sha256(repr(self.values()).encode()).hexdigest()[:16]
 
     def to_toml(self) -> str:
         """The resolved configuration as a file that `forge-train run` accepts, origins as comments."""

@@ -86,6 +86,10 @@ class TrainConfig:
         None, "sequences per forward pass (default: the whole share of the process)"
     )
     max_grad_norm: float | None = _field(1.0, "clip the global gradient norm to this; none: never")
+    max_skipped_steps: int = _field(
+        0, "steps in a row whose update may be skipped for a loss or gradient norm that is nan or inf; "
+           "one more ends the run"
+    )  # fmt: skip
     callbacks: tuple[str, ...] = _field(
         (), "import paths 'my_lab.hooks:MyCallback' of classes made without arguments"
     )
@@ -98,7 +102,7 @@ class TrainConfig:
             tokens=self.tokens,
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
-        )
+        ) + _at_least(0, max_skipped_steps=self.max_skipped_steps)
         if len(lengths) != 1:
             given = ", ".join(lengths) or "none"
             problems.append(

@@ -81,11 +81,11 @@ def console_mode(wanted: str) -> Literal["live", "plain"] | None:
 
 
 def _describe(row: Mapping[str, Any]) -> str:
-    parts = [f"loss {row['loss']:.4f}"]
+    parts = [f"loss {_number(row['loss'], 4)}"]
     if row["val_loss"] is not None:
         parts.append(f"val {row['val_loss']:.4f}")
     parts += [
-        f"grad {row['grad_norm']:.3f}",
+        f"grad {_number(row['grad_norm'], 3)}",
         f"lr {row['lr']:.2e}",
         f"{_short(row['tokens_per_second'])} tok/s",
     ]
@@ -95,7 +95,13 @@ def _describe(row: Mapping[str, Any]) -> str:
         f"wait {row['data_wait_seconds']:.2f} s",
         f"mem {row['memory_bytes'] / 2**30:.2f} GiB",
     ]
+    if row["skipped_steps"]:
+        parts.append(f"skipped {row['skipped_steps']}")
     return "  ".join(parts)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 def _short(value: float) -> str:

@@ -16,8 +16,15 @@ from forge_train.trainer.trainer import RunResult, Trainer
 def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> None:
     """Print the end of a run to stdout; writes sample.txt when the run is done and asks for it.
 
-    `args` are those of `forge-train run`, so that the same command can be shown again.
+    `args` are those of `forge-train run`, so that the same command can be shown again. On many ranks
+    all of them write the text, each gather of weights needs them, and rank 0 prints.
     """
+    if trainer.meshes.rank != 0:
+        if result.exit_code is ExitCode.DONE:
+            sample_text(trainer)
+        return
+    nproc = os.environ.get("FORGE_NPROC")  # what `--nproc` was, if it started us
+    args = [*args, "--nproc", nproc] if nproc else args
     command = "hatch run forge-train" if "HATCH_ENV_ACTIVE" in os.environ else "forge-train"
     run_dir = shlex.quote(str(trainer.paths.path))
     print()
@@ -56,5 +63,6 @@ def sample_text(trainer: Trainer) -> str:
         trainer.device,
     )
     text = sample.prompt + "".join(pieces)
-    trainer.paths.sample.write_text(text + "\n", encoding="utf-8")
+    if trainer.meshes.rank == 0:
+        trainer.paths.sample.write_text(text + "\n", encoding="utf-8")
     return text

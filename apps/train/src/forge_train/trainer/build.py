@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from forge_core import Transformer, parameter_count
-from forge_data import Loader, PackedStream, SourceConfig, Tokenizer, load_tokenizer, open_source
+from forge_data import (
+    Batch,
+    Loader,
+    PackedStream,
+    SourceConfig,
+    Tokenizer,
+    load_tokenizer,
+    open_source,
+)
+from forge_data.batch import IGNORE
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError
 from forge_train.trainer.callbacks import import_attribute
@@ -50,11 +59,47 @@ def total_steps(config: JobConfig, model: nn.Module) -> int:
     return max(1, math.ceil(tokens / (config.train.global_batch * config.data.seq_len)))
 
 
-def build_loader(config: JobConfig) -> Loader:
-    """Shuffled batches of the training source."""
+def layout_problems(config: JobConfig, world_size: int) -> list[str]:
+    """What of the layout and of the batch does not fit `world_size` ranks."""
+    problems = []
+    try:
+        config.parallel.data_layout(world_size)
+    except ValueError as error:
+        problems.append(str(error))
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % world_size:
+        near = max(1, round(batch / world_size)) * world_size
+        problems.append(
+            f"train.global_batch {batch} must be divisible by the {world_size} ranks that read data; "
+            f"use {near}"
+        )
+    elif micro and batch // world_size % micro:
+        problems.append(
+            f"train.micro_batch {micro} must divide the {batch // world_size} sequences of a rank "
+            f"(train.global_batch {batch} over {world_size} ranks); use "
+            f"{math.gcd(batch // world_size, micro)}"
+        )
+    return problems
+
+
+def build_loader(config: JobConfig, rank: int, world_size: int) -> Loader:
+    """Shuffled batches of the training source: this rank's columns of them."""
     (source,) = config.data.sources.values()
     stream = PackedStream(open_source(source), config.data.seq_len, seed=config.run.seed)
-    return Loader(stream, config.train.global_batch, num_workers=config.data.num_workers)
+    return Loader(stream, config.train.global_batch, rank, world_size, config.data.num_workers)
+
+
+def empty_batch(rows: int, seq_len: int) -> Batch:
+    """A batch without labels: what a rank without data brings, so that the others do not wait."""
+    zeros = torch.zeros(rows, seq_len, dtype=torch.int64)
+    return Batch(
+        tokens=zeros,
+        labels=torch.full_like(zeros, IGNORE),
+        positions=torch.arange(seq_len).expand(rows, seq_len),
+        document_ids=zeros,
+        instance_ids=torch.full((rows,), -1),
+        digest="0" * 16,
+    )
 
 
 def validation_stream(config: JobConfig) -> PackedStream | None:

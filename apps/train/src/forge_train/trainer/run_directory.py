@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from forge_train.config.layers import flatten
 from forge_train.config.resolve import ResolvedJob
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, JobError
 
 #: Keys whose change makes another experiment; the rest may change between lives of a run.
 FIXED_KEYS = ("run.seed", "optimizer.name", "data.seq_len")
@@ -50,13 +50,18 @@ class RunDirectory:
         self.sample = self.path / "sample.txt"
         self.tensorboard = self.path / "tensorboard"
 
-    def create(self) -> None:
-        """Make the folder and prove that it can be written; ConfigError otherwise."""
+    @property
+    def host(self) -> str:
+        """Name of this machine."""
+        return platform.node()
+
+    def create(self, rank: int = 0) -> None:
+        """Make the folder and prove that this rank can write it; ConfigError otherwise."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".writable-{os.getpid()}"
+            probe = self.path / f".writable-{rank}-{os.getpid()}"
             probe.touch()
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 [f"run.dir {str(self.path)!r} cannot be written ({error.strerror}); choose a folder "
@@ -83,16 +88,30 @@ class RunDirectory:
         if problems:
             raise ConfigError(problems)
 
-    def record(self, job: ResolvedJob) -> None:
-        """Write config.toml, environment.json and git.patch (each replaced whole)."""
-        _replace(self.config, job.to_toml())
+    def record(self, job: ResolvedJob, hosts: Sequence[str]) -> None:
+        """Write config.toml, environment.json and git.patch, each replaced whole.
+
+        `hosts` are the machines of all ranks. Raises JobError when that cannot be written.
+        """
         git = _git_state()
         patch = git.pop("patch", "")
-        _replace(self.environment, json.dumps({**_environment(), "git": git}, indent=2) + "\n")
-        if patch:
-            _replace(self.patch, patch)
-        else:
-            self.patch.unlink(missing_ok=True)
+        environment = {**_environment(), "hosts": list(hosts), "git": git}
+        try:
+            _replace(self.config, job.to_toml())
+            _replace(self.environment, json.dumps(environment, indent=2) + "\n")
+            if patch:
+                _replace(self.patch, patch)
+            else:
+                self.patch.unlink(missing_ok=True)
+        except OSError as error:
+            raise JobError(
+                [f"run.dir {self.path} cannot be written ({error.strerror}); make room there or "
+                 "choose another folder"]
+            ) from error  # fmt: skip
+
+    def has_checkpoints(self) -> bool:
+        """True once a step was committed."""
+        return any(self.checkpoints.glob("step-*/manifest.json"))
 
 
 def _environment() -> dict[str, Any]:

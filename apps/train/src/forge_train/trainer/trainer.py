@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+import forge_data
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store, StoreInUse
 from forge_core import (
     build_optimizer,
@@ -22,23 +24,47 @@ from forge_core.flops import peak_flops
 from forge_core.optim.build import OPTIMIZERS
 from forge_core.optim.registry import find
 from forge_data import Batch
-from forge_parallel import clip_grad_norm_, parallelize, select_device
-from forge_resilience import ExitCode, Journal, StopSignal
+from forge_parallel import (
+    Meshes,
+    accumulate,
+    clip_grads_,
+    find_world,
+    global_grad_norm,
+    make_meshes,
+    parallelize,
+    select_device,
+)
+from forge_resilience import (
+    Agreement,
+    Decision,
+    ExitCode,
+    PendingDecision,
+    Skips,
+    StopSignal,
+    Vote,
+    nonfinite,
+)
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
-from forge_train.errors import ConfigError, DataError, JobError, StateError
-from forge_train.metrics.console import ConsoleSink, console_mode
+from forge_train.errors import ConfigError, DataError, JobError, StateError, share_errors, together
 from forge_train.metrics.meter import Meter, memory_bytes
-from forge_train.metrics.sinks import BackgroundSink, JsonlSink, TensorBoardSink
-from forge_train.trainer.build import build_loader, build_model, total_steps, validation_stream
+from forge_train.trainer.build import (
+    build_loader,
+    build_model,
+    empty_batch,
+    layout_problems,
+    total_steps,
+    validation_stream,
+)
 from forge_train.trainer.callbacks import Callback, load_callbacks
 from forge_train.trainer.evaluate import evaluate
 from forge_train.trainer.progress import Progress
+from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
 
 
 class NonFiniteError(JobError):
-    """The loss or the gradient norm is nan or inf; nothing is saved after it."""
+    """More steps than allowed had a loss or gradient norm that is nan or inf."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +76,31 @@ class RunResult:
     val_loss: float | None
 
 
-@dataclass
-class _PendingRow:
-    """A logged step whose device values have not been read yet."""
-
-    row: dict[str, Any]
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-
-
 class Trainer:
     """Trains what a resolved job describes, from wherever its run directory stands.
 
         job = forge_train.load_job("config.toml")
         result = Trainer(job, callbacks=[MyCallback()]).fit()
 
+    One process, or one rank of many: under a launcher each rank makes its own, and all decisions are
+    taken together.
+
+        trainer = Trainer(job)
+        with launch(job.config.parallel) as meshes:
+            result = trainer.fit(meshes)
+
     Raises JobError (ConfigError, DataError, StateError) before anything is started where it can.
-    Public while it runs: job, config, model, optimizer, loader, progress, total_steps, device, paths.
+    Public while it runs: job, config, model, optimizer, loader, progress, total_steps, device, paths,
+    meshes, agreement. Callbacks run on every rank; files are written by rank 0.
     """
 
     def __init__(self, job: ResolvedJob, callbacks: Sequence[Callback] = ()) -> None:
         self.job = job
         self.config = config = job.config
+        world = _as_config_error(find_world)
+        problems = layout_problems(config, world.world_size)
+        if problems:
+            raise ConfigError(problems)
         self.callbacks = [*callbacks, *load_callbacks(config.train.callbacks)]
         self.paths = RunDirectory(config.run.dir)
         self.device = _as_config_error(lambda: select_device(config.parallel.device))
@@ -85,63 +114,115 @@ class Trainer:
         self.schedule = _as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
         _as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
-        self.loader = build_loader(config)
+        self.loader = build_loader(config, world.rank, world.world_size)
         self.validation = validation_stream(config)
         self.progress = Progress()
         self.val_loss: float | None = None
-        self._pending: _PendingRow | None = None
-        self._latest: tuple[torch.Tensor, ...] = ()
+        self.agreement = Agreement()
+        self._meshes: Meshes | None = None
+        self._stop_signal = StopSignal()
+        self._decision = Decision(())
+        self._save_requested = False
+        self._data_fault: Exception | None = None
+        self._skips = Skips()
+        self._skipped_since_row = 0
         self._last_evaluated = self._last_saved = -1
+
+    @property
+    def meshes(self) -> Meshes:
+        """Where this process stands among the ranks."""
+        if self._meshes is None:
+            self._join(_as_config_error(lambda: make_meshes(self.config.parallel, self.device)))
+        assert self._meshes is not None
+        return self._meshes
+
+    def request_save(self) -> None:
+        """Ask, on any rank, for a checkpoint after the next step."""
+        self._save_requested = True
 
     # ---- the life of a run
 
-    def fit(self) -> RunResult:
-        """Train to the end or to a stop signal; save; say how it ended."""
-        self.paths.create()
+    def fit(self, meshes: Meshes | None = None, stop: StopSignal | None = None) -> RunResult:
+        """Train to the end or to a stop signal; save; say how it ended.
+
+        `meshes` come from `forge_parallel.launch`, by default from the running process group or one
+        process. `stop` is a StopSignal that is open already; by default one is opened here. On many
+        ranks a JobError is raised by all of them.
+        """
         try:
-            keep_last = self.config.checkpoint.keep_last
-            with Store(self.paths.checkpoints, keep_last) as store, StopSignal() as stop:
-                changes = self.paths.changes(self.job)
-                if store.steps():  # before the first checkpoint there is nothing to protect
-                    self.paths.refuse_other_experiment(changes)
-                return self._fit(store, stop, changes)
-        except StoreInUse as error:
-            raise ConfigError([f"run.dir {self.paths.path} is in use: {error}"]) from error
+            if meshes is not None:
+                self._join(meshes)
+            return self._open_and_fit(stop)
+        except JobError as error:
+            error.shared = True
+            raise
         finally:
             self.loader.close()
 
-    def _fit(self, store: Store, stop: StopSignal, changes: dict[str, list[Any]]) -> RunResult:
+    def _join(self, meshes: Meshes) -> None:
+        if meshes.batch_size != self.loader.world_size:
+            raise ConfigError(
+                [f"the process group has {meshes.batch_size} ranks that read data and the environment "
+                 f"says {self.loader.world_size}; set RANK and WORLD_SIZE of the group"]
+            )  # fmt: skip
+        self._meshes = meshes
+        self.agreement = Agreement(meshes.host_group)
+
+    def _open_and_fit(self, stop: StopSignal | None) -> RunResult:
+        rank = self.meshes.rank
+        together(self.agreement, lambda: self.paths.create(rank))
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(self._open_store())
+            self._stop_signal = stop or stack.enter_context(StopSignal(announce=rank == 0))
+            changes = together(self.agreement, lambda: self._allowed_changes(store))
+            return self._fit(store, changes)
+
+    def _open_store(self) -> Store:
+        keep_last = self.config.checkpoint.keep_last
+        try:
+            return Store(self.paths.checkpoints, keep_last, group=self.meshes.host_group)
+        except StoreInUse as error:
+            raise ConfigError([f"run.dir {self.paths.path} is in use: {error}"]) from error
+
+    def _allowed_changes(self, store: Store) -> dict[str, list[Any]]:
+        changes = self.paths.changes(self.job)
+        if self.paths.has_checkpoints():  # before the first there is nothing to protect
+            self.paths.refuse_other_experiment(changes)
+        return changes
+
+    def _fit(self, store: Store, changes: dict[str, list[Any]]) -> RunResult:
         self._materialise()
-        self._resume(store)
-        self._open_outputs(changes)
+        load_seconds = self._resume(store)
+        self._open_outputs(changes, load_seconds, store)
         self._call("on_start")
         try:
             self.meter = Meter()
-            while self.progress.step < self.total_steps and not stop.requested:
+            while self.progress.step < self.total_steps and self._decision.stop is None:
                 self.train_step()
                 self._after_step(store)
-            self._finish(store, stop)
+            self._finish(store)
         finally:
-            for sink in self.sinks:
-                sink.close()
+            self.recorder.close()
         finished = self.progress.step >= self.total_steps
         code = ExitCode.DONE if finished else ExitCode.REQUEUE
         return RunResult(code, self.progress.step, self.val_loss)
 
     def _materialise(self) -> None:
         config = self.config
-        self.model = parallelize(self.model, config.parallel, self.device)
+        self.model = parallelize(self.model, config.parallel, self.meshes)
         # an imported model keeps what its builder drew where it offers no table of its own
         _as_config_error(
             lambda: initialise(
                 self.model, config.run.seed, strict=isinstance(config.model, DenseModelConfig)
             )
         )
+        self._parameters = list(self.model.parameters())
         self.optimizer = _as_config_error(lambda: build_optimizer(self.model, config.optimizer))
-        torch.manual_seed(config.run.seed)
+        self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
+        torch.manual_seed(config.run.seed + self.meshes.rank)  # a stream for each rank
 
-    def _resume(self, store: Store) -> None:
-        """Load the newest checkpoint that verifies, or start at step 0."""
+    def _resume(self, store: Store) -> float:
+        """Load the newest checkpoint that verifies, or start at step 0; the seconds it took."""
         started = time.perf_counter()
         self.state = {
             "model": self.model,
@@ -166,73 +247,127 @@ class Trainer:
         except ValueError as error:  # the loader's fingerprint
             raise DataError([f"{self.paths.checkpoints}: {error}"]) from error
         self._last_saved = -1 if step is None else step
-        self._load_seconds = time.perf_counter() - started
+        return time.perf_counter() - started
 
-    def _open_outputs(self, changes: dict[str, list[Any]]) -> None:
-        step = self.progress.step
-        try:
-            self.paths.record(self.job)
-        except OSError as error:
-            raise JobError(
-                [f"run.dir {self.paths.path} cannot be written ({error.strerror}); make room there or "
-                 "choose another folder"]
-            ) from error  # fmt: skip
-        self.journal = Journal(self.paths.events)
-        event = {"step": step, "total_steps": self.total_steps, "device": str(self.device)}
+    def _open_outputs(
+        self, changes: dict[str, list[Any]], load_seconds: float, store: Store
+    ) -> None:
+        meshes, step = self.meshes, self.progress.step
+        hosts = self.agreement.exchange(self.paths.host)
+        writes = meshes.rank == 0
+        together(self.agreement, lambda: self.paths.record(self.job, hosts) if writes else None)
+        self.recorder = Recorder(
+            self.paths, self.config.metrics, step, self.total_steps, writes=writes
+        )
+        for bad, reason in store.set_aside:
+            self.recorder.record("quarantine", step=bad, reason=reason)
+        event = {
+            "step": step,
+            "total_steps": self.total_steps,
+            "device": str(self.device),
+            "world_size": meshes.world_size,
+        }
         if step:
-            self.journal.record("resume", **event, seconds=self._load_seconds, changed=changes)
+            self.recorder.record("resume", **event, seconds=load_seconds, changed=changes)
         else:
-            self.journal.record("start", **event)
-        paths, metrics = self.paths, self.config.metrics
-        self.sinks = [BackgroundSink(lambda: JsonlSink(paths.metrics, step), "metrics.jsonl")]
-        mode = console_mode(metrics.console)
-        if mode is not None:
-            self.sinks.append(
-                BackgroundSink(lambda: ConsoleSink(mode, step, self.total_steps), "console")
-            )
-        if metrics.tensorboard:
-            self.sinks.append(
-                BackgroundSink(lambda: TensorBoardSink(paths.tensorboard, step), "tensorboard")
-            )
+            self.recorder.record("start", **event)
 
     # ---- the life of a batch
 
     def train_step(self) -> None:
         """One optimizer step on one global batch. No device synchronisation here."""
         with self.meter.waiting():
-            batch = next(self.loader)
+            batch = self._next_batch()
         lr = self.config.optimizer.lr * self.schedule(self.progress.step + 1)
-        loss = self._forward_backward(batch)
-        grad_norm = clip_grad_norm_(self.model.parameters(), self.config.train.max_grad_norm)
+        share = self._forward_backward(batch)
+        grad_norm, sums = global_grad_norm(self._parameters, sums=share.reshape(1))
+        assert sums is not None
+        loss = sums[0]  # of the global batch, on every rank
+        clip_grads_(self._parameters, grad_norm, self.config.train.max_grad_norm)
+        self._read_pending()  # of the step before: the device has long finished it
         self.optimizer.set_lr(lr)
-        self.optimizer.step()
+        self._update(nonfinite(loss, grad_norm))
         self.optimizer.zero_grad()
-        self._read_pending()
-        self._latest = (loss, grad_norm)
-        tokens = batch.tokens.numel()
+        tokens = batch.tokens.numel() * self.meshes.batch_size
         self.progress.step += 1
         self.progress.tokens += tokens
         self.meter.count(tokens)
         if self._due(self.config.metrics.every_steps) or self._evaluation_due():
-            self._pending = _PendingRow(self._row(lr, batch.digest), loss, grad_norm)
+            self.recorder.pending = PendingRow(self._row(lr, batch.digest), loss, grad_norm)
+
+    def _next_batch(self) -> Batch:
+        """This rank's share; one without labels if it cannot be read, which the vote then tells."""
+        try:
+            return next(self.loader)
+        except Exception as error:
+            self._data_fault = error
+            rows = self.config.train.global_batch // self.meshes.batch_size
+            return empty_batch(self.config.train.micro_batch or rows, self.config.data.seq_len)
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Sum of token losses over the labels of the whole step, micro-batch by micro-batch.
+        """Sum of this rank's token losses over the labels of the global batch, as a 0-dim tensor.
 
-        Gradients come out as those of one mean over the step's valid labels. Returns that mean.
+        Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
+        between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
-        valid = max(batch.num_valid, 1)
+        pending = self.agreement.start(self._vote(batch))
         micro_batch = self.config.train.micro_batch or len(batch.tokens)
-        step_loss = torch.zeros((), device=self.device)
-        for part in batch.split(micro_batch):
+        parts = batch.split(micro_batch)
+        valid = 0
+        total = torch.zeros((), device=self.device)
+        for part in parts:
+            accumulate(self.model, last=part is parts[-1])
             part = part.to(self.device)
             logits = self.model(
                 part.tokens, positions=part.positions, document_ids=part.document_ids
             )
+            valid = valid or self._heed(pending)
             loss = cross_entropy(logits, part.labels).sum / valid
             loss.backward()
-            step_loss += loss.detach()
-        return step_loss
+            total += loss.detach()
+        return total
+
+    def _vote(self, batch: Batch) -> Vote:
+        return Vote(
+            stop=self._stop_signal.number,
+            save=self._save_requested,
+            fault=0 if self._data_fault is None else int(_fault_code(self._data_fault)),
+            digest=int(batch.digest, 16) - 2**63,
+            count=batch.num_valid,
+        )
+
+    def _heed(self, pending: PendingDecision) -> int:
+        """Labels of the global batch, at least 1; raises on all ranks when one cannot go on."""
+        self._decision = decision = pending.wait()
+        if decision.faults:
+            self._share_faults(decision)
+        if decision.strangers:
+            raise DataError(
+                [f"step {self.progress.step + 1}: ranks {decision.strangers} read another global batch "
+                 "than rank 0; data and configuration must be the same on all nodes: compare them"]
+            )  # fmt: skip
+        return max(decision.count, 1)
+
+    def _share_faults(self, decision: Decision) -> None:
+        """What one rank met, all leave with, before anything is updated."""
+        mine = self._data_fault
+        said = mine and f"step {self.progress.step + 1}: {type(mine).__name__}: {mine}"
+        told = self.agreement.exchange(mine and [int(_fault_code(mine)), said])
+        for rank, code in decision.faults.items():
+            self.recorder.record(
+                "fault", step=self.progress.step, rank=rank, code=code, cause=told[rank][1]
+            )
+        if mine is not None and not isinstance(mine, forge_data.DataError | OSError):
+            raise mine
+        share_errors(told)
+
+    def _update(self, bad: torch.Tensor) -> None:
+        """The optimizer's step, masked on every rank alike where the numbers are not finite."""
+        self._skips.add(bad)
+        if self._masks:
+            self.optimizer.step(skip=bad)
+        elif not float(bad):  # an optimizer without a mask costs a host sync
+            self.optimizer.step()
 
     # ---- between steps
 
@@ -240,19 +375,21 @@ class Trainer:
         self._call("on_step_end")
         if self._evaluation_due():
             self._evaluate()
-        if self._due(self.config.checkpoint.every_steps):
+        if self._due(self.config.checkpoint.every_steps) or self._decision.save:
             self._save(store)
 
-    def _finish(self, store: Store, stop: StopSignal) -> None:
+    def _finish(self, store: Store) -> None:
         """The last step is evaluated and saved, whatever the intervals; so is a stop's."""
         finished = self.progress.step >= self.total_steps
         if finished:
             self._evaluate()
         self._save(store)
         if finished:
-            self.journal.record("done", step=self.progress.step)
-        else:
-            self.journal.record("stop", step=self.progress.step, signal=stop.signal_name)
+            self.recorder.record("done", step=self.progress.step)
+        elif self._decision.stop is not None:
+            rank, number = self._decision.stop
+            name = StopSignal.name_of(number)
+            self.recorder.record("stop", step=self.progress.step, signal=name, rank=rank)
         self._call("on_end")
 
     def _evaluation_due(self) -> bool:
@@ -266,35 +403,40 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.validation is None or self._last_evaluated == self.progress.step:
             return
-        batch_size = self.config.train.micro_batch or self.config.train.global_batch
+        train = self.config.train
         with self.meter.paused():
             self.val_loss = evaluate(
-                self.model, self.validation, self.config.eval.sequences, batch_size, self.device
+                self.model,
+                self.validation,
+                self.config.eval.sequences,
+                train.micro_batch or train.global_batch // self.meshes.batch_size,
+                self.meshes,
+                self.agreement,
             )
         self._last_evaluated = self.progress.step
-        if self._pending is not None:
-            self._pending.row["val_loss"] = self.val_loss
-        self.journal.record("evaluation", step=self.progress.step, val_loss=self.val_loss)
+        if self.recorder.pending is not None:
+            self.recorder.pending.row["val_loss"] = self.val_loss
+        self.recorder.record("evaluation", step=self.progress.step, val_loss=self.val_loss)
         self._call("on_evaluation", self.val_loss)
 
     def _save(self, store: Store) -> None:
-        """Commit this step; a step whose numbers are not finite is never saved."""
+        """Commit this step, on all ranks; not after more bad steps than are allowed."""
         if self._last_saved == self.progress.step:
             return
         self._read_pending()
-        self._refuse_nonfinite(*map(float, self._latest))
+        self._check_skips()
+        self._save_requested = False
         with self.meter.paused():
             started = time.perf_counter()
-            for sink in self.sinks:
-                sink.flush()  # rows up to here outlive a kill, as the checkpoint does
+            self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             try:
                 store.save(self.progress.step, self.state)
             except OSError as error:  # a full disk: the older checkpoints are still there
-                self.journal.record("save_failed", step=self.progress.step, error=str(error))
+                self.recorder.record("save_failed", step=self.progress.step, error=str(error))
                 raise JobError([f"{self.paths.checkpoints}: {error}"]) from error
             seconds = time.perf_counter() - started
         self._last_saved = self.progress.step
-        self.journal.record("save", step=self.progress.step, seconds=round(seconds, 4))
+        self.recorder.record("save", step=self.progress.step, seconds=round(seconds, 4))
         self._call("on_checkpoint", self.paths.checkpoints)
 
     # ---- metrics
@@ -306,6 +448,7 @@ class Trainer:
         rate = meter.tokens / seconds
         bf16 = self.config.parallel.precision == "bf16"  # the peaks known are those of bf16
         peak = peak_flops(self.device, torch.bfloat16) if bf16 else None
+        ranks = self.meshes.world_size
         self.meter = Meter()
         return {
             "step": self.progress.step,
@@ -316,40 +459,53 @@ class Trainer:
             "tokens": tokens,
             "tokens_per_second": rate,
             "flops": self.flops_per_token * tokens,
-            "mfu": None if peak is None else rate * self.flops_per_token / peak,
+            "mfu": None if peak is None else rate * self.flops_per_token / (peak * ranks),
             "data_wait_seconds": meter.wait_seconds,
             "memory_bytes": memory_bytes(self.device),
             "seconds": self.progress.seconds,
             "seconds_left": seconds / meter.steps * (self.total_steps - self.progress.step),
             "instances": digest,
+            "skipped_steps": 0,
         }
 
     def _read_pending(self) -> None:
         """Read the last logged step's values (the only host read of the loop) and send the row."""
-        if self._pending is None:
+        pending = self.recorder.pending
+        if pending is None:
             return
-        pending, self._pending = self._pending, None
-        row = pending.row
-        row["loss"], row["grad_norm"] = float(pending.loss), float(pending.grad_norm)
-        for sink in self.sinks:
-            sink.write(row)
+        self._check_skips()
+        pending.row["skipped_steps"], self._skipped_since_row = self._skipped_since_row, 0
+        row = self.recorder.take()
         self._call("on_log", row)
-        self._refuse_nonfinite(row["loss"], row["grad_norm"])
 
-    def _refuse_nonfinite(self, *values: float) -> None:
-        if all(map(math.isfinite, values)):
+    def _check_skips(self) -> None:
+        """Say what was skipped since the last look; fail when it was too much."""
+        skipped, longest = self._skips.read()
+        if not skipped:
             return
-        loss, grad_norm = values
-        self.journal.record("nonfinite", step=self.progress.step, loss=str(loss))
+        self._skipped_since_row += skipped
+        step, limit = self.progress.step, self.config.train.max_skipped_steps
+        self.recorder.record("skip", step=step, skipped=skipped, in_a_row=longest)
+        if longest <= limit:
+            return
+        row = self.recorder.take()
+        if row is not None:
+            self._call("on_log", row)
         raise NonFiniteError(
-            [f"by step {self.progress.step}: loss {loss} and grad_norm {grad_norm} must be finite; "
-             f"the checkpoints up to step {max(self._last_saved, 0)} are intact: lower optimizer.lr "
+            [f"by step {step}: the loss or the gradient norm of {longest} steps in a row must be finite "
+             f"in at least one of {limit + 1} (train.max_skipped_steps {limit}); they changed no weight, "
+             f"and the checkpoints up to step {max(self._last_saved, 0)} are intact: lower optimizer.lr "
              "or train.max_grad_norm and run again"]
         )  # fmt: skip
 
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
+
+
+def _fault_code(error: Exception) -> ExitCode:
+    known = isinstance(error, forge_data.DataError | OSError)
+    return ExitCode.DATA_ERROR if known else ExitCode.ERROR
 
 
 def _state_name(callback: Callback, taken: dict[str, Any]) -> str:
@@ -360,7 +516,7 @@ def _state_name(callback: Callback, taken: dict[str, Any]) -> str:
     return f"{name}#{number + 1}" if number else name
 
 
-def _as_config_error(build: Any) -> Any:
+def _as_config_error(build: Callable[[], Any]) -> Any:
     try:
         return build()
     except ValueError as error:

@@ -73,3 +73,14 @@ def sum_gradients(module: Any) -> None:
     """
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+
+
+def accumulate(model: Any, last: bool) -> None:
+    """Say before a micro-batch's forward whether it is the step's last; a plain model ignores it.
+
+    Gradients are reduce-scattered after every micro-batch, so that no rank ever holds more than its
+    shard of them; what waits for the last one is HSDP's all-reduce over copies.
+    """
+    if hasattr(model, "set_is_last_backward"):
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)
