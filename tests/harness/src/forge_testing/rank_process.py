@@ -110,9 +110,7 @@ def _run(task: Task) -> bytes:
     """The pickled result, or the traceback."""
     try:
         sys.path[:] = task.path
-        function: Any = _load(task.module, task.file)
-        for part in task.name.split("."):
-            function = getattr(function, part)
+        function = getattr(_load(task.module, task.file), task.name)
         _seed()
         answer = RETURNED + pickle.dumps(function(*pickle.loads(task.args)))
     except BaseException:  # also SystemExit: only the link's end ends a rank

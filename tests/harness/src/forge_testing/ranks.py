@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from forge_testing.rank_process import RAISED, RETURNED, STACK_SIGNAL, Task
@@ -87,11 +86,11 @@ def _describe(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
     name = getattr(function, "__qualname__", repr(function))
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
-    if not isinstance(function, FunctionType) or "<" in name or file is None:
+    if module is None or file is None or getattr(module, name, None) is not function:
         raise ValueError(
-            f"{name} must be a function that other processes can import; use a module's own `def`"
+            f"{name} must be a function that other processes can import; use a `def` at module level"
         )
-    if module is None or module.__name__ == "__main__":
+    if module.__name__ == "__main__":
         raise ValueError(
             f"{name} must not live in __main__, which a rank cannot import; move it to a module"
         )
