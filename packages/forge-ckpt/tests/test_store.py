@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import forge_ckpt.store
 from forge_ckpt import CheckpointMismatch, RNGState, StepExists, Store, StoreInUse
 
 
@@ -308,13 +307,6 @@ def test_no_warnings_of_torch_reach_the_user(tmp_path):
         warnings.simplefilter("error")
         store.save(1, {"v": torch.zeros(1)})
         store.load({"v": torch.zeros(1)})
-
-
-def test_more_than_one_process_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(forge_ckpt.store.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(forge_ckpt.store.dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="one process and the group has 2"):
-        Store(tmp_path)
 
 
 def test_a_reader_beside_a_writer_follows_it(tmp_path, monkeypatch):

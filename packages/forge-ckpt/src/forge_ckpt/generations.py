@@ -45,6 +45,12 @@ def committed_steps(root: Path) -> list[int]:
     ]
 
 
+def commit(written: Path, target: Path) -> None:
+    """Give a complete directory its final name, durably."""
+    os.rename(written, target)
+    sync_directory(target.parent)
+
+
 def remove(path: Path) -> None:
     """Take a step away in one rename, then delete: a crash leaves a left-over, never a half step."""
     doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")

@@ -23,7 +23,10 @@ class Lock:
     """Taken when made; raises StoreInUse naming the owner while another process writes.
 
     ``held`` is False on a file system without flock: one warning says so, and work goes on.
+    ``owner`` is what the file says of us then, None without flock.
     """
+
+    owner: str | None = None
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
@@ -48,7 +51,7 @@ class Lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StoreInUse(self._owner()) from None
+                raise StoreInUse(self._refusal()) from None
             if error.errno not in _NO_FLOCK:
                 raise
             logger.warning(
@@ -60,11 +63,12 @@ class Lock:
             return False
         started = datetime.now(UTC).isoformat(timespec="seconds")
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        self.owner = json.dumps(owner)
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
+        os.pwrite(self._fd, self.owner.encode(), 0)
         return True
 
-    def _owner(self) -> str:
+    def _refusal(self) -> str:
         buffer = bytearray(4096)
         size = read_at(self._fd, memoryview(buffer), 0)
         who = "another process"
@@ -74,6 +78,24 @@ class Lock:
         return (
             f"{self._path.parent} is written by {who}; wait for it or stop it, use another directory, "
             "or open the store with read_only=True"
+        )
+
+
+def refuse_another_directory(directory: Path, owner: str | None) -> None:
+    """Raise ValueError where ``directory`` is not the one that ``owner`` (of a Lock) has locked.
+
+    So a path that is local to each host is found when the store opens, and not as a missing file.
+    """
+    if owner is None:
+        return
+    try:
+        found = (directory / NAME).read_text()
+    except OSError as error:
+        found = error.strerror or ""
+    if found != owner:
+        raise ValueError(
+            f"{directory} on host {socket.gethostname()} is not the directory that rank 0 sees "
+            "there; use a path on a file system that all ranks share"
         )
 
 

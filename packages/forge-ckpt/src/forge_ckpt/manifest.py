@@ -100,14 +100,7 @@ def read(directory: Directory, step: int | None = None) -> Manifest:
     for a format that a newer version wrote.
     """
     where = str(directory.path / NAME)
-    fd, size = directory.open(NAME)
-    with open(fd, "rb", buffering=0):
-        if size > MAX_BYTES:
-            raise CorruptCheckpoint(f"{where}: {size} bytes, more than any manifest")
-        data = bytearray(size)
-        if read_at(fd, memoryview(data), 0) != size:
-            raise CorruptCheckpoint(f"{where}: changed while being read")
-    manifest = decode(bytes(data), where)
+    manifest = decode(read_bytes(directory), where)
     if step is not None and manifest.step != step:
         raise CorruptCheckpoint(f"{where}: is of step {manifest.step}, not {step}")
     for name, entry in manifest.files.items():
@@ -118,6 +111,19 @@ def read(directory: Directory, step: int | None = None) -> Manifest:
                     f"{directory.path / name}: {size} bytes, {entry.size} were saved"
                 )
     return manifest
+
+
+def read_bytes(directory: Directory) -> bytes:
+    """The file as it is, unchecked; raises CorruptCheckpoint when there is none to read."""
+    where = str(directory.path / NAME)
+    fd, size = directory.open(NAME)
+    with open(fd, "rb", buffering=0):
+        if size > MAX_BYTES:
+            raise CorruptCheckpoint(f"{where}: {size} bytes, more than any manifest")
+        data = bytearray(size)
+        if read_at(fd, memoryview(data), 0) != size:
+            raise CorruptCheckpoint(f"{where}: changed while being read")
+    return bytes(data)
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -141,6 +147,26 @@ def decode(data: bytes, where: str) -> Manifest:
         return _from_json(table)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpoint(f"{where}: impossible entry ({error})") from error
+
+
+def summary(table: Manifest) -> dict[str, Any]:
+    """Sizes, shapes and names as plain JSON (see ``Store.inspect``)."""
+    tensors = {
+        name: {
+            "shape": list(entry.shape),
+            "dtype": objects.dtype_name(entry.dtype),
+            "bytes": sum(chunk.length for chunk in entry.chunks),
+        }
+        for name, entry in table.tensors.items()
+    }
+    return {
+        "step": table.step,
+        "torch": table.torch,
+        "bytes": sum(entry.size for entry in table.files.values()),
+        "files": {name: entry.size for name, entry in table.files.items()},
+        "tensors": tensors,
+        "objects": sorted(table.objects, key=str),
+    }
 
 
 def parse(text: str) -> Any:

@@ -1,31 +1,25 @@
-"""The store: a directory of verified checkpoints of one run, written by one process at a time."""
+"""The store: a directory of verified checkpoints of one run, written by one job at a time."""
 
 import logging
 import os
 import secrets
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from forge_ckpt import generations, manifest
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists
-from forge_ckpt.files import Directory, sync_directory
-from forge_ckpt.lock import Lock
-from forge_ckpt.read.blocks import verify_all
-from forge_ckpt.read.planner import ForgeLoadPlanner
+from forge_ckpt.errors import CorruptCheckpoint, StepExists
+from forge_ckpt.lock import Lock, refuse_another_directory
+from forge_ckpt.ranks import Ranks
 from forge_ckpt.read.reader import ForgeReader
-from forge_ckpt.write.planner import ForgeSavePlanner
-from forge_ckpt.write.writer import ForgeWriter
+from forge_ckpt.read.targets import named, state_of
+from forge_ckpt.read.together import read_together, verify_together
+from forge_ckpt.write.together import write_together
 
 logger = logging.getLogger("forge_ckpt")
-T = TypeVar("T")
 
 
 class Store:
@@ -40,85 +34,98 @@ class Store:
         store.close()
 
     ``state`` maps names to objects with ``state_dict()`` and ``load_state_dict()``, or to nested
-    dicts, lists, tuples, tensors and plain values. One process: with a larger process group it
-    raises ValueError (ForgeWriter and ForgeReader work there through torch's dcp).
+    dicts, lists, tuples, tensors and plain values.
+
+    In a process group of several ranks (``group``, else the default one) every rank makes the store
+    and calls every method but ``close`` in the same order, and all get the same result or the same
+    class of exception. ``path`` is a directory that all see. Rank 0 holds the lock, decides and
+    commits. A rank that dies makes the others raise RuntimeError; what was committed loads.
+    Where the default group is NCCL alone, a gloo group of all ranks is made.
 
     Opening for writing makes the directory, takes its lock (StoreInUse) and removes what dead
     writers left. ``read_only=True`` changes nothing on disk and needs no lock. Raises ValueError
     for a path that cannot be such a directory.
+
+    ``set_aside`` lists (step, reason) of each checkpoint that this store found corrupt, on every
+    rank, for a caller that keeps a journal; a warning, once for the job, says the same.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], keep_last: int = 3, read_only: bool = False
+        self,
+        path: str | os.PathLike[str],
+        keep_last: int = 3,
+        read_only: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.path = Path(path)
         if type(keep_last) is not int or keep_last < 1:
             raise ValueError(f"keep_last {keep_last!r} must be an integer of at least 1; use 3")
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"Store serves one process and the group has {dist.get_world_size()}; use "
-                "ForgeWriter and ForgeReader with torch.distributed.checkpoint"
-            )
         self.keep_last = keep_last
         self.read_only = read_only
+        self.set_aside: list[tuple[int, str]] = []
+        self._ranks = Ranks(group)
         self._threads = min(4, os.cpu_count() or 1)
         self._lock: Lock | None = None
         self._closed = False
-        self._open()
+        try:
+            owner = self._ranks.first_does(self._open)
+            self._ranks.all_do(lambda: refuse_another_directory(self.path, owner))
+        except BaseException:
+            self.close()
+            raise
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Write ``state`` as the newest checkpoint; when this returns it is durable.
 
-        Before an old checkpoint is removed, the new one is read back and compared (one more read).
+        Before an old checkpoint is removed, the new one is read back and compared (one more read,
+        shared by the ranks).
 
-        A step that is already committed with the same content is done (both are verified); with
-        another content it raises StepExists. A step below the newest one raises ValueError. A full
-        disk or a size limit raises OSError. In every case the older checkpoints stay as they are.
+        A step that is already committed with the same content, saved on the same number of ranks,
+        is done (both are verified); with another content it raises StepExists. A step below the
+        newest one raises ValueError. A full disk or a size limit, of any rank, raises OSError. In
+        every case the older checkpoints stay as they are.
         """
-        self._require_open(writing=True)
-        if type(step) is not int or not 0 <= step < 10**18:
-            raise ValueError(f"step {step!r} must be an integer of at least 0")
-        newest = max(self.steps(), default=-1)
-        if step < newest:
-            raise ValueError(
-                f"step {step} is before step {newest}, the newest in {self.path}, which the next load "
-                "would take; load it first, or use another directory"
-            )
-        content = {name: _state_of(value) for name, value in _named(state).items()}
+        again = self._ranks.through_first(
+            lambda: self._checked(step, state), lambda steps: self._may_save(steps)
+        )
         target = generations.directory_of(self.path, step)
-        if os.path.lexists(target):
-            self._save_again(step, content)
+
+        def content() -> dict[str, Any]:
+            return {name: state_of(value) for name, value in named(state).items()}
+
+        if again is not None:
+            self._save_again(step, content, target, self.path / again)
         else:
             self._write(step, content, target)
-        with ForgeReader(target, step=step).opened():
-            pass  # manifest and sizes as they are on the disk now
-        self._retain()
+        old = self._ranks.first_does(lambda: self._committed(step))
+        if old:
+            self._retain(step, old)
 
     def load(self, state: MutableMapping[str, Any]) -> int | None:
         """Fill ``state`` from the newest sound checkpoint; returns its step, None if there is none.
 
-        Everything that ``state`` names is verified before the first tensor changes. A corrupt
-        checkpoint is moved to ``quarantine/`` with one warning (not with ``read_only``), and the next
-        older one is tried. Raises CorruptCheckpoint naming all when none is sound, and
-        CheckpointMismatch, with ``state`` untouched, when the newest sound one is of another state.
+        Everything that ``state`` names is verified, on every rank, before the first tensor of any
+        rank changes. A corrupt checkpoint is moved to ``quarantine/`` with one warning (not with
+        ``read_only``), and the next older one is tried, by all ranks. Raises CorruptCheckpoint
+        naming all when none is sound, and CheckpointMismatch, with ``state`` untouched on all
+        ranks, when the newest sound one is of another state on any.
         """
-        self._require_open(writing=False)
-        names = _named(state)
+
+        def check() -> None:
+            self._require_open(writing=False)
+            named(state)
+
+        self._ranks.all_do(check)
         corrupt: dict[int, str] = {}
-        while (step := self._newest_but(corrupt)) is not None:
-            target = generations.directory_of(self.path, step)
+        while (step := self._ranks.first_does(lambda: self._newest_but(corrupt))) is not None:
             try:
-                self._read(step, target, state, names)
+                self._read(step, state)
             except CorruptCheckpoint as error:
-                if os.path.lexists(target):  # else the writer's retention took it meanwhile
+                if self._put_aside(step, str(error)):
                     corrupt[step] = str(error)
-                    self._set_aside(step, error)
                 continue
             return step
-        found = list(corrupt.values()) or [
-            f"{self.path / generations.QUARANTINE / name}: found corrupt earlier"
-            for name in generations.quarantined(self.path)
-        ]
+        found = list(corrupt.values()) or self._ranks.first_does(self._earlier)
         if found:
             raise CorruptCheckpoint(
                 f"no sound checkpoint in {self.path}; restore one from a copy, or start over in "
@@ -128,14 +135,20 @@ class Store:
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first. Committed, not verified: no data is read."""
-        self._require_open(writing=False)
-        return generations.committed_steps(self.path)
+
+        def found() -> list[int]:
+            self._require_open(writing=False)
+            return generations.committed_steps(self.path)
+
+        return self._ranks.first_does(found)
 
     def verify(self, step: int) -> None:
-        """Read all of a checkpoint and compare it with its digests; raises CorruptCheckpoint."""
-        self._require_open(writing=False)
-        with Directory(generations.directory_of(self.path, step)) as directory:
-            verify_all(directory, manifest.read(directory, step), self._threads)
+        """Read all of a checkpoint and compare it with its digests; raises CorruptCheckpoint.
+
+        Ranks share the files.
+        """
+        self._ranks.all_do(lambda: self._require_open(writing=False))
+        self._verify(step)
 
     def inspect(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds, from its manifest alone: plain data, JSON if one likes.
@@ -144,12 +157,17 @@ class Store:
         "bytes"}}, "objects": [names]}``; ``bytes`` of tied tensors count for each name, the total
         counts what is on disk. Raises CorruptCheckpoint.
         """
-        self._require_open(writing=False)
-        with ForgeReader(generations.directory_of(self.path, step), step=step).opened() as table:
-            return _summary(table)
+
+        def look() -> dict[str, Any]:
+            self._require_open(writing=False)
+            target = generations.directory_of(self.path, step)
+            with ForgeReader(target, step=step).opened() as table:
+                return manifest.summary(table)
+
+        return self._ranks.first_does(look)
 
     def close(self) -> None:
-        """Release the lock; a second call does nothing."""
+        """Release the lock; a second call does nothing. Ranks need not wait for each other."""
         if self._lock is not None:
             self._lock.release()
         self._closed = True
@@ -165,7 +183,10 @@ class Store:
     ) -> None:
         self.close()
 
-    def _open(self) -> None:
+    # ---- opening
+
+    def _open(self) -> str | None:
+        """Rank 0: make and lock the directory; returns what the lock's file says (None: no lock)."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(
                 f"{self.path} is a file; a store needs a directory, choose another path"
@@ -173,113 +194,19 @@ class Store:
         if self.read_only:
             if not self.path.is_dir():
                 raise ValueError(f"{self.path} does not exist; check the path of the run")
-            return
+            return None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(self.path)
             left = generations.remove_left_overs(self.path) if self._lock.held else []
         except OSError as error:
-            self.close()
             raise ValueError(
                 f"{self.path} cannot be written ({error.strerror}); choose a writable directory, or "
                 "open it with read_only=True"
             ) from error
         if left:
             logger.info("%s: removed unfinished %s", self.path, ", ".join(left))
-
-    def _write(self, step: int, content: dict[str, Any], target: Path) -> None:
-        writer = ForgeWriter(target, step=step, threads=self._threads)
-        try:
-            _single_process(
-                lambda: dcp_save(
-                    content, storage_writer=writer, planner=ForgeSavePlanner(), no_dist=True
-                )
-            )
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"step {step} was not saved in {self.path}: {error.strerror}; older checkpoints are "
-                "untouched; make room or raise the limit, then save again",
-            ) from error
-        finally:
-            writer.discard()
-
-    def _save_again(self, step: int, content: dict[str, Any]) -> None:
-        """The step is there: write beside it, compare, and keep the sound one."""
-        target = generations.directory_of(self.path, step)
-        again = target.with_name(f"{target.name}.tmp-again-{secrets.token_hex(4)}")
-        self._write(step, content, again)
-        try:
-            with ForgeReader(again, step=step).opened() as made:
-                wanted = made.content()
-            try:
-                with ForgeReader(target, step=step).opened() as there:
-                    same = there.content() == wanted
-                self.verify(step)
-            except CorruptCheckpoint as error:
-                self._set_aside(step, error)
-                os.rename(again, target)
-                sync_directory(self.path)
-                return
-            if not same:
-                raise StepExists(
-                    f"step {step} is already in {self.path} with another content; nothing was "
-                    "replaced: save under a later step, or leave this save out"
-                )
-        finally:
-            if again.exists():
-                generations.remove(again)
-
-    def _read(
-        self, step: int, target: Path, state: MutableMapping[str, Any], names: dict[str, Any]
-    ) -> None:
-        reader = ForgeReader(target, step=step, threads=self._threads)
-        with reader.opened():
-            content = {name: _target_of(value) for name, value in names.items()}
-            try:
-                _single_process(
-                    lambda: dcp_load(
-                        content, storage_reader=reader, planner=ForgeLoadPlanner(), no_dist=True
-                    )
-                )
-            except CheckpointMismatch as error:
-                raise CheckpointMismatch(f"{target}: {error}") from None
-        for name, value in names.items():
-            if _is_stateful(value):
-                value.load_state_dict(content[name])
-            elif content[name] is not value:
-                state[name] = content[name]
-
-    def _newest_but(self, corrupt: Mapping[int, str]) -> int | None:
-        # listed anew each time: beside a writer, steps come and go while we read
-        left = [step for step in generations.found_steps(self.path) if step not in corrupt]
-        return max(left, default=None)
-
-    def _set_aside(self, step: int, error: CorruptCheckpoint) -> None:
-        if self.read_only:
-            logger.warning("step %d is corrupt, trying an older one: %s", step, error)
-            return
-        place = generations.quarantine(self.path, step)
-        logger.warning("step %d is corrupt, moved to %s: %s", step, place, error)
-
-    def _retain(self) -> None:
-        """Drop all but the newest ``keep_last``, once the newest has been read back and compared."""
-        steps = self.steps()
-        old = steps[: -self.keep_last]
-        if not old:
-            return
-        try:
-            self.verify(steps[-1])
-        except CorruptCheckpoint as error:
-            self._set_aside(steps[-1], error)
-            raise CorruptCheckpoint(
-                f"{error}; it was written a moment ago: disk or memory fail. Older checkpoints are kept"
-            ) from error
-        for step in old:
-            try:
-                generations.remove(generations.directory_of(self.path, step))
-            except OSError as error:
-                logger.warning("step %d could not be removed: %s", step, error)
+        return self._lock.owner
 
     def _require_open(self, *, writing: bool) -> None:
         if self._closed:
@@ -289,58 +216,136 @@ class Store:
                 f"the store {self.path} was opened with read_only=True; open it to write"
             )
 
+    # ---- saving
 
-def _single_process(run: Callable[[], T]) -> T:
-    """Run dcp quietly and raise what really happened instead of torch's per-rank wrapper."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            return run()
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        raise cause from None
+    def _checked(self, step: int, state: Mapping[str, Any]) -> int:
+        self._require_open(writing=True)
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise ValueError(f"step {step!r} must be an integer of at least 0")
+        named(state)
+        return step
 
-
-def _named(state: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(state, Mapping) or not state or not all(type(k) is str and k for k in state):
-        raise ValueError(
-            f"state of type {type(state).__name__} must map at least one name to an object, such as "
-            '{"model": model}'
-        )
-    return dict(state)
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if _is_stateful(value) else value
-
-
-def _target_of(value: Any) -> Any:
-    """What a load fills: None (take it as saved) for objects that set ``load_replaces``."""
-    if _is_stateful(value) and getattr(value, "load_replaces", False):
+    def _may_save(self, steps: list[int]) -> str | None:
+        """Rank 0: None, or where to write a step that is there already, beside it."""
+        step = steps[0]
+        if set(steps) != {step}:
+            raise ValueError(f"ranks save steps {steps}; all must save the same one")
+        newest = max(generations.committed_steps(self.path), default=-1)
+        if step < newest:
+            raise ValueError(
+                f"step {step} is before step {newest}, the newest in {self.path}, which the next load "
+                "would take; load it first, or use another directory"
+            )
+        target = generations.directory_of(self.path, step)
+        if os.path.lexists(target):
+            return f"{target.name}.tmp-again-{secrets.token_hex(4)}"
         return None
-    return _state_of(value)
+
+    def _write(self, step: int, content: Callable[[], dict[str, Any]], target: Path) -> None:
+        try:
+            write_together(self._ranks, target, step, content, self._threads)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"step {step} was not saved in {self.path}: {error.strerror}; older checkpoints are "
+                "untouched; make room or raise the limit, then save again",
+            ) from error
+
+    def _save_again(
+        self, step: int, content: Callable[[], dict[str, Any]], target: Path, again: Path
+    ) -> None:
+        """The step is there: write beside it, compare, and keep the sound one."""
+
+        def compare() -> tuple[bool, str | None]:
+            wanted = _content(again, step)
+            try:
+                return _content(target, step) == wanted, None
+            except CorruptCheckpoint as error:
+                return False, str(error)
+
+        self._write(step, content, again)
+        try:
+            same, reason = self._ranks.first_does(compare)
+            try:
+                if reason is None:
+                    self._verify(step)
+            except CorruptCheckpoint as error:
+                reason = str(error)
+            if reason is not None:
+                self._put_aside(step, reason)
+                self._ranks.first_does(lambda: generations.commit(again, target))
+            elif not same:
+                raise StepExists(
+                    f"step {step} is already in {self.path} with another content; nothing was "
+                    "replaced: save under a later step, or leave this save out"
+                )
+        finally:
+            if self._ranks.rank == 0 and again.exists():
+                generations.remove(again)
+
+    def _committed(self, step: int) -> list[int]:
+        """Rank 0: look at the new checkpoint as it is on the disk; returns the steps that are too old."""
+        with ForgeReader(generations.directory_of(self.path, step), step=step).opened():
+            return generations.committed_steps(self.path)[: -self.keep_last]
+
+    def _retain(self, step: int, old: list[int]) -> None:
+        """Drop ``old``, once ``step``, the newest, has been read back and compared."""
+        try:
+            self._verify(step)
+        except CorruptCheckpoint as error:
+            self._put_aside(step, str(error))
+            raise CorruptCheckpoint(
+                f"{error}; it was written a moment ago: disk or memory fail. Older checkpoints are kept"
+            ) from error
+        self._ranks.first_does(lambda: self._remove(old))
+
+    def _remove(self, old: list[int]) -> None:
+        for step in old:
+            try:
+                generations.remove(generations.directory_of(self.path, step))
+            except OSError as error:
+                logger.warning("step %d could not be removed: %s", step, error)
+
+    # ---- loading
+
+    def _read(self, step: int, state: MutableMapping[str, Any]) -> None:
+        path = generations.directory_of(self.path, step)
+        read_together(self._ranks, path, step, state, self._threads)
+
+    def _verify(self, step: int) -> None:
+        path = generations.directory_of(self.path, step)
+        verify_together(self._ranks, path, step, self._threads)
+
+    def _newest_but(self, corrupt: Mapping[int, str]) -> int | None:
+        # listed anew each time: beside a writer, steps come and go while we read
+        left = [step for step in generations.found_steps(self.path) if step not in corrupt]
+        return max(left, default=None)
+
+    def _earlier(self) -> list[str]:
+        return [
+            f"{self.path / generations.QUARANTINE / name}: found corrupt earlier"
+            for name in generations.quarantined(self.path)
+        ]
+
+    def _put_aside(self, step: int, reason: str) -> bool:
+        """Quarantine a step, all ranks together; False if it is gone, by the writer's retention."""
+
+        def move() -> bool:
+            if not os.path.lexists(generations.directory_of(self.path, step)):
+                return False
+            if self.read_only:
+                logger.warning("step %d is corrupt, trying an older one: %s", step, reason)
+            else:
+                place = generations.quarantine(self.path, step)
+                logger.warning("step %d is corrupt, moved to %s: %s", step, place, reason)
+            return True
+
+        found: bool = self._ranks.first_does(move)
+        if found:
+            self.set_aside.append((step, reason))
+        return found
 
 
-def _summary(table: manifest.Manifest) -> dict[str, Any]:
-    tensors = {
-        name: {
-            "shape": list(entry.shape),
-            "dtype": str(entry.dtype).removeprefix("torch."),
-            "bytes": sum(chunk.length for chunk in entry.chunks),
-        }
-        for name, entry in table.tensors.items()
-    }
-    return {
-        "step": table.step,
-        "torch": table.torch,
-        "bytes": sum(entry.size for entry in table.files.values()),
-        "files": {name: entry.size for name, entry in table.files.items()},
-        "tensors": tensors,
-        "objects": sorted(table.objects, key=str),
-    }
+def _content(path: Path, step: int) -> tuple[Any, ...]:
+    with ForgeReader(path, step=step).opened() as table:
+        return table.content()

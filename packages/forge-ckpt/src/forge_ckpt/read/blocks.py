@@ -3,7 +3,7 @@
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -50,12 +50,21 @@ def read_segments(
     _read(directory, table, touched, threads)
 
 
-def verify_all(directory: Directory, table: Manifest, threads: int) -> None:
-    """Compare every block of every file with its digest; raises CorruptCheckpoint."""
+def verify_files(
+    directory: Directory,
+    table: Manifest,
+    names: Collection[str],
+    threads: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Compare every block of the files ``names`` with its digest; raises CorruptCheckpoint.
+
+    ``progress`` hears how many bytes of the files are done, after each block.
+    """
     every: dict[str, dict[int, list[_Piece]]] = {
-        name: {i: [] for i in range(len(e.blocks))} for name, e in table.files.items()
+        name: {i: [] for i in range(len(table.files[name].blocks))} for name in names
     }
-    _read(directory, table, every, threads)
+    _read(directory, table, every, threads, progress)
 
 
 def _read(
@@ -63,7 +72,9 @@ def _read(
     table: Manifest,
     touched: dict[str, dict[int, list[_Piece]]],
     threads: int,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> None:
+    done = 0
     for name, blocks in touched.items():
         entry, where = table.files[name], str(directory.path / name)
         fd, _ = directory.open(name)
@@ -73,8 +84,10 @@ def _read(
                 pool.submit(_block, fd, entry, index, blocks[index], where)
                 for index in sorted(blocks)
             ]
-            for future in futures:
+            for index, future in zip(sorted(blocks), futures):
                 future.result()
+                done += min(BLOCK_BYTES, entry.size - index * BLOCK_BYTES)
+                progress(done)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             os.close(fd)

@@ -4,7 +4,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.futures import Future
 from forge_ckpt import files, manifest, objects
 from forge_ckpt.read.blocks import Segment, read_segments
 from forge_ckpt.read.planner import ForgeLoadPlanner
+
+Staged = list[tuple[ReadItem, torch.Tensor]]  # a wanted box and its verified content, on the CPU
 
 
 class ForgeReader(StorageReader):
@@ -43,6 +45,11 @@ class ForgeReader(StorageReader):
         self.threads = threads
         self._directory: files.Directory | None = None
         self._manifest: manifest.Manifest | None = None
+
+    def use(self, directory: files.Directory, table: manifest.Manifest) -> None:
+        """Read from ``directory``, held open, with a manifest that was verified elsewhere."""
+        self.close()
+        self._directory, self._manifest = directory, table
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins; ``checkpoint_id``, if given, is its path."""
@@ -73,17 +80,7 @@ class ForgeReader(StorageReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """The table in torch's terms."""
-        table = self.open()
-        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for name, entry in table.tensors.items():
-            boxes = [
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-                for chunk in entry.chunks
-            ]
-            properties = TensorProperties(dtype=entry.dtype)
-            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
-        found |= {name: BytesStorageMetadata() for name in table.objects}
-        return Metadata(found, planner_data=table.paths())
+        return metadata_of(self.open())
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -104,6 +101,13 @@ class ForgeReader(StorageReader):
             raise ValueError(
                 f"planner {type(planner).__name__} would unpickle objects; pass ForgeLoadPlanner()"
             )
+        fill(self.stage(plan, planner), planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def stage(self, plan: LoadPlan, planner: ForgeLoadPlanner) -> Staged:
+        """Read, verify and decode all that ``plan`` asks for; nothing of the state changes yet."""
         table = self.open()
         assert self._directory is not None
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
@@ -113,21 +117,39 @@ class ForgeReader(StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 text = objects.dumps(table.objects[item.storage_index.fqn].value)
                 planner.load_bytes(item, io.BytesIO(text.encode()))
-        with torch.no_grad():
-            for item, (source, _) in zip(tensors, staged):
-                target = planner.resolve_tensor(item).detach()
-                assert target.size() == source.size(), (item, target.size())
-                target.copy_(source)
-                planner.commit_tensor(item, target)
-        planner.finish_read()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return [(item, source) for item, (source, _) in zip(tensors, staged)]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any path that is not a URL."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def fill(staged: Staged, planner: ForgeLoadPlanner) -> None:
+    """Copy what was staged into the caller's tensors and put the decoded objects in their places."""
+    with torch.no_grad():
+        for item, source in staged:
+            target = planner.resolve_tensor(item).detach()
+            assert target.size() == source.size(), (item, target.size())
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+    planner.finish_read()
+
+
+def metadata_of(table: manifest.Manifest, without: Container[str] = ()) -> Metadata:
+    """A manifest in torch's terms, names in ``without`` left out."""
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, entry in table.tensors.items():
+        boxes = [
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            for chunk in entry.chunks
+        ]
+        properties = TensorProperties(dtype=entry.dtype)
+        found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
+    found |= {name: BytesStorageMetadata() for name in table.objects}
+    kept = {name: entry for name, entry in found.items() if name not in without}
+    paths = {name: path for name, path in table.paths().items() if name in kept}
+    return Metadata(kept, planner_data=paths)
 
 
 def _stage(table: manifest.Manifest, item: ReadItem) -> tuple[torch.Tensor, Segment]:

@@ -1,22 +1,25 @@
 """torch's save planner with objects as tagged JSON instead of pickles."""
 
+import dataclasses
 import io
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from forge_ckpt import objects, tree
+from forge_ckpt.write.plans import write_once
 
 
 class ForgeSavePlanner(DefaultSavePlanner):
     """For ``dcp.save(state, storage_writer=ForgeWriter(path), planner=ForgeSavePlanner())``.
 
     Leaves are named by :func:`forge_ckpt.tree.flatten`. Objects are encoded when planning, so a
-    refusal (ValueError with name and type) comes before anything is written.
+    refusal (ValueError with name and type) comes before anything is written. What several ranks
+    hold is written by one: a value by the lowest, replicas of a tensor spread by their bytes.
     """
 
     def __init__(self) -> None:
@@ -32,6 +35,21 @@ class ForgeSavePlanner(DefaultSavePlanner):
         leaves, self.mappings = tree.flatten(state_dict)  # type: ignore[assignment]
         self.state_dict = {name: _leaf(name, value) for name, value in leaves.items()}
         self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's boxes, and which names share memory."""
+        plan = super().create_local_plan()
+        data = {"paths": self.mappings, "ties": _ties(self.state_dict)}
+        self.plan = dataclasses.replace(plan, planner_data=data)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Each box in one plan; the table of all of them."""
+        plans = [
+            dataclasses.replace(plan, planner_data=plan.planner_data["paths"])
+            for plan in write_once(all_plans)
+        ]
+        return super().create_global_plan(plans)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """A tensor as it is, an object as the bytes of its JSON."""
@@ -59,3 +77,21 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
             "with memory are saved, materialise or densify it"
         )
     return value
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that read the same bytes in the same way."""
+    layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *layout)
+
+
+def _ties(leaves: dict[str, Any]) -> dict[str, str]:
+    first: dict[tuple[Any, ...], str] = {}
+    ties: dict[str, str] = {}
+    for name, value in leaves.items():
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if local.numel() and first.setdefault(memory_of(local), name) != name:
+                ties[name] = first[memory_of(local)]
+    return ties

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from forge_ckpt import files, manifest
+from forge_ckpt import files, generations, manifest
 from forge_ckpt.errors import StepExists
 from forge_ckpt.write.blocks import BlockFile
-from forge_ckpt.write.planner import ForgeSavePlanner
+from forge_ckpt.write.planner import ForgeSavePlanner, memory_of
 
 
 class ForgeWriter(StorageWriter):
@@ -93,9 +93,8 @@ class ForgeWriter(StorageWriter):
         files.sync_directory(self._temporary)
         if os.path.lexists(self.path):  # rename would replace an empty directory without a word
             raise StepExists(f"{self.path} appeared during the save; two writers share the place")
-        os.rename(self._temporary, self.path)
+        generations.commit(self._temporary, self.path)
         self._temporary = None
-        files.sync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Remove what a failed save left; after a commit, nothing."""
@@ -122,8 +121,7 @@ def _write_items(
             results.append(WriteResult(item.index, len(text), text))
             continue
         assert isinstance(data, torch.Tensor)
-        layout = (data.shape, data.stride(), data.dtype, data.is_conj(), data.is_neg())
-        key = (data.device, data.data_ptr(), *layout)
+        key = memory_of(data)
         if key not in written or data.numel() == 0:
             host = _host(data)
             view = files.byte_view(host)

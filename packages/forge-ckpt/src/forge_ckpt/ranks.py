@@ -1,0 +1,220 @@
+"""The ranks of a store, and how they come to one decision: everybody succeeds, or everybody raises.
+
+What one rank tells another is JSON, deflated, in a tensor of bytes on the CPU: nothing is pickled,
+also not between live processes, and numpy (which torch's object collectives need) is not used.
+"""
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists, StoreInUse
+from forge_ckpt.files import byte_view
+
+T = TypeVar("T")
+# A class that crosses from rank to rank is one of these, else the nearest one that it descends from.
+_CLASSES: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        CorruptCheckpoint,
+        CheckpointMismatch,
+        StepExists,
+        StoreInUse,
+        OSError,
+        ValueError,
+        RuntimeError,
+    )
+}
+_Failure = dict[str, Any]  # {"kind", "text", "errno"} of one exception
+
+
+class Ranks:
+    """The processes that call the same methods of a store in the same order.
+
+    ``group``: a process group that carries CPU tensors (gloo). Without it the default group serves;
+    where that is NCCL alone, a gloo group of all ranks is made (so every rank must come here).
+    Without a process group, or in one of size 1, nothing is communicated. Raises ValueError for a
+    group that carries no CPU tensors, or that this process is not in.
+
+    Rank numbers are those of the group. A rank that dies makes the others' next exchange raise
+    RuntimeError; one that hangs does so after the group's timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = _host_group(group)
+        self.rank = 0 if self._group is None else dist.get_rank(self._group)
+        self.size = 1 if self._group is None else dist.get_world_size(self._group)
+
+    def all_do(self, run: Callable[[], T]) -> T:
+        """``run`` on every rank; if it raises on any, all raise that class, naming the rank.
+
+        Cost: 8 bytes a rank in one all-gather when it succeeds everywhere.
+        """
+        if self.size == 1:
+            return run()
+        value, error = _attempt(run)
+        with _talking():
+            reports = self._all_gather(b"" if error is None else _pack(_failure(error)))
+        failures = {rank: _unpack(report) for rank, report in enumerate(reports) if report}
+        if failures:
+            self._raise(failures, error)
+        return value  # type: ignore[return-value]
+
+    def first_does(self, run: Callable[[], Any]) -> Any:
+        """``run`` on rank 0; its result, plain JSON, on every rank, or its exception."""
+        return self.through_first(lambda: None, lambda _: run())
+
+    def through_first(self, each: Callable[[], Any], first: Callable[[list[Any]], Any]) -> Any:
+        """``first(results of each)`` on rank 0 and its result on every rank; both are plain JSON.
+
+        If ``each`` raises anywhere, ``first`` does not run. An exception of either is raised by all.
+        Cost: an all-gather of 8 bytes a rank, a gather to rank 0, a broadcast from it.
+        """
+        if self.size == 1:
+            return first([each()])
+        value, error = _attempt(each)
+        mine = {"value": value} if error is None else {"failure": _failure(error)}
+        answer: dict[str, Any] = {}
+        with _talking():
+            reports = self._gather(_pack(mine))
+        if self.rank == 0:
+            found = [_unpack(report) for report in reports]
+            failures = {i: r["failure"] for i, r in enumerate(found) if "failure" in r}
+            if failures:
+                answer = {"failures": [[rank, failures[rank]] for rank in failures]}
+            else:
+                outcome, error = _attempt(lambda: first([report["value"] for report in found]))
+                answer = {"value": outcome} if error is None else {"first": _failure(error)}
+        with _talking():
+            answer = _unpack(self._broadcast(_pack(answer) if self.rank == 0 else b""))
+        if "failures" in answer:
+            self._raise(dict(answer["failures"]), error)
+        if "first" in answer:
+            self._raise({0: answer["first"]}, error, where="")
+        return answer["value"]
+
+    def _raise(
+        self, failures: dict[int, _Failure], own: BaseException | None, where: str | None = None
+    ) -> None:
+        """Raise the failure of the lowest rank; all ranks raise one class and one text."""
+        known = own is None or isinstance(own, OSError) or type(own) in _CLASSES.values()
+        if not known:  # a class that only its maker knows: it goes on as it came
+            raise own  # type: ignore[misc]
+        report = next(iter(failures.values()))
+        alike = len(failures) == self.size and all(f == report for f in failures.values())
+        if where is None:
+            where = "" if alike else f"{_names(list(failures))}: "
+        text = where + report["text"]
+        if report["errno"] is not None:
+            raise OSError(report["errno"], text) from own
+        raise _CLASSES[report["kind"]](text) from own
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        sizes = self._sizes(data)
+        longest = max(sizes)
+        if longest == 0:
+            return [b""] * self.size
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(found, _padded(data, longest), group=self._group)
+        return [_bytes(tensor, size) for tensor, size in zip(found, sizes)]
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        """What every rank sent, on rank 0; an empty list elsewhere."""
+        sizes = self._sizes(data)
+        longest = max(sizes)
+        found = None
+        if self.rank == 0:
+            found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.gather(_padded(data, longest), found, group=self._group, group_dst=0)
+        return [_bytes(tensor, size) for tensor, size in zip(found or [], sizes)]
+
+    def _broadcast(self, data: bytes) -> bytes:
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, group=self._group, group_src=0)
+        tensor = _padded(data, int(size))
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return _bytes(tensor, int(size))
+
+    def _sizes(self, data: bytes) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        return [int(size) for size in sizes]
+
+
+def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group whose collectives take CPU tensors; None where one process is alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_rank(group) < 0:
+        raise ValueError("group does not hold this process; open the store on its ranks only")
+    if dist.get_world_size(group) == 1:
+        return None
+    backends = dist.get_backend_config(group)
+    if any(part.startswith("cpu:") for part in backends.split(",")):
+        return group or dist.group.WORLD
+    if group is not None:
+        raise ValueError(
+            f"group with backend {backends} carries no CPU tensors; give a host group, such as "
+            'torch.distributed.new_group(backend="gloo")'
+        )
+    return dist.new_group(backend="gloo")
+
+
+def _attempt(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return run(), None
+    except BaseException as error:  # an interrupt too is told to the others before it goes on
+        return None, error
+
+
+def _failure(error: BaseException) -> _Failure:
+    kind = next((k.__name__ for k in type(error).__mro__ if _CLASSES.get(k.__name__) is k), None)
+    if isinstance(error, OSError) and error.errno is not None:
+        name = f": {error.filename}" if error.filename is not None else ""
+        text = f"{error.strerror or os.strerror(error.errno)}{name}"
+        return {"kind": "OSError", "errno": error.errno, "text": text}
+    text = str(error) if kind is not None else f"{type(error).__name__}: {error}"
+    return {"kind": kind or "RuntimeError", "errno": None, "text": text}
+
+
+def _names(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:4])
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+@contextlib.contextmanager
+def _talking() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RuntimeError(
+            "the ranks of this store lost each other: one has died, is stuck, or did not make the "
+            f"same call ({reason}); end all of them and start again: the newest committed "
+            "checkpoint loads"
+        ) from error
+
+
+def _pack(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def _unpack(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    byte_view(tensor)[: len(data)] = data
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor, size: int) -> bytes:
+    return bytes(byte_view(tensor)[:size])

@@ -1,0 +1,86 @@
+"""What a load fills: the state that is here, with a place for everything that was saved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from forge_ckpt.manifest import Manifest, TensorEntry
+
+
+def named(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` as a dict; raises ValueError unless it maps at least one name to something."""
+    if not isinstance(state, Mapping) or not state or not all(type(k) is str and k for k in state):
+        raise ValueError(
+            f"state of type {type(state).__name__} must map at least one name to an object, such as "
+            '{"model": model}'
+        )
+    return dict(state)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it has ``state_dict()`` and ``load_state_dict()``."""
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def state_of(value: Any) -> Any:
+    """What is saved of an entry of the state."""
+    return value.state_dict() if is_stateful(value) else value
+
+
+def target_of(value: Any, name: str, table: Manifest) -> Any:
+    """What a load fills: None (take it as saved) for objects that set ``load_replaces``."""
+    if is_stateful(value) and getattr(value, "load_replaces", False):
+        return None
+    state = state_of(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _with_slots(state, value, name, table)
+    return state
+
+
+def not_asked(state: Mapping[str, Any], table: Manifest) -> set[str]:
+    """Saved names that an object of ``state`` does not want, by its ``load_selects(paths)``.
+
+    The method gets the saved paths below the object's own name and returns those to load.
+    """
+    left: set[str] = set()
+    for name, value in state.items():
+        select = getattr(value, "load_selects", None)
+        if callable(select):
+            below = {path[1:]: key for key, path in table.paths().items() if path[0] == name}
+            kept = set(select(list(below)))
+            left |= {key for path, key in below.items() if path not in kept}
+    return left
+
+
+def _with_slots(
+    state: dict[str, Any], optimizer: torch.optim.Optimizer, name: str, table: Manifest
+) -> dict[str, Any]:
+    """A torch optimizer's state with the slots that were saved and that it does not have yet.
+
+    Before its first step it has none, and a saved slot would come whole to every rank. A slot of
+    its parameter's shape is laid out like the parameter; other tensors (step counts) come whole.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return state
+    here = state["state"]
+    slots: dict[int, dict[str, Any]] = {}
+    for key, path in table.paths().items():
+        match path:
+            case (first, "state", int(index), str(slot)) if first == name and index not in here:
+                if index < len(parameters):
+                    place = _like(parameters[index], table.tensors.get(key))
+                    slots.setdefault(index, {})[slot] = place
+            case _:
+                pass
+    return {**state, "state": {**here, **slots}}
+
+
+def _like(parameter: torch.Tensor, saved: TensorEntry | None) -> torch.Tensor | None:
+    if saved is None or saved.shape != tuple(parameter.shape):
+        return None  # taken as it was saved
+    return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)

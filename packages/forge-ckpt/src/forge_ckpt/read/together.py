@@ -1,0 +1,91 @@
+"""One checkpoint read by all ranks: verified by each, agreed by all, only then used."""
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from forge_ckpt import manifest
+from forge_ckpt.errors import CheckpointMismatch
+from forge_ckpt.files import Directory
+from forge_ckpt.ranks import Ranks
+from forge_ckpt.read.blocks import verify_files
+from forge_ckpt.read.planner import ForgeLoadPlanner
+from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
+from forge_ckpt.read.targets import is_stateful, not_asked, target_of
+
+
+def read_together(
+    ranks: Ranks, path: Path, step: int, state: MutableMapping[str, Any], threads: int
+) -> None:
+    """Fill ``state`` of every rank from ``path``.
+
+    Raises CorruptCheckpoint or CheckpointMismatch on all ranks, and then no tensor of any rank has
+    changed. (If a ``load_state_dict`` raises at the end, all ranks raise, and states have changed.)
+
+    Communication: the manifest from rank 0, then three votes of 8 bytes a rank. Each rank reads
+    and verifies the blocks that its own boxes touch.
+    """
+    table = share_manifest(ranks, path, step)
+    planner = ForgeLoadPlanner()
+    reader = ForgeReader(path, step=step, threads=threads)
+    content: dict[str, Any] = {}
+
+    def plan() -> Any:
+        metadata = metadata_of(table, without=not_asked(state, table))
+        content.update({name: target_of(value, name, table) for name, value in state.items()})
+        planner.set_up_planner(content, metadata, ranks.rank == 0)
+        try:
+            return planner.create_local_plan()
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{path}: {error}") from None
+
+    def stage() -> Staged:
+        reader.use(Directory(path), table)
+        try:
+            return reader.stage(wanted, planner)
+        finally:
+            reader.close()
+
+    def use() -> None:
+        fill(staged, planner)
+        for name, value in list(state.items()):
+            if is_stateful(value):
+                value.load_state_dict(content[name])
+            elif content[name] is not value:
+                state[name] = content[name]
+
+    wanted = ranks.all_do(plan)
+    staged = ranks.all_do(stage)
+    ranks.all_do(use)
+
+
+def verify_together(ranks: Ranks, path: Path, step: int, threads: int) -> None:
+    """Compare a whole checkpoint with its digests; all ranks raise CorruptCheckpoint, or none.
+
+    The files are dealt out so that no rank reads the one that it would write: its page cache would
+    answer, and not the disk.
+    """
+    table = share_manifest(ranks, path, step)
+
+    def verify() -> None:
+        names = sorted(table.files, key=lambda name: (len(name), name))
+        mine = [name for i, name in enumerate(names) if (i + 1) % ranks.size == ranks.rank]
+        with Directory(path) as directory:
+            verify_files(directory, table, mine, threads)
+
+    ranks.all_do(verify)
+
+
+def share_manifest(ranks: Ranks, path: Path, step: int) -> manifest.Manifest:
+    """The verified manifest, read by rank 0 alone, so that no two ranks could read different ones.
+
+    Rank 0 also compares the sizes of all files with it. Raises as :func:`forge_ckpt.manifest.read`.
+    """
+
+    def read() -> str:
+        with Directory(path) as directory:
+            manifest.read(directory, step)
+            return manifest.read_bytes(directory).decode()
+
+    text = ranks.first_does(read)
+    return manifest.decode(text.encode(), str(path / manifest.NAME))
