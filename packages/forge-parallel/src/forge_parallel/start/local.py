@@ -1,0 +1,205 @@
+"""Workers of one job on this host: started together, signalled together, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from forge_parallel.start.variables import Environ
+from forge_parallel.start.world import LOOPBACK
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STORE_FD = "FORGE_STORE_FD"  # read by store.py; this module imports no torch
+_REQUEUE = 75
+_PR_SET_PDEATHSIG = 1
+
+
+def run_local_workers(
+    command: Sequence[str],
+    nproc: int,
+    environ: Environ | None = None,
+    *,
+    grace_seconds: float = 10.0,
+) -> int:
+    """Run `command` as `nproc` ranks on this host and return the exit code of the job.
+
+    Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and
+    OMP_NUM_THREADS = cores / nproc unless set; stdout and stderr are inherited, stdin by rank 0. The
+    launcher opens the port (a free one) and hands the open socket to rank 0, so nobody can take it in
+    between. TERM, USR1 and INT are forwarded, as often as they come.
+
+    Exit code: 0 if all end with 0; 75 if all end with 0 or 75 and one with 75; else that of the first
+    worker that failed (1 for death by a signal). Then the others get TERM, and KILL `grace_seconds`
+    later, and one line on stderr names rank, pid and cause. If the launcher itself is killed, the
+    workers get TERM from the kernel (Linux).
+
+    Raises ValueError for nproc below 1, RuntimeError off the main thread, OSError if the command
+    cannot be started. Usage: `sys.exit(run_local_workers([sys.executable, "train.py"], 4))`.
+    """
+    if nproc < 1:
+        raise ValueError(f"nproc {nproc} must be at least 1; use the number of ranks on this host")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "run_local_workers must run on the main thread, the only one that gets signals; call it there"
+        )
+    events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+    with _forwarding(events):
+        workers = _start(list(command), nproc, os.environ if environ is None else environ)
+        for rank, worker in enumerate(workers):
+            threading.Thread(target=_wait, args=(rank, worker, events), daemon=True).start()
+        return _Job(workers, grace_seconds).run(events)
+
+
+class _Job:
+    """The running workers and what has become of them."""
+
+    def __init__(self, workers: list[subprocess.Popen[bytes]], grace_seconds: float) -> None:
+        self.workers = workers
+        self.grace_seconds = grace_seconds
+        self.codes: dict[int, int] = {}  # by rank, in the order of their ends
+        self.failed: int | None = None
+        self.kill_at: float | None = None
+
+    def run(self, events: queue.SimpleQueue[tuple[str, int, int]]) -> int:
+        while len(self.codes) < len(self.workers):
+            try:
+                kind, who, value = events.get(timeout=self._seconds_left())
+            except queue.Empty:
+                self._send(signal.SIGKILL)
+                self.kill_at = None
+                continue
+            if kind == "signal":
+                self._send(value)
+            else:
+                self._ended(who, value)
+        return self._exit_code()
+
+    def _seconds_left(self) -> float | None:
+        return None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+
+    def _ended(self, rank: int, code: int) -> None:
+        self.codes[rank] = code
+        if code in (0, _REQUEUE) or self.failed is not None:
+            return
+        self.failed = rank
+        self.kill_at = time.monotonic() + self.grace_seconds
+        self._send(signal.SIGTERM)
+        rest = len(self.workers) - len(self.codes)
+        stopping = f"; stopping the other {rest}" if rest else ""
+        pid = self.workers[rank].pid
+        print(f"rank {rank} (pid {pid}) {_cause(code)}{stopping}", file=sys.stderr, flush=True)
+
+    def _send(self, number: int) -> None:
+        for rank, worker in enumerate(self.workers):
+            if rank not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.send_signal(number)
+
+    def _exit_code(self) -> int:
+        if self.failed is not None:
+            return max(1, self.codes[self.failed])
+        return max(self.codes.values())
+
+
+def _cause(code: int) -> str:
+    if code > 0:
+        return f"ended with code {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"died by {signal.Signals(-code).name}{hint}"
+
+
+def _wait(
+    rank: int,
+    worker: subprocess.Popen[bytes],
+    events: queue.SimpleQueue[tuple[str, int, int]],
+) -> None:
+    events.put(("end", rank, worker.wait()))
+
+
+@contextlib.contextmanager
+def _forwarding(events: queue.SimpleQueue[tuple[str, int, int]]) -> Iterator[None]:
+    """Turn signals into events while open; one that comes before the workers do waits for them."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        events.put(("signal", -1, number))  # SimpleQueue.put may be called from a handler
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in _SIGNALS:
+            before[number] = signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _start(
+    command: list[str], nproc: int, environ: Mapping[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    workers: list[subprocess.Popen[bytes]] = []
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        shared = _shared_environ(environ, nproc, listening.getsockname()[1])
+        try:
+            for rank in range(nproc):
+                mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                descriptors: tuple[int, ...] = ()
+                if rank == 0:
+                    mine[_STORE_FD] = str(listening.fileno())
+                    descriptors = (listening.fileno(),)
+                worker = subprocess.Popen(
+                    command,
+                    env=mine,
+                    stdin=None if rank == 0 else subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    preexec_fn=_end_with_parent(),
+                )
+                workers.append(worker)
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+            raise
+    return workers
+
+
+def _shared_environ(environ: Mapping[str, str], nproc: int, port: int) -> dict[str, str]:
+    """What all workers see; nothing of an outer torchrun, whose ranks these are not."""
+    kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
+    return kept | {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # what a Slurm step or a container leaves us
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _end_with_parent() -> Any:
+    """A function for the child to run before exec: TERM when this process dies. None off Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def before_exec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+    return before_exec

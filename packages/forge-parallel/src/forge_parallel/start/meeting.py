@@ -1,0 +1,228 @@
+"""The check-in before a process group: who came, from where, and whether all run the same thing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from forge_parallel.start.errors import StartError
+from forge_parallel.start.store import open_store, within
+from forge_parallel.start.world import World
+
+_GOODBYE_SECONDS = 5.0
+_LOOPBACK_NAMES = ("lo", "lo0")
+_attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
+
+
+@dataclass
+class Meeting:
+    """A store on which all ranks have met, with what this rank needs to speak of it."""
+
+    world: World
+    store: Store
+    host: str
+    interface_set: bool = False
+
+    def describe(self, cause: str) -> str:
+        """`cause` after the rank, the host and the address that it happened to."""
+        return _describe(self.world, self.host, cause)
+
+    def end(self) -> None:
+        """Say goodbye; rank 0 waits a moment for the others' goodbyes, since it hosts the store."""
+        if self.interface_set:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if self.world.world_size == 1:
+            return
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        with contextlib.suppress(RuntimeError):  # somebody died: the job is ending anyhow
+            within(_GOODBYE_SECONDS, lambda: self._goodbye(deadline), "")
+
+    def _goodbye(self, deadline: float) -> None:
+        self.store.add("gone", 1)
+        if self.world.rank == 0:
+            _poll(lambda: self.store.add("gone", 0) >= self.world.world_size, deadline)
+
+
+def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str, str]) -> Meeting:
+    """Wait until every rank has come and compare what they say. Raises StartError on all that came.
+
+    What is exchanged is JSON. Sets GLOO_SOCKET_IFNAME to the loopback interface if all ranks share
+    one network namespace and the user has not chosen, so that one host needs no working DNS.
+    """
+    host = socket.gethostname()
+    if world.world_size == 1:
+        return Meeting(world, HashStore(), host, _use_loopback())
+    mine = _about_me(world, device, host, facts)
+    deadline = time.monotonic() + seconds
+    try:
+        store = open_store(world, seconds)
+        attempt = f"{world.address}:{world.port}"
+        _attempts[attempt] += 1
+        store = PrefixStore(f"forge/{_restarts()}/{_attempts[attempt]}", store)
+        grace = 10.0  # the others wait for rank 0's verdict a little longer than rank 0 for them
+        verdict = within(
+            seconds + 2 * grace,
+            lambda: _check_in(world, store, mine, deadline, grace),
+            "the store stopped answering; is rank 0 stopped?",
+        )
+    except StartError as error:
+        raise StartError(_describe(world, host, str(error))) from error
+    except RuntimeError as error:
+        cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
+        raise StartError(_describe(world, host, cause)) from error
+    if verdict["error"]:
+        raise StartError(_describe(world, host, verdict["error"]))
+    return Meeting(world, store, host, verdict["one_place"] and _use_loopback())
+
+
+def _describe(world: World, host: str, cause: str) -> str:
+    return (
+        f"rank {world.rank} of {world.world_size} on host {host}, meeting at "
+        f"{world.address}:{world.port}: {cause}"
+    )
+
+
+def _restarts() -> str:
+    """torchrun's agent keeps one store over restarts of its workers."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _about_me(
+    world: World, device: torch.device, host: str, facts: Mapping[str, str]
+) -> dict[str, Any]:
+    common = {
+        "torch": torch.__version__,
+        "world size": str(world.world_size),
+        "device": device.type,
+    }
+    gpu = None
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return {
+        "host": host,
+        "pid": os.getpid(),
+        "place": _place(host),
+        "device": str(device),
+        "gpu": gpu,
+        "facts": common | {str(name): str(value) for name, value in facts.items()},
+    }
+
+
+def _place(host: str) -> str:
+    """Equal for two processes that reach each other over the loopback interface."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return host
+
+
+def _use_loopback() -> bool:
+    """Tell gloo to use the loopback interface, unless the user told it something. True if done."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return False
+    for _, name in socket.if_nameindex():
+        if name in _LOOPBACK_NAMES:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return True
+    return False
+
+
+def _check_in(
+    world: World, store: Store, mine: dict[str, Any], deadline: float, grace: float
+) -> dict[str, Any]:
+    if store.add(f"here/{world.rank}", 1) > 1:
+        other = json.loads(store.get(f"rank/{world.rank}"))
+        raise StartError(
+            f"rank {world.rank} is here already, on host {other['host']} with pid {other['pid']}; two "
+            "jobs share this address, or two processes were given one RANK"
+        )
+    store.set(f"rank/{world.rank}", json.dumps(mine))
+    store.add("arrived", 1)
+    if world.rank == 0:
+        return _judge(world, store, deadline)
+    if not _poll(lambda: store.check(["verdict"]), deadline + grace):
+        raise StartError(_absent(world, store) or "rank 0 gave no answer")
+    verdict = json.loads(store.get("verdict"))
+    store.add("read", 1)
+    return verdict
+
+
+def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
+    """Rank 0: wait for all, compare, tell all. The host of the store leaves last."""
+    error, one_place = "", False
+    if _poll(lambda: store.add("arrived", 0) >= world.world_size, deadline):
+        keys = [f"rank/{rank}" for rank in range(world.world_size)]
+        everyone = [json.loads(text) for text in store.multi_get(keys)]
+        error = differences(everyone)
+        one_place = len({one["place"] for one in everyone}) == 1
+    else:
+        error = _absent(world, store)
+    verdict = {"error": error, "one_place": one_place}
+    store.set("verdict", json.dumps(verdict))
+    if error:
+        others = store.add("arrived", 0) - 1
+        _poll(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
+    return verdict
+
+
+def _absent(world: World, store: Store) -> str:
+    absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
+    if not absent:
+        return ""
+    came = f"{world.world_size - len(absent)} came"
+    return f"{ranks(absent)} of {world.world_size} did not come in time ({came})"
+
+
+def differences(everyone: list[dict[str, Any]]) -> str:
+    """What the ranks' words contradict, in one line; empty if nothing.
+
+    Everything is compared with rank 0; of each fact the first rank that differs is named.
+    """
+    found: list[str] = []
+    first = everyone[0]["facts"]
+    for name in sorted({name for one in everyone for name in one["facts"]}):
+        for rank, one in enumerate(everyone):
+            if one["facts"].get(name) != first.get(name):
+                found.append(
+                    f"rank {rank} on host {one['host']} has {name} {one['facts'].get(name)}, rank 0 on "
+                    f"host {everyone[0]['host']} has {first.get(name)}"
+                )
+                break
+    owner: dict[str, int] = {}
+    for rank, one in enumerate(everyone):
+        if one["gpu"] and owner.setdefault(one["gpu"], rank) != rank:
+            found.append(
+                f"ranks {owner[one['gpu']]} and {rank} on host {one['host']} both use GPU {one['gpu']} "
+                f"({one['device']}); give each rank its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES)"
+            )
+    return "; ".join(found)
+
+
+def ranks(numbers: list[int]) -> str:
+    """`rank 3`, `ranks 2, 3`, and for many `ranks 2, 3, 4, 5, 6, 7, 8, 9 and 91 more`."""
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"ranks {shown}" + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def _poll(true: Callable[[], bool], deadline: float) -> bool:
+    """True once `true()` is; False at the deadline. Waiting inside the store would print a stack."""
+    pause = 0.002
+    while not true():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.2)
+    return True

@@ -1,0 +1,162 @@
+"""The TCP store through which ranks find each other: who opens it, and how the others reach it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from forge_parallel.start.errors import StartError
+from forge_parallel.start.world import World, is_loopback
+
+T = TypeVar("T")
+
+STORE_FD = "FORGE_STORE_FD"
+"""Set by `run_local_workers` for rank 0: a descriptor that listens on MASTER_PORT already."""
+
+_NAME_SECONDS = 30.0  # a name that is not known after this is a wrong name
+_open: dict[tuple[str, int], TCPStore] = {}
+
+
+def open_store(world: World, seconds: float) -> TCPStore:
+    """The store at `world.address:world.port`, within `seconds`. Rank 0 hosts it unless torchrun does.
+
+    It stays open until the process ends, so that a second group of the same processes meets there
+    again. Raises StartError with the cause: port taken, host unknown, refused, no answer.
+    """
+    key = (world.address, world.port)
+    if key not in _open:
+        deadline = time.monotonic() + seconds
+        listening = _listen(world) if world.rank == 0 and not _agent_hosts() else None
+        if listening is None:
+            _reach(world, deadline)
+        _open[key] = within(
+            max(1.0, deadline - time.monotonic()),
+            lambda: _connect(world, listening, seconds),
+            f"something listens at {_where(world)} that does not answer like a store; choose another "
+            "MASTER_PORT",
+        )
+    return _open[key]
+
+
+def within(seconds: float, function: Callable[[], T], otherwise: str) -> T:
+    """`function()` in a thread of its own; StartError(otherwise) if it has not returned in time.
+
+    For calls into torch that have no timeout. The main thread goes on handling signals.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="forge-start", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StartError(otherwise)
+    return results[0]
+
+
+def _agent_hosts() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _where(world: World) -> str:
+    return f"{world.address}:{world.port}"
+
+
+def _connect(world: World, listening: socket.socket | None, seconds: float) -> TCPStore:
+    try:
+        return TCPStore(
+            world.address,
+            world.port,
+            is_master=listening is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+            master_listen_fd=None if listening is None else listening.detach(),
+        )
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise StartError(f"the store at {_where(world)} failed: {first}") from error
+
+
+def _listen(world: World) -> socket.socket:
+    """A socket on the world's port: the launcher's if it gave one, else a new one.
+
+    Ours rather than the store's own, for the exact cause of a failure; on loopback if the job is on
+    this host alone, since a store lets in whoever reaches it.
+    """
+    given = _given(world.port)
+    if given is not None:
+        return given
+    try:
+        if is_loopback(world.address):
+            return socket.create_server(("127.0.0.1", world.port))
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", world.port), family=socket.AF_INET6, dualstack_ipv6=True
+            )
+        return socket.create_server(("", world.port))
+    except OSError as error:
+        raise StartError(
+            f"port {world.port} cannot be opened: {error.strerror}; another job or service may hold "
+            "it: choose another MASTER_PORT"
+        ) from error
+
+
+def _given(number: int) -> socket.socket | None:
+    """The launcher's listening socket, once; None if there is none or it was lost on the way."""
+    descriptor = os.environ.pop(STORE_FD, "")
+    if not descriptor.isdecimal():
+        return None
+    try:
+        listening = socket.socket(fileno=int(descriptor))
+    except OSError:
+        return None
+    try:
+        if listening.getsockname()[1] == number:
+            return listening
+    except (OSError, IndexError):
+        pass
+    listening.detach()  # somebody else's descriptor: not ours to close
+    return None
+
+
+def _reach(world: World, deadline: float) -> None:
+    """Return once something listens at the world's address. Raises StartError with the cause if not.
+
+    torch's own attempt would print a stack per retry and report every cause as a timeout.
+    """
+    began, pause = time.monotonic(), 0.01
+    while True:
+        try:
+            socket.create_connection(
+                (world.address, world.port), timeout=max(0.1, deadline - time.monotonic())
+            ).close()
+            return
+        except socket.gaierror as error:
+            cause = f"host {world.address!r} is unknown ({error.strerror}); check MASTER_ADDR"
+            stop = min(deadline, began + _NAME_SECONDS)
+        except OSError as error:
+            stop = deadline
+            cause = (
+                f"{_where(world)} cannot be reached ({error.strerror or error}); is rank 0 alive, and "
+                "are MASTER_ADDR and MASTER_PORT its own?"
+            )
+        if time.monotonic() >= stop:
+            waited = time.monotonic() - began
+            raise StartError(f"after {waited:.0f} s {cause}")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
