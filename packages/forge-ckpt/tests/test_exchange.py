@@ -1,0 +1,169 @@
+"""What ranks say to each other: how often, in what form, through which group."""
+
+import os
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import forge_ckpt.ranks
+from forge_ckpt import RNGState, Store
+from forge_ckpt.ranks import Ranks
+from forge_testing import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+
+_SPOKEN = ("all_gather", "gather", "broadcast")
+_FORBIDDEN = (
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "all_reduce",
+    "barrier",
+)
+
+
+def counted(root):
+    """Collectives and their bytes in a save (no retention yet) and in a load; pickling is an error."""
+    heard: list[tuple[str, int]] = []
+    kept = {name: getattr(dist, name) for name in _SPOKEN + _FORBIDDEN} | {"dumps": pickle.dumps}
+
+    def count(name):
+        def call(*args, **kwargs):
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            heard.append((name, tensors[-1].numel() * tensors[-1].element_size()))
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("an object was pickled, or another collective used")
+
+    state = {"w": torch.ones(1000, 1000), "n": {"cursor": 5}, "rng": RNGState()}
+    with Store(root) as store:
+        try:
+            for name in _SPOKEN:
+                setattr(dist, name, count(name))
+            for name in _FORBIDDEN:
+                setattr(dist, name, refuse)
+            pickle.dumps = refuse
+            store.save(1, state)
+            saved, heard[:] = list(heard), []
+            store.load(state)
+            return saved, list(heard)
+        finally:
+            pickle.dumps = kept.pop("dumps")
+            for name, real in kept.items():
+                setattr(dist, name, real)
+
+
+def test_collectives_of_a_save_and_of_a_load(tmp_path):
+    for saved, loaded in run_on_ranks(2, counted, str(tmp_path)):
+        assert _tally(saved) == {"all_gather": 3, "gather": 3, "broadcast": 8}
+        assert _tally(loaded) == {"all_gather": 4, "broadcast": 4}
+        # the state has 4 MB: its plan, digests and manifest travel, its tensors do not
+        assert sum(size for _, size in saved + loaded) < 100_000
+
+
+def _tally(heard):
+    names = [name for name, _ in heard]
+    return {name: names.count(name) for name in set(names)}
+
+
+def errors():
+    ranks = Ranks()
+    results = []
+    for run in (
+        lambda: ranks.all_do(lambda: int("x")),
+        lambda: ranks.all_do(lambda: 1 // (ranks.rank != 1)),
+        lambda: ranks.first_does(lambda: 1 // 0),
+        lambda: ranks.through_first(lambda: ranks.rank, lambda found: found),
+        lambda: ranks.through_first(lambda: os.stat(f"/none/{ranks.rank}"), lambda found: found),
+        lambda: ranks.through_first(lambda: 1, lambda found: int("y")),
+    ):
+        try:
+            results.append(run())
+        except Exception as error:
+            results.append((type(error).__name__, str(error)))
+    return results
+
+
+def test_everybody_succeeds_or_everybody_raises():
+    results = run_on_ranks(3, errors)
+    alike = "invalid literal for int() with base 10: 'x'"
+    missing = "[Errno 2] ranks 0, 1, 2: No such file or directory: /none/0"
+    for rank, found in enumerate(results):
+        assert found[0] == ("ValueError", alike), "the same everywhere: no rank is named"
+        assert found[1][0] == ("ZeroDivisionError" if rank == 1 else "RuntimeError")
+        assert found[2][0] == ("ZeroDivisionError" if rank == 0 else "RuntimeError")
+        assert found[3] == [0, 1, 2]
+        assert found[4] == ("FileNotFoundError", missing)
+        assert found[5] == ("ValueError", "invalid literal for int() with base 10: 'y'")
+    assert results[2][1][1].startswith("rank 1: ZeroDivisionError: ")
+
+
+def interrupted():
+    ranks = Ranks()
+
+    def run():
+        if ranks.rank == 1:
+            raise KeyboardInterrupt
+        return 1
+
+    try:
+        ranks.all_do(run)
+    except BaseException as error:
+        return type(error).__name__
+
+
+def test_an_interrupt_is_told_to_the_others():
+    assert run_on_ranks(2, interrupted) == ["RuntimeError", "KeyboardInterrupt"]
+
+
+def groups(root):
+    real = dist.get_backend_config
+    found = []
+    made = dist.new_group([0, 1])
+    outside = dist.new_group([0])
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
+    try:
+        found.append(Ranks().first_does(lambda: 5))  # a gloo group was made
+        try:
+            Ranks(made)
+        except ValueError as error:
+            found.append(str(error))
+    finally:
+        dist.get_backend_config = real
+    try:
+        found.append((Ranks(outside).rank, Ranks(outside).size))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_the_group_carries_cpu_tensors(tmp_path):
+    first, second = run_on_ranks(2, groups, str(tmp_path))
+    assert first[0] == second[0] == 5
+    assert "cuda:nccl carries no CPU tensors; give a host group" in first[1]
+    assert first[2] == (0, 1)
+    assert "does not hold this process" in second[2]
+
+
+def test_a_mixed_default_group_serves(monkeypatch):
+    """What a CUDA job starts with: gloo for the host's tensors, NCCL for the device's."""
+    monkeypatch.setattr(
+        forge_ckpt.ranks,
+        "dist",
+        SimpleNamespace(
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            get_rank=lambda group: 3,
+            get_world_size=lambda group: 8,
+            get_backend_config=lambda group: "cpu:gloo,cuda:nccl",
+            group=SimpleNamespace(WORLD="world"),
+        ),
+    )
+    assert forge_ckpt.ranks._host_group(None) == "world"

@@ -1,0 +1,385 @@
+"""Damage and refusals on one rank of several: all ranks decide the same, and nothing half happens."""
+
+import errno
+import logging
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import forge_ckpt.generations
+import forge_ckpt.store
+from forge_ckpt import CorruptCheckpoint, Store, StoreInUse
+from forge_testing import flip_bit, run_on_ranks, truncate
+
+pytestmark = pytest.mark.distributed
+
+WORLD = 3
+FILES = ["data-0.bin", "data-1.bin", "data-2.bin", "manifest.json"]
+
+
+def sharded(value):
+    """A tensor with a part on each rank; the mesh is made anew in each call, which costs nothing."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(torch.full((7, 30), float(value)), mesh, [Shard(0)])
+
+
+def state_of(value):
+    return {"m": {"w": sharded(value), "n": value}}
+
+
+def values(state):
+    """All numbers of a state, to see that they are ``value`` or that nothing moved; collective."""
+    return sorted({*state["m"]["w"].full_tensor().unique().tolist(), float(state["m"]["n"])})
+
+
+class Lines(logging.Handler):
+    """What this rank logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("forge_ckpt").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("forge_ckpt").removeHandler(self)
+
+
+def outcome(run):
+    """(class, text) of what ``run`` raises, or its result."""
+    try:
+        return run()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def write_steps(root, steps):
+    with Store(root) as store:
+        for step in steps:
+            store.save(step, state_of(step))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ranks") / "store"
+    run_on_ranks(WORLD, write_steps, str(root), [1, 2])
+    return root
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "store")
+
+
+def load_once(root, read_only=False):
+    state = state_of(-1)
+    with Store(root, read_only=read_only) as store, Lines() as log:
+        result = outcome(lambda: store.load(state))
+        return result, values(state), log.lines, store.set_aside, outcome(store.steps)
+
+
+HARM = [(name, harm, WORLD) for name in FILES for harm in (flip_bit, truncate, os.remove)]
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "world"),
+    [*HARM, *((name, flip_bit, 2) for name in FILES)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_F53_damage_of_any_file_and_all_ranks_fall_back_together(root, name, harm, world):
+    harm(root / "step-00000002" / name)
+    results = run_on_ranks(world, load_once, str(root))
+    for result, found, _, aside, steps in results:
+        assert (result, found, steps) == (1, [1.0], [1])
+        assert [step for step, _ in aside] == [2]
+        assert aside == results[0][3]
+        assert name in aside[0][1]
+    (line,) = [line for _, _, lines, _, _ in results for line in lines]
+    assert "step 2 is corrupt, moved to" in line
+    assert "\n" not in line
+    assert sorted(os.listdir(root / "quarantine" / "step-00000002-0")) == sorted(
+        set(FILES) - ({name} if harm is os.remove else set())
+    )
+
+
+def test_no_tensor_of_any_rank_changes_when_the_block_of_one_is_bad(root):
+    shutil.rmtree(root / "step-00000001")
+    flip_bit(root / "step-00000002" / "data-1.bin")
+    results = run_on_ranks(WORLD, load_once, str(root))
+    for (kind, text), found, _, _, _ in results:
+        assert kind == "CorruptCheckpoint"
+        assert text == results[0][0][1]
+        assert "data-1.bin: bytes 0-" in text
+        assert found == [-1.0], "vote between verifying and copying"
+    again = run_on_ranks(WORLD, load_once, str(root))  # never from nothing without a word
+    assert [result[0] for result, *_ in again] == ["CorruptCheckpoint"] * WORLD
+
+
+def test_read_only_ranks_fall_back_and_rename_nothing(root):
+    flip_bit(root / "step-00000002" / "data-2.bin")
+    before = sorted(os.listdir(root))
+    results = run_on_ranks(WORLD, load_once, str(root), True)
+    assert [result[:2] for result in results] == [(1, [1.0])] * WORLD
+    assert sorted(os.listdir(root)) == before
+    assert sum(len(lines) for _, _, lines, _, _ in results) == 1
+
+
+def mismatch_on_one(root):
+    state = state_of(-1)
+    if dist.get_rank() == 1:
+        state["m"]["extra"] = torch.zeros(2)
+    with Store(root) as store:
+        return outcome(lambda: store.load(state)), values(state), store.steps()
+
+
+def test_another_state_on_one_rank_is_a_mismatch_on_all(root):
+    for (kind, text), found, steps in run_on_ranks(WORLD, mismatch_on_one, str(root)):
+        assert kind == "CheckpointMismatch"
+        assert text.startswith("rank 1: ")
+        assert "m.extra: not in the checkpoint, here (2,) float32" in text
+        assert (found, steps) == ([-1.0], [1, 2])
+    assert not (root / "quarantine").exists()
+
+
+class Loud:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        if dist.get_rank() == self.rank:
+            raise KeyError("mine")
+
+
+def load_state_dict_raises(root, rank):
+    with Store(root) as store:
+        store.save(3, {"m": Loud(9)})
+        return outcome(lambda: store.load({"m": Loud(rank)}))
+
+
+def test_a_load_state_dict_that_raises_on_one_rank_stops_all(tmp_path):
+    results = run_on_ranks(WORLD, load_state_dict_raises, str(tmp_path), 2)
+    assert results[0] == results[1] == ("RuntimeError", "rank 2: KeyError: 'mine'")
+    assert results[2] == ("KeyError", "'mine'")  # its own class goes on where it is known
+
+
+def full_disk(root, victim, limit):
+    state = state_of(3)
+    with Store(root) as store:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard[1]))
+        try:
+            store.save(3, state)
+            result = None
+        except OSError as error:
+            result = error.errno, str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, hard)
+        steps, there = store.steps(), values(state)
+        loaded = store.load(state)
+        return result, steps, there, loaded, values(state), sorted(os.listdir(root))
+
+
+@pytest.mark.parametrize("victim", range(WORLD))
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_full_disk_of_one_rank_and_nobody_commits(root, victim, limit):
+    for result, steps, there, loaded, found, names in run_on_ranks(
+        WORLD, full_disk, str(root), victim, limit
+    ):
+        code, text = result
+        assert code == errno.EFBIG
+        assert f"step 3 was not saved in {root}: rank {victim}: File too large" in text
+        assert (steps, there, loaded, found) == ([1, 2], [3.0], 2, [2.0])
+        assert names == ["lock", "step-00000001", "step-00000002"]
+
+
+def raises_on(root, victim, error):
+    class Bad:
+        def state_dict(self):
+            if dist.get_rank() == victim:
+                raise error
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    with Store(root) as store:
+        result = outcome(lambda: store.save(3, {**state_of(3), "bad": Bad()}))
+        return result, store.steps()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [(ValueError("no"), "ValueError", "no"), (MemoryError("x"), "RuntimeError", "MemoryError: x")],
+)
+def test_an_exception_of_one_rank_is_everybodys(root, victim, error, kind, text):
+    results = run_on_ranks(WORLD, raises_on, str(root), victim, error)
+    for rank, (result, steps) in enumerate(results):
+        own = rank == victim and kind == "RuntimeError"
+        assert result == (("MemoryError", "x") if own else (kind, f"rank {victim}: {text}"))
+        assert steps == [1, 2]
+    assert sorted(os.listdir(root)) == ["lock", "step-00000001", "step-00000002"]
+
+
+def refusals(root):
+    rank, state = dist.get_rank(), state_of(3)
+    with Store(root) as store:
+        results = [
+            outcome(lambda: store.save(3 + rank, state)),
+            outcome(lambda: store.save(1, state)),
+            outcome(lambda: store.save(3 if rank else -1, state)),
+            outcome(lambda: store.save(3, {} if rank == 1 else state)),
+            outcome(lambda: store.load({} if rank == 2 else state)),
+        ]
+        if rank == 1:
+            store.close()
+        results.append(outcome(lambda: store.save(3, state)))
+    return results
+
+
+def test_arguments_that_do_not_fit_together_are_refused_by_all(root):
+    results = run_on_ranks(WORLD, refusals, str(root))
+    assert results[0] == results[1] == results[2]
+    texts = [text for kind, text in results[0] if kind == "ValueError"]
+    assert "ranks save steps [3, 4, 5]; all must save the same one" in texts[0]
+    assert "step 1 is before step 2" in texts[1]
+    assert "rank 0: step -1" in texts[2]
+    assert "rank 1: state of type dict" in texts[3]
+    assert "rank 2: state of type dict" in texts[4]
+    assert f"rank 1: the store {root} is closed" in texts[5]
+
+
+def save_twice(root, harm):
+    with Store(root) as store:
+        store.save(3, state_of(3))
+        inode = os.stat(os.path.join(root, "step-00000003")).st_ino
+        results = [outcome(lambda: store.save(3, state_of(3)))]
+        other = state_of(3)
+        if dist.get_rank() == 1:
+            other["m"]["w"].to_local()[0, 0] = 4.0
+        results.append(outcome(lambda: store.save(3, other)))
+        kept = os.stat(os.path.join(root, "step-00000003")).st_ino == inode
+        dist.barrier()
+        if dist.get_rank() == 2:
+            with open(os.path.join(root, "step-00000003", harm), "r+b") as file:
+                file.write(b"\xff" * 8)
+        dist.barrier()
+        results.append(outcome(lambda: store.save(3, state_of(3))))
+        state = state_of(0)
+        return results, kept, store.load(state), values(state), [s for s, _ in store.set_aside]
+
+
+@pytest.mark.parametrize("harm", FILES)
+def test_F54_the_same_step_twice_on_many_ranks(root, harm):
+    for results, kept, loaded, found, aside in run_on_ranks(WORLD, save_twice, str(root), harm):
+        assert results[0] is None
+        assert results[1][0] == "StepExists"
+        assert results[2] is None, "what was there is corrupt: set aside, saved anew"
+        assert (kept, loaded, found, aside) == (True, 3, [3.0], [3])
+    assert sorted(os.listdir(root)) == [
+        "lock",
+        "quarantine",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
+
+
+def retention_on_a_bad_disk(root, damaged):
+    real = forge_ckpt.store.write_together
+
+    def write(ranks, path, *args):
+        real(ranks, path, *args)
+        if dist.get_rank() == 0 and damaged:
+            with open(path / damaged, "r+b") as file:
+                file.write(b"\xff" * 8)
+
+    forge_ckpt.store.write_together = write
+    try:
+        with Store(root, keep_last=1) as store:
+            return outcome(lambda: store.save(3, state_of(3))), store.steps(), store.set_aside
+    finally:
+        forge_ckpt.store.write_together = real
+
+
+@pytest.mark.parametrize("damaged", FILES[:3])
+def test_F53_many_ranks_read_back_before_an_old_one_goes(root, damaged):
+    results = run_on_ranks(WORLD, retention_on_a_bad_disk, str(root), damaged)
+    for (kind, text), steps, aside in results:
+        assert kind == "CorruptCheckpoint"
+        assert damaged in text
+        assert (steps, [step for step, _ in aside]) == ([1, 2], [3])
+    results = run_on_ranks(WORLD, retention_on_a_bad_disk, str(root), None)
+    assert results == [(None, [3], [])] * WORLD
+
+
+def slow_commit(root):
+    real = forge_ckpt.generations.commit
+
+    def commit(written, target):
+        # the others have long written; a rank that returned now would return too early
+        dist.distributed_c10d._get_default_store().wait(["waiting-1", "waiting-2"])
+        real(written, target)
+
+    forge_ckpt.generations.commit = commit
+    try:
+        with Store(root) as store:
+            dist.distributed_c10d._get_default_store().set(f"waiting-{dist.get_rank()}", "")
+            store.save(3, state_of(3))
+            return os.path.exists(os.path.join(root, "step-00000003", "manifest.json"))
+    finally:
+        forge_ckpt.generations.commit = real
+
+
+def test_nobody_returns_before_the_commit(root):
+    assert run_on_ranks(WORLD, slow_commit, str(root)) == [True] * WORLD
+
+
+def open_it(path, other=None):
+    where = other if other and dist.get_rank() == 1 else path
+    return outcome(lambda: Store(where).close())
+
+
+def test_a_directory_in_use_is_refused_by_all(root):
+    with Store(root):
+        results = run_on_ranks(WORLD, open_it, str(root))
+        assert [kind for kind, _ in results] == [StoreInUse.__name__] * WORLD
+        assert all(f"pid {os.getpid()} on" in text for _, text in results)
+    assert run_on_ranks(WORLD, open_it, str(root)) == [None] * WORLD
+
+
+def test_a_path_that_ranks_do_not_share_is_refused(root, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for kind, text in run_on_ranks(WORLD, open_it, str(root), str(tmp_path / "mine")):
+        assert kind == "ValueError"
+        assert text.startswith(f"rank 1: {tmp_path / 'mine'} on host ")
+        assert "file system that all ranks share" in text
+    Store(root).close()  # nobody keeps the lock
+
+
+def test_verify_names_the_file(root):
+    flip_bit(root / "step-00000002" / "data-2.bin")
+    for (kind, text), sound in run_on_ranks(WORLD, verify_both, str(root)):
+        assert kind == CorruptCheckpoint.__name__
+        assert "data-2.bin" in text
+        assert sound is None
+
+
+def verify_both(root):
+    with Store(root, read_only=True) as store:
+        return outcome(lambda: store.verify(2)), outcome(lambda: store.verify(1))
