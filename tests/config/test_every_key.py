@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from forge_parallel import end_process_group
-from forge_testing import write_job
-from forge_train import ConfigError, DataError, Trainer, load_job, read_run
+from forge_core import Transformer, TransformerConfig
+from forge_parallel import ParallelConfig, end_process_group, launch, make_meshes, parallelize
+from forge_testing import run_on_ranks, write_job
+from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
 from forge_train.metrics.console import console_mode
+from forge_train.trainer.trainer import NonFiniteError
 
 
 class Probe(NamedTuple):
@@ -87,6 +89,38 @@ def sample(t: Trainer) -> Any:
     return sample_text(t) if t.paths.create() is None else None
 
 
+def survives_a_bad_step(t: Trainer) -> Any:
+    """One gradient that is not finite."""
+
+    class Poison(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            first = next(iter(trainer.model.parameters()))
+            first.register_hook(lambda g: g / 0 if trainer.progress.step == 1 else g)
+
+    t.callbacks.append(Poison())
+    try:
+        return t.fit().step
+    except NonFiniteError as error:
+        return error.exit_code
+
+
+def layout(options: dict[str, Any]) -> Any:
+    """What FSDP2 made of the keys, on one rank of several."""
+    config = ParallelConfig(device="cpu", **options)
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(vocab_size=8, dim=8, num_layers=1, num_heads=1))
+    parallelize(model, config, make_meshes(config))
+    (block,) = model.blocks()
+    group = block._get_fsdp_state()._fsdp_param_group
+    return (
+        str(model.embedding.weight.placements),
+        group._reshard_after_forward,
+        type(group.offload_policy).__name__ if hasattr(group, "offload_policy")
+        else group.fsdp_params[0].offload_to_cpu,
+        str(group.mp_policy.reduce_dtype),
+    )  # fmt: skip
+
+
 ROPE = {
     "model.rope_scaling.factor": 4.0,
     "model.rope_scaling.low_freq_factor": 1.0,
@@ -135,6 +169,7 @@ PROBES: dict[str, Probe] = {
     "train.max_grad_norm": Probe(
         1e-3, trained, {"optimizer.name": "forge_testing.models:PlainSGD"}
     ),
+    "train.max_skipped_steps": Probe(1, survives_a_bad_step),
     "train.callbacks": Probe(["forge_testing.models:Counting"], lambda t: len(t.callbacks)),
     "optimizer.name": Probe("forge_testing.models:PlainSGD", trained),
     "optimizer.lr": Probe(1e-3, trained),
@@ -160,6 +195,13 @@ PROBES: dict[str, Probe] = {
 ELSEWHERE = {
     "model.args",
     "parallel.device",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.reshard_after_forward",
+    "parallel.cpu_offload",
+    "parallel.reduce_dtype",
+    "parallel.timeout_seconds",
+    "parallel.start_timeout_seconds",
     "data.sources.<name>.path",
     "data.sources.<name>.dtype",
     *(f"data.validation.{key}" for key in ("name", "path", "dtype", "split")),
@@ -215,6 +257,43 @@ def test_the_device_is_used_or_refused(tmp_path: Path) -> None:
         return
     with pytest.raises(ConfigError, match="cuda"):
         build(tmp_path, {"parallel.device": "cuda"})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        ("dp_replicate", 2),
+        ("reshard_after_forward", False),
+        ("cpu_offload", True),
+        ("reduce_dtype", "bf16"),
+    ],
+)
+def test_a_layout_key_changes_what_fsdp_does(key: str, other: Any) -> None:
+    assert run_on_ranks(2, layout, {})[0] != run_on_ranks(2, layout, {key: other})[0]
+
+
+def test_the_number_of_shards_is_kept_to(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dp_shard 2 = 2 must be the 1 ranks"):
+        build(tmp_path, {"parallel.dp_shard": 2})
+
+
+def test_timeouts_reach_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def start(*args: Any, **options: Any) -> None:
+        raise Started(options)
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr("forge_parallel.meshes.start_process_group", start)
+    config = ParallelConfig(device="cpu", timeout_seconds=7.0, start_timeout_seconds=3.0)
+    with pytest.raises(Started) as started, launch(config):
+        pass
+    options = started.value.args[0]
+    assert (options["timeout_seconds"], options["start_timeout_seconds"]) == (7.0, 3.0)
 
 
 def test_path_and_dtype_choose_the_tokens(tmp_path: Path) -> None:

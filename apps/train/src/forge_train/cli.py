@@ -36,14 +36,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:  # `forge-train --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if args[:1] == ["run"] and _is_rank_of_many():
-        _leave(code)
+        from forge_parallel import leave
+
+        leave(code)
     sys.exit(code)
-
-
-def _leave(code: int) -> NoReturn:
-    from forge_parallel import leave
-
-    leave(code)
 
 
 def _is_rank_of_many() -> bool:

@@ -163,7 +163,8 @@ class Trainer:
         if meshes.batch_size != self.loader.world_size:
             raise ConfigError(
                 [f"the process group has {meshes.batch_size} ranks that read data and the environment "
-                 f"says {self.loader.world_size}; set RANK and WORLD_SIZE of the group"]
+                 f"says {self.loader.world_size}; start it with forge_parallel.launch, or set RANK and "
+                 "WORLD_SIZE of the group"]
             )  # fmt: skip
         self._meshes = meshes
         self.agreement = Agreement(meshes.host_group)

@@ -1,0 +1,223 @@
+"""Layouts on real ranks: who holds what, and the numbers that all must share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from forge_parallel import (
+    ParallelConfig,
+    accumulate,
+    clip_grad_norm_,
+    global_count,
+    global_grad_norm,
+    make_meshes,
+    parallelize,
+)
+from forge_testing import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "hsdp": {"dp_replicate": 2},
+    "gathered": {"reshard_after_forward": False},
+    "offload": {"cpu_offload": True},
+}
+
+
+class Net(nn.Module):
+    """Two blocks between two layers; widths that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 11)
+        self.middle = nn.ModuleList([nn.Linear(11, 11), nn.Linear(11, 11)])
+        self.last = nn.Linear(11, 3)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.middle)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.middle:
+            x = x + block(torch.tanh(x))
+        return self.last(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))  # (B, D)
+
+
+def train(options: dict[str, Any], parts: int = 1, max_norm: float | None = None) -> dict[str, Any]:
+    """Gradients, norms and shards of one rank; the loss is a sum over all rows by 8."""
+    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    meshes = make_meshes(config)
+    model = parallelize(net(), config, meshes)
+    mine = rows().chunk(meshes.batch_size)[meshes.batch_rank].chunk(parts)
+    for i, part in enumerate(mine):
+        accumulate(model, last=i == len(mine) - 1)
+        (model(part).square().sum() / 8).backward()
+    sums = torch.tensor([1.0 + dist.get_rank(), 0.5])
+    largest, _ = global_grad_norm(model.parameters(), math.inf, sums)
+    _, total = global_grad_norm(model.parameters(), sums=sums)
+    norm = clip_grad_norm_(model.parameters(), max_norm)
+    again, _ = global_grad_norm(model.parameters())
+    return {
+        "gradients": {n: whole(p.grad) for n, p in model.named_parameters()},
+        "placements": {n: str(p.placements) for n, p in model.named_parameters()},
+        "axes": meshes.dense.mesh_dim_names,
+        "columns": (meshes.batch_rank, meshes.batch_size),
+        "norms": (norm, largest, again),
+        "sums": total,
+    }
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reference() -> dict[str, torch.Tensor]:
+    model = net().double()
+    (model(rows().double()).square().sum() / 8).backward()
+    return {n: p.grad for n, p in model.named_parameters()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_and_norms_are_those_of_one_process(layout: str, parts: int) -> None:
+    wanted = reference()
+    norm = math.sqrt(sum(float(g.square().sum()) for g in wanted.values()))
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    ranks = run_on_ranks(4, train, LAYOUTS[layout], parts)
+    for rank in ranks:
+        for name, gradient in wanted.items():
+            error = (rank["gradients"][name] - gradient).abs().max() / gradient.abs().max()
+            assert error <= 1e-5, name
+        assert float(rank["norms"][0]) == pytest.approx(norm, rel=1e-5)
+        assert float(rank["norms"][1]) == pytest.approx(largest, rel=1e-5)
+        assert rank["sums"].tolist() == [10.0, 2.0]
+    assert len({tuple(map(float, rank["norms"])) for rank in ranks}) == 1, "bits differ by rank"
+
+
+def test_F08_hsdp_holds_copies_on_one_axis_and_shards_on_the_other() -> None:
+    ranks = run_on_ranks(4, train, {"dp_replicate": 2})
+    assert {rank["axes"] for rank in ranks} == {("dp_replicate", "dp_shard")}
+    assert {p for rank in ranks for p in rank["placements"].values()} == {
+        "(Replicate(), Shard(dim=0))"
+    }
+    assert [rank["columns"] for rank in ranks] == [(r, 4) for r in range(4)]
+
+
+def test_F04_clipping_scales_by_the_global_norm_on_every_rank() -> None:
+    wanted = reference()
+    norm = math.sqrt(sum(float(g.square().sum()) for g in wanted.values()))
+    for rank in run_on_ranks(4, train, {}, 1, norm / 3):
+        assert float(rank["norms"][0]) == pytest.approx(norm, rel=1e-5)
+        assert float(rank["norms"][2]) == pytest.approx(norm / 3, rel=1e-5)
+        for name, gradient in wanted.items():
+            assert torch.allclose(rank["gradients"][name], gradient.float() / 3, rtol=1e-4)
+
+
+def mixed_norm() -> tuple[float, float]:
+    """Gradients of every kind: sharded, copied, both, plain; each number counts once."""
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    one = init_device_mesh("cpu", (4,))
+    full = torch.arange(1.0, 11.0).reshape(5, 2)
+    kinds = [
+        (one, [Shard(0)]),
+        (one, [Replicate()]),
+        (two, [Replicate(), Shard(0)]),
+        (two, [Shard(0), Shard(1)]),
+    ]
+    parameters: list[Any] = []
+    for mesh, placements in kinds:
+        value = distribute_tensor(full, mesh, placements)
+        parameters.append(nn.Parameter(value.clone()))
+        parameters[-1].grad = value
+    parameters.append(nn.Parameter(full.clone()))
+    parameters[-1].grad = full.clone()
+    parameters.append(nn.Parameter(torch.ones(3)))  # never used
+    norm = clip_grad_norm_(parameters)
+    partial = nn.Parameter(DTensor.from_local(full, one, [Partial()]))
+    partial.grad = partial.detach()
+    with pytest.raises(ValueError, match="a sum that was never made"):
+        clip_grad_norm_([partial])
+    return float(norm), float(clip_grad_norm_(parameters, norm_type=math.inf))
+
+
+def test_one_norm_over_gradients_on_different_meshes() -> None:
+    squares = sum(n * n for n in range(1, 11))
+    for norm, largest in run_on_ranks(4, mixed_norm):
+        assert norm == pytest.approx(math.sqrt(5 * squares), rel=1e-6)
+        assert largest == 10.0
+
+
+def count(valid: list[int]) -> float:
+    meshes = make_meshes(ParallelConfig(device="cpu", precision="fp32"))
+    return float(global_count(valid[dist.get_rank()], meshes))
+
+
+def test_F13_labels_are_counted_over_the_global_batch() -> None:
+    assert run_on_ranks(4, count, [3, 0, 11, 1]) == [15.0] * 4
+    assert run_on_ranks(2, count, [0, 0]) == [1.0] * 2  # nothing to learn divides by one
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "message"),
+    [
+        ({"dp_replicate": 3}, 4, "dp_replicate 3 must divide the 4 ranks of the job; use 1, 2, 4"),
+        (
+            {"dp_shard": 3},
+            4,
+            r"dp_replicate 1 x dp_shard 3 = 3 must be the 4 ranks .* dp_shard = -1",
+        ),
+        ({"dp_replicate": 2, "dp_shard": 4}, 4, "= 8 must be the 4 ranks"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(
+    options: dict[str, Any], world: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**options).data_layout(world)
+
+
+def test_all_problems_of_a_layout_in_one_error() -> None:
+    with pytest.raises(ValueError, match="dp_replicate") as error:
+        ParallelConfig(
+            dp_replicate=0, dp_shard=0, timeout_seconds=0, start_timeout_seconds=math.inf,
+            precision="fp32", reduce_dtype="bf16",
+        )  # fmt: skip
+    assert len(str(error.value).splitlines()) == 5
+
+
+def bf16_reduction(reduce_dtype: str) -> dict[str, torch.Tensor]:
+    config = ParallelConfig(device="cpu", precision="bf16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    meshes = make_meshes(config)
+    model = parallelize(net(), config, meshes)
+    part = rows().chunk(meshes.batch_size)[meshes.batch_rank]
+    (model(part).float().square().sum() / 8).backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())  # type: ignore[union-attr]
+    return {n: whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_bf16_is_near_and_its_reduction_dtype_matters(reduce_dtype: str) -> None:
+    (got, _) = run_on_ranks(2, bf16_reduction, reduce_dtype)
+    for name, gradient in reference().items():
+        # 8 bits of mantissa over a chain of about 4 matmuls, and the sum of two ranks
+        assert (got[name] - gradient).abs().max() / gradient.abs().max() < 6 * 2**-7, name
+    exact_in_bf16 = all(torch.equal(g, g.bfloat16().float()) for g in got.values())
+    assert exact_in_bf16 == (reduce_dtype == "bf16")

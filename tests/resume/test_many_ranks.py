@@ -1,0 +1,355 @@
+"""Runs on several ranks: they decide together, end with the numbers of one process, and move.
+
+Ranks are real gloo processes of the shared pool, each with a Trainer of its own; what needs a launcher,
+a signal from outside or a kill runs the command itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_testing import forge_train, run_on_ranks, start, wait_for_step, write_job
+from forge_testing.faults import flip_bit, rank_pids, signal_rank
+from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.errors import JobError
+
+pytestmark = pytest.mark.distributed
+
+
+class Fitted(NamedTuple):
+    code: int
+    step: int
+    problems: tuple[str, ...]
+    weights: dict[str, torch.Tensor]
+
+
+def make_job(folder: Path) -> Path:
+    """The tiny job with a batch that 1, 2, 3 and 4 ranks divide, and with AdamW's eps at 1e-4: with
+    1e-8 it makes a full step of the rounding noise in a gradient near zero."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_job(folder)
+    text = path.read_text().replace("global_batch = 4", "global_batch = 12")
+    path.write_text(text.replace("lr = 1e-2", "lr = 1e-2\neps = 1e-4"))
+    return path
+
+
+def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = None) -> Fitted:
+    """One rank of the pool as `forge-train run` would be it."""
+    world = dist.get_world_size()
+    os.environ.update(
+        RANK=str(dist.get_rank()), WORLD_SIZE=str(world), LOCAL_RANK=str(dist.get_rank()),
+        LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+    )  # fmt: skip
+    trainer = Trainer(load_job(job, overrides), [callback()] if callback else [])
+    try:
+        result = trainer.fit()
+    except JobError as error:
+        return Fitted(int(error.exit_code), trainer.progress.step, error.problems, {})
+    return Fitted(int(result.exit_code), result.step, (), full(trainer))
+
+
+def full(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Whole weights and moments, plain."""
+    found: dict[str, Any] = dict(trainer.model.named_parameters())
+    for name, slots in trainer.optimizer.state_dict().items():
+        found.update({f"{name}.{slot}": v for slot, v in slots.items() if slot != "step"})
+    return {
+        name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+        for name, v in found.items()
+    }
+
+
+def run_one(job: Path, **overrides: Any) -> Fitted:
+    """The same run in this process alone."""
+    trainer = Trainer(load_job(job, overrides))
+    result = trainer.fit()
+    return Fitted(int(result.exit_code), result.step, (), full(trainer))
+
+
+def ranks(world: int, job: Path, callback: Any = None, **overrides: Any) -> list[Fitted]:
+    flat = {key.replace("__", "."): value for key, value in overrides.items()}
+    return run_on_ranks(world, fit, job, {"metrics.console": "off", **flat}, callback, timeout=120)
+
+
+def columns(job: Path) -> dict[str, list]:
+    metrics = read_run(job.parent / "run").metrics
+    return {name: metrics[name] for name in ("step", "loss", "val_loss", "grad_norm", "instances")}
+
+
+def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def assert_same_rows(got: dict[str, list], wanted: dict[str, list]) -> None:
+    assert got["step"] == wanted["step"]
+    assert got["instances"] == wanted["instances"]  # digests of what was read
+    for name in ("loss", "grad_norm"):
+        assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
+    assert [v and pytest.approx(v, rel=1e-5) for v in wanted["val_loss"]] == got["val_loss"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
+    """One process, undisturbed."""
+    job = make_job(tmp_path_factory.mktemp("alone"))
+    fitted = run_one(job, **{"metrics.console": "off"})
+    return columns(job), fitted
+
+
+# ---- the numbers of one process
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, {}), (4, {"parallel__dp_replicate": 2}), (4, {"train__micro_batch": 1})],
+    ids=["fsdp2", "hsdp2x2", "fsdp4-accumulated"],
+)
+def test_F38_ranks_log_the_loss_of_the_global_batch_and_end_where_one_process_does(
+    tmp_path: Path, alone: Any, world: int, layout: dict[str, Any]
+) -> None:
+    job = make_job(tmp_path)
+    fitted = ranks(world, job, **layout)
+    assert [f.code for f in fitted] == [0] * world
+    assert_same_rows(columns(job), alone[0])
+    for rank in fitted:
+        assert_close(rank.weights, alone[1].weights)
+
+
+# ---- stop, save and errors in the same step
+
+
+class TermOnRank2(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 4 and trainer.meshes.rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_F59_a_signal_to_one_rank_stops_all_in_the_same_step(tmp_path: Path, alone: Any) -> None:
+    job = make_job(tmp_path)
+    stopped = ranks(4, job, TermOnRank2, checkpoint__every_steps=0)
+    assert [(f.code, f.step) for f in stopped] == [(75, 5)] * 4
+    events = read_run(tmp_path / "run").events
+    assert [e["event"] for e in events[-2:]] == ["save", "stop"]
+    assert (events[-1]["signal"], events[-1]["rank"], events[-2]["step"]) == ("SIGTERM", 2, 5)
+    assert [f.code for f in ranks(4, job)] == [0] * 4
+    assert_same_rows(columns(job), alone[0])
+
+
+class SaveFromRank1(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 4 and trainer.meshes.rank == 1:
+            trainer.request_save()
+
+
+def test_one_rank_asks_for_a_save_and_all_save_the_next_step(tmp_path: Path) -> None:
+    fitted = ranks(2, make_job(tmp_path), SaveFromRank1, checkpoint__every_steps=0)
+    assert [f.code for f in fitted] == [0, 0]
+    events = read_run(tmp_path / "run").events
+    assert [e["step"] for e in events if e["event"] == "save"] == [5, 12]
+
+
+class BadDiskOnRank1(Callback):
+    error: type[Exception] = OSError
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 4 and trainer.meshes.rank == 1:
+
+            def arrays(ids: Any) -> Any:
+                raise self.error("the disk is gone")
+
+            trainer.loader.stream.arrays = arrays  # type: ignore[method-assign]
+
+
+def test_a_rank_without_data_ends_all_in_the_same_step(tmp_path: Path) -> None:
+    fitted = ranks(4, make_job(tmp_path), BadDiskOnRank1)
+    assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 4
+    assert fitted[0].problems == fitted[1].problems
+    assert "rank 1: step 5: OSError: the disk is gone" in fitted[0].problems[0]
+    event = read_run(tmp_path / "run").events[-1]
+    assert (event["event"], event["rank"], event["step"], event["code"]) == ("fault", 1, 4, 65)
+
+
+class OtherDataOnRank3(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 4 and trainer.meshes.rank == 3:
+            trainer.loader._cursor += trainer.loader.global_batch
+
+
+def test_a_rank_that_reads_another_batch_is_named(tmp_path: Path) -> None:
+    fitted = ranks(4, make_job(tmp_path), OtherDataOnRank3)
+    assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 4
+    assert "step 5: ranks [3] read another global batch than rank 0" in fitted[0].problems[0]
+
+
+def test_a_refusal_of_one_rank_is_a_refusal_of_all(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    refused = run_on_ranks(2, fit_with_blocked_folder, job)
+    assert [f.code for f in refused] == [78, 78]
+    assert "rank 1: run.dir" in refused[0].problems[0]
+
+
+def fit_with_blocked_folder(job: Path) -> Fitted:
+    blocked = job.parent / "a file"
+    blocked.touch()
+    folder = job.parent / "run" if dist.get_rank() == 0 else blocked / "run"
+    return fit(job, {"run.dir": str(folder), "metrics.console": "off"})
+
+
+# ---- numbers that are not finite
+
+
+class NanOnRank1(Callback):
+    """Poisons one rank's gradient in steps 5 and 6; its loss stays finite."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        def poison(gradient: torch.Tensor) -> torch.Tensor:
+            bad = trainer.meshes.rank == 1 and trainer.progress.step in (4, 5)
+            return gradient * float("nan") if bad else gradient
+
+        def watch(module: Any, args: Any, logits: torch.Tensor) -> None:
+            if logits.requires_grad:
+                logits.register_hook(poison)
+
+        trainer.model.register_forward_hook(watch)
+
+
+def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    fitted = ranks(2, job, NanOnRank1, train__max_skipped_steps=2)
+    assert [f.code for f in fitted] == [0, 0]
+    assert all(torch.isfinite(w).all() for f in fitted for w in f.weights.values())
+    rows = read_run(tmp_path / "run").metrics
+    assert [step for step, n in zip(rows["step"], rows["grad_norm"]) if n is None] == [5, 6]
+    assert sum(rows["skipped_steps"]) == 2
+    assert rows["lr"][6] != rows["lr"][4]  # the schedule went on
+
+
+def test_more_bad_steps_than_allowed_end_all_ranks_and_no_weight_is_harmed(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    fitted = ranks(2, job, NanOnRank1, train__max_skipped_steps=1)
+    assert [f.code for f in fitted] == [1, 1]
+    assert "2 steps in a row" in fitted[0].problems[0]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert load_trained(tmp_path / "run")[2] == 3
+
+
+# ---- other numbers of ranks
+
+
+@pytest.mark.parametrize("world", [2, 1, 3])
+def test_saved_on_four_ranks_goes_on_on_another_number(
+    tmp_path: Path, alone: Any, world: int
+) -> None:
+    job = make_job(tmp_path)
+    ranks(4, job, TermOnRank2)
+    fitted = [run_one(job)] if world == 1 else ranks(world, job)
+    assert [(f.code, f.step) for f in fitted] == [(0, 12)] * world
+    assert_same_rows(columns(job), alone[0])
+    assert_close(fitted[0].weights, alone[1].weights)
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused_with_all_rules(tmp_path: Path) -> None:
+    refused = forge_train("run", make_job(tmp_path), "--nproc", "5", "--parallel.dp_shard", "2")
+    assert refused.code == 78
+    assert "dp_replicate 1 x dp_shard 2 = 2 must be the 5 ranks" in refused.err
+    assert (
+        "train.global_batch 12 must be divisible by the 5 ranks that read data; use 10"
+        in refused.err
+    )
+
+
+def test_a_rank_without_its_group_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    trainer = Trainer(load_job(make_job(tmp_path)))
+    with pytest.raises(ConfigError, match="has 1 ranks that read data .* environment says 2"):
+        trainer.fit()
+
+
+# ---- the command itself
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks through the command, never disturbed."""
+    job = make_job(tmp_path_factory.mktemp("undisturbed"))
+    done = forge_train("run", job, "--nproc", "2", "--train.steps", "30")
+    assert done.code == 0, done.err
+    return job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_sigkill_of_a_rank_at_random_instants_then_the_same_command_gives_the_same_bits(
+    tmp_path: Path, undisturbed: Path, seed: int
+) -> None:
+    job, draw = make_job(tmp_path), random.Random(seed)
+    command = ("run", job, "--nproc", "2", "--train.steps", "30")
+    first = start(*command)
+    wait_for_step(first, tmp_path / "run/metrics.jsonl", draw.randint(1, 25))
+    signal_rank(first.pid, draw.randrange(2), signal.SIGKILL)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 1, (out, err)
+    assert rank_pids(first.pid) == {}
+    done = forge_train(*command)
+    assert done.code == 0, done.err
+    assert columns(job) == columns(undisturbed)
+    mine, theirs = load_trained(tmp_path / "run")[0], load_trained(undisturbed.parent / "run")[0]
+    for (name, a), (_, b) in zip(mine.state_dict().items(), theirs.state_dict().items()):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_or_one_rank_of_four_is_exit_75_and_the_command_goes_on(
+    tmp_path: Path,
+) -> None:
+    job = make_job(tmp_path)
+    command = ("run", job, "--nproc", "4", "--train.steps", "4000", "--checkpoint.every_steps", "0")
+    saved = []
+    for rank in (2, None):
+        process = start(*command)
+        wait_for_step(process, tmp_path / "run/metrics.jsonl", 2 + (saved[-1] if saved else 0))
+        if rank is None:
+            process.send_signal(signal.SIGTERM)
+        else:
+            signal_rank(process.pid, rank, signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 75, (out, err)
+        assert "Traceback" not in err
+        events = read_run(tmp_path / "run").events
+        assert [e["event"] for e in events[-2:]] == ["save", "stop"]
+        saved.append(events[-1]["step"])
+    (resumed,) = (e["step"] for e in events if e["event"] == "resume")
+    assert resumed == saved[0] < saved[1]
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_one_ranks_file_falls_back_on_all_ranks_with_an_event(
+    tmp_path: Path, alone: Any
+) -> None:
+    job = make_job(tmp_path)
+    ranks(4, job)
+    newest = max((tmp_path / "run/checkpoints").glob("step-*"))
+    flip_bit(newest / "data-2.bin", seed=3)
+    fitted = ranks(4, job)
+    assert [f.code for f in fitted] == [0] * 4
+    assert_close(fitted[3].weights, alone[1].weights)
+    events = read_run(tmp_path / "run").events
+    (aside,) = (e for e in events if e["event"] == "quarantine")
+    assert (aside["step"], "data-2.bin" in aside["reason"]) == (12, True)
+    assert [e["step"] for e in events if e["event"] == "resume"] == [9]
