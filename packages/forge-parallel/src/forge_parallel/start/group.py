@@ -38,6 +38,8 @@ def start_process_group(
     """
     global _started
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if dist.is_initialized():
         raise StartError(
             f"rank {world.rank}: a process group of {dist.get_world_size()} ranks is running already; "
@@ -55,7 +57,8 @@ def start_process_group(
         )
     except (RuntimeError, ValueError) as error:
         meeting.end()
-        raise StartError(meeting.describe(f"the ranks cannot connect: {error}")) from error
+        cause = f"the ranks came and cannot connect: {str(error).splitlines()[0]}"
+        raise StartError(meeting.describe(cause)) from error
     _started = meeting
 
 

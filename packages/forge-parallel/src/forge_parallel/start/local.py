@@ -22,7 +22,11 @@ from forge_parallel.start.world import LOOPBACK
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STORE_FD = "FORGE_STORE_FD"  # read by store.py; this module imports no torch
 _REQUEUE = 75
+_KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 _PR_SET_PDEATHSIG = 1
+
+Events = queue.SimpleQueue[tuple[str, int, int]]
+"""("end", rank, exit code as of subprocess) or ("signal", -1, its number)."""
 
 
 def run_local_workers(
@@ -39,10 +43,11 @@ def run_local_workers(
     launcher opens the port (a free one) and hands the open socket to rank 0, so nobody can take it in
     between. TERM, USR1 and INT are forwarded, as often as they come.
 
-    Exit code: 0 if all end with 0; 75 if all end with 0 or 75 and one with 75; else that of the first
-    worker that failed (1 for death by a signal). Then the others get TERM, and KILL `grace_seconds`
-    later, and one line on stderr names rank, pid and cause. If the launcher itself is killed, the
-    workers get TERM from the kernel (Linux).
+    Exit code: 0 if all end with 0; 75 if all end with 0 or 75 and one with 75. Else a worker failed:
+    the others get TERM, and KILL `grace_seconds` later, one line on stderr names rank, pid and cause,
+    and the code is the first that is neither 0, 1, 75 nor a death by a signal (a worker that knows
+    the cause may end after a neighbour that only lost its connection), or 1. If the launcher itself is
+    killed, the workers get TERM from the kernel (Linux).
 
     Raises ValueError for nproc below 1, RuntimeError off the main thread, OSError if the command
     cannot be started. Usage: `sys.exit(run_local_workers([sys.executable, "train.py"], 4))`.
@@ -53,7 +58,7 @@ def run_local_workers(
         raise RuntimeError(
             "run_local_workers must run on the main thread, the only one that gets signals; call it there"
         )
-    events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+    events: Events = queue.SimpleQueue()
     with _forwarding(events):
         workers = _start(list(command), nproc, os.environ if environ is None else environ)
         for rank, worker in enumerate(workers):
@@ -69,15 +74,23 @@ class _Job:
         self.grace_seconds = grace_seconds
         self.codes: dict[int, int] = {}  # by rank, in the order of their ends
         self.failed: int | None = None
-        self.kill_at: float | None = None
+        self.next_at: float | None = None  # when to be harder on those that are left
+        self.killed = False
 
-    def run(self, events: queue.SimpleQueue[tuple[str, int, int]]) -> int:
+    def run(self, events: Events) -> int:
+        """Follow `events` until every worker has ended, or cannot be ended."""
         while len(self.codes) < len(self.workers):
             try:
                 kind, who, value = events.get(timeout=self._seconds_left())
             except queue.Empty:
+                if self.killed:
+                    self._say(self._left(), "cannot be killed and is left behind")
+                    break
+                self._say(
+                    self._left(), f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
+                )
                 self._send(signal.SIGKILL)
-                self.kill_at = None
+                self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
                 continue
             if kind == "signal":
                 self._send(value)
@@ -86,30 +99,39 @@ class _Job:
         return self._exit_code()
 
     def _seconds_left(self) -> float | None:
-        return None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+        return None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
 
     def _ended(self, rank: int, code: int) -> None:
         self.codes[rank] = code
         if code in (0, _REQUEUE) or self.failed is not None:
             return
         self.failed = rank
-        self.kill_at = time.monotonic() + self.grace_seconds
+        self.next_at = time.monotonic() + self.grace_seconds
+        rest = len(self._left())
+        self._say([rank], _cause(code) + (f"; stopping the other {rest}" if rest else ""))
         self._send(signal.SIGTERM)
-        rest = len(self.workers) - len(self.codes)
-        stopping = f"; stopping the other {rest}" if rest else ""
-        pid = self.workers[rank].pid
-        print(f"rank {rank} (pid {pid}) {_cause(code)}{stopping}", file=sys.stderr, flush=True)
+
+    def _left(self) -> list[int]:
+        return [rank for rank in range(len(self.workers)) if rank not in self.codes]
+
+    def _say(self, ranks: list[int], what: str) -> None:
+        for rank in ranks:
+            print(f"rank {rank} (pid {self.workers[rank].pid}) {what}", file=sys.stderr, flush=True)
 
     def _send(self, number: int) -> None:
-        for rank, worker in enumerate(self.workers):
-            if rank not in self.codes:
-                with contextlib.suppress(ProcessLookupError):
-                    worker.send_signal(number)
+        for rank in self._left():
+            with contextlib.suppress(ProcessLookupError):
+                self.workers[rank].send_signal(number)
 
     def _exit_code(self) -> int:
-        if self.failed is not None:
-            return max(1, self.codes[self.failed])
-        return max(self.codes.values())
+        if self.failed is None:
+            return max(self.codes.values())
+        for rank, code in self.codes.items():
+            if code > 1 and code != _REQUEUE:
+                if rank != self.failed:
+                    self._say([rank], f"{_cause(code)}, which is the job's")
+                return code
+        return 1
 
 
 def _cause(code: int) -> str:
@@ -122,13 +144,13 @@ def _cause(code: int) -> str:
 def _wait(
     rank: int,
     worker: subprocess.Popen[bytes],
-    events: queue.SimpleQueue[tuple[str, int, int]],
+    events: Events,
 ) -> None:
     events.put(("end", rank, worker.wait()))
 
 
 @contextlib.contextmanager
-def _forwarding(events: queue.SimpleQueue[tuple[str, int, int]]) -> Iterator[None]:
+def _forwarding(events: Events) -> Iterator[None]:
     """Turn signals into events while open; one that comes before the workers do waits for them."""
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -65,10 +65,9 @@ def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str,
     mine = _about_me(world, device, host, facts)
     deadline = time.monotonic() + seconds
     try:
-        store = open_store(world, seconds)
-        attempt = f"{world.address}:{world.port}"
-        _attempts[attempt] += 1
-        store = PrefixStore(f"forge/{_restarts()}/{_attempts[attempt]}", store)
+        tcp_store = open_store(world, seconds)
+        _attempts[world.where] += 1
+        store = PrefixStore(f"forge/{_restarts()}/{_attempts[world.where]}", tcp_store)
         grace = 10.0  # the others wait for rank 0's verdict a little longer than rank 0 for them
         verdict = within(
             seconds + 2 * grace,
@@ -80,15 +79,19 @@ def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str,
     except RuntimeError as error:
         cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
         raise StartError(_describe(world, host, cause)) from error
-    if verdict["error"]:
-        raise StartError(_describe(world, host, verdict["error"]))
+    error = verdict["error"]
+    if (
+        verdict["world_size"] != world.world_size
+    ):  # rank 0 does not wait for, nor know of, this rank
+        problem = f"rank 0 has world size {verdict['world_size']}, this rank {world.world_size}"
+    if problem:
+        raise StartError(_describe(world, host, problem))
     return Meeting(world, store, host, verdict["one_place"] and _use_loopback())
 
 
 def _describe(world: World, host: str, cause: str) -> str:
     return (
-        f"rank {world.rank} of {world.world_size} on host {host}, meeting at "
-        f"{world.address}:{world.port}: {cause}"
+        f"rank {world.rank} of {world.world_size} on host {host}, meeting at {world.where}: {cause}"
     )
 
 
@@ -152,7 +155,8 @@ def _check_in(
     if world.rank == 0:
         return _judge(world, store, deadline)
     if not _poll(lambda: store.check(["verdict"]), deadline + grace):
-        raise StartError(_absent(world, store) or "rank 0 gave no answer")
+        absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
+        raise StartError(_absence(absent, world) if absent else "rank 0 gave no answer in time")
     verdict = json.loads(store.get("verdict"))
     store.add("read", 1)
     return verdict
@@ -160,53 +164,50 @@ def _check_in(
 
 def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
     """Rank 0: wait for all, compare, tell all. The host of the store leaves last."""
-    error, one_place = "", False
-    if _poll(lambda: store.add("arrived", 0) >= world.world_size, deadline):
-        keys = [f"rank/{rank}" for rank in range(world.world_size)]
-        everyone = [json.loads(text) for text in store.multi_get(keys)]
-        error = differences(everyone)
-        one_place = len({one["place"] for one in everyone}) == 1
-    else:
-        error = _absent(world, store)
-    verdict = {"error": error, "one_place": one_place}
+    keys = [f"rank/{rank}" for rank in range(world.world_size)]
+    _poll(lambda: store.add("arrived", 0) >= world.world_size and store.check(keys), deadline)
+    came = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+    absent = [rank for rank in range(world.world_size) if rank not in came]
+    causes = [_absence(absent, world)] if absent else []
+    verdict = {
+        "error": "; ".join(causes + differences(came)),
+        "one_place": len({one["place"] for one in came.values()}) == 1,
+        "world_size": world.world_size,
+    }
     store.set("verdict", json.dumps(verdict))
-    if error:
+    if verdict["error"]:
         others = store.add("arrived", 0) - 1
         _poll(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
     return verdict
 
 
-def _absent(world: World, store: Store) -> str:
-    absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
-    if not absent:
-        return ""
-    came = f"{world.world_size - len(absent)} came"
-    return f"{ranks(absent)} of {world.world_size} did not come in time ({came})"
+def _absence(absent: list[int], world: World) -> str:
+    return f"{ranks(absent)} of {world.world_size} did not come in time"
 
 
-def differences(everyone: list[dict[str, Any]]) -> str:
-    """What the ranks' words contradict, in one line; empty if nothing.
+def differences(came: Mapping[int, dict[str, Any]]) -> list[str]:
+    """What the ranks' words contradict, a line each.
 
     Everything is compared with rank 0; of each fact the first rank that differs is named.
     """
     found: list[str] = []
-    first = everyone[0]["facts"]
-    for name in sorted({name for one in everyone for name in one["facts"]}):
-        for rank, one in enumerate(everyone):
+    first = came[0]["facts"]
+    for name in sorted({name for one in came.values() for name in one["facts"]}):
+        for rank, one in came.items():
             if one["facts"].get(name) != first.get(name):
                 found.append(
                     f"rank {rank} on host {one['host']} has {name} {one['facts'].get(name)}, rank 0 on "
-                    f"host {everyone[0]['host']} has {first.get(name)}"
+                    f"host {came[0]['host']} has {first.get(name)}"
                 )
                 break
     owner: dict[str, int] = {}
-    for rank, one in enumerate(everyone):
+    for rank, one in came.items():
         if one["gpu"] and owner.setdefault(one["gpu"], rank) != rank:
             found.append(
                 f"ranks {owner[one['gpu']]} and {rank} on host {one['host']} both use GPU {one['gpu']} "
                 f"({one['device']}); give each rank its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES)"
             )
-    return "; ".join(found)
+    return found
 
 
 def ranks(numbers: list[int]) -> str:

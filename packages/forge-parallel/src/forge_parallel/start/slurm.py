@@ -36,13 +36,25 @@ def find(environ: Environ) -> World:
             "unset it, or set RANK as well"
         )
     rank = integer(environ, "SLURM_PROCID", _FIX, below=(name, world_size))
-    size = _tasks_here(environ, world_size)
-    local_rank = integer(environ, "SLURM_LOCALID", _FIX, below=("the tasks of this node,", size))
     if world_size == 1:
         return World(launcher="slurm")
+    local_rank, size = local_rank_and_size(environ, world_size)
     number = port(environ, _FIX) if "MASTER_PORT" in environ else step_port(environ)
     address = environ.get("MASTER_ADDR") or _address(environ, size == world_size)
     return World(rank, world_size, local_rank, size, address, number, "slurm")
+
+
+def local_rank_and_size(environ: Environ, world_size: int) -> tuple[int, int]:
+    """This task's index on its node and the tasks there, of a step of `world_size` tasks."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts = tasks_per_node(text)
+    if sum(counts) != world_size:
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE {text!r} must add up to the step's {world_size} tasks; {_FIX}"
+        )
+    node = integer(environ, "SLURM_NODEID", _FIX, below=("the nodes of the step,", len(counts)))
+    size = counts[node]
+    return integer(environ, "SLURM_LOCALID", _FIX, below=("the node's tasks,", size)), size
 
 
 def step_port(environ: Environ) -> int:
@@ -81,17 +93,6 @@ def first_host(nodes: str) -> str:
     if first is None or nodes.count("[") != nodes.count("]"):
         raise ValueError(f"SLURM_STEP_NODELIST {nodes!r} must be a list such as n[1-4]; {_FIX}")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
-
-
-def _tasks_here(environ: Environ, world_size: int) -> int:
-    counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if sum(counts) != world_size:
-        raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE {environ['SLURM_STEP_TASKS_PER_NODE']!r} must add up to the "
-            f"step's {world_size} tasks; {_FIX}"
-        )
-    node = integer(environ, "SLURM_NODEID", _FIX, below=("the nodes of the step,", len(counts)))
-    return counts[node]
 
 
 def _address(environ: Environ, one_node: bool) -> str:

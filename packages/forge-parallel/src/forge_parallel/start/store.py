@@ -20,7 +20,7 @@ T = TypeVar("T")
 STORE_FD = "FORGE_STORE_FD"
 """Set by `run_local_workers` for rank 0: a descriptor that listens on MASTER_PORT already."""
 
-_NAME_SECONDS = 30.0  # a name that is not known after this is a wrong name
+_SURE_SECONDS = 30.0  # an unknown name, or a rank 0 that cannot reach itself, stays so after this
 _open: dict[tuple[str, int], TCPStore] = {}
 
 
@@ -34,13 +34,12 @@ def open_store(world: World, seconds: float) -> TCPStore:
     if key not in _open:
         deadline = time.monotonic() + seconds
         listening = _listen(world) if world.rank == 0 and not _agent_hosts() else None
-        if listening is None:
-            _reach(world, deadline)
+        _reach(world, deadline)
         _open[key] = within(
             max(1.0, deadline - time.monotonic()),
             lambda: _connect(world, listening, seconds),
-            f"something listens at {_where(world)} that does not answer like a store; choose another "
-            "MASTER_PORT",
+            f"something listens at {world.where} and does not answer as a store; rank 0 is late, or "
+            "another service holds the port: choose another MASTER_PORT",
         )
     return _open[key]
 
@@ -73,10 +72,6 @@ def _agent_hosts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _where(world: World) -> str:
-    return f"{world.address}:{world.port}"
-
-
 def _connect(world: World, listening: socket.socket | None, seconds: float) -> TCPStore:
     try:
         return TCPStore(
@@ -89,7 +84,7 @@ def _connect(world: World, listening: socket.socket | None, seconds: float) -> T
         )
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        raise StartError(f"the store at {_where(world)} failed: {first}") from error
+        raise StartError(f"the store at {world.where} failed: {first}") from error
 
 
 def _listen(world: World) -> socket.socket:
@@ -137,26 +132,23 @@ def _given(number: int) -> socket.socket | None:
 def _reach(world: World, deadline: float) -> None:
     """Return once something listens at the world's address. Raises StartError with the cause if not.
 
-    torch's own attempt would print a stack per retry and report every cause as a timeout.
+    torch's own attempt would print a stack per retry and call every cause a timeout. Rank 0 looks for
+    itself, which finds a MASTER_ADDR of another host.
     """
     began, pause = time.monotonic(), 0.01
+    soon = min(deadline, began + _SURE_SECONDS)
     while True:
         try:
-            socket.create_connection(
-                (world.address, world.port), timeout=max(0.1, deadline - time.monotonic())
-            ).close()
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((world.address, world.port), timeout=left).close()
             return
         except socket.gaierror as error:
-            cause = f"host {world.address!r} is unknown ({error.strerror}); check MASTER_ADDR"
-            stop = min(deadline, began + _NAME_SECONDS)
+            stop, cause = soon, f"is unknown ({error.strerror}); check MASTER_ADDR"
         except OSError as error:
-            stop = deadline
-            cause = (
-                f"{_where(world)} cannot be reached ({error.strerror or error}); is rank 0 alive, and "
-                "are MASTER_ADDR and MASTER_PORT its own?"
-            )
+            stop = soon if world.rank == 0 else deadline
+            fix = "is MASTER_ADDR rank 0's host, and does rank 0 run?"
+            cause = f"cannot be reached ({error.strerror or error}); {fix}"
         if time.monotonic() >= stop:
-            waited = time.monotonic() - began
-            raise StartError(f"after {waited:.0f} s {cause}")
+            raise StartError(f"after {time.monotonic() - began:.0f} s {world.where} {cause}")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
