@@ -1,0 +1,86 @@
+"""The data of a cell: what each rank sees in each micro-batch of each step.
+
+Shapes: B rows of a micro-batch, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cells import FEATURES, LAYOUTS, Cell
+from torch import Tensor
+
+STEPS, ROWS, SEQ, VOCAB = 3, 2, 16, 97  # 97: no number of ranks here divides it
+IGNORED = -100
+# Where the documents of each row of a packed micro-batch end.
+DOCUMENT_ENDS = ((5, 6, SEQ), (11, SEQ))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens, labels, positions and document_ids, each (B, S) int64; the last two only if packed."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    @property
+    def num_valid(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+def batches(cell: Cell) -> list[list[list[MicroBatch]]]:
+    """[step][rank][micro-batch], the same wherever it is called."""
+    world, feature = LAYOUTS[cell.layout].world, FEATURES[cell.feature]
+    return [
+        [
+            [_micro_batch(cell, step, rank, index) for index in range(feature.micro_batches)]
+            for rank in range(world)
+        ]
+        for step in range(STEPS)
+    ]
+
+
+def _micro_batch(cell: Cell, step: int, rank: int, index: int) -> MicroBatch:
+    feature = FEATURES[cell.feature]
+    generator = torch.Generator().manual_seed(1000 * cell.seed + 100 * step + 10 * rank + index)
+    row = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=generator)
+    tokens, labels = row[:, :-1].contiguous(), row[:, 1:].clone()
+    share = _ignored_share(cell, step, rank, index)
+    labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
+    if not feature.packed:
+        return MicroBatch(tokens, labels)
+    document_ids, positions = _documents()
+    for number, ends in enumerate(DOCUMENT_ENDS):
+        labels[number, [end - 1 for end in ends]] = IGNORED  # the next document is not predicted
+    return MicroBatch(tokens, labels, positions, document_ids)
+
+
+def _ignored_share(cell: Cell, step: int, rank: int, index: int) -> float:
+    """How large a part of the labels is ignored."""
+    last_rank = LAYOUTS[cell.layout].world - 1
+    match FEATURES[cell.feature].labels:
+        case "all":
+            return 0.0
+        case "uneven":  # from a tenth to nine tenths, differently on each rank and micro-batch
+            return (0.1, 0.6, 0.9, 0.3)[(rank + index) % 4]
+        case "none_on_last_rank":
+            return 1.0 if rank == last_rank else 0.2
+        case "none_in_a_micro_batch":  # the first on one rank, the last on another
+            empty = (rank, index) in ((0, 0), (last_rank, 1))
+            return 1.0 if empty else 0.2
+        case "none_in_second_step":
+            return 1.0 if step == 1 else 0.2
+    raise AssertionError(FEATURES[cell.feature].labels)
+
+
+def _documents() -> tuple[Tensor, Tensor]:
+    """document_ids and positions (B, S) of `DOCUMENT_ENDS`."""
+    ids, positions = [], []
+    for ends in DOCUMENT_ENDS:
+        lengths = [end - start for start, end in zip((0, *ends), ends)]
+        ids.append(torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]))
+        positions.append(torch.cat([torch.arange(n) for n in lengths]))
+    return torch.stack(ids), torch.stack(positions)
