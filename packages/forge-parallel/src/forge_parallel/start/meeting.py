@@ -79,7 +79,7 @@ def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str,
     except RuntimeError as error:
         cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
         raise StartError(_describe(world, host, cause)) from error
-    error = verdict["error"]
+    problem = verdict["error"]
     if (
         verdict["world_size"] != world.world_size
     ):  # rank 0 does not wait for, nor know of, this rank
