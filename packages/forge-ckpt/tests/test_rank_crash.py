@@ -10,6 +10,7 @@ import pytest
 _CRASH = """
 import os, shutil, signal, sys, time
 import torch, torch.distributed as dist
+import torch._dynamo  # a DTensor imports it: once here, instead of 0.5 s in every rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from forge_ckpt import Store

@@ -58,9 +58,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def left_overs(root: Path) -> list[str]:
+    """Names of directories being written, or left by a writer that died."""
+    return sorted(name for name in os.listdir(root) if _TEMPORARY.fullmatch(name))
+
+
 def remove_left_overs(root: Path) -> list[str]:
     """Delete temporary directories; call it only while holding the lock. Returns their names."""
-    names = sorted(name for name in os.listdir(root) if _TEMPORARY.fullmatch(name))
+    names = left_overs(root)
     for name in names:
         path = root / name
         if path.is_symlink() or not path.is_dir():

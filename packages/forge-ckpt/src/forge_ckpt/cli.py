@@ -1,0 +1,35 @@
+"""The forge-ckpt command: ``ls``, ``inspect``, ``verify``. Exit codes: 0, 66 corrupt, 78 wrong usage."""
+
+import sys
+from collections.abc import Sequence
+
+from forge_ckpt.errors import CorruptCheckpoint
+
+OK, CORRUPT, WRONG_USAGE, INTERRUPTED = 0, 66, 78, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a problem is one message on stderr, no traceback."""
+    try:
+        from forge_ckpt.commands import run
+    except ImportError as error:
+        print(
+            f"forge-ckpt needs {error.name}, which is not installed; pip install 'forge-ckpt[cli]'",
+            file=sys.stderr,
+        )
+        return WRONG_USAGE
+    try:
+        return CORRUPT if run(arguments) else OK
+    except SystemExit as stop:  # tyro: 0 after --help, 2 after bad arguments, already explained
+        return OK if not stop.code else WRONG_USAGE
+    except CorruptCheckpoint as error:
+        return _fail(error, CORRUPT)
+    except (ValueError, OSError) as error:
+        return _fail(error, WRONG_USAGE)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was changed", INTERRUPTED)
+
+
+def _fail(message: object, code: int) -> int:
+    print(f"forge-ckpt: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,137 @@
+"""forge-ckpt ls | inspect | verify: what they print and the codes they end with."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from forge_ckpt import Store, cli
+
+pytest.importorskip("tyro", reason="the command line is the extra [cli]")
+pytest.importorskip("rich", reason="the command line is the extra [cli]")
+
+
+@pytest.fixture
+def root(tmp_path):
+    with Store(tmp_path / "checkpoints") as store:
+        for step in (5, 10):
+            store.save(step, {"m": {"w": torch.full((20, 30), float(step))}, "cursor": step})
+    return tmp_path / "checkpoints"
+
+
+def call(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def damage(root, step):
+    with open(root / f"step-{step:08d}" / "data-0.bin", "r+b") as file:
+        file.write(b"\xff")
+
+
+def test_ls(root, capsys):
+    os.mkdir(root / "step-00000011.tmp-abc")
+    code, out, err = call(capsys, "ls", root)
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["step", "saved", "bytes", "files", "tensors"]
+    assert [(line[0], *line[3:]) for line in lines[1:3]] == [
+        ("5", "2,400", "1", "1"),
+        ("10", "2,400", "1", "1"),
+    ]
+    assert "step-00000011.tmp-abc: being written" in out
+    os.remove(root / "step-00000005" / "manifest.json")
+    code, out, _ = call(capsys, "ls", root)
+    assert code == 66
+    assert "corrupt: " in out
+    assert "2,400" in out, "the others are still listed"
+
+
+def test_inspect(root, capsys):
+    code, out, _ = call(capsys, "inspect", root)
+    assert code == 0
+    assert out.startswith("step 10, 2,400 bytes, saved with torch ")
+    assert "m.w     (20, 30)  float32  2,400" in out
+    assert "objects: cursor" in out
+    code, out, _ = call(capsys, "inspect", root, "--step", 5, "--json")
+    with Store(root, read_only=True) as store:
+        assert json.loads(out) == store.inspect(5)
+    os.truncate(root / "step-00000010" / "manifest.json", 50)
+    code, out, err = call(capsys, "inspect", root)
+    assert (code, out) == (66, "")
+    assert "manifest.json: does not match its own digest" in err
+
+
+def test_verify(root, capsys):
+    code, out, err = call(capsys, "verify", root)
+    assert (code, err) == (0, "")
+    assert [line.split(",")[0] for line in out.splitlines()] == ["step 5: sound", "step 10: sound"]
+    damage(root, 10)
+    code, out, _ = call(capsys, "verify", root)
+    assert code == 66
+    assert "step 5: sound" in out
+    assert "step 10: corrupt: " in out
+    assert "data-0.bin: bytes 0-2400 (block 0) do not match" in out
+    assert call(capsys, "verify", root, "--step", 5)[0] == 0
+    code, out, _ = call(capsys, "verify", root, "--json")
+    rows = json.loads(out)["checkpoints"]
+    assert code == 66
+    assert [(row["step"], row["bytes"], bool(row["error"])) for row in rows] == [
+        (5, 2400, False),
+        (10, 2400, True),
+    ]
+    assert sorted(os.listdir(root)) == ["lock", "step-00000005", "step-00000010"], "it only reads"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verify", "/none"], "/none is not a directory"),
+        (["inspect", "ROOT", "--step", "7"], "step 7 is not in .*; there are 5, 10"),
+        (["ls", "ABOVE"], "checkpoints holds some"),
+        (["ls"], "DIR"),
+        (["remove", "ROOT"], "remove"),
+        (["inspect", "ROOT", "--step", "x"], "step"),
+    ],
+)
+def test_wrong_usage_is_78(root, capsys, arguments, said):
+    places = {"ROOT": str(root), "ABOVE": str(root.parent)}
+    code, _, err = call(capsys, *(places.get(a, a) for a in arguments))
+    assert code == 78
+    assert "Traceback" not in err
+    assert re.search(said, err), err
+
+
+def test_help_is_0(capsys):
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert all(word in out for word in ("ls", "inspect", "verify", "66"))
+
+
+def test_a_bar_while_verifying_only_on_a_terminal(root, capsys, monkeypatch):
+    from rich.console import Console
+
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+    code, out, err = call(capsys, "verify", root, "--step", 5)
+    assert code == 0
+    assert "2.4" in err
+    assert "\x1b" not in out
+
+
+def test_as_a_module(root):
+    command = [sys.executable, "-m", "forge_ckpt", "verify", str(root)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "step 10: sound" in run.stdout
+
+
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "forge_ckpt.commands", None)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    code, out, err = call(capsys, "ls", ".")
+    assert (code, out) == (78, "")
+    assert "pip install 'forge-ckpt[cli]'" in err
