@@ -93,13 +93,13 @@ class Agreement:
 
         text = bytearray(json.dumps(value).encode())
         world = dist.get_world_size(self.group)
-        sizes = torch.zeros(world, dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(text)]), group=self.group)
+        sizes = torch.zeros(world, 1, dtype=torch.int64)
+        dist.all_gather(list(sizes), torch.tensor([len(text)]), group=self.group)
         longest = int(sizes.max())
         mine = torch.frombuffer(text.ljust(longest, b" "), dtype=torch.uint8)
-        gathered = torch.empty(world * longest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(gathered, mine, group=self.group)
-        return [json.loads(bytes(row.tolist())) for row in gathered.view(world, longest)]
+        gathered = torch.empty(world, longest, dtype=torch.uint8)
+        dist.all_gather(list(gathered), mine, group=self.group)
+        return [json.loads(bytes(row.tolist())) for row in gathered]
 
 
 class PendingDecision:
@@ -113,9 +113,9 @@ class PendingDecision:
         import torch
         import torch.distributed as dist
 
-        mine = torch.tensor([[int(n) for n in astuple(vote)]], dtype=torch.int64)
-        self._votes = torch.empty(dist.get_world_size(group), mine.shape[1], dtype=torch.int64)
-        self._work = dist.all_gather_into_tensor(self._votes, mine, group=group, async_op=True)
+        mine = torch.tensor([int(n) for n in astuple(vote)], dtype=torch.int64)
+        self._votes = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.int64)
+        self._work = dist.all_gather(list(self._votes), mine, group=group, async_op=True)
 
     def wait(self) -> Decision:
         """Block until every rank has voted."""
