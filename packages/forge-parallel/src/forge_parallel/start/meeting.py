@@ -19,6 +19,7 @@ from forge_parallel.start.errors import StartError
 from forge_parallel.start.store import open_store, within
 from forge_parallel.start.world import World
 
+_GRACE_SECONDS = 10.0  # rank 0's verdict on who is missing comes this long before others give up
 _GOODBYE_SECONDS = 5.0
 _LOOPBACK_NAMES = ("lo", "lo0")
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
@@ -62,42 +63,35 @@ def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str,
     host = socket.gethostname()
     if world.world_size == 1:
         return Meeting(world, HashStore(), host, _use_loopback())
-    mine = _about_me(world, device, host, facts)
-    deadline = time.monotonic() + seconds
     try:
-        tcp_store = open_store(world, seconds)
-        _attempts[world.where] += 1
-        store = PrefixStore(f"forge/{_restarts()}/{_attempts[world.where]}", tcp_store)
-        grace = 10.0  # the others wait for rank 0's verdict a little longer than rank 0 for them
+        store = _open(world, seconds)
         verdict = within(
-            seconds + 2 * grace,
-            lambda: _check_in(world, store, mine, deadline, grace),
-            "the store stopped answering; is rank 0 stopped?",
+            seconds + 2 * _GRACE_SECONDS,
+            lambda: _check_in(world, store, _about_me(world, device, host, facts), seconds),
+            "the store stopped answering; is rank 0's process stopped?",
         )
+        if verdict["error"]:
+            raise StartError(verdict["error"])
     except StartError as error:
         raise StartError(_describe(world, host, str(error))) from error
     except RuntimeError as error:
         cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
         raise StartError(_describe(world, host, cause)) from error
-    problem = verdict["error"]
-    if (
-        verdict["world_size"] != world.world_size
-    ):  # rank 0 does not wait for, nor know of, this rank
-        problem = f"rank 0 has world size {verdict['world_size']}, this rank {world.world_size}"
-    if problem:
-        raise StartError(_describe(world, host, problem))
     return Meeting(world, store, host, verdict["one_place"] and _use_loopback())
+
+
+def _open(world: World, seconds: float) -> Store:
+    """The job's store, keyed by what differs between groups that meet there one after the other."""
+    store = open_store(world, seconds)
+    _attempts[world.where] += 1
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store survives them
+    return PrefixStore(f"forge/{restarts}/{_attempts[world.where]}", store)
 
 
 def _describe(world: World, host: str, cause: str) -> str:
     return (
         f"rank {world.rank} of {world.world_size} on host {host}, meeting at {world.where}: {cause}"
     )
-
-
-def _restarts() -> str:
-    """torchrun's agent keeps one store over restarts of its workers."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _about_me(
@@ -141,9 +135,9 @@ def _use_loopback() -> bool:
     return False
 
 
-def _check_in(
-    world: World, store: Store, mine: dict[str, Any], deadline: float, grace: float
-) -> dict[str, Any]:
+def _check_in(world: World, store: Store, mine: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Say who we are and return rank 0's verdict."""
+    deadline = time.monotonic() + seconds
     if store.add(f"here/{world.rank}", 1) > 1:
         other = json.loads(store.get(f"rank/{world.rank}"))
         raise StartError(
@@ -154,11 +148,15 @@ def _check_in(
     store.add("arrived", 1)
     if world.rank == 0:
         return _judge(world, store, deadline)
-    if not _poll(lambda: store.check(["verdict"]), deadline + grace):
+    if not _poll(lambda: store.check(["verdict"]), deadline + _GRACE_SECONDS):
         absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
         raise StartError(_absence(absent, world) if absent else "rank 0 gave no answer in time")
     verdict = json.loads(store.get("verdict"))
     store.add("read", 1)
+    if verdict["world_size"] != world.world_size:  # a rank that rank 0 may not know of
+        raise StartError(
+            f"rank 0 has world size {verdict['world_size']}, this rank {world.world_size}"
+        )
     return verdict
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from forge_parallel.start.errors import StartError
-from forge_parallel.start.world import World, is_loopback
+from forge_parallel.start.world import LOOPBACK, World, is_loopback
 
 T = TypeVar("T")
 
@@ -34,10 +34,10 @@ def open_store(world: World, seconds: float) -> TCPStore:
     if key not in _open:
         deadline = time.monotonic() + seconds
         listening = _listen(world) if world.rank == 0 and not _agent_hosts() else None
-        _reach(world, deadline)
+        address = _reach(world, deadline)
         _open[key] = within(
             max(1.0, deadline - time.monotonic()),
-            lambda: _connect(world, listening, seconds),
+            lambda: _connect(world, address, listening, seconds),
             f"something listens at {world.where} and does not answer as a store; rank 0 is late, or "
             "another service holds the port: choose another MASTER_PORT",
         )
@@ -72,10 +72,12 @@ def _agent_hosts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _connect(world: World, listening: socket.socket | None, seconds: float) -> TCPStore:
+def _connect(
+    world: World, address: str, listening: socket.socket | None, seconds: float
+) -> TCPStore:
     try:
         return TCPStore(
-            world.address,
+            address,
             world.port,
             is_master=listening is not None,
             wait_for_workers=False,
@@ -98,17 +100,24 @@ def _listen(world: World) -> socket.socket:
         return given
     try:
         if is_loopback(world.address):
-            return socket.create_server(("127.0.0.1", world.port))
+            return _loopback_server(world)
         if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", world.port), family=socket.AF_INET6, dualstack_ipv6=True
-            )
+            everywhere = ("", world.port)
+            return socket.create_server(everywhere, family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", world.port))
     except OSError as error:
+        cause = os.strerror(error.errno or 0)
         raise StartError(
-            f"port {world.port} cannot be opened: {error.strerror}; another job or service may hold "
-            "it: choose another MASTER_PORT"
+            f"port {world.port} cannot be opened: {cause}; another job or service may hold it: choose "
+            "another MASTER_PORT"
         ) from error
+
+
+def _loopback_server(world: World) -> socket.socket:
+    if ":" in world.address:
+        return socket.create_server((world.address, world.port), family=socket.AF_INET6)
+    address = LOOPBACK if world.address == "localhost" else world.address
+    return socket.create_server((address, world.port))
 
 
 def _given(number: int) -> socket.socket | None:
@@ -122,6 +131,7 @@ def _given(number: int) -> socket.socket | None:
         return None
     try:
         if listening.getsockname()[1] == number:
+            listening.set_inheritable(False)
             return listening
     except (OSError, IndexError):
         pass
@@ -129,8 +139,8 @@ def _given(number: int) -> socket.socket | None:
     return None
 
 
-def _reach(world: World, deadline: float) -> None:
-    """Return once something listens at the world's address. Raises StartError with the cause if not.
+def _reach(world: World, deadline: float) -> str:
+    """The numeric address that listens for the world's. Raises StartError with the cause if none does.
 
     torch's own attempt would print a stack per retry and call every cause a timeout. Rank 0 looks for
     itself, which finds a MASTER_ADDR of another host.
@@ -140,8 +150,8 @@ def _reach(world: World, deadline: float) -> None:
     while True:
         try:
             left = max(0.1, deadline - time.monotonic())
-            socket.create_connection((world.address, world.port), timeout=left).close()
-            return
+            with socket.create_connection((world.address, world.port), timeout=left) as found:
+                return str(found.getpeername()[0])
         except socket.gaierror as error:
             stop, cause = soon, f"is unknown ({error.strerror}); check MASTER_ADDR"
         except OSError as error:

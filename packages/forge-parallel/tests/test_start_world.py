@@ -1,0 +1,154 @@
+"""Which rank this process is: every launcher's variables, and environments that contradict themselves."""
+
+import pytest
+
+from forge_parallel.start import World, find_world
+from forge_parallel.start.meeting import differences, ranks
+from forge_parallel.start.slurm import first_host, tasks_per_node
+
+RANKS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+# task 3 of `srun -N2 -n4` in job 812, as Slurm 22.05 sets it (numbers of the job differ on purpose)
+STEP = {
+    "SLURM_JOB_ID": "812",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1",
+    "SLURM_STEP_NODELIST": "localhost,n2",
+}
+# the shell of `sbatch -n4`, and of its `salloc`: one process, whatever the job's size
+BATCH = {"SLURM_JOB_ID": "812", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("environ", "world"),
+    [
+        ({}, World()),
+        ({"WORLD_SIZE": "1"}, World()),
+        (BATCH, World()),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, World(launcher="environment")),
+        (
+            RANKS | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            World(3, 4, 1, 2, "10.0.0.1", 29500, "torchrun"),
+        ),
+        (RANKS, World(3, 4, 0, 1, "10.0.0.1", 29500, "environment")),
+        (
+            RANKS | {"MASTER_ADDR": "localhost"},
+            World(3, 4, 3, 4, "localhost", 29500, "environment"),
+        ),
+        (
+            without(STEP | RANKS, "SLURM_LOCALID") | {"LOCAL_RANK": "0", "SLURM_LOCALID": "0"},
+            World(3, 4, 0, 1, "10.0.0.1", 29500, "environment"),
+        ),
+        (STEP, World(3, 4, 0, 1, "localhost", 25684, "slurm")),
+        (
+            STEP | {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"},
+            World(2, 4, 2, 3, "localhost", 25684, "slurm"),
+        ),
+        (
+            STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000", "WORLD_SIZE": "4"},
+            World(3, 4, 0, 1, "10.0.0.9", 4000, "slurm"),
+        ),
+        (
+            STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"},
+            World(3, 4, 3, 4, "127.0.0.1", 25684, "slurm"),
+        ),
+        (  # the interactive step of salloc: one task beside the job's four
+            STEP
+            | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+            World(launcher="slurm"),
+        ),
+    ],
+)
+def test_a_world_for_every_launcher(environ, world):
+    assert find_world(environ) == world
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (without(RANKS, "WORLD_SIZE"), "WORLD_SIZE must be set here and is not; start every rank"),
+        (without(RANKS, "RANK"), "WORLD_SIZE '4' is set and RANK is not"),
+        (without(RANKS, "MASTER_ADDR"), "MASTER_ADDR must be set for 4 ranks and is not"),
+        (without(RANKS, "MASTER_PORT"), "MASTER_PORT must be set here and is not"),
+        (RANKS | {"RANK": "4"}, "RANK 4 must be below WORLD_SIZE 4"),
+        (RANKS | {"RANK": "-1"}, "RANK -1 must be at least 0"),
+        (RANKS | {"RANK": "one"}, "RANK 'one' must be an integer"),
+        (RANKS | {"WORLD_SIZE": "0"}, "WORLD_SIZE 0 must be at least 1"),
+        (RANKS | {"MASTER_PORT": "70000"}, "MASTER_PORT 70000 must be below"),
+        (RANKS | {"LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE must be set here and is not"),
+        (
+            RANKS | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK 2 must be below LOCAL_WORLD_SIZE 2",
+        ),
+        (
+            RANKS | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "8"},
+            "LOCAL_WORLD_SIZE 8 must be at most WORLD_SIZE 4",
+        ),
+        (STEP | {"WORLD_SIZE": "8"}, "WORLD_SIZE '8' must equal SLURM_STEP_NUM_TASKS 4"),
+        (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID 4 must be below SLURM_STEP_NUM_TASKS 4"),
+        (
+            STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,x"},
+            "SLURM_STEP_TASKS_PER_NODE '2,x' must read like",
+        ),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "must add up to the step's 4 tasks"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-2"}, "SLURM_STEP_NODELIST 'n[1-2' must be a list"),
+    ],
+)
+def test_a_contradicting_environment_is_refused(environ, message):
+    with pytest.raises(ValueError, match=r"; (start|unset|set)") as error:
+        find_world(environ)
+    assert message in str(error.value)
+
+
+def test_slurm_lists():
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert first_host("n[003-007,9],login") == "n003"
+    assert first_host("rack[1-2]n[03,5]") == "rack1n03"
+    assert first_host("n[12]") == "n12"
+    assert first_host("login,n[1-2]") == "login"
+
+
+def test_F64_all_ranks_compute_one_port_and_a_requeue_another():
+    """The port depends on nothing of a rank's own; job, step, array element and requeue move it."""
+
+    def port(**changes: str) -> int:
+        return find_world(STEP | changes).port
+
+    own = {"SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}
+    assert {port(SLURM_PROCID=str(rank), **own) for rank in range(4)} == {port()}
+    moved = [
+        port(),
+        port(SLURM_RESTART_COUNT="1"),
+        port(SLURM_RESTART_COUNT="2"),
+        port(SLURM_STEP_ID="1"),
+        port(SLURM_JOB_ID="813"),  # also the next element of an array
+    ]
+    assert len(set(moved)) == len(moved)
+    assert all(20000 <= number < 32768 for number in moved)  # below the ephemeral ports
+    assert port(MASTER_PORT="4000", SLURM_RESTART_COUNT="1") == 4000
+
+
+def test_differences_name_the_first_rank_and_both_values():
+    def one(host: str, gpu: str | None = None, **facts: str) -> dict:
+        return {"host": host, "device": "cuda:0", "gpu": gpu, "facts": facts}
+
+    assert differences({0: one("a", torch="2.13"), 1: one("b", torch="2.13")}) == []
+    assert differences({0: one("a", torch="2.13"), 1: one("a", torch="2.13"), 3: one("b")}) == [
+        "rank 3 on host b has torch None, rank 0 on host a has 2.13"
+    ]
+    (same,) = differences({0: one("a", "GPU-1"), 1: one("a", "GPU-2"), 2: one("a", "GPU-1")})
+    assert "ranks 0 and 2 on host a both use GPU GPU-1 (cuda:0)" in same
+
+
+def test_ranks_are_listed_briefly():
+    assert ranks([3]) == "rank 3"
+    assert ranks([2, 3]) == "ranks 2, 3"
+    assert ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
