@@ -6,6 +6,7 @@ Shapes: B rows, S tokens, D width of the residual stream, V vocabulary.
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -85,7 +86,9 @@ class Transformer(nn.Module):
         mixer = mixer or (lambda _: Attention(config))
         feed_forward = feed_forward or (lambda _: _dense(config))
         block = block or (lambda i: Block(config, mixer(i), feed_forward(i)))
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        # filled by `initialise`; torch's own draw would import its compiler on the meta device (0.4 s)
+        empty = torch.empty(config.vocab_size, config.dim)
+        self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=empty)
         self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.num_layers)})
         self.norm = build_norm(config.norm, config.dim, config.norm_eps)
         # Tied: no second module that holds the weight, so nothing can untie it (to_empty would).
