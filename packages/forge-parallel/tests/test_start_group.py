@@ -1,0 +1,278 @@
+"""Ranks that meet, and ranks that cannot: real processes on loopback.
+
+Run as a script this file is the rank's side: it imports torch once and forks the ranks of each
+scenario that it reads from stdin, so that a scenario costs a tenth of a second and not two a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+TIMEOUT = 1.5  # for starts that must fail by time
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def plain(world_size: int, port: int, **common: str) -> list[dict[str, str]]:
+    """Environments of `world_size` ranks that somebody started by hand."""
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{"RANK": str(rank), **shared, **common} for rank in range(world_size)]
+
+
+# --- the side of the ranks ------------------------------------------------------------------------
+
+
+def rank_main() -> dict[str, object]:
+    """What one rank sees of its start, two groups long."""
+    import torch
+    import torch.distributed as dist
+
+    from forge_parallel.start import StartError, end_process_group, find_world, start_process_group
+
+    began = time.monotonic()
+    said = {name: os.environ[name] for name in ("LATE", "HANG") if name in os.environ}
+    if "HANG" in said:  # a rank 0 that listens and is stopped before it answers
+        with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+            time.sleep(float(said["HANG"]))
+        return {}
+    time.sleep(float(said.get("LATE", "0")))
+    facts = {"config": os.environ.get("CONFIG", "same")}
+    timeout = float(os.environ.get("TIMEOUT", "20"))
+    torch.__version__ = os.environ.get("TORCH_SAYS", torch.__version__)
+    sums = []
+    try:
+        for _ in range(2):
+            start_process_group(
+                find_world(), "cpu", start_timeout_seconds=timeout, timeout_seconds=20, facts=facts
+            )
+            total = torch.tensor([dist.get_rank() + 1.0])
+            dist.all_reduce(total)
+            sums.append(total.item())
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            end_process_group()
+            end_process_group()  # the second has nothing to do
+    except StartError as error:
+        return {"error": str(error), "seconds": time.monotonic() - began}
+    return {
+        "sums": sums,
+        "interface": interface,
+        "left": "GLOO_SOCKET_IFNAME" in os.environ,
+        "running": dist.is_initialized(),
+    }
+
+
+def serve() -> None:
+    """Fork the ranks of each scenario (a JSON list of environments a line) and print their answers."""
+
+    import forge_parallel.start  # noqa: F401
+
+    for line in sys.stdin:
+        ranks = []
+        for environ in json.loads(line):
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(environ)
+                answer = json.dumps(rank_main()).encode()
+                os.write(write, answer)
+                os._exit(0)
+            os.close(write)
+            ranks.append((pid, read))
+        answers = []
+        for pid, read in ranks:
+            with os.fdopen(read) as file:
+                answers.append(json.loads(file.read() or "null"))
+            os.waitpid(pid, 0)
+        print(json.dumps(answers), flush=True)
+
+
+# --- the side of the tests ------------------------------------------------------------------------
+
+
+class Ranks:
+    def __init__(self) -> None:
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("GLOO_")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def __call__(self, environs: list[dict[str, str]]) -> list[dict]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(environs) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Ranks]:
+    """`start(environments)`: fork a rank for each and return what each saw."""
+    ranks = Ranks()
+    yield ranks
+    ranks.process.send_signal(signal.SIGKILL)
+    ranks.process.communicate()
+
+
+pytestmark = pytest.mark.distributed
+
+
+def test_four_ranks_meet_compute_leave_and_meet_again(start):
+    answers = start(plain(4, free_port()))
+    expected = {"sums": [10.0, 10.0], "left": False, "running": False}
+    for answer in answers:
+        interface = answer.pop("interface")
+        assert answer == expected
+        assert interface in ("lo", "lo0")  # one host: gloo needs no name of it
+
+
+def test_one_rank_needs_no_port(start):
+    (answer,) = start([{}])
+    assert answer["sums"] == [1.0, 1.0]
+
+
+def test_the_users_gloo_interface_is_left_alone(start):
+    names = {name for _, name in socket.if_nameindex()}
+    chosen = "lo" if "lo" in names else "lo0"
+    answers = start(plain(2, free_port(), GLOO_SOCKET_IFNAME=chosen))
+    assert [answer["left"] for answer in answers] == [True, True]
+
+
+def test_a_rank_that_comes_late_is_waited_for(start):
+    environs = plain(2, free_port())
+    environs[0]["LATE"] = "0.5"  # also the host of the store may be late
+    assert [answer["sums"] for answer in start(environs)] == [[3.0, 3.0]] * 2
+
+
+def test_a_missing_rank_is_named_by_all_that_came(start):
+    answers = start(plain(4, free_port(), TIMEOUT=str(TIMEOUT))[:2])
+    for rank, answer in enumerate(answers):
+        assert answer["error"].startswith(f"rank {rank} of 4 on host {socket.gethostname()}, ")
+        assert "ranks 2, 3 of 4 did not come in time" in answer["error"]
+        assert answer["seconds"] < 10
+
+
+def test_a_missing_rank_0_is_a_refused_connection_to_its_address(start):
+    port = free_port()
+    (answer,) = start(plain(2, port, TIMEOUT=str(TIMEOUT))[1:])
+    assert f"127.0.0.1:{port} cannot be reached (Connection refused)" in answer["error"]
+    assert TIMEOUT <= answer["seconds"] < 10
+
+
+def test_an_unknown_host_is_named(start):
+    environs = plain(2, free_port(), MASTER_ADDR="nowhere.invalid", TIMEOUT=str(TIMEOUT))
+    (answer,) = start(environs[1:])
+    assert "nowhere.invalid" in answer["error"]
+    assert "is unknown" in answer["error"]
+    assert "check MASTER_ADDR" in answer["error"]
+
+
+def test_a_taken_port_is_named_at_once(start):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (answer,) = start(plain(2, port)[:1])
+    assert f"port {port} cannot be opened: Address already in use" in answer["error"]
+    assert "choose another MASTER_PORT" in answer["error"]
+    assert answer["seconds"] < 5
+
+
+def test_a_port_that_answers_nothing_ends_in_time(start):
+    """torch's own client would wait for ever."""
+    environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT))
+    environs[0]["HANG"] = "3"
+    answer = start(environs)[1]
+    assert "does not answer as a store" in answer["error"]
+    assert answer["seconds"] < 3
+
+
+def test_a_master_address_of_another_host_is_found_by_rank_0(start):
+    environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT), MASTER_ADDR="0.0.0.1")
+    (answer,) = start(environs[:1])
+    assert "is MASTER_ADDR rank 0's host" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "CONFIG",
+            "other",
+            "rank 2 on host {host} has config other, rank 0 on host {host} has same",
+        ),
+        (
+            "TORCH_SAYS",
+            "2.11.0",
+            "rank 2 on host {host} has torch 2.11.0, rank 0 on host {host} has",
+        ),
+    ],
+)
+def test_facts_that_differ_are_named_on_every_rank(start, name, value, said):
+    environs = plain(3, free_port())
+    environs[2][name] = value
+    for answer in start(environs):
+        assert said.format(host=socket.gethostname()) in answer["error"]
+
+
+def test_a_rank_of_a_larger_world_refuses(start):
+    environs = plain(2, free_port())
+    environs.append({**environs[1], "RANK": "2", "WORLD_SIZE": "3"})
+    *fine, stranger = start(environs)
+    assert "rank 0 has world size 2, this rank 3" in stranger["error"]
+    assert [answer["sums"] for answer in fine] == [[3.0, 3.0]] * 2
+
+
+def test_two_processes_with_one_rank_are_told(start):
+    environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT))
+    environs.append(dict(environs[1]))
+    errors = [answer["error"] for answer in start(environs) if "error" in answer]
+    assert any("rank 1 is here already, on host" in error for error in errors)
+
+
+def test_a_group_that_runs_already_is_refused():
+    import torch.distributed as dist
+
+    from forge_parallel.start import StartError, World, end_process_group, start_process_group
+
+    assert not dist.is_initialized()
+    start_process_group(World(), "cpu")
+    try:
+        with pytest.raises(StartError, match="a process group of 1 ranks is running already"):
+            start_process_group(World(), "cpu")
+    finally:
+        end_process_group()
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_somebody_else_is_not_ended():
+    import torch.distributed as dist
+
+    from forge_parallel.start import end_process_group
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        end_process_group()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    serve()
