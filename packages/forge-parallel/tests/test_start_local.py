@@ -1,0 +1,248 @@
+"""Local workers as real processes: exit codes, signals, deaths, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from forge_parallel.start import run_local_workers
+
+pytestmark = pytest.mark.distributed
+
+# A worker without torch: it writes its pid, then does what RANK says.
+_HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+rank, here = int(os.environ["RANK"]), Path(sys.argv[1])
+def ready(name):
+    (here / f"{name}{rank}.tmp").write_text(str(os.getpid()))
+    (here / f"{name}{rank}.tmp").rename(here / f"{name}{rank}")
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.005)
+def on(number, code):
+    signal.signal(number, lambda n, f: (ready("signal"), sys.exit(code)))
+"""
+_LAUNCHER = """
+import sys
+from forge_parallel.start import run_local_workers
+sys.exit(run_local_workers([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1])))
+"""
+_GLOO = """
+import sys
+import torch
+import torch.distributed as dist
+from forge_parallel.start import end_process_group, find_world, leave, start_process_group
+world = find_world()
+start_process_group(world, "cpu", start_timeout_seconds=60)
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+sys.stdout.write(f"{world.launcher} {world.rank}/{world.world_size} {total.item()}\\n")
+end_process_group()
+leave(0)
+"""
+
+
+def worker(body: str, folder: Path) -> list[str]:
+    return [sys.executable, "-c", _HEAD + body, str(folder)]
+
+
+def launcher(body: str, nproc: int, folder: Path) -> subprocess.Popen[str]:
+    """The launcher as a process of its own, to be hurt."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, str(nproc), _HEAD + body, str(folder)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(path: Path) -> int:
+    """The pid in `path`, once it is there."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.005)
+    return int(path.read_text())
+
+
+def gone(pid: int) -> bool:
+    """True once the process has ended (a zombie counts: its parent is what the test killed)."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("sys.exit(0)", 0, []),
+        ("sys.exit(75 if rank == 1 else 0)", 75, []),
+        ("sys.exit(75)", 75, []),
+        ("sys.exit(66 if rank == 1 else 0)", 66, ["rank 1 (pid", "ended with code 66"]),
+        (  # the neighbour that lost its connection ends first; the job's code is the cause's
+            "ready('end')\nif rank == 0: sys.exit(1)\n"
+            "on(signal.SIGTERM, 65); ready('handler'); wait_for('never')",
+            65,
+            ["rank 0 (pid", "ended with code 1; stopping the other", "code 65, which is the job's"],
+        ),
+        (  # a death by a signal is code 1, and what the others say when they are stopped is no excuse
+            "on(signal.SIGTERM, 75); ready('handler')\n"
+            "if rank == 2: wait_for('handler0'); wait_for('handler1'); os.kill(os.getpid(), 9)\n"
+            "wait_for('never')",
+            1,
+            ["rank 2 (pid", "died by SIGKILL (out of memory?); stopping the other 2"],
+        ),
+    ],
+)
+def test_the_exit_code_of_the_job(tmp_path, capfd, body, code, said):
+    if "which is the job's" in "".join(said):  # rank 0 ends when the others can be told
+        body = body.replace(
+            "if rank == 0:", "if rank == 0: wait_for('handler1'); wait_for('handler2');"
+        )
+    assert run_local_workers(worker(body, tmp_path), 3) == code
+    err = capfd.readouterr().err
+    assert all(words in err for words in said), err
+    assert said or err == ""  # nothing is announced when all is well
+
+
+def test_a_worker_that_ignores_TERM_is_killed_in_time(tmp_path, capfd):
+    body = (
+        "if rank == 1: wait_for('deaf0'); sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready('deaf'); wait_for('never')"
+    )
+    began = time.monotonic()
+    assert run_local_workers(worker(body, tmp_path), 2, grace_seconds=0.3) == 3
+    assert time.monotonic() - began < 10
+    assert "rank 0 (pid" in (err := capfd.readouterr().err)
+    assert "did not end within 0.3 s of SIGTERM: killed" in err
+    assert gone(wait_for(tmp_path / "deaf0"))
+
+
+def test_what_a_worker_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "OMP_NUM_THREADS",
+    ]
+    body = (
+        f"(here / os.environ['RANK']).write_text(' '.join(os.environ[n] for n in {names}))\n"
+        "assert 'TORCHELASTIC_RUN_ID' not in os.environ\n"
+        "(here / f'port{rank}').write_text(os.environ['MASTER_PORT'])"
+    )
+    environ = {**os.environ, "TORCHELASTIC_RUN_ID": "outer"}
+    assert run_local_workers(worker(body, tmp_path), 2, environ) == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 2 2 127.0.0.1 {threads}"
+    assert (tmp_path / "port0").read_text() == (tmp_path / "port1").read_text()
+
+    assert run_local_workers(worker(body, tmp_path), 1, {**environ, "OMP_NUM_THREADS": "7"}) == 0
+    assert (tmp_path / "0").read_text().endswith(" 7")
+
+
+def test_the_port_is_held_until_rank_0_has_it(tmp_path):
+    """No moment at which another process could take the port (F64 picks one and lets go of it)."""
+    body = """
+import socket
+if rank == 1: wait_for("checked0"); sys.exit(0)
+held = socket.socket(fileno=int(os.environ["FORGE_STORE_FD"]))
+assert held.getsockname() == ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+try:
+    socket.create_server(held.getsockname())
+except OSError:
+    ready("checked")
+else:
+    sys.exit(9)
+assert "FORGE_STORE_FD" in os.environ
+"""
+    assert run_local_workers(worker(body, tmp_path), 2) == 0
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="nproc 0 must be at least 1"):
+        run_local_workers(["true"], 0)
+    with pytest.raises(FileNotFoundError):
+        run_local_workers([str(tmp_path / "nothing")], 2)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_local_workers(["true"], 1) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_F63_a_signal_to_the_launcher_reaches_every_worker_and_leaves_no_orphan(tmp_path, name):
+    """torchrun dies of USR1 and leaves its workers."""
+    body = f"on(signal.{name}, 75); ready('pid'); wait_for('never')"
+    process = launcher(body, 3, tmp_path)
+    pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(3)]
+    process.send_signal(getattr(signal, name))
+    assert (process.wait(timeout=30), process.stderr.read()) == (75, "")
+    assert all((tmp_path / f"signal{rank}").exists() for rank in range(3))
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a child of its parent's death"
+)
+def test_a_killed_launcher_leaves_no_orphan(tmp_path):
+    process = launcher("on(signal.SIGTERM, 75); ready('pid'); wait_for('never')", 2, tmp_path)
+    pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
+    process.kill()
+    process.communicate()
+    assert all(gone(pid) for pid in pids)
+    assert all((tmp_path / f"signal{rank}").exists() for rank in range(2))  # TERM: it could save
+
+
+def test_local_workers_form_a_group(capfd):
+    assert run_local_workers([sys.executable, "-c", _GLOO], 2) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["environment 0/2 3.0", "environment 1/2 3.0"]
+    assert err == ""
+
+
+def test_torchrun_workers_form_a_group(tmp_path):
+    torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
+    if torchrun is None:
+        pytest.skip("torchrun is not beside this Python")
+    script = tmp_path / "script.py"
+    script.write_text(_GLOO)
+    done = subprocess.run(
+        [torchrun, "--nproc-per-node=2", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0/2 3.0", "torchrun 1/2 3.0"]
+
+
+def test_leave_runs_what_was_registered_and_keeps_the_code(tmp_path):
+    body = """
+import atexit, sys, threading
+from forge_parallel.start import leave
+atexit.register(lambda: sys.stdout.write("registered"))
+atexit.register(lambda: 1 / 0)
+threading.Thread(target=threading.Event().wait).start()  # would keep the interpreter for ever
+sys.stdout.write("said, ")
+leave(66)
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (66, "said, registered")
