@@ -186,15 +186,20 @@ def test_refusals(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_F63_a_signal_to_the_launcher_reaches_every_worker_and_leaves_no_orphan(tmp_path, name):
+def test_F63_a_signal_to_the_launcher_reaches_every_worker_and_leaves_no_orphan(tmp_path):
     """torchrun dies of USR1 and leaves its workers."""
-    body = f"on(signal.{name}, 75); ready('pid'); wait_for('never')"
+    body = """
+for number in (signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, lambda n, f: ready(signal.Signals(n).name))
+on(signal.SIGTERM, 75); ready("pid"); wait_for("never")
+"""
     process = launcher(body, 3, tmp_path)
     pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(3)]
-    process.send_signal(getattr(signal, name))
+    for name in ("SIGUSR1", "SIGINT"):
+        process.send_signal(getattr(signal, name))
+        assert [wait_for(tmp_path / f"{name}{rank}") for rank in range(3)] == pids
+    process.terminate()
     assert (process.wait(timeout=30), process.stderr.read()) == (75, "")
-    assert all((tmp_path / f"signal{rank}").exists() for rank in range(3))
     assert all(gone(pid) for pid in pids)
 
 
