@@ -20,6 +20,7 @@ from forge_core import OptimizerConfig, Transformer, build_optimizer, cross_entr
 from forge_parallel import (
     Meshes,
     ParallelConfig,
+    accumulate,
     clip_grads_,
     global_count,
     global_grad_norm,
@@ -68,8 +69,10 @@ def _forward_backward(
     labels = global_count(sum(part.num_valid for part in parts), meshes)
     total = torch.zeros(())
     for index, part in enumerate(parts):
-        if FEATURES[cell.feature].deferred and hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(index == len(parts) - 1)
+        last = index == len(parts) - 1
+        accumulate(model, last)
+        if FEATURES[cell.feature].deferred:
+            model.set_requires_gradient_sync(last)
         logits = model(part.tokens, positions=part.positions, document_ids=part.document_ids)
         loss = cross_entropy(logits, part.labels).sum / labels
         loss.backward()

@@ -38,8 +38,8 @@ class Feature:
     """What a cell does beside training. Fields that are left alone are those of plain fp32 training.
 
     labels names a rule of `batches.py`; parallel and model are keys of ParallelConfig and
-    TransformerConfig; deferred means that gradients are summed over ranks with the last micro-batch
-    alone, not with each.
+    TransformerConfig; deferred means that nothing is summed over ranks before the last micro-batch
+    (FSDP2's `set_requires_gradient_sync`), instead of what forge_parallel's `accumulate` does.
     """
 
     micro_batches: int = 1

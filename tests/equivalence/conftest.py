@@ -1,6 +1,7 @@
-"""The files beside this one are modules of each other and of the tests, as for run_cells.py."""
+"""The files beside this one, and the benchmarks, are modules of each other and of the tests."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]

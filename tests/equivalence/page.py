@@ -20,7 +20,7 @@ numbers are the worst error, max|a - b| / max|b|, over all steps, tensors and ra
 - weights: after three updates with SGD and momentum, or AdamW with eps 1e-4
 - one rank bf16: the worst of these against the same bf16 training on one rank
 
-"deferred" sums gradients over ranks with the last micro-batch only. "uneven" is the rule, not the
+"deferred" sums nothing over ranks before the last micro-batch. "uneven" is the rule, not the
 exception: all features but the plain one and those without labels have a different number of labels on
 every rank and micro-batch. CPU offload from a CPU shows that the path is right, not that it is fast.
 

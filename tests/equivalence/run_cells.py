@@ -25,7 +25,13 @@ from page import page
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the figures depend on; changes elsewhere do not make a commit another one.
-SOURCES = ("packages", "tests/equivalence", "tests/harness")
+SOURCES = (
+    "packages/forge-core/src",
+    "packages/forge-parallel/src",
+    "packages/forge-resilience/src",
+    "tests/equivalence",
+    "tests/harness/src",
+)
 
 
 def main() -> None:
