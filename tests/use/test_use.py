@@ -284,3 +284,15 @@ def test_a_disk_that_is_full_is_one_message_and_harms_no_checkpoint(tmp_path: Pa
 
 def _has_steps(folder: Path) -> bool:
     return any((folder / "run/checkpoints").glob("step-*"))
+
+
+def test_command_lines_of_packages_are_verbs(tmp_path: Path) -> None:
+    assert forge_train("run", write_job(tmp_path)).code == 0
+    listed = forge_train("ckpt", "ls", tmp_path / "run/checkpoints")
+    assert listed.code == 0, listed.err
+    assert "12" in listed.out
+    assert forge_train("ckpt", "verify", tmp_path / "run/checkpoints").code == 0
+    helped = forge_train("--help")
+    assert "ckpt" in helped.out
+    assert "data" in helped.out
+    assert forge_train("data", "inspect", tmp_path / "nothing").code in (65, 78)

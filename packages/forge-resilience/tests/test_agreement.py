@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import signal
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from forge_resilience import Agreement, Decision, Vote, nonfinite
+from forge_resilience import Agreement, Decision, Vote
 from forge_testing import run_on_ranks
 
 STRANGE = [Vote(), Vote(stop=15, count=3), Vote(save=True, fault=65, count=4), Vote(digest=9)]
@@ -61,11 +59,3 @@ def tell() -> list[object]:
 @pytest.mark.distributed
 def test_plain_data_of_unequal_length_is_exchanged() -> None:
     assert run_on_ranks(2, tell) == [[{"problem": "ä" * 40}, None]] * 2
-
-
-@pytest.mark.parametrize(("value", "verdict"), [(1.5, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
-def test_the_verdict_is_a_tensor(value: float, verdict: float) -> None:
-    flag = nonfinite(torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(value))
-    assert flag.dtype == torch.float32
-    assert flag.shape == ()
-    assert float(flag) == verdict

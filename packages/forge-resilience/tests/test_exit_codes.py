@@ -15,6 +15,8 @@ def test_the_readme_lists_exactly_these_codes() -> None:
     assert {name: int(code) for code, name in rows} == {c.name: c.value for c in ExitCode}
 
 
-def test_the_example_of_the_readme_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+def test_the_examples_of_the_readme_run() -> None:
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(examples) == 2
+    for code in examples:
+        exec(compile(code, "README.md", "exec"), {})

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -81,7 +82,10 @@ def _dispatch(args: list[str]) -> int:
     if verb in ("--help", "-h"):
         return _help()
     if verb not in VERBS:
-        near = ", ".join(VERBS)
+        mounted = _mounted()
+        if verb in mounted:
+            return int(mounted[verb].load()(rest))
+        near = ", ".join([*VERBS, *mounted])
         return _fail(
             [f"{verb!r} is not a verb of forge-train; use one of {near}"], ExitCode.CONFIG_ERROR
         )
@@ -207,6 +211,11 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
+def _mounted() -> dict[str, EntryPoint]:
+    """Command lines of installed packages: `forge-train ckpt ...` is `forge-ckpt ...`."""
+    return {entry.name: entry for entry in entry_points(group="forge.commands")}
+
+
 def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
     """The job of `CONFIG [--section.key value ...]`."""
     from forge_train.config.flags import parse_flags
@@ -240,7 +249,9 @@ def _help() -> int:
     console = Console()
     print(USAGE, "\n\nverbs")
     for name, verb in VERBS.items():
-        print(f"  {name:10} {verb.__doc__}")
+        print(f"  {name:10} {(verb.__doc__ or '').splitlines()[0]}")
+    for name, entry in _mounted().items():
+        print(f"  {name:10} The command line of {entry.value.split('.')[0]}.")
     print("\nexit codes")
     for code in ExitCode:
         print(f"  {int(code):<10} {code.name.lower().replace('_', ' ')}")
