@@ -1,0 +1,89 @@
+"""Statistics against loops over tokens."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from forge_moe.statistics import (
+    coactivation,
+    collect,
+    expert_counts,
+    load_summary,
+    router_entropy,
+    tokens_per_rank,
+)
+
+
+def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    """Distinct experts per token; about a fifth of the slots are nowhere."""
+    generator = torch.Generator().manual_seed(num_tokens + num_experts)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    ids = scores.topk(top_k, dim=1).indices
+    return ids.where(torch.rand(ids.shape, generator=generator) > 0.2, num_experts)
+
+
+CASES = [(0, 4, 2), (1, 1, 1), (50, 8, 2), (33, 12, 4)]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), CASES)
+def test_counts_and_pairs_equal_a_loop(num_tokens: int, num_experts: int, top_k: int) -> None:
+    ids = random_ids(num_tokens, num_experts, top_k)
+    counts, pairs = [0] * num_experts, [[0] * num_experts for _ in range(num_experts)]
+    for token in ids.tolist():
+        chosen = [e for e in token if e < num_experts]
+        for e in chosen:
+            counts[e] += 1
+        for a, b in product(chosen, chosen):
+            pairs[a][b] += 1
+    assert expert_counts(ids, num_experts).tolist() == counts
+    assert coactivation(ids, num_experts).tolist() == pairs
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_token_counts_once_per_rank(num_ranks: int) -> None:
+    ids = random_ids(40, 8, 3)
+    wanted = [0] * num_ranks
+    for token in ids.tolist():
+        for rank in {e // (8 // num_ranks) for e in token if e < 8}:
+            wanted[rank] += 1
+    assert tokens_per_rank(ids, 8, num_ranks).tolist() == wanted
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_experts 8 must be divisible by num_ranks 3"):
+        tokens_per_rank(random_ids(4, 8, 2), 8, 3)
+
+
+def test_load_summary() -> None:
+    summary = load_summary(torch.tensor([6, 2, 0, 0]))
+    assert summary.max_over_mean == 3.0
+    assert summary.min_over_mean == 0.0
+    assert (summary.dead, summary.total) == (2, 8)
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert float(summary.entropy) == pytest.approx(entropy, rel=1e-6)
+
+
+@pytest.mark.parametrize("counts", [[5, 5, 5], [0, 0, 0], [7]])
+def test_even_and_empty_counts(counts: list[int]) -> None:
+    summary = load_summary(torch.tensor(counts))
+    assert [float(x) for x in summary[:3]] == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_router_entropy_leaves_pads_out() -> None:
+    probabilities = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]])
+    valid = torch.tensor([True, True, False])
+    assert float(router_entropy(probabilities, valid)) == pytest.approx(math.log(2) / 2)
+    assert float(router_entropy(4 * probabilities, valid)) == pytest.approx(math.log(2) / 2)
+    assert float(router_entropy(probabilities, valid & False)) == 0.0
+
+
+def test_collect_finds_layers_by_what_they_offer() -> None:
+    class Layer(nn.Module):
+        def statistics(self) -> dict[str, torch.Tensor]:
+            return {"counts": torch.ones(2)}
+
+    model = nn.ModuleDict({"a": Layer(), "b": nn.Linear(1, 1)})
+    assert list(collect(model)) == ["a"]
