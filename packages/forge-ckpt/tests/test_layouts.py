@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from forge_ckpt import Store
+from forge_ckpt import Store, manifest
+from forge_ckpt.files import Directory
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -140,16 +141,19 @@ def _size(shape):
     return shape[0] * (shape[1] if len(shape) == 2 else 1)
 
 
-def test_replicas_ties_and_values_are_written_once_and_the_load_is_spread(tmp_path):
+def test_replicas_ties_and_values_are_written_once_and_the_writing_is_spread(tmp_path):
     wanted = run_on_ranks(4, save, str(tmp_path), (2, 2))[0]
-    model = {n: t for n, t in wanted["model"].items() if n != "head.weight"}  # tied to embed
+    with Directory(tmp_path / "step-00000003") as directory:
+        table = manifest.read(directory, 3)
+    tensors = table.tensors
+    assert tensors["model.head.weight"].chunks == tensors["model.embed.weight"].chunks
+    boxes = {(c.file, c.start): c.length for entry in tensors.values() for c in entry.chunks}
+    model = {n: t for n, t in wanted["model"].items() if n != "head.weight"}
     slots = [t for s in wanted["optimizer"]["state"].values() for t in s.values()]
-    size = sum(t.numel() * t.element_size() for t in [*model.values(), *slots])
-    with Store(tmp_path) as store:
-        files = store.inspect(3)["files"]
-    assert sorted(files) == [f"data-{rank}.bin" for rank in range(4)]
-    assert size <= sum(files.values()) <= size + 64 * 4 * (len(model) + len(slots)), files
-    assert max(files.values()) < 2 * min(files.values()), files
+    assert sum(boxes.values()) == sum(t.nbytes for t in [*model.values(), *slots])
+    sizes = [entry.size for entry in table.files.values()]
+    assert sorted(table.files) == [f"data-{rank}.bin" for rank in range(4)]
+    assert max(sizes) < 2 * min(sizes), sizes
 
 
 def placed(root, dims):
@@ -209,3 +213,14 @@ def test_a_value_is_that_of_rank_0(tmp_path):
 def value_of_rank(root):
     with Store(root) as store:
         store.save(1, {"big": torch.zeros(100), "v": {"rank": dist.get_rank()}})
+
+
+def tied(root):
+    tensor = torch.ones(100)
+    with Store(root) as store:
+        store.save(1, {"a": tensor, "b": tensor, "c": torch.ones(10)})
+        return store.inspect(1)["bytes"], store.inspect(1)["files"]
+
+
+def test_tied_tensors_that_all_ranks_hold_go_to_one_file(tmp_path):
+    assert run_on_ranks(2, tied, str(tmp_path))[0] == (440, {"data-0.bin": 400, "data-1.bin": 40})

@@ -1,10 +1,12 @@
 """Damage and refusals on one rank of several: all ranks decide the same, and nothing half happens."""
 
+import contextlib
 import errno
 import logging
 import os
 import resource
 import shutil
+from datetime import timedelta
 
 import pytest
 import torch
@@ -328,26 +330,28 @@ def test_F53_many_ranks_read_back_before_an_old_one_goes(root, damaged):
     assert results == [(None, [3], [])] * WORLD
 
 
-def slow_commit(root):
-    real = forge_ckpt.generations.commit
+def slow_commit(root, signals):
+    """Rank 0 commits late: a rank that returns before has all the time to be seen."""
+    told, real = dist.FileStore(signals, WORLD), forge_ckpt.generations.commit
 
     def commit(written, target):
-        # the others have long written; a rank that returned now would return too early
-        dist.distributed_c10d._get_default_store().wait(["waiting-1", "waiting-2"])
+        with contextlib.suppress(RuntimeError):
+            told.wait(["returned"], timedelta(seconds=0.5))
         real(written, target)
 
     forge_ckpt.generations.commit = commit
     try:
         with Store(root) as store:
-            dist.distributed_c10d._get_default_store().set(f"waiting-{dist.get_rank()}", "")
             store.save(3, state_of(3))
-            return os.path.exists(os.path.join(root, "step-00000003", "manifest.json"))
+            there = os.path.exists(os.path.join(root, "step-00000003", "manifest.json"))
+            told.set("returned", "")
+            return there
     finally:
         forge_ckpt.generations.commit = real
 
 
-def test_nobody_returns_before_the_commit(root):
-    assert run_on_ranks(WORLD, slow_commit, str(root)) == [True] * WORLD
+def test_nobody_returns_before_the_commit(root, tmp_path):
+    assert run_on_ranks(WORLD, slow_commit, str(root), str(tmp_path / "signals")) == [True] * WORLD
 
 
 def open_it(path, other=None):

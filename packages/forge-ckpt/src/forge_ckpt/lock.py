@@ -23,10 +23,10 @@ class Lock:
     """Taken when made; raises StoreInUse naming the owner while another process writes.
 
     ``held`` is False on a file system without flock: one warning says so, and work goes on.
-    ``owner`` is what the file says of us then, None without flock.
+    ``owner`` is what the file says of us.
     """
 
-    owner: str | None = None
+    owner: str
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
@@ -47,6 +47,7 @@ class Lock:
         self.held = False
 
     def _take(self) -> bool:
+        held = True
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -54,19 +55,19 @@ class Lock:
                 raise StoreInUse(self._refusal()) from None
             if error.errno not in _NO_FLOCK:
                 raise
+            held = False
             logger.warning(
                 "%s: this file system has no flock (%s): a second writer would not be noticed, and "
                 "left-over temporary directories are kept",
                 self._path,
                 error.strerror,
             )
-            return False
-        started = datetime.now(UTC).isoformat(timespec="seconds")
+        started = datetime.now(UTC).isoformat(timespec="milliseconds")
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         self.owner = json.dumps(owner)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, self.owner.encode(), 0)
-        return True
+        return held
 
     def _refusal(self) -> str:
         buffer = bytearray(4096)

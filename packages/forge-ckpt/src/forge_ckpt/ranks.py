@@ -118,14 +118,18 @@ class Ranks:
     def _raise(
         self, failures: dict[int, _Failure], own: BaseException | None, where: str | None = None
     ) -> None:
-        """Raise the failure of the lowest rank; all ranks raise one class and one text."""
-        known = own is None or isinstance(own, OSError) or type(own) in _CLASSES.values()
-        if not known:  # a class that only its maker knows: it goes on as it came
-            raise own  # type: ignore[misc]
-        report = next(iter(failures.values()))
+        """Raise the failure of the lowest rank; all ranks raise one class and one text.
+
+        That rank raises its own exception where the class is not one of ours: its maker may wait
+        for it. So does every rank when all failed alike, and any rank that is interrupted.
+        """
+        lowest, report = next(iter(failures.items()))
         alike = len(failures) == self.size and all(f == report for f in failures.values())
         if where is None:
             where = "" if alike else f"{_names(list(failures))}: "
+        ours = own is None or isinstance(own, OSError) or type(own) in _CLASSES.values()
+        if not ours and (alike or self.rank == lowest or not isinstance(own, Exception)):
+            raise own  # type: ignore[misc]
         text = where + report["text"]
         if report["errno"] is not None:
             raise OSError(report["errno"], text) from own

@@ -1,0 +1,57 @@
+"""On a GPU: two ranks share one, each with shards and a random stream of its own there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from forge_ckpt import RNGState, Store
+from forge_testing import run_on_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def draw():
+    return torch.randint(0, 2**31, (4,), device="cuda").tolist()
+
+
+def state_of(base):
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    rows = 8 // dist.get_world_size()
+    first = base + 10 * rows * dist.get_rank()
+    local = torch.arange(first, first + 10 * rows, device="cuda").float().view(rows, 10)
+    return {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False), "rng": RNGState()}
+
+
+def save(root):
+    torch.cuda.manual_seed(dist.get_rank())
+    draw()
+    with Store(root) as store:
+        store.save(1, state_of(0))
+    return draw()
+
+
+def load(root):
+    torch.cuda.manual_seed(99)
+    state = state_of(500)
+    with Store(root) as store:
+        assert store.load(state) == 1
+    local = state["w"].to_local()
+    assert local.is_cuda
+    return draw(), local.tolist()
+
+
+def test_cuda_shards_and_streams(tmp_path):
+    drawn = run_on_ranks(2, save, str(tmp_path))
+    want = torch.arange(80).float().view(8, 10).tolist()
+    back = run_on_ranks(2, load, str(tmp_path))
+    assert [numbers for numbers, _ in back] == drawn
+    assert [row for _, rows in back for row in rows] == want
+    spread = run_on_ranks(4, load, str(tmp_path))
+    assert [row for _, rows in spread for row in rows] == want
+    assert len({tuple(numbers) for numbers, _ in [*back, *spread]}) == 6
