@@ -1,1 +1,22 @@
 """Mixture-of-experts routers, dispatch and grouped-GEMM experts for PyTorch."""
+
+from forge_moe.config import CAPABILITIES, MoEConfig, RouterConfig
+from forge_moe.dispatch import Dispatched, LocalDispatch
+from forge_moe.experts import Experts
+from forge_moe.layer import MoE
+from forge_moe.replay import recompute_contexts
+from forge_moe.routers import Routed, Router, Rule
+
+__all__ = [
+    "CAPABILITIES",
+    "Dispatched",
+    "Experts",
+    "LocalDispatch",
+    "MoE",
+    "MoEConfig",
+    "Routed",
+    "Router",
+    "RouterConfig",
+    "Rule",
+    "recompute_contexts",
+]

@@ -1,0 +1,34 @@
+"""Private or new torch names in use, each with the versions it was seen in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _find_grouped_mm() -> Callable[..., Tensor] | None:
+    """`F.grouped_mm` (public in torch 2.13), else `torch._grouped_mm` (from 2.8 on)."""
+    public: Any = getattr(torch.nn.functional, "grouped_mm", None)
+    return public if public is not None else getattr(torch, "_grouped_mm", None)
+
+
+grouped_mm = _find_grouped_mm()
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs inside the autograd engine, as a recomputation does (torch 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_compiling_or_fake(x: Tensor) -> bool:
+    """Whether `x` holds no values now: on meta, a fake tensor, or under torch.compile."""
+    return x.is_meta or torch.compiler.is_compiling() or is_fake(x)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether `x` is a FakeTensor; the module is looked up only if somebody has loaded it."""
+    import sys
+
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # private, torch 2.0 to 2.13
+    return module is not None and isinstance(x, module.FakeTensor)

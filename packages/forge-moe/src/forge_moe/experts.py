@@ -1,0 +1,89 @@
+"""The experts: a stack of feed-forwards, each applied to its own rows.
+
+Shapes: R rows sorted by expert, E experts (those of this process), D width, F width inside.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_moe.config import MoEConfig
+from forge_moe.gemm import GroupedFeedForward, Groups, choose_products
+
+
+class Experts(nn.Module):
+    """SwiGLU or GELU experts as 3-D parameters.
+
+        experts(rows, counts)   # rows (R, D) sorted by expert, counts (E,) ints on the device -> (R, D)
+
+    `gate_proj` (E, D, F; SwiGLU only), `up_proj` (E, D, F), `down_proj` (E, F, D), with biases `*_bias`
+    (E, F), (E, F), (E, D). A matrix is stored as the right factor of rows: x @ up_proj[e]. Parameters may
+    be DTensors sharded on dim 0: this process then holds and computes its own E experts.
+
+    Rows beyond counts.sum() are a tail: not computed, zero in the output, without gradient, whatever they
+    hold. An expert without rows gets an exact zero gradient, so every parameter always has one. Under
+    autocast rows and matrices are cast to its dtype. No host sync with `grouped_mm`, one otherwise.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        num, dim, hidden = config.num_experts, config.dim, config.hidden_dim
+        gated = config.activation == "swiglu"
+        self.gate_proj = nn.Parameter(torch.empty(num, dim, hidden)) if gated else None
+        self.up_proj = nn.Parameter(torch.empty(num, dim, hidden))
+        self.down_proj = nn.Parameter(torch.empty(num, hidden, dim))
+        some = config.bias
+        self.gate_proj_bias = nn.Parameter(torch.empty(num, hidden)) if some and gated else None
+        self.up_proj_bias = nn.Parameter(torch.empty(num, hidden)) if some else None
+        self.down_proj_bias = nn.Parameter(torch.empty(num, dim)) if some else None
+        if not self.up_proj.is_meta:
+            for parameter in self.parameters():
+                _ = nn.init.normal_(parameter, std=0.02) if parameter.dim() == 3 else None
+                _ = nn.init.zeros_(parameter) if parameter.dim() == 2 else None
+
+    def forward(self, rows: Tensor, counts: Tensor, *, full: bool = False) -> Tensor:
+        """Rows (R, D) through their experts. `full` promises that counts.sum() is R: saves two passes."""
+        dtype = _compute_dtype(rows)
+        weights = [_local(p, dtype) for p in (self.gate_proj, self.up_proj, self.down_proj)]
+        biases = [
+            _local(p, dtype) for p in (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias)
+        ]
+        up = weights[1]
+        assert up is not None
+        if counts.numel() != up.size(0):
+            raise ValueError(
+                f"counts {tuple(counts.shape)} must be ({up.size(0)},): one number of rows per expert here"
+            )
+        rows = rows.to(dtype)
+        widths = (self.config.dim, self.config.hidden_dim)
+        products = choose_products(self.config.backend, rows, widths)
+        groups = Groups.of(counts, on_host=products.on_host, full=full)
+        return GroupedFeedForward.apply(rows, *weights, *biases, groups, products)
+
+    def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
+        """How each parameter begins: (kind, value) by name. down_proj writes into the residual stream."""
+        values = {"gate_proj": std, "up_proj": std, "down_proj": residual_std}
+        return {
+            name: ("normal", values[name]) if name in values else ("constant", 0.0)
+            for name, _ in self.named_parameters()
+        }
+
+    def extra_repr(self) -> str:
+        """Number and shape, for print(model)."""
+        c = self.config
+        return f"{c.num_experts} x ({c.dim} -> {c.hidden_dim} -> {c.dim}), {c.activation}"
+
+
+def _compute_dtype(rows: Tensor) -> torch.dtype:
+    kind = rows.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+
+
+def _local(parameter: Any, dtype: torch.dtype) -> Tensor | None:
+    """This process's part of a parameter, in the compute dtype."""
+    if parameter is None:
+        return None
+    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.to(dtype)

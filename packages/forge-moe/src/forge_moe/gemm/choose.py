@@ -1,0 +1,40 @@
+"""Which way of multiplying serves a device, a dtype and a shape."""
+
+import torch
+from torch import Tensor
+
+from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake
+from forge_moe.gemm.products import BATCHED, GROUPED_MM, LOOP, SHAPES, Products
+
+
+def choose_products(name: str, x: Tensor, widths: tuple[int, ...]) -> Products:
+    """The products for rows `x` and matrices of these widths.
+
+    "auto" is `grouped_mm` where its kernel runs: bf16 (on CPUs also fp32 and fp16), widths a multiple of 16
+    bytes, fp32 not under torch.compile. Elsewhere it is the loop, which on an accelerator costs one host
+    sync per layer. A named backend is taken or refused with ValueError, never exchanged.
+    """
+    obstacle = _obstacle(x, widths)
+    if name == "auto":
+        name = "grouped_mm" if obstacle is None else "loop"
+    elif name == "grouped_mm" and obstacle is not None and not x.is_meta:
+        raise ValueError(f"backend 'grouped_mm' {obstacle}; use backend = 'auto' or 'loop'")
+    if name != "grouped_mm" and is_compiling_or_fake(x) and not torch.compiler.is_compiling():
+        return SHAPES
+    return {"grouped_mm": GROUPED_MM, "loop": LOOP, "batched": BATCHED}[name]
+
+
+def _obstacle(x: Tensor, widths: tuple[int, ...]) -> str | None:
+    """Why the grouped kernel cannot take `x`, or None."""
+    if grouped_mm is None:
+        return "needs a torch that has grouped_mm, and this one has not"
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"knows bf16, fp16 and fp32, and the rows are {x.dtype}"
+    if x.dtype != torch.bfloat16 and (x.device.type != "cpu" or is_compiling_or_fake(x)):
+        return (
+            f"knows only bf16 on {x.device.type} or under torch.compile, and the rows are {x.dtype}"
+        )
+    step = 16 // x.element_size()
+    if any(width % step for width in widths):
+        return f"needs widths that are multiples of {step} in {x.dtype}, and they are {widths}"
+    return None

@@ -1,0 +1,100 @@
+"""Decisions of a forward, remembered and given again when the forward is recomputed.
+
+Rounding may differ between a forward and its recomputation (other kernels, other batch shapes), and a
+token near a tie would then visit another expert: shapes, split sizes and gradients would no longer fit.
+What is discrete is therefore recorded once and replayed as often as the block is recomputed.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Log:
+    """Values in the order in which a forward asked for them, each with its owner and name."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[object, str, Any]] = []
+
+
+class _Context(AbstractContextManager["_Context"]):
+    """Appends to a log, or reads it from the beginning each time it is entered."""
+
+    def __init__(self, log: _Log, replays: bool) -> None:
+        self.log = log
+        self.replays = replays
+        self.position = 0
+        self.tokens: list[Token[tuple[_Context, ...]]] = []
+
+    def __enter__(self) -> "_Context":
+        self.position = 0
+        if not self.replays:
+            self.log.entries.clear()
+        self.tokens.append(_active.set((*_active.get(), self)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _active.reset(self.tokens.pop())
+
+    def take(self, owner: object, name: str) -> Any:
+        """The next entry; RuntimeError if the recomputed code asks for another than it did before."""
+        entries = self.log.entries
+        if self.position < len(entries):
+            recorded_owner, recorded_name, value = entries[self.position]
+            if recorded_owner is owner and recorded_name == name:
+                self.position += 1
+                return value
+        raise RuntimeError(
+            f"recomputation asks for {name!r} of {type(owner).__name__} at place {self.position} of "
+            f"{len(entries)} recorded values, where the forward recorded something else; "
+            "checkpoint a function that calls the same layers in the same order each time"
+        )
+
+
+_active: ContextVar[tuple[_Context, ...]] = ContextVar("forge_moe_replay", default=())
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A (record, replay) pair for one checkpointed call.
+
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=recompute_contexts)
+
+    Routes, counts and split sizes of the forward under `record` are used again under `replay`, bit for
+    bit, however often that is entered (zero-bubble schedules recompute twice). Counters of balance and
+    statistics stand still under `replay`. Checkpoints may be nested. Costs 8 bytes per token and slot.
+    """
+    log = _Log()
+    return _Context(log, replays=False), _Context(log, replays=True)
+
+
+def recall(owner: object, name: str, make: Callable[[], T]) -> T:
+    """`make()`, or under replay what it gave in the forward; `make` is then not called.
+
+    `owner` is the module that asks and `name` the thing it asks for: both are checked. The value holds no
+    autograd graph: ids, counts, Python integers, tuples of such.
+    """
+    contexts = _active.get()
+    for context in reversed(contexts):
+        if context.replays:
+            value: T = context.take(owner, name)
+            break
+    else:
+        value = make()
+    for context in contexts:
+        if not context.replays:
+            context.log.entries.append((owner, name, value))
+    return value
+
+
+def replaying() -> bool:
+    """Whether a recorded forward is being recomputed."""
+    return any(context.replays for context in _active.get())

@@ -1,0 +1,55 @@
+"""Routers by name: built in, from entry points, or by import path."""
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from forge_moe.routers.rules import EXPERT_CHOICE, SIGMOID_TOPK, SOFTMAX_TOPK, UNIFORM, Rule
+
+_BUILT_IN = {
+    "softmax_topk": SOFTMAX_TOPK,
+    "sigmoid_topk": SIGMOID_TOPK,
+    "expert_choice": EXPERT_CHOICE,
+    "uniform": UNIFORM,
+}
+_GROUP = "forge.routers"
+
+
+def find_rule(name: str) -> Rule:
+    """The rule of that name: built in, an entry point of group `forge.routers`, or "module:attribute".
+
+    Raises ValueError for an unknown name, a path that does not lead to a Rule, and `gradient_scale`.
+    """
+    if name == "gradient_scale":
+        raise ValueError(
+            "router 'gradient_scale' is refused: it multiplies the layer's output in training and not in "
+            "evaluation, so the two are different functions; scale the learning rate of the experts "
+            "instead, or use route_scale, which acts in both"
+        )
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    if ":" in name:
+        return _checked(name, _import(name))
+    offered = {point.name: point for point in entry_points(group=_GROUP)}
+    if name in offered:
+        return _checked(name, offered[name].load())
+    raise ValueError(
+        f"router {name!r} is unknown; use one of {', '.join(sorted({*_BUILT_IN, *offered}))}, "
+        "or module:attribute"
+    )
+
+
+def _import(path: str) -> object:
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"router {path!r} cannot be imported ({error}); check the path") from error
+
+
+def _checked(name: str, found: object) -> Rule:
+    if not isinstance(found, Rule):
+        raise ValueError(
+            f"router {name!r} is a {type(found).__name__} and must be a forge_moe.routers.Rule; "
+            "make one from score, choose and weigh"
+        )
+    return found

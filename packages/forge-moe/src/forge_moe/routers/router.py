@@ -1,0 +1,109 @@
+"""A router: logits in fp32, a rule that chooses, weights with a gradient.
+
+Shapes: T tokens, D width, E experts, K slots per token.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_moe.config import RouterConfig
+from forge_moe.replay import recall
+from forge_moe.routers.registry import find_rule
+
+
+class Routed(NamedTuple):
+    """Where tokens go. weights (T, K) fp32, differentiable, 0 where the id is E; ids (T, K) int64 in
+    0..E, E = nowhere (pads, dropped); probabilities (T, E) fp32, rows sum to 1; logits (T, E) fp32."""
+
+    weights: Tensor
+    ids: Tensor
+    probabilities: Tensor
+    logits: Tensor
+
+
+class Router(nn.Module):
+    """A router that can be used alone.
+
+        weights, ids = Router(RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6))(x)
+
+    x (T, D) of any float dtype; logits, scores and weights are computed in fp32 (fp64 for fp64), under
+    autocast too. `expert_bias` is an fp32 buffer, there only if the config asks for it: no optimizer
+    sees it, and no cast of the module changes its dtype. No host sync.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rule = find_rule(config.name)
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.register_buffer(
+            "expert_bias",
+            torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None,
+        )
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights (T, K) fp32, ids (T, K) int64) of tokens x (T, D)."""
+        routed = self.route(x)
+        return routed.weights, routed.ids
+
+    def route(self, x: Tensor, valid: Tensor | None = None) -> Routed:
+        """Where tokens x (T, D) go; those with valid (T,) False go nowhere.
+
+        Raises ValueError for a shape that does not fit, and in eval for a rule that is not causal.
+        """
+        if x.dim() != 2 or x.size(1) != self.config.dim:
+            raise ValueError(
+                f"x {tuple(x.shape)} must be (T, {self.config.dim}); flatten it to one row per token"
+            )
+        if not (self.rule.causal or self.training):
+            raise ValueError(
+                f"router {self.config.name!r} must be used in training only: a token's experts depend on "
+                "the rest of the batch; evaluate with softmax_topk, or train with it"
+            )
+        logits = self._logits(x)
+        scores = self.rule.score(logits)
+        ids = recall(self, "ids", lambda: self._choose(scores.detach(), valid))
+        nowhere = ids == self.config.num_experts
+        weights = self.rule.weigh(logits, scores, ids.masked_fill(nowhere, 0), self.config)
+        return Routed(
+            weights=weights.masked_fill(nowhere, 0.0),
+            ids=ids,
+            probabilities=scores if self.rule.normalised else _normalised(scores),
+            logits=logits,
+        )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), self.weight.to(dtype))  # (T, E)
+
+    @torch.no_grad()
+    def _choose(self, scores: Tensor, valid: Tensor | None) -> Tensor:
+        selection = scores if self.expert_bias is None else scores + self.expert_bias
+        some = scores.new_ones(scores.size(0), dtype=torch.bool) if valid is None else valid
+        ids = self.rule.choose(selection, self.config, some)
+        if valid is None:
+            return ids
+        return ids.masked_fill(~valid.unsqueeze(1), self.config.num_experts)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        # Steps of 1e-3 vanish in a bf16 bias: it moves between devices, but stays fp32.
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias is not None:
+            after = self.expert_bias
+            if after.dtype != torch.float32:
+                self.expert_bias = before.to(after.device)
+        return self
+
+
+def _normalised(scores: Tensor) -> Tensor:
+    return scores / scores.sum(dim=-1, keepdim=True).clamp_min(1e-20)
