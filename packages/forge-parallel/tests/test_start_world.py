@@ -1,7 +1,12 @@
 """Which rank this process is: every launcher's variables, and environments that contradict themselves."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import forge_parallel.start
 from forge_parallel.start import World, find_world
 from forge_parallel.start.meeting import differences, ranks
 from forge_parallel.start.slurm import first_host, tasks_per_node
@@ -106,6 +111,22 @@ def test_a_contradicting_environment_is_refused(environ, message):
     with pytest.raises(ValueError, match=r"; (start|unset|set)") as error:
         find_world(environ)
     assert message in str(error.value)
+
+
+def test_finding_the_world_needs_no_torch():
+    """A launcher or a task that only looks should not pay two seconds for an import."""
+    folder = Path(forge_parallel.start.__file__).parent
+    body = f"""
+import sys, types
+for name, path in (("forge_parallel", {str(folder.parent)!r}), ("forge_parallel.start", {str(folder)!r})):
+    sys.modules[name] = types.ModuleType(name)  # in place of an __init__ that imports everything
+    sys.modules[name].__path__ = [path]
+from forge_parallel.start.find import find_world
+from forge_parallel.start.local import run_local_workers
+assert find_world({{}}).world_size == 1
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", body], check=True, timeout=60)
 
 
 def test_slurm_lists():
