@@ -1,0 +1,12 @@
+"""Hugging Face families of expert blocks: names of tensors and keys of configurations, as data."""
+
+from forge_moe.families.blocks import (
+    DEEPSEEK_V3,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    BlockFamily,
+)
+
+__all__ = ["DEEPSEEK_V3", "MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE", "BlockFamily"]

@@ -1,0 +1,283 @@
+"""Which expert took which token, written to disk record by record.
+
+A trace is one file (a rank writes its own):
+
+    8 bytes   b"FMOETRC1"
+    uint32    length of the header
+    header    JSON: {"byteorder": "little", "weights": bool, "token_ids": bool,
+                     "layers": [{"name": str, "num_experts": int, "top_k": int}, ...]}
+    records   until the end of the file, each
+        uint64 step, uint32 layer (place in "layers"), uint32 T, uint32 CRC-32 of what follows
+        ids        T * K int16, row by row; num_experts means "nowhere" (a pad or a dropped slot)
+        weights    T * K fp32, if "weights"
+        token ids  T int32, if "token_ids"
+
+Integers and floats have the header's byte order. Records stand in the order of the calls, so the
+micro-batches of a step follow one another. A file cut off by a crash is readable up to the cut.
+
+Shapes: T tokens, K slots per token.
+"""
+
+import ctypes
+import json
+import os
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_moe.replay import replaying
+
+MAGIC = b"FMOETRC1"
+_LENGTH = struct.Struct("=I")
+_HEAD = struct.Struct("=QIII")
+
+
+class TracedLayer(NamedTuple):
+    """One entry of the header's "layers"."""
+
+    name: str
+    num_experts: int
+    top_k: int
+
+
+class TraceRecord(NamedTuple):
+    """One call of one layer: ids (T, K) int64, weights (T, K) fp32 or None, token_ids (T,) or None."""
+
+    step: int
+    layer: str
+    ids: Tensor
+    weights: Tensor | None
+    token_ids: Tensor | None
+
+
+class TraceWriter:
+    """Writes one trace; a context manager.
+
+        with TraceWriter("routes.rank0", [TracedLayer("layers.0", 8, 2)]) as trace:
+            trace.write(step, "layers.0", ids)
+
+    Raises ValueError for more than 32,766 experts or a tensor that does not fit, FileExistsError
+    rather than overwrite. A record of T tokens takes 20 + 2 T K bytes, 4 T K more with weights and
+    4 T more with token ids; writing one from an accelerator waits for it.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layers: list[TracedLayer],
+        *,
+        weights: bool = False,
+        token_ids: bool = False,
+    ) -> None:
+        for layer in layers:
+            if not 1 <= layer.num_experts < 2**15 - 1:
+                raise ValueError(
+                    f"{layer.name}: num_experts {layer.num_experts} must be 1 to 32766; "
+                    "ids are stored as int16"
+                )
+        self._places = {layer.name: (i, layer) for i, layer in enumerate(layers)}
+        if len(self._places) != len(layers):
+            raise ValueError("two layers have one name; give each its own")
+        self.weights, self.token_ids = weights, token_ids
+        header = {
+            "byteorder": sys.byteorder,
+            "weights": weights,
+            "token_ids": token_ids,
+            "layers": [layer._asdict() for layer in layers],
+        }
+        text = json.dumps(header).encode()
+        self._file: BinaryIO = open(path, "xb")  # noqa: SIM115  (closed by `close`)
+        self._file.write(MAGIC + _LENGTH.pack(len(text)) + text)
+
+    def write(
+        self,
+        step: int,
+        layer: str,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """Append a record; `weights` and `token_ids` are taken exactly if the header announced them."""
+        place, (_, num_experts, top_k) = self._places[layer]
+        given = {"weights": weights is not None, "token_ids": token_ids is not None}
+        if given != {"weights": self.weights, "token_ids": self.token_ids}:
+            raise ValueError(
+                f"{layer}: got {given}, unlike the trace; give what it was opened with"
+            )
+        wanted = (ids.size(0), top_k)
+        if ids.shape != wanted or (weights is not None and weights.shape != wanted):
+            raise ValueError(f"{layer}: ids and weights must be (T, {top_k}), got {ids.shape}")
+        if token_ids is not None and token_ids.numel() != ids.size(0):
+            raise ValueError(f"{layer}: {token_ids.numel()} token_ids for {ids.size(0)} tokens")
+        on_host = ids.detach().cpu()
+        if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= num_experts:
+            raise ValueError(f"{layer}: ids must lie in 0..{num_experts}")
+        payload = _bytes(on_host, torch.int16)
+        if weights is not None:
+            payload += _bytes(weights.detach(), torch.float32)
+        if token_ids is not None:
+            payload += _bytes(token_ids, torch.int32)
+        head = _HEAD.pack(step, place, ids.size(0), zlib.crc32(payload))
+        self._file.write(head + payload)
+
+    def close(self) -> None:
+        """Flush and close; a second time does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_trace(path: str | os.PathLike[str]) -> Iterator[TraceRecord]:
+    """The records of a trace in order, one in memory at a time.
+
+    for record in read_trace("routes.rank0"): print(record.step, record.layer, record.ids)
+
+    Raises ValueError for a file that is no trace, for a damaged record, and, after the last whole
+    record, for a file that was cut off.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = _read_header(file, path)
+        layers = [TracedLayer(**layer) for layer in header["layers"]]
+        number = 0
+        while head := file.read(_HEAD.size):
+            if len(head) < _HEAD.size:
+                raise ValueError(f"{path} was cut off after {number} records; those are good")
+            step, place, num_tokens, checksum = _HEAD.unpack(head)
+            if place >= len(layers):
+                raise ValueError(f"{path}: record {number} is damaged; write the trace again")
+            _, _, top_k = layers[place]
+            length = num_tokens * (
+                top_k * (2 + 4 * header["weights"]) + 4 * header["token_ids"]
+            )  # the file's own size bounds what is read, whatever a damaged count says
+            if file.tell() + length > size:
+                raise ValueError(f"{path} was cut off after {number} records; those are good")
+            payload = file.read(length)
+            if zlib.crc32(payload) != checksum:
+                raise ValueError(f"{path}: record {number} is damaged; write the trace again")
+            yield _record(step, layers[place], num_tokens, payload, header)
+            number += 1
+
+
+def traced_layers(model: nn.Module) -> list[TracedLayer]:
+    """What a trace of `model` has in its header: every module below it that holds a router."""
+    return [
+        TracedLayer(name, module.router.config.num_experts, module.router.config.top_k)
+        for name, module in _layers(model)
+    ]
+
+
+@contextmanager
+def trace_routes(
+    model: nn.Module, writer: TraceWriter, step: Callable[[], int]
+) -> Iterator[TraceWriter]:
+    """Write every routing decision of the MoE layers of `model` while the context lasts.
+
+        with TraceWriter(path, traced_layers(model), weights=True) as trace:
+            with trace_routes(model, trace, step=lambda: current_step):
+                model(tokens)
+
+    Written is what the router chose, before a capacity drops anything; token ids are those of the
+    context `ctx` that the layer is called with. Decisions replayed by recomputation are not written
+    again. Each call waits for the device, so trace some steps rather than all.
+    """
+    undo = [_trace_layer(name, layer, writer, step) for name, layer in _layers(model)]
+    try:
+        yield writer
+    finally:
+        for end in undo:
+            end()
+
+
+def _layers(model: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "router", None), "route")
+    ]
+
+
+def _trace_layer(
+    name: str, layer: Any, writer: TraceWriter, step: Callable[[], int]
+) -> Callable[[], None]:
+    """Listen to one layer: its call for the token ids, its router's `route` for the decision."""
+    route, seen = layer.router.route, {"ctx": None}
+
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen["ctx"] = args[1] if len(args) > 1 else kwargs.get("ctx")
+
+    def traced(x: Tensor, valid: Tensor | None = None) -> Any:
+        routed = route(x, valid)
+        if not replaying():
+            token_ids = getattr(seen["ctx"], "token_ids", None) if writer.token_ids else None
+            weights = routed.weights if writer.weights else None
+            writer.write(step(), name, routed.ids, weights, token_ids)
+        return routed
+
+    hook = layer.register_forward_pre_hook(remember, with_kwargs=True)
+    layer.router.route = traced  # on the instance; the class stays as it is
+
+    def end() -> None:
+        hook.remove()
+        del layer.router.route
+
+    return end
+
+
+def _read_header(file: BinaryIO, path: Path) -> Mapping[str, Any]:
+    start = file.read(len(MAGIC) + _LENGTH.size)
+    if len(start) < len(MAGIC) + _LENGTH.size or start[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"{path} is no routing trace; give a file that TraceWriter wrote")
+    (length,) = _LENGTH.unpack(start[len(MAGIC) :])
+    try:
+        header: Mapping[str, Any] = json.loads(file.read(min(length, 2**24)))
+        order = header["byteorder"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: the header is damaged ({error}); write it again") from error
+    if order != sys.byteorder:
+        raise ValueError(f"{path} was written {order}-endian; read it on such a machine")
+    return header
+
+
+def _record(
+    step: int, layer: TracedLayer, num_tokens: int, payload: bytes, header: Mapping[str, Any]
+) -> TraceRecord:
+    slots, start = num_tokens * layer.top_k, 0
+
+    def take(dtype: torch.dtype, count: int) -> Tensor:
+        nonlocal start
+        found = torch.empty(count, dtype=dtype)
+        if count:
+            part = payload[start : start + count * dtype.itemsize]
+            found = torch.frombuffer(bytearray(part), dtype=dtype)
+        start += count * dtype.itemsize
+        return found
+
+    ids = take(torch.int16, slots).long().view(num_tokens, layer.top_k)
+    weights = take(torch.float32, slots).view_as(ids) if header["weights"] else None
+    token_ids = take(torch.int32, num_tokens).long() if header["token_ids"] else None
+    return TraceRecord(step, layer.name, ids, weights, token_ids)
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
+    """The values as `dtype`; without numpy, which may be absent."""
+    host = tensor.to("cpu", dtype).contiguous()
+    return ctypes.string_at(host.data_ptr(), host.numel() * dtype.itemsize) if host.numel() else b""

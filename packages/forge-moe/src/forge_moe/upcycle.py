@@ -1,0 +1,123 @@
+"""A dense feed-forward turned into experts, with the same function at the start.
+
+Copies of a whole feed-forward (Komatsuzaki et al. 2023, "Sparse upcycling") or of its slices, for
+finer experts (He et al. 2024, "Upcycling large language models into mixture of experts").
+
+Shapes: D width, F hidden width of the dense layer, H hidden width of an expert, E experts, K slots per
+token, G slices of the dense layer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ROUTERS = ("softmax_topk", "sigmoid_topk")
+
+
+@torch.no_grad()
+def upcycle(dense: nn.Module, moe: nn.Module, *, noise: float = 0.0, seed: int = 0) -> None:
+    """Fill the experts of `moe` from `dense`, so that without noise both compute the same.
+
+        upcycle(feed_forward, MoE(MoEConfig(dim=512, hidden_dim=1024, num_experts=8)))
+
+    `dense` has linear layers `up_proj`, `down_proj` and, for SwiGLU, `gate_proj`, as Forge's, Llama's
+    and Qwen's feed-forwards do. Which way follows from the widths: shared experts take the first
+    hidden units, the rest falls into G slices of the experts' width. Expert e holds slice e mod G, so
+    G = 1 copies and G > 1 splits. The G experts of a copy share one row of the router and are chosen
+    together; K is a multiple of G.
+
+    `noise` adds normal noise to the routed experts' weights, of that part of each tensor's standard
+    deviation and different in each expert, from `seed`; the function then changes by about as much.
+
+    Equality holds where no slot is dropped by a capacity. Call it before sharding. Raises ValueError
+    for widths that do not fit, a router whose weights do not sum to a constant, biases on one side.
+    """
+    config: Any = moe.config
+    weights = _weights(dense)
+    problems = _problems(config, weights)
+    if problems:
+        raise ValueError("\n".join(f"upcycle: {text}" for text in problems))
+    shared: int = config.resolved_shared_hidden_dim
+    num_slices = (weights["up_proj"].size(0) - shared) // config.hidden_dim
+    if shared:
+        _fill_shared(moe, {name: _units(name, w, 0, shared) for name, w in weights.items()})
+    # A token's K weights sum to route_scale, and it meets K / G copies: a slice's weights sum to
+    # route_scale / G.
+    scale = num_slices / config.route_scale
+    generator = torch.Generator().manual_seed(seed)
+    experts: Any = moe.experts
+    for name, weight in weights.items():
+        slices = [
+            _units(name, weight, shared + g * config.hidden_dim, config.hidden_dim)
+            for g in range(num_slices)
+        ]
+        stack = torch.stack(slices).repeat(config.num_experts // num_slices, 1, 1)  # (E, out, in)
+        if name == "down_proj":
+            stack *= scale
+        if noise:
+            stack += noise * stack.std() * torch.randn(stack.shape, generator=generator).to(stack)
+        getattr(experts, name).copy_(stack.mT)
+    if num_slices > 1:
+        router: Any = moe.router
+        router.weight.copy_(router.weight[::num_slices].repeat_interleave(num_slices, 0))
+
+
+def _units(name: str, weight: Tensor, start: int, count: int) -> Tensor:
+    """The rows (of gate and up) or columns (of down) of some hidden units of a linear weight."""
+    return weight.narrow(1 if name == "down_proj" else 0, start, count)
+
+
+def _fill_shared(moe: Any, weights: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        getattr(moe.shared, name).weight.copy_(weight)
+    if moe.config.shared_gate:  # a gate of zero weight is sigmoid(0) = 1/2 for every token
+        moe.shared.gate.weight.zero_()
+        moe.shared.down_proj.weight.mul_(2.0)
+
+
+def _weights(dense: nn.Module) -> dict[str, Tensor]:
+    """{"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}, without the gate if there is none."""
+    found: dict[str, Tensor] = {}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        linear: Any = getattr(dense, name, None)
+        if linear is None and name != "gate_proj":
+            raise ValueError(
+                f"upcycle: {type(dense).__name__} has no {name}; give a feed-forward with linear "
+                "layers up_proj, down_proj and, if gated, gate_proj"
+            )
+        if linear is not None:
+            if linear.bias is not None:
+                raise ValueError(f"upcycle: {name} has a bias, which must be absent; drop biases")
+            found[name] = linear.weight
+    return found
+
+
+def _problems(config: Any, weights: dict[str, Tensor]) -> list[str]:
+    hidden, dim = weights["up_proj"].shape
+    routed = hidden - config.resolved_shared_hidden_dim
+    num_slices = routed // config.hidden_dim
+    gated = "swiglu" if "gate_proj" in weights else "gelu"
+    exact = num_slices >= 1 and num_slices * config.hidden_dim == routed
+    constant = config.top_k == config.num_experts or config.normalize == "after_top_k"
+    told = {
+        f"dim {config.dim} must be that of the dense layer; use {dim}": config.dim != dim,
+        f"activation {config.activation!r} must be that of the dense layer; use {gated!r}": (
+            config.activation != gated
+        ),
+        "bias true must be false, as a bias would be added once per slot; build the layer without": (
+            config.bias
+        ),
+        f"hidden_dim {config.hidden_dim} must divide the {routed} hidden units that shared experts "
+        f"leave of {hidden}; use {max(routed, 1)} for copies, or a divisor of it": not exact,
+        f"num_experts {config.num_experts} and top_k {config.top_k} must be multiples of the "
+        f"{num_slices} slices; round them up": exact
+        and (config.num_experts % num_slices != 0 or config.top_k % num_slices != 0),
+        f"num_groups {config.num_groups} must keep the {num_slices} slices of a copy together; "
+        f"use a divisor of {config.num_experts // max(num_slices, 1)}": exact
+        and config.num_experts // config.num_groups % num_slices != 0,
+        f"router {config.router!r} with normalize {config.normalize!r} must give weights of constant "
+        "sum; use softmax_topk or sigmoid_topk with after_top_k": config.router not in _ROUTERS
+        or not constant,
+    }
+    return [text for text, broken in told.items() if broken]

@@ -1,0 +1,98 @@
+"""Routing traces: what is written is read, and damage is found."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_moe.traces import TracedLayer, TraceWriter, read_trace
+
+LAYERS = [TracedLayer("layers.0", 8, 2), TracedLayer("layers.3", 300, 3)]
+
+
+def record(number: int, num_tokens: int) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(number)
+    layer = LAYERS[number % 2]
+    shape = (num_tokens, layer.top_k)
+    return {
+        "step": number // 2 + 2**40,
+        "layer": layer.name,
+        "ids": torch.randint(0, layer.num_experts + 1, shape, generator=generator),
+        "weights": torch.rand(shape, generator=generator),
+        "token_ids": torch.randint(0, 200_000, (num_tokens,), generator=generator),
+    }
+
+
+def write(path: Path, **options: bool) -> list[dict[str, object]]:
+    records = [record(i, num_tokens) for i, num_tokens in enumerate((5, 7, 0, 1))]
+    for one in records:
+        for key in ("weights", "token_ids"):
+            if not options.get(key):
+                one[key] = None
+    with TraceWriter(path, LAYERS, **options) as trace:
+        for one in records:
+            trace.write(**one)
+    return records
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": True}, {"weights": True, "token_ids": True}])
+def test_what_is_written_is_read(tmp_path: Path, options: dict[str, bool]) -> None:
+    wanted = write(tmp_path / "trace", **options)
+    found = list(read_trace(tmp_path / "trace"))
+    assert len(found) == len(wanted)
+    for got, want in zip(found, wanted):
+        assert (got.step, got.layer) == (want["step"], want["layer"])
+        for key in ("ids", "weights", "token_ids"):
+            a, b = getattr(got, key), want[key]
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+
+
+def test_a_record_has_the_documented_size(tmp_path: Path) -> None:
+    write(tmp_path / "small", weights=True, token_ids=True)
+    empty = tmp_path / "empty"
+    TraceWriter(empty, LAYERS, weights=True, token_ids=True).close()
+    records = [(5, 2), (7, 3), (0, 2), (1, 3)]
+    wanted = sum(20 + t * k * (2 + 4) + 4 * t for t, k in records)
+    assert (tmp_path / "small").stat().st_size - empty.stat().st_size == wanted
+
+
+@pytest.mark.parametrize("missing", [1, 15, 25])
+def test_a_file_cut_off_is_read_up_to_the_cut(tmp_path: Path, missing: int) -> None:
+    path = tmp_path / "trace"
+    write(path)
+    path.write_bytes(path.read_bytes()[:-missing])
+    reader = read_trace(path)
+    assert [len(next(reader).ids) for _ in range(3)] == [5, 7, 0]
+    with pytest.raises(ValueError, match="cut off after 3 records"):
+        next(reader)
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    write(path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="record 3 is damaged"):
+        list(read_trace(path))
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"hello, this is not a trace")
+    with pytest.raises(ValueError, match="no routing trace"):
+        list(read_trace(tmp_path / "x"))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_experts 32767 must be 1 to 32766"):
+        TraceWriter(tmp_path / "big", [TracedLayer("a", 32767, 1)])
+    with TraceWriter(tmp_path / "trace", LAYERS) as trace:
+        with pytest.raises(ValueError, match=r"must be \(T, 2\)"):
+            trace.write(0, "layers.0", torch.zeros(4, 3, dtype=torch.long))
+        with pytest.raises(ValueError, match=r"ids must lie in 0\.\.8"):
+            trace.write(0, "layers.0", torch.full((4, 2), 9))
+        with pytest.raises(ValueError, match="unlike the trace"):
+            trace.write(0, "layers.0", torch.zeros(4, 2).long(), torch.zeros(4, 2))
+    with pytest.raises(FileExistsError):
+        TraceWriter(tmp_path / "trace", LAYERS)
