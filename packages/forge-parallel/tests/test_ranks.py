@@ -221,3 +221,53 @@ def test_bf16_is_near_and_its_reduction_dtype_matters(reduce_dtype: str) -> None
         assert (got[name] - gradient).abs().max() / gradient.abs().max() < 6 * 2**-7, name
     exact_in_bf16 = all(torch.equal(g, g.bfloat16().float()) for g in got.values())
     assert exact_in_bf16 == (reduce_dtype == "bf16")
+
+
+class Picky(nn.Module):
+    """A layer that computes in fp32 inside a bf16 model, as a router does."""
+
+    compute_dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 4), 1 + 2**-12))  # lost in bf16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight.dtype == torch.float32
+        assert x.dtype == torch.bfloat16
+        return x.float() @ self.weight.t()
+
+
+class WithPicky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), Picky())
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.block]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.first(x))
+
+
+def picky() -> tuple[torch.Tensor, torch.Tensor]:
+    config = ParallelConfig(device="cpu", precision="bf16")
+    torch.manual_seed(0)
+    model = parallelize(WithPicky(), config, make_meshes(config))
+    out = model(torch.eye(4)[dist.get_rank() :: 2])
+    out.sum().backward()
+    inner = model.get_parameter("block.1.weight")
+    return out.detach(), whole(inner.grad)
+
+
+def test_a_module_with_its_own_dtype_keeps_it() -> None:
+    outputs, gradients = zip(*run_on_ranks(2, picky))
+    assert outputs[0].dtype == torch.float32
+    assert not torch.equal(outputs[0], outputs[0].bfloat16().float())
+    assert torch.equal(gradients[0], gradients[1])
+    torch.manual_seed(0)
+    model = WithPicky()
+    hidden = model.block[0](model.first(torch.eye(4)))  # (4, 4)
+    wanted = hidden.sum(0).expand(3, 4)
+    assert (gradients[0] - wanted).abs().max() <= 4 * 2**-7 * wanted.abs().max()
