@@ -6,8 +6,10 @@ scenario that it reads from stdin, so that a scenario costs a tenth of a second 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +43,9 @@ def rank_main() -> dict[str, object]:
 
     from forge_parallel.start import StartError, end_process_group, find_world, start_process_group
 
+    if "NETNS" in os.environ:  # on another host, as far as addresses go
+        with open(f"/var/run/netns/{os.environ['NETNS']}") as space:
+            assert ctypes.CDLL(None).setns(space.fileno(), 0) == 0
     began = time.monotonic()
     if "MUTE" in os.environ:
         return listen_and_say_nothing(int(os.environ["MASTER_PORT"]))
@@ -251,6 +256,43 @@ def test_two_processes_with_one_rank_are_told(start):
     environs.append(dict(environs[1]))
     errors = [answer["error"] for answer in start(environs) if "error" in answer]
     assert any("rank 1 is here already, on host" in error for error in errors)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[str]]:
+    """Names of two network namespaces joined by a cable: 10.99.0.1 and 10.99.0.2."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("two network namespaces need root and iproute2")
+    names = [f"forge{os.getpid()}{end}" for end in "ab"]
+    cables = [f"fg{os.getpid()}{end}" for end in "ab"]
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"network namespaces are not allowed here: {done.stderr.strip()}")
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for number, (name, cable) in enumerate(zip(names, cables), 1):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"10.99.0.{number}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:  # the cable goes with them
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_two_hosts_whose_names_mean_nothing_to_each_other_meet(start, two_hosts):
+    """gloo would send the others this host's name's address: 127.0.0.1 or one of another network."""
+    environs = plain(4, 29500, MASTER_ADDR="10.99.0.1", LOCAL_WORLD_SIZE="2")
+    for rank, environ in enumerate(environs):
+        environ |= {"NETNS": two_hosts[rank // 2], "LOCAL_RANK": str(rank % 2)}
+    answers = start(environs)
+    assert [answer.get("sums", answer) for answer in answers] == [[10.0, 10.0]] * 4
 
 
 def test_a_group_that_runs_already_is_refused():

@@ -56,7 +56,7 @@ def start_process_group(
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError) as error:
-        meeting.end()
+        meeting.release()
         cause = f"the ranks came and cannot connect: {str(error).splitlines()[0]}"
         raise StartError(meeting.describe(cause)) from error
     _started = meeting

@@ -16,12 +16,12 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from forge_parallel.start.errors import StartError
+from forge_parallel.start.interface import choose_interface, release_interface
 from forge_parallel.start.store import open_store, within
 from forge_parallel.start.world import World
 
 _GRACE_SECONDS = 10.0  # rank 0's verdict on who is missing comes this long before others give up
 _GOODBYE_SECONDS = 5.0
-_LOOPBACK_NAMES = ("lo", "lo0")
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
 
 
@@ -38,10 +38,14 @@ class Meeting:
         """`cause` after the rank, the host and the address that it happened to."""
         return _describe(self.world, self.host, cause)
 
+    def release(self) -> None:
+        """Undo what the start set in this process's environment."""
+        if self.interface_set:
+            release_interface()
+
     def end(self) -> None:
         """Say goodbye; rank 0 waits a moment for the others' goodbyes, since it hosts the store."""
-        if self.interface_set:
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        self.release()
         if self.world.world_size == 1:
             return
         deadline = time.monotonic() + _GOODBYE_SECONDS
@@ -57,17 +61,19 @@ class Meeting:
 def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str, str]) -> Meeting:
     """Wait until every rank has come and compare what they say. Raises StartError on all that came.
 
-    What is exchanged is JSON. Sets GLOO_SOCKET_IFNAME to the loopback interface if all ranks share
-    one network namespace and the user has not chosen, so that one host needs no working DNS.
+    What is exchanged is JSON. May set GLOO_SOCKET_IFNAME (see `choose_interface`): neither one host
+    nor several need a host name that resolves to the right address.
     """
     host = socket.gethostname()
     if world.world_size == 1:
-        return Meeting(world, HashStore(), host, _use_loopback())
+        return Meeting(world, HashStore(), host, choose_interface(None))
     try:
-        store = _open(world, seconds)
+        tcp_store = open_store(world, seconds)
+        store = _own_keys(world, tcp_store)
+        mine = {**_about_me(world, device, host, facts), "reached": tcp_store.host}
         verdict = within(
             seconds + 2 * _GRACE_SECONDS,
-            lambda: _check_in(world, store, _about_me(world, device, host, facts), seconds),
+            lambda: _check_in(world, store, mine, seconds),
             "the store stopped answering; is rank 0's process stopped?",
         )
         if verdict["error"]:
@@ -77,12 +83,11 @@ def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str,
     except RuntimeError as error:
         cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
         raise StartError(_describe(world, host, cause)) from error
-    return Meeting(world, store, host, verdict["one_place"] and _use_loopback())
+    return Meeting(world, store, host, choose_interface(verdict["rank_0"]))
 
 
-def _open(world: World, seconds: float) -> Store:
-    """The job's store, keyed by what differs between groups that meet there one after the other."""
-    store = open_store(world, seconds)
+def _own_keys(world: World, store: Store) -> Store:
+    """The store, keyed by what differs between groups that meet there one after the other."""
     _attempts[world.where] += 1
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store survives them
     return PrefixStore(f"forge/{restarts}/{_attempts[world.where]}", store)
@@ -124,17 +129,6 @@ def _place(host: str) -> str:
         return host
 
 
-def _use_loopback() -> bool:
-    """Tell gloo to use the loopback interface, unless the user told it something. True if done."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return False
-    for _, name in socket.if_nameindex():
-        if name in _LOOPBACK_NAMES:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return True
-    return False
-
-
 def _check_in(world: World, store: Store, mine: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Say who we are and return rank 0's verdict."""
     deadline = time.monotonic() + seconds
@@ -169,7 +163,7 @@ def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
     causes = [_absence(absent, world)] if absent else []
     verdict = {
         "error": "; ".join(causes + differences(came)),
-        "one_place": len({one["place"] for one in came.values()}) == 1,
+        "rank_0": _outer_address(came),
         "world_size": world.world_size,
     }
     store.set("verdict", json.dumps(verdict))
@@ -177,6 +171,12 @@ def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
         others = store.add("arrived", 0) - 1
         _poll(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
     return verdict
+
+
+def _outer_address(came: Mapping[int, dict[str, Any]]) -> str | None:
+    """Where other hosts reach rank 0; None if all ranks are on one."""
+    others = [one["reached"] for one in came.values() if one["place"] != came[0]["place"]]
+    return others[0] if others else None
 
 
 def _absence(absent: list[int], world: World) -> str:
