@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from forge_ckpt import (
     CorruptCheckpoint,
@@ -24,6 +22,7 @@ from forge_ckpt import (
     StepExists,
     Store,
 )
+from forge_testing import run_on_ranks
 
 _NUMPY = "torch's own object collectives, which dcp uses in a process group, need numpy"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -174,63 +173,47 @@ def test_damage_arrives_inside_torchs_exception(tmp_path):
     assert (state["a"] == 5).all()
 
 
-_RANK = """
-import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from forge_ckpt import ForgeLoadPlanner, ForgeReader, ForgeSavePlanner, ForgeWriter
-rank, world, folder, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-torch.set_num_threads(1)
-store = dist.FileStore(f"{folder}/group-{mode}", world)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-mesh = init_device_mesh("cpu", (world,))
-full = {"rows": torch.arange(35.0).reshape(5, 7), "cols": torch.arange(21).reshape(3, 7), "one": torch.ones(1, 2)}
-dims = {"rows": 0, "cols": 1, "one": 0}
-def place(x, name): return distribute_tensor(x, mesh, [Shard(dims[name])])
-if mode == "save":
-    state = {name: place(x, name) for name, x in full.items()} | {"n": (1, 2)}
-    dcp.save({"s": state}, storage_writer=ForgeWriter(f"{folder}/ckpt"), planner=ForgeSavePlanner())
-else:
-    state = {name: place(torch.zeros_like(x), name) for name, x in full.items()} | {"n": None}
-    dcp.load({"s": state}, storage_reader=ForgeReader(f"{folder}/ckpt"), planner=ForgeLoadPlanner())
-    assert all(torch.equal(state[name].full_tensor(), x) for name, x in full.items()), rank
-    assert state["n"] == (1, 2)
-dist.destroy_process_group()
-os._exit(0)  # gloo's threads may still hold tensors; at interpreter exit that is a SIGABRT
-"""
+FULL = {
+    "rows": torch.arange(35.0).reshape(5, 7),
+    "cols": torch.arange(21).reshape(3, 7),
+    "one": torch.ones(1, 2),
+}
 
 
-def _ranks(world, folder, mode):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), str(world), str(folder), mode],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
+def _placed(zero):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(
+            torch.zeros_like(x) if zero else x, mesh, [Shard(int(name == "cols"))]
         )
-        for rank in range(world)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
+        for name, x in FULL.items()
+    }
+
+
+def _dcp_save(path):
+    state = {"s": _placed(zero=False) | {"n": (1, 2)}}
+    dcp.save(state, storage_writer=ForgeWriter(path), planner=ForgeSavePlanner())
+
+
+def _dcp_load(path):
+    state = _placed(zero=True) | {"n": None}
+    dcp.load({"s": state}, storage_reader=ForgeReader(path), planner=ForgeLoadPlanner())
+    found = {name: torch.equal(state[name].full_tensor(), x) for name, x in FULL.items()}
+    return found, state["n"]
 
 
 @pytest.mark.distributed
 def test_three_ranks_write_two_read_and_one_reads(tmp_path):
     pytest.importorskip("numpy", reason=_NUMPY)
-    _ranks(3, tmp_path, "save")
-    assert sorted(os.listdir(tmp_path / "ckpt")) == [
-        "data-0.bin",
-        "data-1.bin",
-        "data-2.bin",
-        "manifest.json",
-    ]
-    _ranks(2, tmp_path, "load")
-    state = {"s": {"rows": torch.zeros(5, 7), "cols": torch.zeros(3, 7).long(), "n": 0}}
-    state["s"]["one"] = torch.zeros(1, 2)
-    dcp.load(state, storage_reader=ForgeReader(tmp_path / "ckpt"), planner=ForgeLoadPlanner())
-    assert torch.equal(state["s"]["rows"], torch.arange(35.0).reshape(5, 7))
-    assert torch.equal(state["s"]["cols"], torch.arange(21).reshape(3, 7))
+    path = tmp_path / "ckpt"
+    run_on_ranks(3, _dcp_save, str(path))
+    names = [f"data-{rank}.bin" for rank in range(3)]
+    assert sorted(os.listdir(path)) == [*names, "manifest.json"]
+    for found, value in run_on_ranks(2, _dcp_load, str(path)):
+        assert (all(found.values()), value) == (True, (1, 2))
+    state = {"s": {name: torch.zeros_like(x) for name, x in FULL.items()} | {"n": 0}}
+    dcp.load(state, storage_reader=ForgeReader(path), planner=ForgeLoadPlanner())
+    assert all(torch.equal(state["s"][name], x) for name, x in FULL.items())
 
 
 def test_objects_are_bytes_of_json():
