@@ -1,0 +1,116 @@
+"""Expert parallelism: the experts of a layer, or of all layers of a model, spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from forge_moe.dispatch.all_to_all import AllToAllDispatch, check_division
+from forge_moe.dispatch.hierarchical import HierarchicalDispatch
+from forge_moe.layer import MoE
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def expert_parallelize(
+    model: M,
+    mesh: DeviceMesh,
+    *,
+    dispatcher: Literal["all_to_all", "hierarchical"] = "all_to_all",
+    chunks: int = 1,
+    ranks_per_node: int | None = None,
+) -> M:
+    """Spread the experts of every MoE layer in `model` (or of the layer `model`) over `mesh`.
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
+        expert_parallelize(model, mesh["ep"])
+        for layer in moe_layers:                            # optional: shard what is left of them
+            fully_shard(layer.experts, mesh=mesh["efsdp"])
+            layer.experts.set_gradient_divide_factor(1.0)
+            layer.experts.set_force_sum_reduction_for_comms(True)
+
+    `mesh` is a DeviceMesh of one axis. Expert parameters become DTensors `Shard(0)` on it: expert e keeps
+    its global index e, so checkpoints, optimizer states and norms see all E experts. Every rank must hold
+    the same values before; nothing is sent; parameters on the meta device stay there. Routers and shared
+    experts stay whole on every rank: their gradients are partial and the caller sums them over data
+    ranks, as for any dense parameter. Expert gradients are complete over `mesh` and must not be reduced
+    over it again. Ranks of `mesh` read different data.
+
+    "hierarchical" crosses nodes of `ranks_per_node` neighbouring ranks once per token and node, and makes
+    two process groups, collectively over the mesh. Returns the same object. Call it on a whole model
+    before FSDP. Raises ValueError when there is no layer, when E is not divisible by the ranks, when it
+    was done before, or when the nodes do not divide the ranks.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+    if not layers:
+        raise ValueError(
+            "expert_parallelize found no forge_moe.MoE in the model; pass one that has"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names} and must have one; pass mesh['ep']"
+        )
+    for name, layer in layers.items():
+        _check(name or type(layer).__name__, layer, mesh.size())
+    make = _maker(mesh.get_group(), dispatcher, ranks_per_node)
+    for layer in layers.values():
+        layer.dispatcher = make(layer.config.num_experts, chunks=chunks)
+        _shard(layer.experts, mesh)
+    return model
+
+
+def _check(name: str, layer: MoE, ranks: int) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    try:
+        check_division(layer.config.num_experts, ranks)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if isinstance(layer.experts, FSDPModule):
+        raise ValueError(f"{name}: experts are wrapped by FSDP; call expert_parallelize before it")
+    if any(isinstance(p, DTensor) for p in layer.experts.parameters()):
+        raise ValueError(f"{name}: experts are sharded already; call expert_parallelize once")
+
+
+def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's slice of each parameter, as a DTensor over all experts."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        # a copy, so that the other ranks' slices are freed
+        here = parameter.detach().chunk(ranks, dim=0)[rank].clone()
+        whole = DTensor.from_local(here, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def _maker(
+    group: dist.ProcessGroup, dispatcher: str, ranks_per_node: int | None
+) -> Callable[..., Any]:
+    """What makes a dispatcher from num_experts and chunks; layers share its process groups."""
+    if dispatcher == "all_to_all":
+        return partial(AllToAllDispatch, group)
+    if dispatcher != "hierarchical":
+        raise ValueError(f"dispatcher {dispatcher!r} is unknown; use all_to_all or hierarchical")
+    ranks = dist.get_process_group_ranks(group)
+    size = ranks_per_node or 0
+    if not 1 <= size <= len(ranks) or len(ranks) % size:
+        raise ValueError(
+            f"ranks_per_node {ranks_per_node} must divide the {len(ranks)} ranks of the mesh; "
+            "give the number of neighbouring ranks that share a fast network"
+        )
+    node, place = divmod(ranks.index(dist.get_rank()), size)
+    neighbours = ranks[node * size : (node + 1) * size]
+    between, within = (
+        dist.new_group(members, use_local_synchronization=True)
+        for members in (ranks[place::size], neighbours)
+    )
+    return partial(HierarchicalDispatch, between, within)
