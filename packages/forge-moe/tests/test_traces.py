@@ -1,11 +1,15 @@
 """Routing traces: what is written is read, and damage is found."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from forge_moe.traces import TracedLayer, TraceWriter, read_trace
+from forge_moe import MoE, MoEConfig, recompute_contexts
+from forge_moe.traces import TracedLayer, TraceWriter, read_trace, trace_routes, traced_layers
 
 LAYERS = [TracedLayer("layers.0", 8, 2), TracedLayer("layers.3", 300, 3)]
 
@@ -96,3 +100,29 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             trace.write(0, "layers.0", torch.zeros(4, 2).long(), torch.zeros(4, 2))
     with pytest.raises(FileExistsError):
         TraceWriter(tmp_path / "trace", LAYERS)
+
+
+def test_the_routes_of_a_model_are_written_once_also_under_recomputation(tmp_path: Path) -> None:
+    model = nn.ModuleList(
+        MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=n, top_k=k)) for n, k in ((4, 2), (6, 3))
+    )
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    ctx = SimpleNamespace(token_ids=torch.arange(10).view(2, 5), valid=None, document_ids=None)
+    with (
+        TraceWriter(
+            tmp_path / "trace", traced_layers(model), weights=True, token_ids=True
+        ) as writer,
+        trace_routes(model, writer, step=lambda: 7),
+    ):
+        y = x
+        for layer in model:
+            y = checkpoint(layer, y, ctx, use_reentrant=False, context_fn=recompute_contexts)
+        y.sum().backward()
+    model[0](x)  # no longer traced
+    records = list(read_trace(tmp_path / "trace"))
+    assert [(r.step, r.layer) for r in records] == [(7, "0"), (7, "1")]
+    weights, ids = model[0].router(x.detach().flatten(0, 1))
+    assert torch.equal(records[0].ids, ids)
+    assert torch.equal(records[0].weights, weights.detach())
+    assert torch.equal(records[0].token_ids, torch.arange(10))
+    assert "route" not in vars(model[0].router)
