@@ -13,7 +13,7 @@ import torch.distributed as dist
 from batches import MicroBatch, batches
 from cells import FEATURES, LAYOUTS, Cell
 from torch import nn
-from training import ADAMW, MAX_NORM, SGD, STD, Run, full, gradients, model_config
+from training import ADAMW, MAX_NORM, SGD, STD, Run, gradients, model_config, weights
 
 import forge_parallel
 from forge_core import OptimizerConfig, Transformer, build_optimizer, cross_entropy, initialise
@@ -31,7 +31,7 @@ from forge_resilience import nonfinite
 
 
 def candidate(cell: Cell, mutation: str | None = None) -> Run:
-    """What this rank of the cell's layout saw; the tensors are whole, so all ranks must agree."""
+    """What this rank of the cell's layout saw and holds."""
     with mutated(mutation):
         return _train(cell, batches(cell))
 
@@ -58,7 +58,7 @@ def _train(cell: Cell, data: list[list[list[MicroBatch]]]) -> Run:
         run.norms.append(norm)
         clip_grads_(model.parameters(), norm, MAX_NORM)
         update(nonfinite(sums[0], norm))
-    run.weights = full(dict(model.named_parameters()))
+    run.weights = weights(model)
     return run
 
 

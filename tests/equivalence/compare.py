@@ -12,7 +12,7 @@ from candidate import candidate
 from cells import LAYOUTS, ONE_RANK_BF16, Cell
 from reference import reference
 from torch import Tensor
-from training import Run
+from training import Piece, Run
 
 from forge_testing import run_on_ranks
 
@@ -37,28 +37,39 @@ def measure(cell: Cell, mutation: str | None = None) -> Measured:
     began = time.perf_counter()
     found = run_on_ranks(LAYOUTS[cell.layout].world, candidate, cell, mutation)
     seconds = time.perf_counter() - began
-    worst = _over_ranks(found, wanted)
+    worst = errors(found, wanted)
     if ONE_RANK_BF16 in cell.bounds:
         (alone,) = run_on_ranks(1, candidate, cell)
-        worst[ONE_RANK_BF16] = _worst(_over_ranks(found, alone).values())
-    if not all(_same_bits(run, found[0]) for run in found):
-        worst["norm"] = math.inf  # each rank would clip by a number of its own
+        worst[ONE_RANK_BF16] = _worst(errors(found, alone).values())
     return Measured(cell, worst, seconds)
 
 
-def _over_ranks(found: list[Run], wanted: Run) -> dict[str, float]:
-    per_rank = [errors(run, wanted) for run in found]
-    return {name: _worst(e[name] for e in per_rank) for name in per_rank[0]}
-
-
-def errors(run: Run, wanted: Run) -> dict[str, float]:
-    """Worst error of each quantity."""
+def errors(ranks: list[Run], wanted: Run) -> dict[str, float]:
+    """Worst error of each quantity. Losses and norms of all ranks must have the same bits: each rank
+    would clip by a number of its own. So must the copies of what several ranks hold."""
+    run = ranks[0]
+    same = all(_same_numbers(run, other) for other in ranks)
+    steps = range(len(wanted.gradients))
+    gradients = (_of_tensors([r.gradients[i] for r in ranks], wanted.gradients[i]) for i in steps)
     return {
         "loss": _worst(map(error, run.losses, wanted.losses)),
-        "gradients": _worst(map(_of_tensors, run.gradients, wanted.gradients)),
-        "norm": _worst(map(error, run.norms, wanted.norms)),
-        "weights": _of_tensors(run.weights, wanted.weights),
+        "gradients": _worst(gradients),
+        "norm": _worst(map(error, run.norms, wanted.norms)) if same else math.inf,
+        "weights": _of_tensors([r.weights for r in ranks], wanted.weights),
     }
+
+
+def whole(pieces: Iterable[Piece]) -> Tensor:
+    """The tensor of all ranks' pieces: nan where there is none, or where two ranks differ."""
+    pieces = list(pieces)
+    joined = torch.full(pieces[0].shape, math.nan)
+    covered = torch.zeros(pieces[0].shape, dtype=torch.bool)
+    for values, offset, _ in pieces:
+        place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        differs = covered[place] & (joined[place] != values)
+        joined[place] = values.float().masked_fill(differs, math.nan)
+        covered[place] = True
+    return joined
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -69,9 +80,11 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return difference / scale
 
 
-def _of_tensors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    assert got.keys() == wanted.keys()
-    return _worst(error(got[name], wanted[name]) for name in wanted)
+def _of_tensors(ranks: list[dict[str, Piece]], wanted: Mapping[str, Piece]) -> float:
+    assert all(rank.keys() == wanted.keys() for rank in ranks)
+    return _worst(
+        error(whole(rank[name] for rank in ranks), whole([wanted[name]])) for name in wanted
+    )
 
 
 def _worst(values: Iterable[float]) -> float:
@@ -79,6 +92,6 @@ def _worst(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
-def _same_bits(run: Run, other: Run) -> bool:
+def _same_numbers(run: Run, other: Run) -> bool:
     pairs = zip([*run.losses, *run.norms], [*other.losses, *other.norms], strict=True)
     return all(torch.equal(a, b) for a, b in pairs)

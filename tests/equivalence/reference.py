@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from batches import IGNORED, MicroBatch, batches
 from cells import Cell
 from torch import Tensor, nn
-from training import ADAMW, MAX_NORM, SGD, STD, Run, decay_groups, full, gradients, model_config
+from training import ADAMW, MAX_NORM, SGD, STD, Run, decay_groups, gradients, model_config, weights
 
 from forge_core import Transformer, initialise
 
@@ -35,7 +35,7 @@ def reference(cell: Cell) -> Run:
         run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
         optimizer.step()
         optimizer.zero_grad()
-    run.weights = full(dict(model.named_parameters()))
+    run.weights = weights(model)
     return run
 
 

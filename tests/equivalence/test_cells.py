@@ -11,10 +11,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from candidate import MUTATIONS
 from cells import CELLS, FEATURES, LAYOUTS, OPTIMIZERS, SMOKE, Cell
-from compare import Measured, measure
+from compare import Measured, measure, whole
 from page import page
+from training import Piece
 
 pytestmark = pytest.mark.distributed
 DOCS = Path(__file__).parents[2] / "docs"
@@ -84,6 +86,16 @@ def test_a_mistake_does_not_outlive_its_run() -> None:
 def test_not_a_number_is_out_of_bounds() -> None:
     cell = Cell("fsdp_2", "plain", "sgd")
     assert Measured(cell, {"loss": float("nan")}, 0.0).red == ["loss"]
+
+
+def test_a_tensor_of_pieces_is_whole_only_if_they_cover_it_and_agree() -> None:
+    def piece(start: int, *values: float) -> Piece:
+        return Piece(torch.tensor(values), (start,), (3,))
+
+    assert whole([piece(0, 1, 2), piece(2, 3)]).tolist() == [1, 2, 3]
+    assert whole([piece(0, 1, 2), piece(1, 2, 3)]).tolist() == [1, 2, 3]
+    assert whole([piece(0, 1, 2)]).isnan().tolist() == [False, False, True]
+    assert whole([piece(0, 1, 2), piece(1, 5, 3)]).isnan().tolist() == [False, True, False]
 
 
 # ---- the page

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from batches import SEQ, VOCAB
 from cells import FEATURES, Cell
 from torch import Tensor, nn
+
+# private; torch.distributed.checkpoint lives on it (torch 2.11 to 2.13)
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forge_core import TransformerConfig
 
@@ -21,15 +23,23 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 
 
+class Piece(NamedTuple):
+    """What a rank holds of a tensor: `values` begin at `offset` of a whole of `shape`."""
+
+    values: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 @dataclass
 class Run:
     """What is compared: per step the loss, all gradients before clipping and their norm; the weights
-    after the last update."""
+    after the last update. Tensors are in pieces; one process has a piece that is the whole."""
 
     losses: list[Tensor]
-    gradients: list[dict[str, Tensor]]
+    gradients: list[dict[str, Piece]]
     norms: list[Tensor]
-    weights: dict[str, Tensor]
+    weights: dict[str, Piece]
 
 
 def model_config(cell: Cell) -> TransformerConfig:
@@ -54,22 +64,23 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies; a DTensor becomes the whole tensor on every rank (collective)."""
-    return {name: _whole(tensor.detach()).clone() for name, tensor in tensors.items()}
+def weights(model: nn.Module) -> dict[str, Piece]:
+    """Copies of all parameters."""
+    return {name: _piece(parameter) for name, parameter in model.named_parameters()}
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Of every parameter; a missing one is an error of the cell."""
-    return full({name: _gradient(name, p) for name, p in model.named_parameters()})
+def gradients(model: nn.Module) -> dict[str, Piece]:
+    """Copies, of every parameter; a missing one is an error of the cell."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert not missing, f"no gradient: {missing}"
+    return {name: _piece(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-def _gradient(name: str, parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        raise AssertionError(f"{name} has no gradient")
-    return parameter.grad
-
-
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.to(torch.float32)
+def _piece(tensor: Any) -> Piece:
+    """No communication: pieces are put together by the caller of the ranks."""
+    shape = tuple(tensor.shape)
+    if not hasattr(tensor, "placements"):
+        return Piece(tensor.detach().clone(), (0,) * len(shape), shape)
+    assert not any(placement.is_partial() for placement in tensor.placements)
+    _, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    return Piece(tensor.to_local().detach().clone(), tuple(offset), shape)
