@@ -1,0 +1,249 @@
+"""A layer whose experts lie on several ranks is the layer of one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from forge_moe import LocalDispatch, MoE, MoEConfig
+from forge_moe.parallel import expert_parallelize
+from forge_testing import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+
+DIM = 16
+MARGIN = 1e-5  # the last chosen logit above the first left out: rounding cannot change a route
+
+# options of expert_parallelize
+KINDS = {
+    "all_to_all": {},
+    "hierarchical": {"dispatcher": "hierarchical", "ranks_per_node": 2},
+    "chunks": {"chunks": 2},
+    "hierarchical chunks": {"dispatcher": "hierarchical", "ranks_per_node": 2, "chunks": 2},
+}
+
+
+def build(**options):
+    torch.manual_seed(3)
+    moe = MoE(MoEConfig(**{"dim": DIM, "hidden_dim": 24, "num_experts": 8, "top_k": 3} | options))
+    with torch.no_grad():
+        for parameter in moe.parameters():  # of a size that makes routes and outputs differ
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return moe
+
+
+def batch(tokens, seed=0):
+    """x and the gradient of y, of all ranks together."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(tokens), DIM, generator=g), torch.randn(sum(tokens), DIM, generator=g)
+
+
+def one_process(moe, x, grad):
+    """y and every gradient of the plain layer on all tokens; asserts the margin of its routes."""
+    assert type(moe.dispatcher) is LocalDispatch
+    k = moe.config.top_k
+    if len(x) and k < moe.config.num_experts:
+        top = moe.router.route(x).logits.topk(k + 1, dim=1).values
+        assert (top[:, k - 1] - top[:, k]).min() > MARGIN
+    x = x.clone().requires_grad_()
+    y = moe(x)
+    (y * grad).sum().backward()
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in moe.named_parameters()}
+
+
+def this_rank(moe, x, grad, tokens):
+    """The same of the layer over ranks: this rank's tokens, whole gradients."""
+    rank = dist.get_rank()
+    x = x.split(tokens)[rank].clone().requires_grad_()
+    y = moe(x)
+    (y * grad.split(tokens)[rank]).sum().backward()
+    found = {"y": y.detach(), "x": x.grad}
+    for name, parameter in moe.named_parameters():
+        assert parameter.grad is not None, name
+        if isinstance(parameter.grad, DTensor):
+            found[name] = parameter.grad.full_tensor()
+        else:  # a plain parameter: partial over ranks, as of any dense one
+            dist.all_reduce(parameter.grad)
+            found[name] = parameter.grad
+    return found
+
+
+def error(a, b):
+    if a.shape != b.shape:
+        return float("inf")
+    return ((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item() if b.numel() else 0.0
+
+
+def errors(tokens, wanted, found):
+    rank = dist.get_rank()
+    mine = {k: v.split(tokens)[rank] if k in ("y", "x") else v for k, v in wanted.items()}
+    return {name: error(found[name], mine[name]) for name in mine}
+
+
+def compare(kind, tokens, options):
+    moe = build(**options)
+    x, grad = batch(tokens)
+    wanted = one_process(copy.deepcopy(moe), x, grad)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    moe = expert_parallelize(moe, mesh["ep"], **KINDS[kind])
+    return errors(tokens, wanted, this_rank(moe, x, grad, tokens))
+
+
+SHARED = {"num_shared_experts": 2, "shared_gate": True}
+CASES = {
+    "two ranks": ("all_to_all", [7, 9], {}),
+    "four ranks": ("all_to_all", [7, 9, 4, 6], {}),
+    "2 x 2": ("hierarchical", [7, 9, 4, 6], {}),
+    "256 experts": ("all_to_all", [20, 9, 14, 6], {"num_experts": 256, "top_k": 8}),
+    "256 experts, 2 x 2": ("hierarchical", [20, 9, 14, 6], {"num_experts": 256, "top_k": 8}),
+    "a rank without tokens": ("all_to_all", [7, 0, 4, 6], {}),
+    "2 x 2, a node without tokens": ("hierarchical", [0, 0, 4, 6], {}),
+    "shared experts, chunks": ("chunks", [7, 9, 4, 6], SHARED),
+    "2 x 2, shared experts, chunks": ("hierarchical chunks", [7, 9, 0, 6], SHARED),
+    "gelu with biases": ("all_to_all", [7, 9], {"activation": "gelu", "bias": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_equal_one_process(case):
+    kind, tokens, options = CASES[case]
+    for found in run_on_ranks(len(tokens), compare, kind, tokens, options):
+        routers = {n: e for n, e in found.items() if n.startswith("router")}
+        experts = {n: e for n, e in found.items() if n.startswith("experts")}
+        assert routers
+        assert experts
+        # compared separately: a router's gradient is the one that a wrong combine spoils unseen
+        assert max(routers.values()) < 1e-5, routers
+        assert max(experts.values()) < 1e-5, experts
+        assert found["y"] < 1e-5
+        assert found["x"] < 1e-5
+        assert max(found.values()) < 1e-5, found
+
+
+def with_fsdp(kind, tokens):
+    """experts over ep 2 and efsdp 2, everything else over all four ranks."""
+    moe = build(**SHARED)
+    x, grad = batch(tokens)
+    wanted = one_process(copy.deepcopy(moe), x, grad)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    expert_parallelize(moe, mesh["ep"], **KINDS[kind])
+    for module, axis in ((moe.experts, mesh["efsdp"]), (moe, dense)):
+        fully_shard(module, mesh=axis)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return errors(tokens, wanted, this_rank(moe, x, grad, tokens))
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "chunks"])
+def test_F03_expert_gradients_under_ep_and_fsdp_are_those_of_one_process(kind):
+    for found in run_on_ranks(4, with_fsdp, kind, [7, 9, 0, 6]):
+        assert max(found.values()) < 1e-5, found
+
+
+def rows_computed():
+    tokens = [5, 8, 2, 6]
+    moe = build()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    expert_parallelize(moe, mesh["ep"])
+    seen = []
+    moe.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].size(0)))
+    moe(batch(tokens)[0].split(tokens)[dist.get_rank()])
+    return sum(seen), 3 * sum(tokens)
+
+
+def test_F02_ranks_bring_their_own_tokens_and_share_the_work():
+    results = run_on_ranks(4, rows_computed)
+    assert sum(rows for rows, _ in results) == results[0][1]  # each token once, by somebody
+    assert all(0 < rows < results[0][1] for rows, _ in results)
+
+
+def idle(efsdp):
+    """One token in the whole job: most ranks have no tokens, most experts no rows."""
+    moe = build(top_k=1)
+    mesh = init_device_mesh("cpu", (4 // efsdp, efsdp), mesh_dim_names=("ep", "efsdp"))
+    expert_parallelize(moe, mesh["ep"])
+    if efsdp > 1:
+        fully_shard(moe.experts, mesh=mesh["efsdp"])
+    x = torch.randn(int(dist.get_rank() == 0), DIM, requires_grad=True)
+    for _ in range(2):  # the second step hangs if the first left a rank behind
+        moe(x).sum().backward()
+    return all(p.grad is not None for p in moe.parameters())
+
+
+@pytest.mark.parametrize("efsdp", [1, 2])
+def test_F30_ranks_without_tokens_and_experts_without_rows_take_part(efsdp):
+    assert run_on_ranks(4, idle, efsdp) == [True] * 4
+
+
+def identity():
+    """What each rank holds of the experts after the split, and of a layer on the meta device."""
+    moe = build()
+    whole = {n: p.detach().clone() for n, p in moe.experts.named_parameters()}
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    expert_parallelize(torch.nn.Sequential(moe), mesh["ep"])
+    rank = dist.get_rank()
+    own = all(
+        torch.equal(p.to_local(), whole[n][2 * rank : 2 * rank + 2])
+        and p.shape == whole[n].shape
+        and p.to_local().untyped_storage().nbytes() * 4 == whole[n].untyped_storage().nbytes()
+        for n, p in moe.experts.named_parameters()
+    )
+    with torch.device("meta"):
+        empty = expert_parallelize(build_empty(), mesh["ep"])
+    shapes = {
+        (type(p).__name__, p.is_meta, p.to_local().size(0)) for p in empty.experts.parameters()
+    }
+    return own, shapes, type(moe.router.weight).__name__
+
+
+def build_empty():
+    return MoE(MoEConfig(dim=DIM, hidden_dim=24, num_experts=8, top_k=3))
+
+
+def test_experts_keep_their_global_index():
+    for own, shapes, router in run_on_ranks(4, identity):
+        assert own
+        assert shapes == {("DTensor", True, 2)}
+        assert router == "Parameter"
+
+
+def refusals():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    ep4 = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    sharded = expert_parallelize(build(), mesh["ep"])
+    wrapped = build()
+    fully_shard(wrapped.experts, mesh=mesh["efsdp"])
+    calls = [
+        lambda: expert_parallelize(torch.nn.Linear(2, 2), mesh["ep"]),
+        lambda: expert_parallelize(build(), mesh),
+        lambda: expert_parallelize(torch.nn.Sequential(build(num_experts=6)), ep4),
+        lambda: expert_parallelize(sharded, mesh["ep"]),
+        lambda: expert_parallelize(wrapped, mesh["ep"]),
+        lambda: expert_parallelize(build(), mesh["ep"], dispatcher="ring"),
+        lambda: expert_parallelize(build(), ep4, dispatcher="hierarchical", ranks_per_node=3),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  the texts are compared below
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_refused_with_value_rule_and_fix():
+    assert run_on_ranks(4, refusals)[0] == [
+        "expert_parallelize found no forge_moe.MoE in the model; pass one that has",
+        "mesh has 2 axes ('efsdp', 'ep') and must have one; pass mesh['ep']",
+        "0: num_experts 6 must be divisible by the 4 ranks of the group; "
+        "use 8 experts or ep 1, 2, 3, 6",
+        "MoE: experts are sharded already; call expert_parallelize once",
+        "MoE: experts are wrapped by FSDP; call expert_parallelize before it",
+        "dispatcher 'ring' is unknown; use all_to_all or hierarchical",
+        "ranks_per_node 3 must divide the 4 ranks of the mesh; "
+        "give the number of neighbouring ranks that share a fast network",
+    ]

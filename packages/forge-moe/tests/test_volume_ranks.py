@@ -1,0 +1,146 @@
+"""The bytes that the formula promises are the bytes handed to the collective."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_moe import Router, RouterConfig
+from forge_moe.dispatch.all_to_all import AllToAllDispatch
+from forge_moe.dispatch.hierarchical import HierarchicalDispatch
+from forge_moe.dispatch.volume import copies, exchange_volume, expected_copies
+from forge_testing import run_on_ranks
+
+EXPERTS, TOP_K, TOKENS = 16, 6, 20
+
+
+class Bytes:
+    """What this rank gives to all_to_all_single, by group: bytes to all ranks, and to others."""
+
+    def __enter__(self):
+        self.sent, self._exchange = {}, dist.all_to_all_single
+        dist.all_to_all_single = self._count
+        return self
+
+    def __exit__(self, *_):
+        dist.all_to_all_single = self._exchange
+
+    def _count(self, out, rows, out_splits=None, in_splits=None, group=None, async_op=False):
+        ranks = dist.get_world_size(group)
+        sizes = in_splits or [rows.size(0) // ranks] * ranks
+        row = rows.numel() // max(rows.size(0), 1) * rows.element_size()
+        total, others = self.sent.get(group, (0, 0))
+        total += sum(sizes) * row
+        others += (sum(sizes) - sizes[dist.get_rank(group)]) * row
+        self.sent[group] = (total, others)
+        return self._exchange(out, rows, out_splits, in_splits, group, async_op)
+
+
+def routes(rank, dim, limited):
+    """This rank's x, weights and ids; `limited` to one of two groups."""
+    torch.manual_seed(rank)
+    x = torch.randn(TOKENS + rank, dim)
+    groups = {"num_groups": 2, "top_groups": 1} if limited else {}
+    torch.manual_seed(9)
+    router = Router(RouterConfig(dim=dim, num_experts=EXPERTS, top_k=TOP_K, **groups))
+    with torch.no_grad():
+        weights, ids = router(x)
+    ids[0] = EXPERTS  # a pad
+    return x, weights, ids
+
+
+def slow_copies(ids, ranks):
+    """Distinct ranks of each token, counted in Python."""
+    size = EXPERTS // ranks
+    visits = [r for token in ids.tolist() for r in {e // size for e in token if e < EXPERTS}]
+    return [visits.count(r) for r in range(ranks)]
+
+
+def one_step(dim, dtype, chunks):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, weights, ids = routes(rank, dim, False)
+    dispatcher = AllToAllDispatch(dist.group.WORLD, EXPERTS, chunks=chunks)
+    leaf = x.to(dtype).requires_grad_()
+    found = []
+    with Bytes() as forward:
+        y, _ = dispatcher.run(leaf, weights.requires_grad_(), ids, lambda r, c, full: r * 1)
+    with Bytes() as backward:
+        y.sum().backward()
+    for index, own in enumerate((None, rank)):
+        volume = exchange_volume(
+            slow_copies(ids, world),
+            [slow_copies(routes(r, dim, False)[2], world)[rank] for r in range(world)],
+            dim=dim, top_k=TOP_K, dtype=dtype, numbers=TOP_K, chunks=chunks, rank=own,
+        )  # fmt: skip
+        bytes_ = [b.sent[dist.group.WORLD][index] for b in (forward, backward)]
+        found.append((bytes_, [volume.forward, volume.backward]))
+    return found, copies(ids, EXPERTS, world) == slow_copies(ids, world)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("dim", "dtype", "chunks"),
+    [(12, torch.float32, 1), (8, torch.bfloat16, 3), (7, torch.bfloat16, 1)],
+)
+def test_a_token_is_sent_once_per_rank_and_every_byte_is_counted(dim, dtype, chunks):
+    for found, same in run_on_ranks(4, one_step, dim, dtype, chunks):
+        assert same
+        for sent, said in found:
+            assert sent == said
+
+
+def two_steps(limited):
+    rank = dist.get_rank()
+    dim, dtype = 8, torch.float32
+    node, place = divmod(rank, 2)
+    between = dist.new_group([place, place + 2], use_local_synchronization=True)
+    within = dist.new_group([2 * node, 2 * node + 1], use_local_synchronization=True)
+    x, weights, ids = routes(rank, dim, limited)
+    with Bytes() as seen:
+        y, _ = HierarchicalDispatch(between, within, EXPERTS).run(
+            x.requires_grad_(), weights.requires_grad_(), ids, lambda r, c, full: r * 1
+        )
+        y.sum().backward()
+    all_ids = [routes(r, dim, limited)[2] for r in range(4)]
+    width = {"dim": dim, "top_k": TOP_K, "dtype": dtype}
+    outer = exchange_volume(
+        slow_copies(ids, 2), [slow_copies(all_ids[2 * v + place], 2)[node] for v in range(2)],
+        numbers=1 + 2 * TOP_K, rank=node, **width,
+    )  # fmt: skip
+
+    # what this rank passes on: rows of the ranks with its place, to the ranks of its node
+    def onward(source, target):
+        return sum(slow_copies(all_ids[2 * v + source], 4)[2 * node + target] for v in range(2))
+
+    inner = exchange_volume(
+        [onward(place, j) for j in range(2)], [onward(j, place) for j in range(2)],
+        numbers=TOP_K, rank=place, **width,
+    )  # fmt: skip
+    crossing = slow_copies(ids, 2)[1 - node]
+    return (
+        seen.sent[between][1] == outer.forward + outer.backward,
+        seen.sent[within][1] == inner.forward + inner.backward,
+        sum(slow_copies(ids, 2)), crossing, len(ids), sum(slow_copies(ids, 4)),
+    )  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_between_nodes_a_token_goes_once_and_groups_bound_it():
+    free, limited = (run_on_ranks(4, two_steps, case) for case in (False, True))
+    for outer, inner, *_ in free + limited:
+        assert outer
+        assert inner
+    for _, _, nodes, crossing, tokens, ranks in free:
+        assert crossing < tokens  # one row a token at most, whatever its 6 experts
+        assert nodes < ranks  # fewer than an all-to-all over four ranks sends
+    for _, _, nodes, _, tokens, _ in limited:
+        assert nodes == tokens - 1  # top_groups = 1: one node for each token but the pad
+
+
+def test_a_batch_without_limits_matches_the_expected_copies():
+    torch.manual_seed(0)
+    ids = torch.rand(20_000, 64).topk(8, dim=1).indices
+    for ranks in (2, 8, 64):
+        mean = sum(copies(ids, 64, ranks)) / len(ids)
+        assert mean == pytest.approx(expected_copies(64, 8, ranks), rel=0.01)
+    assert expected_copies(64, 8, 64) == pytest.approx(8)
+    assert expected_copies(64, 8, 1) == 1
