@@ -1,5 +1,6 @@
 """Mixture-of-experts routers, dispatch and grouped-GEMM experts for PyTorch."""
 
+from forge_moe.balance import AuxLosses, aux_losses, set_aux_scale, update_expert_bias
 from forge_moe.config import CAPABILITIES, MoEConfig, RouterConfig
 from forge_moe.dispatch import Dispatched, LocalDispatch
 from forge_moe.experts import Experts
@@ -9,6 +10,7 @@ from forge_moe.routers import Routed, Router, Rule
 
 __all__ = [
     "CAPABILITIES",
+    "AuxLosses",
     "Dispatched",
     "Experts",
     "LocalDispatch",
@@ -18,5 +20,8 @@ __all__ = [
     "Router",
     "RouterConfig",
     "Rule",
+    "aux_losses",
     "recompute_contexts",
+    "set_aux_scale",
+    "update_expert_bias",
 ]

@@ -9,10 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe._torch_compat import inside_backward, is_fake
+from forge_moe.balance.attach import AttachLoss
+from forge_moe.balance.losses import balance_loss, count_ids, fractions, segments_of, z_loss
+from forge_moe.balance.scopes import (
+    global_batch_counts,
+    lagged_shares,
+    micro_batch_shares,
+    sequence_shares,
+)
+from forge_moe.balance.tally import Tally
+from forge_moe.balance.terms import AuxLosses
+from forge_moe.capacity import drop_over_capacity, row_limit
 from forge_moe.config import MoEConfig
 from forge_moe.dispatch import LocalDispatch
 from forge_moe.experts import Experts
-from forge_moe.routers import Router
+from forge_moe.replay import recall, replaying
+from forge_moe.routers import Routed, Router
 
 
 class SharedExperts(nn.Module):
@@ -54,9 +67,14 @@ class MoE(nn.Module):
 
         moe = MoE(MoEConfig(dim=512, hidden_dim=1024, num_experts=8, top_k=2))
         y = moe(x)                                                # (B, S, D) or (T, D), same shape out
+        total = task_loss(y) + aux_losses(moe).total
 
-    `moe.router`, `moe.experts`, `moe.shared` (or None) and `moe.dispatcher` may be replaced.
+    `moe.router`, `moe.experts`, `moe.shared` (or None) and `moe.dispatcher` may be replaced. With several
+    processes set `moe.data_group` for `aux_scope = "global_batch"`, and `moe.sequence_group` where one
+    sequence lies on several ranks.
     """
+
+    lagged_counts: Tensor | None
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -65,15 +83,51 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         self.shared = SharedExperts(config) if config.num_shared_experts else None
         self.dispatcher: Any = LocalDispatch(config.num_experts)
+        lagged = config.aux_scope == "global_batch_lagged"
+        counts = torch.zeros(config.num_experts, dtype=torch.int64) if lagged else None
+        self.register_buffer("lagged_counts", counts)
+        self.data_group: Any = None
+        self.sequence_group: Any = None
+        self.aux_scale: Tensor | None = None
+        self.pending: AuxLosses | None = None
+        self.tally = Tally(config.num_experts)
 
     def forward(self, x: Tensor, ctx: Any = None) -> Tensor:
-        """x (B, S, D) or (T, D) -> the same shape and dtype."""
-        flat = x.reshape(-1, x.size(-1))
-        routed = self.router.route(flat)
-        out, shared = self._through_experts(flat, routed.weights, routed.ids, placed=True)
+        """x (B, S, D) or (T, D) -> the same shape and dtype.
+
+        `ctx`, if given, may have `valid` (B, S) bool, False on pads, which are neither routed nor counted
+        and get 0 from routed experts, and `document_ids` (B, S), which part a row into sequences.
+        """
+        tokens = x.reshape(-1, x.size(-1))  # (T, D)
+        valid = _flat(ctx, "valid", x)
+        if valid is not None:
+            tokens = tokens.masked_fill(~valid.unsqueeze(1), 0.0)  # whatever lies there
+        routed = self.router.route(tokens, valid)
+        weights, ids = self._within_capacity(routed, valid)
+        placed = valid is None and self.config.capacity_factor is None and self.router.rule.causal
+        out, shared = self._through_experts(tokens, weights, ids, placed=placed)
+        self._count(routed, ids, valid)
         if shared is not None:
             out = out + shared
+        if self.training and self.config.aux != "none":
+            out = self._with_losses(out, routed, valid, x, ctx)
         return out.to(x.dtype).view(x.shape)
+
+    def _within_capacity(self, routed: Routed, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights and ids (T, K), those of dropped slots 0 and E."""
+        c = self.config
+        if c.capacity_factor is None:
+            return routed.weights, routed.ids
+        tokens = routed.ids.size(0) if valid is None else valid.sum()
+        limit = row_limit(tokens, c.top_k, c.num_experts, c.capacity_factor)
+        kept = recall(
+            self,
+            "kept",
+            lambda: drop_over_capacity(
+                routed.ids, routed.weights, c.num_experts, limit, c.drop_policy
+            ),
+        )
+        return routed.weights.masked_fill(kept == c.num_experts, 0.0), kept
 
     def _through_experts(
         self, x: Tensor, weights: Tensor, ids: Tensor, *, placed: bool
@@ -84,10 +138,86 @@ class MoE(nn.Module):
         if run is not None:
             return run(x, weights, ids, self.experts, meanwhile)
         sent = self.dispatcher.dispatch(x, weights, ids)
-        full = sent.full or (placed and type(self.dispatcher) is LocalDispatch)
+        full = placed and type(self.dispatcher) is LocalDispatch
         rows = self.experts(sent.rows, sent.counts, full=full)
         shared = None if meanwhile is None else meanwhile()
         return self.dispatcher.combine(rows, sent.meta), shared
+
+    @torch.no_grad()
+    def _count(self, routed: Routed, kept: Tensor, valid: Tensor | None) -> None:
+        """Tally one forward; a recomputation is none, with recorded routes or without."""
+        if replaying() or inside_backward() or routed.ids.is_meta or is_fake(routed.ids):
+            return
+        num = self.config.num_experts
+        entropy = torch.special.entr(routed.probabilities).sum(dim=-1)  # (T,)
+        if valid is None:
+            tokens = torch.full((), entropy.numel(), dtype=torch.int64, device=entropy.device)
+        else:
+            tokens, entropy = valid.sum(), entropy.masked_fill(~valid, 0.0)
+        counts = count_ids(routed.ids, num)
+        dropped = counts.sum() - (kept != num).sum()
+        self.tally.add(counts, tokens, dropped, entropy.sum(), training=self.training)
+
+    def _with_losses(
+        self, out: Tensor, routed: Routed, valid: Tensor | None, x: Tensor, ctx: Any
+    ) -> Tensor:
+        """Keep the router losses for the caller, or attach them to `out`."""
+        c = self.config
+        zero = routed.logits.new_zeros(())
+        balance = z = sequence = zero
+        if c.aux_loss_weight:
+            shares = recall(self, "shares", lambda: self._shares(c.aux_scope, routed.ids, x, ctx))
+            balance = c.aux_loss_weight * balance_loss(shares, routed.probabilities, valid)
+        if c.sequence_loss_weight:
+            shares = recall(self, "sequence", lambda: self._shares("sequence", routed.ids, x, ctx))
+            sequence = c.sequence_loss_weight * balance_loss(shares, routed.probabilities, valid)
+        if c.z_loss_weight:
+            z = c.z_loss_weight * z_loss(routed.logits, valid)
+        terms = AuxLosses.of(balance, z, sequence)
+        if c.aux == "attach":
+            scale = recall(self, "scale", lambda: self.aux_scale)
+            scale = torch.ones_like(zero) if scale is None else scale
+            return AttachLoss.apply(out, terms.total, scale) if terms.total.requires_grad else out
+        if not (replaying() or inside_backward()):
+            self.pending = terms
+        return out
+
+    @torch.no_grad()
+    def _shares(self, scope: str, ids: Tensor, x: Tensor, ctx: Any) -> Tensor:
+        """Share of each expert, (E,) or per token (T, E), in the scope of the balance loss."""
+        num = self.config.num_experts
+        if scope == "micro_batch":
+            return micro_batch_shares(ids, num)
+        if scope == "global_batch":
+            counts = global_batch_counts(ids, num, self.data_group)
+            return fractions(self.tally.add_global(counts))
+        if scope == "global_batch_lagged":
+            assert self.lagged_counts is not None
+            return lagged_shares(self.lagged_counts)
+        documents = getattr(ctx, "document_ids", None)
+        if documents is not None and self.sequence_group is not None:
+            raise ValueError(
+                "aux_scope 'sequence' must have whole documents on a rank, and sequence_group is set with "
+                "document_ids; use micro_batch, or rows of one document"
+            )
+        rows = x.size(0) if x.dim() == 3 else 1
+        length = ids.size(0) // max(rows, 1)
+        segments, at_most = segments_of(rows, length, documents, ids.device)
+        return sequence_shares(ids, segments, at_most, num, self.sequence_group)
+
+    def statistics(self, *, reset: bool = False) -> dict[str, Tensor]:
+        """What the router did since the last reset, in training and eval, as tensors on the device:
+
+        `counts` (E,) int64 choices per expert before drops, `tokens` int64 without pads, `dropped` int64
+        slots over capacity, `entropy` fp32, mean over tokens in nats, and `bias` (E,) if there is one.
+        No host sync until the caller reads a value. Recomputation does not count.
+        """
+        found = self.tally.read()
+        if self.router.expert_bias is not None:
+            found["bias"] = self.router.expert_bias.clone()
+        if reset:
+            self.tally.reset()
+        return found
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """How each parameter and buffer begins: (kind, value) by name."""
@@ -98,6 +228,8 @@ class MoE(nn.Module):
             table |= {f"{name}.{key}": row for key, row in rows.items()}
         if self.router.expert_bias is not None:
             table["router.expert_bias"] = ("constant", 0.0)
+        if self.lagged_counts is not None:
+            table["lagged_counts"] = ("constant", 0.0)
         return table
 
     def parallel_roles(self) -> dict[str, str]:
@@ -117,3 +249,15 @@ class MoE(nn.Module):
         matrices = 3 if c.activation == "swiglu" else 2
         inside = c.top_k * c.hidden_dim + c.resolved_shared_hidden_dim
         return 2.0 * c.dim * (c.num_experts + matrices * inside + int(c.shared_gate))
+
+
+def _flat(ctx: Any, name: str, x: Tensor) -> Tensor | None:
+    """ctx.<name> as (T,) on the device of x, or None; ValueError if it is not one value per token."""
+    found: Tensor | None = getattr(ctx, name, None)
+    if found is None:
+        return None
+    if found.numel() != x.numel() // x.size(-1):
+        raise ValueError(
+            f"{name} {tuple(found.shape)} must have one value for each token of x {tuple(x.shape)}"
+        )
+    return found.to(x.device, non_blocking=True).reshape(-1)

@@ -22,8 +22,8 @@ class GroupedFeedForward(Function):
 
     One function of its own, not a chain of ops, so that (1) the hidden rows (R, F) are not kept but made
     again from gate and up, (2) a tail beyond the groups is cut off exactly twice, from the output and from
-    the gradient of x, (3) gradients reach the kernels contiguous. Keeps x, gate and up: R (D + 2 F) values.
-    No second derivatives.
+    the gradient of x, (3) gradients reach the kernels contiguous. Keeps x, gate and up, R (D + 2 F) values;
+    backward takes 2 R F more. No second derivatives.
     """
 
     @staticmethod
@@ -45,8 +45,7 @@ class GroupedFeedForward(Function):
         if not groups.full:
             out.masked_fill_(groups.tail(x.size(0)), 0.0)
         ctx.save_for_backward(x, gate, up, gate_w, up_w, down_w, groups.counts, groups.ends)
-        ctx.groups = groups._replace(counts=None, ends=None)
-        ctx.products = products
+        ctx.sizes, ctx.full, ctx.products = groups.sizes, groups.full, products
         ctx.has_bias = (gate_b is not None, up_b is not None, down_b is not None)
         return out
 
@@ -54,28 +53,31 @@ class GroupedFeedForward(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional, ...]:
         x, gate, up, gate_w, up_w, down_w, counts, ends = ctx.saved_tensors
-        groups: Groups = ctx.groups._replace(counts=counts, ends=ends)
-        products: Products = ctx.products
+        groups, products = Groups(counts, ends, ctx.sizes, ctx.full), ctx.products
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        gate_bias, up_bias, down_bias = ctx.has_bias
+
         grad = grad.contiguous()
-        grad_hidden = products.multiply(grad, down_w.transpose(1, 2), groups)  # (R, F)
-        hidden, grad_gate, grad_up = _activate_backward(gate, up, grad_hidden)
+        hidden = _activate(gate, up)  # (R, F)
         grad_down_w = products.outer(hidden, grad, groups) if needs_down else None
-        del hidden, grad_hidden
-        grad_gate_w = products.outer(x, grad_gate, groups) if needs_gate else None
+        grad_down_b = _sum_rows(grad, groups, products) if down_bias else None
+        # From here on two buffers of (R, F): a fresh one would cost more than the arithmetic in it.
+        flow = products.multiply(grad, down_w.transpose(1, 2), groups)
+        grad_up = _grad_up(gate, up, flow, out=hidden)
         grad_up_w = products.outer(x, grad_up, groups) if needs_up else None
-        grad_x = None
-        if needs_x:
-            grad_x = products.multiply(grad_up, up_w.transpose(1, 2), groups)  # (R, D)
-            if gate_w is not None:
+        grad_up_b = _sum_rows(grad_up, groups, products) if up_bias else None
+        grad_x = products.multiply(grad_up, up_w.transpose(1, 2), groups) if needs_x else None
+        grad_gate_w = grad_gate_b = None
+        if gate is not None:
+            grad_gate = _grad_gate(gate, up, flow)
+            grad_gate_w = products.outer(x, grad_gate, groups) if needs_gate else None
+            grad_gate_b = _sum_rows(grad_gate, groups, products) if gate_bias else None
+            if grad_x is not None:
                 grad_x += products.multiply(grad_gate, gate_w.transpose(1, 2), groups)
-            if not groups.full:
-                grad_x.masked_fill_(groups.tail(x.size(0)), 0.0)
-        grad_biases = (
-            _sum_rows(rows, groups, products) if there else None
-            for rows, there in zip((grad_gate, grad_up, grad), ctx.has_bias)
-        )
-        return (grad_x, grad_gate_w, grad_up_w, grad_down_w, *grad_biases, None, None)
+        if grad_x is not None and not groups.full:
+            grad_x.masked_fill_(groups.tail(x.size(0)), 0.0)
+        weights = (grad_gate_w, grad_up_w, grad_down_w)
+        return (grad_x, *weights, grad_gate_b, grad_up_b, grad_down_b, None, None)
 
 
 def _affine(x: Tensor, w: Tensor, b: Optional, groups: Groups, products: Products) -> Tensor:
@@ -95,11 +97,13 @@ def _activate(gate: Optional, up: Tensor) -> Tensor:
     return F.gelu(up) if gate is None else F.silu(gate).mul_(up)
 
 
-def _activate_backward(gate: Optional, up: Tensor, grad: Tensor) -> tuple[Tensor, Optional, Tensor]:
-    """hidden, and the gradients of gate and up, from the gradient of hidden."""
+def _grad_up(gate: Optional, up: Tensor, flow: Tensor, out: Tensor) -> Tensor:
     if gate is None:
-        return F.gelu(up), None, torch.ops.aten.gelu_backward(grad, up)
-    act = F.silu(gate)
-    hidden = act * up
-    grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    return hidden, grad_gate, act.mul_(grad)
+        return torch.ops.aten.gelu_backward(flow, up)
+    return torch.ops.aten.silu.out(gate, out=out).mul_(flow)
+
+
+def _grad_gate(gate: Tensor, up: Tensor, flow: Tensor) -> Tensor:
+    """Takes over the memory of `flow`."""
+    flow.mul_(up)
+    return torch.ops.aten.silu_backward.grad_input(flow, gate, grad_input=flow)

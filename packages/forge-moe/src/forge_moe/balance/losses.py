@@ -1,0 +1,71 @@
+"""Router losses as functions of what a router said.
+
+Shapes: T tokens, K slots per token, E experts, G segments (sequences or documents).
+"""
+
+import torch
+from torch import Tensor
+
+
+def count_ids(ids: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen: ids (T, K) in 0..E -> (E,) int64; "nowhere" is not counted."""
+    flat = ids.reshape(-1)
+    return _scatter_ones(flat, num_experts + 1)[:num_experts]
+
+
+def count_ids_per_segment(ids: Tensor, segments: Tensor, num: int, num_experts: int) -> Tensor:
+    """The same for each segment: ids (T, K), segments (T,) in 0..G-1 -> (G, E) int64."""
+    side = num_experts + 1
+    flat = (segments.unsqueeze(1) * side + ids).reshape(-1)
+    return _scatter_ones(flat, num * side).view(num, side)[:, :num_experts]
+
+
+def _scatter_ones(index: Tensor, size: int) -> Tensor:
+    # Integer sums do not depend on their order; bincount would wait for the device.
+    return index.new_zeros(size).scatter_add_(0, index, torch.ones_like(index))
+
+
+def fractions(counts: Tensor) -> Tensor:
+    """Share of each expert in counts (..., E) as fp32; rows without a count are 0."""
+    return counts.float() / counts.sum(dim=-1, keepdim=True).clamp_min(1)
+
+
+def balance_loss(shares: Tensor, probabilities: Tensor, valid: Tensor | None = None) -> Tensor:
+    """E / T sum_t sum_e f_e P_te: 1 when even, up to E when one expert takes all (Switch, eq. 4).
+
+    shares f: (E,), or (T, E) with those of each token's own sequence; constants. probabilities (T, E) with a
+    gradient. Tokens with valid (T,) False do not count. As it is linear in P, the mean of these values over
+    ranks or micro-batches, weighted by tokens, is the value of all tokens together whenever f is.
+
+    With the shares of each sequence it is DeepSeek-V3's loss per sequence (eq. 17-20), averaged over
+    sequences by length. `transformers` sums over slots where this averages: its value is K times this one.
+    """
+    per_token = torch.linalg.vecdot(probabilities, shares.expand_as(probabilities))  # (T,)
+    return probabilities.size(1) * _mean(per_token, valid)
+
+
+def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean over tokens of logsumexp(logits (T, E)) squared (ST-MoE, eq. 5)."""
+    return _mean(logits.logsumexp(dim=-1).square(), valid)
+
+
+def _mean(values: Tensor, valid: Tensor | None) -> Tensor:
+    if valid is None:
+        return values.sum() / max(values.numel(), 1)
+    return values.masked_fill(~valid, 0.0).sum() / valid.sum().clamp_min(1)
+
+
+def segments_of(
+    rows: int, length: int, document_ids: Tensor | None, device: torch.device
+) -> tuple[Tensor, int]:
+    """(segment of each of T = rows x length tokens, number G of segments at most).
+
+    Without document_ids a segment is a row; with them (rows, length) it is a run of equal ids in a row. G is
+    then T, so that no number has to come to the host; most segments are empty.
+    """
+    if document_ids is None:
+        return torch.arange(rows, device=device).repeat_interleave(length), rows
+    ids = document_ids.to(device, non_blocking=True).view(rows, length)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return begins.view(-1).cumsum(0) - 1, rows * length
