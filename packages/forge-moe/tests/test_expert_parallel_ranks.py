@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forge_moe import LocalDispatch, MoE, MoEConfig
+from forge_moe import LocalDispatch, MoE, MoEConfig, update_expert_bias
 from forge_moe.parallel import expert_parallelize
 from forge_testing import run_on_ranks
 
@@ -143,6 +143,73 @@ def with_fsdp(kind, tokens):
 def test_F03_expert_gradients_under_ep_and_fsdp_are_those_of_one_process(kind):
     for found in run_on_ranks(4, with_fsdp, kind, [7, 9, 0, 6]):
         assert max(found.values()) < 1e-5, found
+
+
+BALANCED = {"router": "sigmoid_topk", "bias_update_rate": 0.01, "top_k": 2}
+
+
+def trained(kind, tokens, over_ranks=True):
+    """Twenty steps of SGD and of the bias: weights and bias, of one process and of the ranks."""
+    moe = build(**BALANCED)
+    alone = copy.deepcopy(moe)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    expert_parallelize(moe, mesh["ep"], **KINDS[kind])
+    for step in range(20):
+        x, grad = batch(tokens, seed=step)
+        one_process(alone, x, grad)
+        this_rank(moe, x, grad, tokens)
+        update_expert_bias(alone, step, 20, groups=())
+        update_expert_bias(moe, step, 20, groups=mesh["ep"].get_group() if over_ranks else ())
+        for layer in (alone, moe):
+            for parameter in layer.parameters():
+                with torch.no_grad():
+                    parameter.sub_(1e-3 * parameter.grad)
+                parameter.grad = None
+    states = []
+    for layer in (alone, moe):
+        state = layer.state_dict()
+        states.append(
+            {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+        )
+    return states
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "hierarchical"])
+def test_F20_the_bias_after_20_steps_is_that_of_one_process(kind):
+    for alone, ranks in run_on_ranks(4, trained, kind, [9, 0, 4, 6]):
+        assert torch.equal(alone["router.expert_bias"], ranks["router.expert_bias"])
+        assert len(alone["router.expert_bias"].unique()) > 2  # it moved, in many ways
+        for name in alone:
+            assert error(ranks[name], alone[name]) < 1e-5, name
+
+
+def within_capacity():
+    moe = build(capacity_factor=0.5)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    expert_parallelize(moe, mesh["ep"])
+    seen, sent, exchange = [], [], dist.all_to_all_single
+    moe.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].size(0)))
+
+    def count(out, rows, *args, **kwargs):
+        sent.append(rows.size(0))
+        return exchange(out, rows, *args, **kwargs)
+
+    dist.all_to_all_single = count
+    try:
+        moe(batch([30])[0])
+    finally:
+        dist.all_to_all_single = exchange
+    statistics = moe.statistics()
+    kept = int(statistics["counts"].sum() - statistics["dropped"])
+    return sum(seen), kept, sent[1]
+
+
+def test_F25_dropped_rows_are_neither_computed_nor_sent():
+    results = run_on_ranks(2, within_capacity)
+    kept = sum(k for _, k, _ in results)
+    assert sum(rows for rows, _, _ in results) == kept
+    assert kept < 2 * 30 * 3 * 0.6
+    assert all(0 < sent <= k for _, k, sent in results)
 
 
 def rows_computed():
