@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RETURNED, RAISED = b"+", b"-"
 # Not one that code under test may handle, send or wait for.
-STACK_SIGNAL = signal.SIGRTMIN + 7
+STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
 _PR_SET_PDEATHSIG = 1
 
 
