@@ -123,7 +123,7 @@ def test_a_bar_while_verifying_only_on_a_terminal(root, capsys, monkeypatch):
 
 
 def test_as_a_module(root):
-    command = [sys.executable, "-m", "forge_ckpt", "verify", str(root)]
+    command = [sys.executable, "-W", "ignore", "-m", "forge_ckpt", "verify", str(root)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")
     assert "step 10: sound" in run.stdout
