@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from forge_moe import MoE, MoEConfig
 from forge_moe.statistics import (
     coactivation,
     collect,
+    drop_rate,
     expert_counts,
     load_summary,
-    router_entropy,
     tokens_per_rank,
 )
 
@@ -72,18 +73,11 @@ def test_even_and_empty_counts(counts: list[int]) -> None:
     assert [float(x) for x in summary[:3]] == pytest.approx([1.0, 1.0, 1.0])
 
 
-def test_router_entropy_leaves_pads_out() -> None:
-    probabilities = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]])
-    valid = torch.tensor([True, True, False])
-    assert float(router_entropy(probabilities, valid)) == pytest.approx(math.log(2) / 2)
-    assert float(router_entropy(4 * probabilities, valid)) == pytest.approx(math.log(2) / 2)
-    assert float(router_entropy(probabilities, valid & False)) == 0.0
-
-
-def test_collect_finds_layers_by_what_they_offer() -> None:
-    class Layer(nn.Module):
-        def statistics(self) -> dict[str, torch.Tensor]:
-            return {"counts": torch.ones(2)}
-
-    model = nn.ModuleDict({"a": Layer(), "b": nn.Linear(1, 1)})
-    assert list(collect(model)) == ["a"]
+def test_drop_rate_and_summary_of_a_layer() -> None:
+    moe = MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=4, top_k=2, capacity_factor=0.5))
+    assert drop_rate(moe.statistics()) == 0.0
+    moe(torch.randn(16, 8))
+    found = collect(nn.ModuleDict({"a": moe, "b": nn.Linear(1, 1)}))["a"]
+    kept = found["counts"].clamp(max=4).sum()  # half of the even share of 8 rows
+    assert float(drop_rate(found)) == pytest.approx(1.0 - float(kept) / 32.0)
+    assert load_summary(found["counts"]).total == 32

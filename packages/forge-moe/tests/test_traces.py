@@ -102,10 +102,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         TraceWriter(tmp_path / "trace", LAYERS)
 
 
-def test_the_routes_of_a_model_are_written_once_also_under_recomputation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_routes_of_a_model_are_written_once_also_under_recomputation(
+    tmp_path: Path, recorded: bool
+) -> None:
     model = nn.ModuleList(
         MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=n, top_k=k)) for n, k in ((4, 2), (6, 3))
     )
+    options = {"context_fn": recompute_contexts} if recorded else {}
     x = torch.randn(2, 5, 8, requires_grad=True)
     ctx = SimpleNamespace(token_ids=torch.arange(10).view(2, 5), valid=None, document_ids=None)
     with (
@@ -116,7 +120,7 @@ def test_the_routes_of_a_model_are_written_once_also_under_recomputation(tmp_pat
     ):
         y = x
         for layer in model:
-            y = checkpoint(layer, y, ctx, use_reentrant=False, context_fn=recompute_contexts)
+            y = checkpoint(layer, y, ctx, use_reentrant=False, **options)
         y.sum().backward()
     model[0](x)  # no longer traced
     records = list(read_trace(tmp_path / "trace"))

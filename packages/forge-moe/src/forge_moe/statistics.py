@@ -1,4 +1,4 @@
-"""What a router did, as tensors: load, dead experts, entropy, drops, tokens per rank, co-activation.
+"""What a router did, as tensors: load, dead experts, drops, tokens per rank, co-activation.
 
 Everything stays on the device of its inputs; nothing waits for the device until the caller reads a
 value. Costs are those of a few elementwise passes over (T, K) or (T, E).
@@ -85,17 +85,12 @@ def coactivation(ids: Tensor, num_experts: int) -> Tensor:
     return table.view(side, side)[:num_experts, :num_experts]
 
 
-def router_entropy(probabilities: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean over tokens of the entropy of probabilities (T, E) in nats; a 0-dim fp32 tensor.
+def drop_rate(found: Mapping[str, Tensor]) -> Tensor:
+    """Part of the chosen slots that a capacity dropped, of a layer's `statistics()`; 0-dim fp32.
 
-    Rows are normalised first, so that sigmoid scores may be given. `valid` (T,) bool leaves pads out;
-    without any token the answer is 0.
+    drop_rate(moe.statistics())
     """
-    p = probabilities.detach().float()
-    p = p / p.sum(1, keepdim=True).clamp(min=1e-20)
-    rows = -torch.special.xlogy(p, p).sum(1)  # (T,)
-    keep = torch.ones_like(rows) if valid is None else valid.to(rows).flatten()
-    return torch.where(keep > 0, rows, 0.0).sum() / keep.sum().clamp(min=1)
+    return found["dropped"].float() / found["counts"].sum().clamp(min=1)
 
 
 def collect(model: nn.Module) -> dict[str, Mapping[str, Any]]:

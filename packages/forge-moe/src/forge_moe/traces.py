@@ -4,7 +4,7 @@ A trace is one file (a rank writes its own):
 
     8 bytes   b"FMOETRC1"
     uint32    length of the header
-    header    JSON: {"byteorder": "little", "weights": bool, "token_ids": bool,
+    header    JSON: {"weights": bool, "token_ids": bool,
                      "layers": [{"name": str, "num_experts": int, "top_k": int}, ...]}
     records   until the end of the file, each
         uint64 step, uint32 layer (place in "layers"), uint32 T, uint32 CRC-32 of what follows
@@ -12,8 +12,8 @@ A trace is one file (a rank writes its own):
         weights    T * K fp32, if "weights"
         token ids  T int32, if "token_ids"
 
-Integers and floats have the header's byte order. Records stand in the order of the calls, so the
-micro-batches of a step follow one another. A file cut off by a crash is readable up to the cut.
+Integers and floats are little-endian. Records stand in the order of the calls, so the micro-batches of a
+step follow one another. A file cut off by a crash is readable up to the cut.
 
 Shapes: T tokens, K slots per token.
 """
@@ -22,22 +22,21 @@ import ctypes
 import json
 import os
 import struct
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from forge_moe._torch_compat import inside_backward
 from forge_moe.replay import replaying
 
 MAGIC = b"FMOETRC1"
-_LENGTH = struct.Struct("=I")
-_HEAD = struct.Struct("=QIII")
+_LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<QIII")
 
 
 class TracedLayer(NamedTuple):
@@ -88,7 +87,6 @@ class TraceWriter:
             raise ValueError("two layers have one name; give each its own")
         self.weights, self.token_ids = weights, token_ids
         header = {
-            "byteorder": sys.byteorder,
             "weights": weights,
             "token_ids": token_ids,
             "layers": [layer._asdict() for layer in layers],
@@ -135,12 +133,7 @@ class TraceWriter:
     def __enter__(self) -> "TraceWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -196,7 +189,7 @@ def trace_routes(
                 model(tokens)
 
     Written is what the router chose, before a capacity drops anything; token ids are those of the
-    context `ctx` that the layer is called with. Decisions replayed by recomputation are not written
+    context `ctx` that the layer is called with. Recomputation does not write
     again. Each call waits for the device, so trace some steps rather than all.
     """
     undo = [_trace_layer(name, layer, writer, step) for name, layer in _layers(model)]
@@ -226,7 +219,7 @@ def _trace_layer(
 
     def traced(x: Tensor, valid: Tensor | None = None) -> Any:
         routed = route(x, valid)
-        if not replaying():
+        if not (replaying() or inside_backward()):
             token_ids = getattr(seen["ctx"], "token_ids", None) if writer.token_ids else None
             weights = routed.weights if writer.weights else None
             writer.write(step(), name, routed.ids, weights, token_ids)
@@ -249,11 +242,8 @@ def _read_header(file: BinaryIO, path: Path) -> Mapping[str, Any]:
     (length,) = _LENGTH.unpack(start[len(MAGIC) :])
     try:
         header: Mapping[str, Any] = json.loads(file.read(min(length, 2**24)))
-        order = header["byteorder"]
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: the header is damaged ({error}); write it again") from error
-    if order != sys.byteorder:
-        raise ValueError(f"{path} was written {order}-endian; read it on such a machine")
     return header
 
 

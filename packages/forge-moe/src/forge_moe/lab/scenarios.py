@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Shape(NamedTuple):
-    """num_experts must be divisible by num_ranks, and hold top_k."""
+    """T, E, K, and the number of ranks that share the experts."""
 
     num_tokens: int
     num_experts: int
