@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from forge_core import Transformer, TransformerConfig
+from forge_moe import MoE
+from forge_moe.gemm import choose_products
 from forge_parallel import ParallelConfig, end_process_group, launch, make_meshes, parallelize
 from forge_testing import run_on_ranks, write_job
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
@@ -128,7 +130,64 @@ ROPE = {
     "model.rope_scaling.original_max_position": 100,
 }
 
+MOE = {"model.moe.num_experts": 4, "model.num_layers": 2}
+GROUPS = {**MOE, "model.moe.num_experts": 8, "model.moe.num_groups": 4, "model.moe.top_groups": 2}
+SHARED = {**MOE, "model.moe.num_shared_experts": 1}
+FULL = {**MOE, "model.moe.capacity_factor": 0.6}
+LOSS = {**MOE, "model.moe.aux_loss_weight": 0.5}
+BIAS = {**MOE, "model.moe.bias_update_rate": 0.1}
+
+
+def routed(t: Trainer) -> Any:
+    """Output of the first mixture on tokens that differ, with weights that tell experts apart."""
+    t._materialise()
+    (layer, *_) = (m for m in t.model.modules() if isinstance(m, MoE))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(0.0, 1.0, generator=generator)
+        x = torch.randn(64, 16, generator=generator)
+        return layer(x).double().square().sum().item()
+
+
+def biases(t: Trainer) -> Any:
+    t.fit()
+    return {n: b.tolist() for n, b in t.model.named_buffers()}
+
+
+def products(t: Trainer) -> Any:
+    (layer, *_) = (m for m in t.model.modules() if isinstance(m, MoE))
+    return choose_products(layer.config.backend, torch.zeros(4, 16), (16, 48))
+
+
 PROBES: dict[str, Probe] = {
+    "model.moe.num_experts": Probe(4, shapes),
+    "model.moe.every_n_layers": Probe(2, shapes, MOE),
+    "model.moe.first_dense_layers": Probe(1, shapes, MOE),
+    "model.moe.width_multiplier": Probe(0.5, shapes, MOE),
+    "model.moe.top_k": Probe(1, routed, MOE),
+    "model.moe.router": Probe("sigmoid_topk", routed, MOE),
+    "model.moe.normalize": Probe("before_top_k", routed, MOE),
+    "model.moe.num_groups": Probe(2, routed, MOE),
+    "model.moe.top_groups": Probe(3, routed, GROUPS),
+    "model.moe.group_score": Probe("max", routed, GROUPS),
+    "model.moe.route_scale": Probe(2.0, routed, MOE),
+    "model.moe.expert_bias": Probe(True, lambda t: list(dict(t.model.named_buffers())), MOE),
+    "model.moe.activation": Probe("gelu", shapes, MOE),
+    "model.moe.bias": Probe(True, shapes, MOE),
+    "model.moe.num_shared_experts": Probe(1, shapes, MOE),
+    "model.moe.shared_hidden_dim": Probe(24, shapes, SHARED),
+    "model.moe.shared_gate": Probe(True, shapes, SHARED),
+    "model.moe.capacity_factor": Probe(0.6, routed, MOE),
+    "model.moe.drop_policy": Probe("probability", routed, FULL),
+    "model.moe.aux_loss_weight": Probe(0.5, trained, MOE),
+    "model.moe.aux_scope": Probe("sequence", trained, LOSS),
+    "model.moe.sequence_loss_weight": Probe(0.5, trained, MOE),
+    "model.moe.z_loss_weight": Probe(0.5, trained, MOE),
+    "model.moe.bias_update_rate": Probe(0.1, biases, MOE),
+    "model.moe.bias_center": Probe(True, biases, BIAS),
+    "model.moe.bias_schedule": Probe("cosine", biases, BIAS),
+    "model.moe.backend": Probe("batched", products, MOE),
     "run.dir": Probe("elsewhere", lambda t: str(t.paths.path)),
     "run.seed": Probe(1, initial),
     "model.name": Probe(

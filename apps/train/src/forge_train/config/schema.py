@@ -9,6 +9,7 @@ from typing import Any, Literal
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
+from forge_train.config.experts import MoESection
 
 
 def _field(default: Any, help: str) -> Any:
@@ -49,6 +50,22 @@ class DenseModelConfig(TransformerConfig):
     """The built-in dense transformer, as the [model] table of a job."""
 
     name: str = _field("transformer", "'transformer', or an import path 'my_lab.model:build'")
+    moe: MoESection = field(
+        default_factory=MoESection, metadata={"help": "which feed-forwards are mixtures of experts"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.moe.num_experts and not self.moe_layers:
+            raise ValueError(
+                f"moe.num_experts {self.moe.num_experts} needs a layer to be in: first_dense_layers "
+                f"{self.moe.first_dense_layers} leaves none of {self.num_layers}; lower it"
+            )
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Layers whose feed-forward is a mixture."""
+        return [i for i in range(self.num_layers) if self.moe.is_mixture(i)]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from forge_data.batch import IGNORE
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError
 from forge_train.trainer.callbacks import import_attribute
+from forge_train.trainer.mixtures import feed_forward_factory
 
 
 def build_model(section: ModelSection, seed: int) -> nn.Module:
@@ -32,7 +33,7 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     """
     if isinstance(section, DenseModelConfig):
         with torch.device("meta"):
-            return Transformer(section)
+            return Transformer(section, feed_forward=feed_forward_factory(section))
     build = import_attribute(section.name, "model.name")
     try:
         inspect.signature(build).bind(vocab_size=section.vocab_size, **section.args)

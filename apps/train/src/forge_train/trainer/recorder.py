@@ -23,6 +23,8 @@ class PendingRow:
     row: dict[str, Any]
     loss: torch.Tensor
     grad_norm: torch.Tensor
+    more: Callable[[], dict[str, float]] = dict
+    """Further columns, read from the device with the values above."""
 
 
 class Recorder:
@@ -66,6 +68,7 @@ class Recorder:
         pending, self.pending = self.pending, None
         row = pending.row
         row["loss"], row["grad_norm"] = _finite(pending.loss), _finite(pending.grad_norm)
+        row.update(pending.more())
         for sink in self.sinks:
             sink.write(row)
         return row

@@ -21,8 +21,16 @@ from forge_train.errors import ConfigError, JobError
 
 #: Keys whose change makes another experiment; the rest may change between lives of a run.
 FIXED_KEYS = ("run.seed", "optimizer.name", "data.seq_len")
-#: Of [model] everything is fixed but what shapes no output: the length limit and the initial spread.
-FREE_MODEL_KEYS = ("model.max_seq_len", "model.init_std")
+#: Of [model] everything is fixed but what shapes no output: the length limit, the initial spread, the
+#: weights of router losses, how products are computed.
+FREE_MODEL_KEYS = (
+    "model.max_seq_len",
+    "model.init_std",
+    "model.moe.aux_loss_weight",
+    "model.moe.sequence_loss_weight",
+    "model.moe.z_loss_weight",
+    "model.moe.backend",
+)
 
 
 def _is_fixed(key: str) -> bool:

@@ -58,6 +58,7 @@ from forge_train.trainer.build import (
 )
 from forge_train.trainer.callbacks import Callback, load_callbacks
 from forge_train.trainer.evaluate import evaluate
+from forge_train.trainer.mixtures import Mixtures
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
@@ -219,6 +220,8 @@ class Trainer:
         )
         self._parameters = list(self.model.parameters())
         self.optimizer = _as_config_error(lambda: build_optimizer(self.model, config.optimizer))
+        micro = config.train.micro_batch or config.train.global_batch // self.meshes.batch_size
+        self.mixtures = Mixtures(self.model, self.meshes, micro / config.train.global_batch)
         self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
         torch.manual_seed(config.run.seed + self.meshes.rank)  # a stream for each rank
 
@@ -287,14 +290,17 @@ class Trainer:
         clip_grads_(self._parameters, grad_norm, self.config.train.max_grad_norm)
         self._read_pending()  # of the step before: the device has long finished it
         self.optimizer.set_lr(lr)
-        self._update(nonfinite(loss, grad_norm))
+        bad = nonfinite(loss, grad_norm)
+        self._update(bad)
+        self.mixtures.end_step(self.progress.step, self.total_steps, bad)
         self.optimizer.zero_grad()
         tokens = batch.tokens.numel() * self.meshes.batch_size
         self.progress.step += 1
         self.progress.tokens += tokens
         self.meter.count(tokens)
         if self._due(self.config.metrics.every_steps) or self._evaluation_due():
-            self.recorder.pending = PendingRow(self._row(lr, batch.digest), loss, grad_norm)
+            row = self._row(lr, batch.digest)
+            self.recorder.pending = PendingRow(row, loss, grad_norm, self.mixtures.take())
 
     def _next_batch(self) -> Batch:
         """This rank's share; one without labels if it cannot be read, which the vote then tells."""
@@ -414,6 +420,7 @@ class Trainer:
                 self.meshes,
                 self.agreement,
             )
+        self.mixtures.forget()
         self._last_evaluated = self.progress.step
         if self.recorder.pending is not None:
             self.recorder.pending.row["val_loss"] = self.val_loss

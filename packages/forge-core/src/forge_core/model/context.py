@@ -33,7 +33,7 @@ class TokenContext:
     """Plain tensors about a batch of tokens, all optional; one object serves all blocks of a forward.
 
     token_ids (B, S) int64; valid (B, S) bool, False on padding; document_ids (B, S) int, equal and
-    adjacent = one document (any id may be used, -1 by habit for padding); modality_ids (B, S) int;
+    adjacent = one document (negative: padding); modality_ids (B, S) int;
     positions (B or 1, S) int64.
 
     What blocks derive from these (rotary tables, segment plans) is computed at the first request

@@ -110,7 +110,7 @@ class Transformer(nn.Module):
 
         positions (B, S) or (1, S); by default they count from 0 in each document, and go on after
         cached tokens. document_ids (B, S), integers on any device: tokens see their own document
-        only; on an accelerator they cost one host sync, on the CPU none. With a cache and no
+        only, and a negative id is padding; on an accelerator they cost one host sync, on the CPU none. With a cache and no
         document_ids every row goes on with its newest document. `last_only` gives (B, 1, V).
 
         Raises ValueError for a row longer than max_seq_len and for shapes that do not fit.
@@ -164,7 +164,12 @@ class Transformer(nn.Module):
             if cache is not None:
                 first = [starts[0] for starts in cache.history.peek(document_ids, rows, size)]
             positions = default_positions(size, document_ids, tokens.device, past, first)
-        return TokenContext(token_ids=tokens, document_ids=document_ids, positions=positions)
+        return TokenContext(
+            token_ids=tokens,
+            valid=_not_padding(document_ids),
+            document_ids=document_ids,
+            positions=positions,
+        )
 
     def new_cache(self, max_length: int) -> KVCache:
         """An empty cache for rows of up to `max_length` tokens."""
@@ -198,6 +203,14 @@ class Transformer(nn.Module):
         """
         head = 2.0 * self.config.dim * self.config.vocab_size
         return head + sum(_flops(block, seq_len) for block in self.blocks())
+
+
+def _not_padding(document_ids: Tensor | None) -> Tensor | None:
+    """True where a document is (ids from 0 up); None where the host can see that it is everywhere."""
+    if document_ids is None:
+        return None
+    valid = document_ids >= 0
+    return None if valid.device.type == "cpu" and bool(valid.all()) else valid
 
 
 def _dense(config: TransformerConfig) -> FeedForward:
