@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forge_moe import LocalDispatch, MoE, MoEConfig, update_expert_bias
+from forge_moe import LocalDispatch, MoE, MoEConfig, recompute_contexts, update_expert_bias
 from forge_moe.parallel import expert_parallelize
 from forge_testing import run_on_ranks
 
@@ -42,15 +42,19 @@ def batch(tokens, seed=0):
     return torch.randn(sum(tokens), DIM, generator=g), torch.randn(sum(tokens), DIM, generator=g)
 
 
-def one_process(moe, x, grad):
-    """y and every gradient of the plain layer on all tokens; asserts the margin of its routes."""
+def one_process(moe, x, grad, parts=None):
+    """y and every gradient of the plain layer on all tokens; asserts the margin of its routes.
+
+    `parts`: the layer sees the tokens of each rank apart, for what depends on the batch.
+    """
     assert type(moe.dispatcher) is LocalDispatch
     k = moe.config.top_k
     if len(x) and k < moe.config.num_experts:
         top = moe.router.route(x).logits.topk(k + 1, dim=1).values
-        assert (top[:, k - 1] - top[:, k]).min() > MARGIN
+        gaps = top[:, k - 1] - top[:, k]
+        assert ((gaps > MARGIN) | (gaps == 0)).all()  # a tie is one on every rank
     x = x.clone().requires_grad_()
-    y = moe(x)
+    y = torch.cat([moe(part) for part in x.split(parts or [len(x)])])
     (y * grad).sum().backward()
     return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in moe.named_parameters()}
 
@@ -84,10 +88,13 @@ def errors(tokens, wanted, found):
     return {name: error(found[name], mine[name]) for name in mine}
 
 
-def compare(kind, tokens, options):
-    moe = build(**options)
-    x, grad = batch(tokens)
-    wanted = one_process(copy.deepcopy(moe), x, grad)
+def compare(kind, tokens, options, apart=False, dtype=torch.float32, ties=False):
+    moe = build(**options).to(dtype)
+    x, grad = (t.to(dtype) for t in batch(tokens))
+    if ties:  # equal columns of the router: pairs of experts that no token can tell apart
+        with torch.no_grad():
+            moe.router.weight[1::2] = moe.router.weight[::2]
+    wanted = one_process(copy.deepcopy(moe), x, grad, tokens if apart else None)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     moe = expert_parallelize(moe, mesh["ep"], **KINDS[kind])
     return errors(tokens, wanted, this_rank(moe, x, grad, tokens))
@@ -122,6 +129,82 @@ def test_ranks_equal_one_process(case):
         assert found["y"] < 1e-5
         assert found["x"] < 1e-5
         assert max(found.values()) < 1e-5, found
+
+
+ROUTERS = {
+    "weights of all experts": ({"normalize": "before_top_k"}, False),
+    "sigmoid, groups": (
+        {
+            "router": "sigmoid_topk",
+            "num_groups": 4,
+            "top_groups": 2,
+            "top_k": 3,
+            "route_scale": 2.5,
+        },
+        False,
+    ),
+    "uniform": ({"router": "uniform"}, True),
+    "expert choice": ({"router": "expert_choice"}, True),
+    "capacity, by position": ({"capacity_factor": 0.6}, True),
+    "capacity, by probability": ({"capacity_factor": 0.6, "drop_policy": "probability"}, True),
+    "padded batch": ({"backend": "batched"}, False),
+    "grouped kernel": ({"backend": "grouped_mm"}, False),
+    "loop": ({"backend": "loop"}, False),
+}
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "hierarchical chunks"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_and_backend_equals_one_process(kind, router):
+    """What looks at the whole batch (`apart`) sees the tokens of its rank."""
+    options, apart = ROUTERS[router]
+    tokens = [40, 12, 0, 17]
+    for found in run_on_ranks(4, compare, kind, tokens, options, apart):
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "hierarchical"])
+def test_exact_ties_and_500_tokens(kind):
+    for found in run_on_ranks(
+        4, compare, kind, [500, 131, 1, 64], {"top_k": 2}, False, torch.float64, True
+    ):
+        assert max(found.values()) < 1e-12, found  # nothing on the way is narrower than fp64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_differs_by_roundings_of_the_wire(kind):
+    for found in run_on_ranks(4, compare, kind, [40, 12, 0, 17], SHARED, False, torch.bfloat16):
+        # sums of at most 4 parts, each rounded to 2^-8 once or twice, then y itself; gradients alike
+        assert max(found.values()) < 2e-2, found
+        assert found["y"] < 1e-2
+
+
+def recomputed(kind):
+    """Checkpointed layers over ranks with FSDP: errors, and counts of the recomputation."""
+    from torch.utils.checkpoint import checkpoint
+
+    tokens = [9, 5, 0, 6]
+    moe = build(**SHARED)
+    x, grad = batch(tokens)
+    wanted = one_process(copy.deepcopy(moe), x, grad)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    expert_parallelize(moe, mesh["ep"], **KINDS[kind])
+    fully_shard(moe.experts, mesh=mesh["efsdp"])
+    moe.experts.set_gradient_divide_factor(1.0)
+    moe.experts.set_force_sum_reduction_for_comms(True)
+    forward = moe.forward
+    moe.forward = lambda x: checkpoint(
+        forward, x, use_reentrant=False, context_fn=recompute_contexts
+    )
+    found = errors(tokens, wanted, this_rank(moe, x, grad, tokens))
+    return found, int(moe.statistics()["counts"].sum()), 3 * tokens[dist.get_rank()]
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "chunks"])
+def test_recomputation_over_ranks_with_fsdp_counts_once(kind):
+    for found, counted, chosen in run_on_ranks(4, recomputed, kind):
+        assert max(found.values()) < 1e-5, found
+        assert counted == chosen
 
 
 def with_fsdp(kind, tokens):

@@ -6,8 +6,8 @@ Shapes: T tokens, K slots per token, D width, E experts, W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import comb
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +17,18 @@ from forge_moe.dispatch.wire import RowLayout, wants
 _COUNT_BYTES = 8
 
 
-@dataclass(frozen=True)
-class Volume:
+class Volume(NamedTuple):
     """Bytes that one rank hands to the exchanges of one layer, forward and backward.
 
     `counts` split sizes, `rows` tokens with their ids and weights, `sums` weighted outputs on their way
-    back, `row_grads` and `sum_grads` their gradients. Volumes of several steps add.
+    back, `sum_grads` and `row_grads` their gradients.
     """
 
-    counts: int = 0
-    rows: int = 0
-    sums: int = 0
-    sum_grads: int = 0
-    row_grads: int = 0
+    counts: int
+    rows: int
+    sums: int
+    sum_grads: int
+    row_grads: int
 
     @property
     def forward(self) -> int:
@@ -38,12 +37,6 @@ class Volume:
     @property
     def backward(self) -> int:
         return self.sum_grads + self.row_grads
-
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(*(a + b for a, b in zip(self._parts(), other._parts())))
-
-    def _parts(self) -> tuple[int, ...]:
-        return (self.counts, self.rows, self.sums, self.sum_grads, self.row_grads)
 
 
 def copies(ids: Tensor, num_experts: int, ranks: int) -> list[int]:
@@ -63,15 +56,15 @@ def exchange_volume(
     dim: int,
     top_k: int,
     dtype: torch.dtype = torch.bfloat16,
-    numbers: int = 2,
+    numbers: int,
     chunks: int = 1,
     rank: int | None = None,
 ) -> Volume:
     """Bytes of one step of a dispatch for a rank that sends and receives these rows per rank (W,).
 
     A row is its D elements, K fp32 weights and K int32 ids, padded to 16 bytes; its gradient goes without
-    ids; a sum is D elements. `numbers` int64 per rank pair and chunk are the split sizes (2 in an
-    all-to-all step; 1 + 2 L between nodes of L ranks). With `rank`, this rank's own, what it sends to
+    ids; a sum is D elements. `numbers` int64 per rank pair and chunk are the split sizes (K in an
+    all-to-all step, 1 + L K between nodes of L ranks). With `rank`, this rank's own, what it sends to
     itself (no network) is left out. `AllToAllDispatch` is one step, `HierarchicalDispatch` two.
     """
     out = [n for r, n in enumerate(sent) if r != rank]

@@ -151,7 +151,7 @@ def _start(rows: Tensor, route: Route, *, home: bool) -> _Leg:
 
 
 def _sum_parts(rows: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
-    """(T, D) sums of each token's rows (N + 1, D), lowest rank first, each rounded to `dtype`."""
+    """(T, D) in `dtype`: sums of each token's rows of (N + 1, D), lowest rank first."""
     total = torch.zeros(route.parts.size(0), rows.size(1), dtype=dtype, device=rows.device)
     for part in route.parts.unbind(1):
         total += rows.index_select(0, part)
