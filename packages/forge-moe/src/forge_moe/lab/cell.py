@@ -73,8 +73,8 @@ def run_cell(
     if mesh is not None:
         from forge_moe.parallel import expert_parallelize
 
-        options = {"ranks_per_node": ranks // 2} if dispatcher == "hierarchical" else {}
-        expert_parallelize(layer, mesh, dispatcher=dispatcher, **options)
+        options: Any = {"ranks_per_node": ranks // 2} if dispatcher == "hierarchical" else {}
+        expert_parallelize(layer, mesh, **options, dispatcher=dispatcher)  # type: ignore[arg-type]
     ids = [
         [SCENARIOS[scenario](shape, r, step).to(settings.device) for r in range(ranks)]
         for step in range(STEPS)
@@ -83,7 +83,6 @@ def run_cell(
     steps = [_step(layer, inputs[rank], ids[step][rank]) for step in range(STEPS)]
 
     seconds = _seconds(steps, settings.rounds, mesh)
-    layer.zero_grad()
     error = _error(layer, reference, inputs, ids[-1], rank, steps[-1]())
     bound = BOUNDS["float8" if backend == "float8" else settings.dtype]
     (error,) = _worst([error], mesh)
@@ -184,7 +183,8 @@ def _error(
     for name, parameter in layer.experts.named_parameters():
         full, grad = weights[f"experts.{name}"].grad, parameter.grad
         assert full is not None
-        local: Any = grad.to_local() if hasattr(grad, "to_local") else grad
+        assert grad is not None
+        local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
         first = rank * local.size(0) if local.size(0) < full.size(0) else 0
         pairs.append((local, full[first : first + local.size(0)]))
     return max(_relative(got, want) for got, want in pairs)

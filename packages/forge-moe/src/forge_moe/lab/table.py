@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 from forge_moe.lab.cell import Cell, Settings, run_cell
 from forge_moe.lab.scenarios import SCENARIOS
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.ranks == 1:
             found, refused = _measure(given, settings, None)
         else:
-            torch.multiprocessing.spawn(_worker, (given, settings, folder), given.ranks)
+            spawn(_worker, (given, settings, folder), given.ranks)
             found, refused = json.loads((Path(folder) / "cells").read_text())
             found = [Cell(**cell) for cell in found]
     if given.json:
@@ -84,10 +86,10 @@ def _measure(given: Any, settings: Settings, mesh: Any) -> tuple[list[Cell], lis
 
 def _worker(rank: int, given: Any, settings: Settings, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", given.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=given.ranks)
+    meet = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=given.ranks)
     try:
-        mesh = dist.init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("ep",))
+        mesh = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("ep",))
         found, refused = _measure(given, settings, mesh)
         if rank == 0:
             text = json.dumps([[asdict(cell) for cell in found], refused])
