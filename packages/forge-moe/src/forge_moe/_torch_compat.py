@@ -1,6 +1,7 @@
 """Private or new torch names in use, each with the versions it was seen in."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,26 @@ def _find_grouped_mm() -> Callable[..., Tensor] | None:
 
 
 grouped_mm = _find_grouped_mm()
+
+
+def scaled_grouped_mm(*operands: Any, **options: Any) -> Tensor:
+    """Grouped product of float8 rows and matrices with fp32 scales, CUDA from SM90 on (torch 2.8 to 2.13).
+
+    Not run by us: no machine with the kernel was at hand.
+    """
+    return torch._scaled_grouped_mm(*operands, **options)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for where `x` lies, or None; meta, which it does not know, included."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off where `x` lies."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def inside_backward() -> bool:

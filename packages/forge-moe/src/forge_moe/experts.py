@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_moe._torch_compat import autocast_dtype
 from forge_moe.config import MoEConfig
 from forge_moe.gemm import GroupedFeedForward, Groups, choose_products
 
@@ -45,7 +46,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor, *, full: bool = False) -> Tensor:
         """Rows (R, D) through their experts. `full` promises that counts.sum() is R: saves two passes."""
-        dtype = _compute_dtype(rows)
+        dtype = autocast_dtype(rows) or rows.dtype
         weights = [_local(p, dtype) for p in (self.gate_proj, self.up_proj, self.down_proj)]
         biases = [
             _local(p, dtype) for p in (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias)
@@ -74,11 +75,6 @@ class Experts(nn.Module):
         """Number and shape, for print(model)."""
         c = self.config
         return f"{c.num_experts} x ({c.dim} -> {c.hidden_dim} -> {c.dim}), {c.activation}"
-
-
-def _compute_dtype(rows: Tensor) -> torch.dtype:
-    kind = rows.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 
 
 def _local(parameter: Any, dtype: torch.dtype) -> Tensor | None:

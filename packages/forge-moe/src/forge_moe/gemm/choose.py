@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake
+from forge_moe.gemm.float8 import EMULATED, SCALED
 from forge_moe.gemm.products import BATCHED, GROUPED_MM, LOOP, SHAPES, Products
 
 
@@ -12,7 +13,7 @@ def choose_products(name: str, x: Tensor, widths: tuple[int, ...]) -> Products:
 
     "auto" is `grouped_mm` where its kernel runs: bf16 (on CPUs also fp32 and fp16), widths a multiple of 16
     bytes, fp32 not under torch.compile. Elsewhere it is the loop, which on an accelerator costs one host
-    sync per layer. A named backend is taken or refused with ValueError, never exchanged.
+    sync per layer. "float8" is torch's scaled kernel on a GPU and an emulation elsewhere. A named backend is taken or refused with ValueError, never exchanged.
     """
     obstacle = _obstacle(x, widths)
     if name == "auto":
@@ -21,6 +22,8 @@ def choose_products(name: str, x: Tensor, widths: tuple[int, ...]) -> Products:
         raise ValueError(f"backend 'grouped_mm' {obstacle}; use backend = 'auto' or 'loop'")
     if name != "grouped_mm" and is_compiling_or_fake(x) and not torch.compiler.is_compiling():
         return SHAPES
+    if name == "float8":
+        return _float8(x, widths)
     return {"grouped_mm": GROUPED_MM, "loop": LOOP, "batched": BATCHED}[name]
 
 
@@ -38,3 +41,19 @@ def _obstacle(x: Tensor, widths: tuple[int, ...]) -> str | None:
     if any(width % step for width in widths):
         return f"needs widths that are multiples of {step} in {x.dtype}, and they are {widths}"
     return None
+
+
+def _float8(x: Tensor, widths: tuple[int, ...]) -> Products:
+    if x.device.type != "cuda":
+        return EMULATED
+    if x.dtype != torch.bfloat16 or any(width % 16 for width in widths):
+        raise ValueError(
+            f"backend 'float8' needs bf16 rows and widths that are multiples of 16, and they are {x.dtype} "
+            f"and {widths}; use precision bf16, or backend = 'auto'"
+        )
+    if torch.cuda.get_device_capability(x.device) < (9, 0):
+        raise ValueError(
+            f"backend 'float8' needs a GPU of capability 9.0 (H100) or later, and this is "
+            f"{torch.cuda.get_device_name(x.device)}; use backend = 'auto'"
+        )
+    return SCALED

@@ -51,11 +51,15 @@ def _loop_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
 
 def _grouped_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     assert grouped_mm is not None
+    if x.size(0) == 0:  # the kernel refuses the strides of empty tensors
+        return x.new_empty(0, w.size(2))
     return grouped_mm(x, w, offs=groups.ends)
 
 
 def _grouped_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
     assert grouped_mm is not None
+    if x.size(0) == 0:
+        return x.new_zeros(groups.ends.numel(), x.size(1), g.size(1))
     return grouped_mm(x.T, g, offs=groups.ends)
 
 
@@ -65,11 +69,9 @@ def _padded(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     fullest = max(groups.sizes, default=0)
     expert = groups.experts_of_rows(x.size(0))
     row = torch.arange(x.size(0), device=x.device)
-    begin = groups.ends.to(torch.int64) - groups.counts
+    begin = groups.ends - groups.counts
     place = expert * fullest + (row - begin[expert])
-    place = place.clamp_(
-        max=len(groups.sizes) * fullest
-    )  # the tail shares one place behind the end
+    place = torch.where(row < groups.ends[-1], place, len(groups.sizes) * fullest)  # tail: the end
     out = x.new_zeros(len(groups.sizes) * fullest + 1, x.size(1))
     out.index_copy_(0, place, x)
     return out[:-1].view(len(groups.sizes), fullest, x.size(1)), place

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe._torch_compat import without_autocast
 from forge_moe.config import RouterConfig
 from forge_moe.replay import recall
 from forge_moe.routers.registry import find_rule
@@ -82,7 +83,7 @@ class Router(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return F.linear(x.to(dtype), self.weight.to(dtype))  # (T, E)
 
     @torch.no_grad()

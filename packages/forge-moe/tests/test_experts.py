@@ -1,0 +1,252 @@
+"""The stack of experts: backends, tails, idle experts, syncs, autocast, float8, meta."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_moe import Experts, MoE, MoEConfig
+from forge_moe.gemm.choose import choose_products
+from forge_moe.gemm.float8 import to_float8
+from forge_moe.gemm.products import GROUPED_MM, LOOP
+
+BACKENDS = ["loop", "grouped_mm", "batched", "float8"]
+
+
+def experts(num: int = 4, **settings) -> Experts:
+    torch.manual_seed(0)
+    built = Experts(MoEConfig(**{"dim": 8, "hidden_dim": 16, "num_experts": num, **settings}))
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return built
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tail_is_neither_computed_nor_allowed_to_poison(backend: str, dtype: torch.dtype) -> None:
+    """Torch leaves what lies beyond the groups as it finds it, forward and backward."""
+    one = experts(backend=backend, bias=True).to(dtype)
+    counts = torch.tensor([2, 0, 3, 0])
+    rows = torch.randn(9, 8).to(dtype)
+    alone = rows[:5].clone().requires_grad_()
+    one(alone, counts).float().square().sum().backward()
+    wanted = [p.grad.clone() for p in one.parameters()]
+    one.zero_grad()
+    rows[5:] = float("nan")
+    rows.requires_grad_()
+    out = one(rows, counts)
+    upstream = 2 * out.detach().float()
+    upstream[5:] = float("inf")
+    out.float().backward(upstream)
+    assert (out[5:] == 0).all()
+    assert (rows.grad[5:] == 0).all()
+    assert torch.equal(out[:5], one(alone, counts))
+    assert torch.equal(rows.grad[:5], alone.grad)
+    for parameter, gradient in zip(
+        one.parameters(), wanted
+    ):  # sums over rows: BLAS minds alignment
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_F30_an_idle_expert_has_an_exact_zero_gradient(backend: str) -> None:
+    one = experts(backend=backend, bias=True)
+    for counts in ([0, 5, 0, 0], [0, 0, 0, 0]):
+        rows = torch.randn(sum(counts), 8, requires_grad=True)
+        one.zero_grad(set_to_none=True)
+        one(rows, torch.tensor(counts)).sum().backward()
+        for parameter in one.parameters():
+            idle = parameter.grad[torch.tensor(counts) == 0]
+            assert (idle == 0).all()
+
+
+class Watch(TorchDispatchMode):
+    """Names of the ops that run, with the number of rows of each matrix product's left side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+HOST_READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+    "bincount",
+}
+
+
+@pytest.fixture
+def no_host_reads(monkeypatch):
+    """Reading values by a CPU tensor's own methods makes no op: they raise instead."""
+
+    def refuse(self, *_, **__):
+        raise AssertionError("a value was read on the host")
+
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bias": True, "num_shared_experts": 1},
+        {"capacity_factor": 1.0, "drop_policy": "probability"},
+        {"router": "sigmoid_topk", "bias_update_rate": 1e-3, "num_groups": 2, "top_groups": 1},
+        {"router": "expert_choice"},
+        {"aux": "attach", "aux_loss_weight": 0.1, "z_loss_weight": 0.1, "aux_scope": "sequence"},
+    ],
+)
+def test_F29_no_host_sync_and_three_products_forward_six_back(settings, no_host_reads) -> None:
+    moe = MoE(MoEConfig(8, 16, 4, backend="grouped_mm", **settings))
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    ctx = type("Ctx", (), {"valid": torch.ones(2, 6, dtype=torch.bool), "document_ids": None})
+    with Watch() as forward:
+        y = moe(x, ctx)
+    with Watch() as backward:
+        y.sum().backward()
+    sums = 3 if settings.get("bias") else 0
+    assert not HOST_READS & {*forward.names, *backward.names}
+    assert forward.names.count("_grouped_mm") == 3
+    assert backward.names.count("_grouped_mm") == 6 + sums
+    assert "bmm" not in {*forward.names, *backward.names}
+
+
+def test_F29_no_padding_rows() -> None:
+    """However uneven the load, each product sees T K rows."""
+    seen = []
+    multiply = GROUPED_MM.multiply
+    moe = MoE(MoEConfig(8, 16, 64, top_k=2))
+    moe.router.weight.data[:2] = 100.0
+    watched = GROUPED_MM._replace(
+        multiply=lambda x, w, g: (seen.append(x.size(0)), multiply(x, w, g))[1]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forge_moe.gemm.choose.GROUPED_MM", watched)
+        moe(torch.rand(50, 8, requires_grad=True)).sum().backward()
+    assert seen == [100] * 6
+
+
+def test_the_choice_of_a_backend() -> None:
+    def pick(dtype: torch.dtype, *widths: int) -> object:
+        return choose_products("auto", torch.empty(1, widths[0], dtype=dtype), widths)
+
+    assert pick(torch.bfloat16, 8, 16) is GROUPED_MM
+    assert pick(torch.bfloat16, 8, 12) is LOOP
+    assert pick(torch.float32, 4, 12) is GROUPED_MM
+    assert pick(torch.float32, 4, 6) is LOOP
+    assert pick(torch.float64, 8, 16) is LOOP
+    with pytest.raises(
+        ValueError, match=r"multiples of 8 in torch.bfloat16, and they are \(8, 12\)"
+    ):
+        choose_products("grouped_mm", torch.empty(1, 8, dtype=torch.bfloat16), (8, 12))
+
+
+def test_widths_that_the_kernel_refuses_take_the_loop() -> None:
+    one = experts(dim=6, hidden_dim=7)
+    rows = torch.randn(5, 6, requires_grad=True)
+    one(rows, torch.tensor([1, 0, 4, 0])).sum().backward()
+    wanted = F.silu(rows[0] @ one.gate_proj[0]) * (rows[0] @ one.up_proj[0]) @ one.down_proj[0]
+    torch.testing.assert_close(one(rows, torch.tensor([1, 0, 4, 0]))[0], wanted)
+
+
+def test_float8_is_its_definition() -> None:
+    """Each product of rounded rows and rounded columns, in float64."""
+
+    def rounded(x: torch.Tensor, dim: int) -> torch.Tensor:
+        scale = x.abs().amax(dim, keepdim=True).float().clamp_min(1e-12) / 448.0
+        return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale
+
+    one, rows = experts(backend="float8"), torch.randn(7, 8, requires_grad=True)
+    counts, upstream = torch.tensor([3, 0, 4, 0]), torch.randn(7, 8)
+    out = one(rows, counts)
+    out.backward(upstream)
+    for e, part in ((0, slice(0, 3)), (2, slice(3, 7))):
+        x, g = rows[part].detach(), upstream[part]
+        w_gate, w_up, w_down = (p[e].detach() for p in (one.gate_proj, one.up_proj, one.down_proj))
+        gate, up = (rounded(x, 1) @ rounded(w, 0) for w in (w_gate, w_up))
+        hidden = F.silu(gate) * up
+        # operands are rounded in fp32: an element next to a border may fall on its other side
+        torch.testing.assert_close(
+            out[part].double(), rounded(hidden, 1) @ rounded(w_down, 0), rtol=0.02, atol=0.02
+        )
+        torch.testing.assert_close(
+            one.down_proj.grad[e].double(), hidden.T @ g.double(), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_float8_is_near_full_precision() -> None:
+    rows, counts = torch.randn(64, 8), torch.tensor([20, 0, 40, 4])
+    plain, low = experts()(rows, counts), experts(backend="float8")(rows, counts)
+    assert 1e-4 < (plain - low).norm() / plain.norm() < 0.08
+    values, scale = to_float8(torch.tensor([[0.0, 0.0], [1.0, -4.0]]), dim=1)
+    assert values.float().mul(scale).tolist() == [[0.0, 0.0], [1.0, -4.0]]
+
+
+def test_under_autocast_rows_and_matrices_are_bf16() -> None:
+    one, counts = experts(), torch.tensor([3, 0, 4, 0])
+    rows = torch.randn(7, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = one(rows, counts)
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert one.up_proj.grad.dtype == torch.float32
+    half = experts().bfloat16()
+    assert torch.equal(out, half(rows.bfloat16(), counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_meta_the_shapes_are_right(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        moe = MoE(MoEConfig(8, 16, 4, num_shared_experts=1, bias=True)).to(dtype)
+        x = torch.empty(2, 3, 8, dtype=dtype, requires_grad=True)
+    y = moe(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert all(p.grad.shape == p.shape for p in moe.parameters())
+    assert moe.tally.step is None
+
+
+def test_fake_tensors_count_flops() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        moe = MoE(MoEConfig(8, 16, 4))
+        moe(torch.randn(10, 8))
+    assert counter.get_total_flops() == 10 * moe.flops_per_token(1)
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"counts \(3,\) must be \(4,\)"):
+        experts()(torch.randn(3, 8), torch.tensor([1, 1, 1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["grouped_mm", "float8"])
+def test_on_a_gpu_nothing_waits_and_the_values_are_the_loops(backend: str) -> None:
+    if backend == "float8" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs capability 9.0")
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(64, 128, 8, backend=backend, bias=True)).cuda().bfloat16()
+    x = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    moe(x).sum().backward()
+    moe.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = moe(x)
+        y.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    loop = MoE(MoEConfig(64, 128, 8, backend="loop", bias=True)).cuda().bfloat16()
+    loop.load_state_dict(moe.state_dict())
+    error = (loop(x) - y).float().norm() / y.float().norm()
+    assert error < (0.1 if backend == "float8" else 0.01)
