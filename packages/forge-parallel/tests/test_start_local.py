@@ -73,7 +73,10 @@ def wait_for(path: Path) -> int:
 
 
 def gone(pid: int) -> bool:
-    """True once the process has ended (a zombie counts: its parent is what the test killed)."""
+    """True once the process has ended (a zombie counts: its parent is what the test killed).
+
+    One that stays is killed, so that a failing test leaves nothing behind either.
+    """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -83,6 +86,7 @@ def gone(pid: int) -> bool:
         if state == "Z":
             return True
         time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
     return False
 
 
@@ -200,7 +204,7 @@ on(signal.SIGTERM, 75); ready("pid"); wait_for("never")
         assert [wait_for(tmp_path / f"{name}{rank}") for rank in range(3)] == pids
     process.terminate()
     assert (process.wait(timeout=30), process.stderr.read()) == (75, "")
-    assert all(gone(pid) for pid in pids)
+    assert all([gone(pid) for pid in pids])
 
 
 @pytest.mark.skipif(
@@ -211,7 +215,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path):
     pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
     process.kill()
     process.communicate()
-    assert all(gone(pid) for pid in pids)
+    assert all([gone(pid) for pid in pids])
     assert all((tmp_path / f"signal{rank}").exists() for rank in range(2))  # TERM: it could save
 
 
