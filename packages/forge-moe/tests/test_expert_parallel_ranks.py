@@ -295,6 +295,26 @@ def test_F25_dropped_rows_are_neither_computed_nor_sent():
     assert all(0 < sent <= k for _, k, sent in results)
 
 
+def compiled():
+    """The layer over ranks, as it is and under torch.compile."""
+    tokens = [9, 5]
+    results = []
+    for wrap in (lambda moe: moe, lambda moe: torch.compile(moe, backend="eager")):
+        moe = build(**SHARED)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        expert_parallelize(moe, mesh["ep"], chunks=2)
+        x = batch(tokens)[0].split(tokens)[dist.get_rank()].clone().requires_grad_()
+        y = wrap(moe)(x)
+        y.sum().backward()
+        results.append([y, x.grad, *(p.grad for p in moe.parameters())])
+    locals_ = [[t.to_local() if isinstance(t, DTensor) else t for t in r] for r in results]
+    return all(torch.equal(a, b) for a, b in zip(*locals_))
+
+
+def test_torch_compile_leaves_the_exchange_eager():
+    assert run_on_ranks(2, compiled) == [True] * 2
+
+
 def rows_computed():
     tokens = [5, 8, 2, 6]
     moe = build()

@@ -58,8 +58,21 @@ class ChunkedDispatch:
 
         A token's output does not depend on `chunks`; gradients of experts are summed over chunks. Each chunk
         costs one more of every exchange of rows and sums and one more call of `experts`, which under FSDP
-        gathers its parameters each time unless `reshard_after_forward=False`.
+        gathers its parameters each time unless `reshard_after_forward=False`. Under torch.compile it is
+        left eager, experts and `meanwhile` included.
         """
+        if torch.compiler.is_compiling():  # handles and host sizes are not for a graph
+            return torch.compiler.disable(self._run)(x, weights, ids, experts, meanwhile)
+        return self._run(x, weights, ids, experts, meanwhile)
+
+    def _run(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        experts: Callable[..., Tensor],
+        meanwhile: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
         parts = even_sizes(x.size(0), self.chunks)
         id_parts = ids.split(parts)
         jobs = list(zip(x.split(parts), weights.split(parts), id_parts, self.agree(id_parts)))
