@@ -214,7 +214,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path):
     process = launcher("on(signal.SIGTERM, 75); ready('pid'); wait_for('never')", 2, tmp_path)
     pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
     process.kill()
-    process.communicate()
+    process.wait()
     assert all([gone(pid) for pid in pids])
     assert all((tmp_path / f"signal{rank}").exists() for rank in range(2))  # TERM: it could save
 
