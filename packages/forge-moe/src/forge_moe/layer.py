@@ -106,11 +106,13 @@ class MoE(nn.Module):
         weights, ids = self._within_capacity(routed, valid)
         placed = valid is None and self.config.capacity_factor is None and self.router.rule.causal
         out, shared = self._through_experts(tokens, weights, ids, placed=placed)
-        self._count(routed, ids, valid)
+        first = not (replaying() or inside_backward())  # not a recomputation
+        if first:
+            self._count(routed, ids, valid)
         if shared is not None:
             out = out + shared
         if self.training and self.config.aux != "none":
-            out = self._with_losses(out, routed, valid, x, ctx)
+            out = self._with_losses(out, routed, valid, x, ctx, first)
         return out.to(x.dtype).view(x.shape)
 
     def _within_capacity(self, routed: Routed, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -145,8 +147,8 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def _count(self, routed: Routed, kept: Tensor, valid: Tensor | None) -> None:
-        """Tally one forward; a recomputation is none, with recorded routes or without."""
-        if replaying() or inside_backward() or routed.ids.is_meta or is_fake(routed.ids):
+        """Tally one forward."""
+        if routed.ids.is_meta or is_fake(routed.ids):
             return
         num = self.config.num_experts
         entropy = torch.special.entr(routed.probabilities).sum(dim=-1)  # (T,)
@@ -159,7 +161,7 @@ class MoE(nn.Module):
         self.tally.add(counts, tokens, dropped, entropy.sum(), training=self.training)
 
     def _with_losses(
-        self, out: Tensor, routed: Routed, valid: Tensor | None, x: Tensor, ctx: Any
+        self, out: Tensor, routed: Routed, valid: Tensor | None, x: Tensor, ctx: Any, first: bool
     ) -> Tensor:
         """Keep the router losses for the caller, or attach them to `out`."""
         c = self.config
@@ -178,7 +180,7 @@ class MoE(nn.Module):
             scale = recall(self, "scale", lambda: self.aux_scale)
             scale = torch.ones_like(zero) if scale is None else scale
             return AttachLoss.apply(out, terms.total, scale) if terms.total.requires_grad else out
-        if not (replaying() or inside_backward()):
+        if first:
             self.pending = terms
         return out
 

@@ -8,6 +8,7 @@ What is discrete is therefore recorded once and replayed as often as the block i
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
+from threading import Lock
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ class _Context(AbstractContextManager["_Context"]):
         if not self.replays:
             self.log.entries.clear()
         self.tokens.append(_active.set((*_active.get(), self)))
+        _enter(1)
         return self
 
     def __exit__(
@@ -44,6 +46,7 @@ class _Context(AbstractContextManager["_Context"]):
         trace: TracebackType | None,
     ) -> None:
         _active.reset(self.tokens.pop())
+        _enter(-1)
 
     def take(self, owner: object, name: str) -> Any:
         """The next entry; RuntimeError if the recomputed code asks for another than it did before."""
@@ -61,6 +64,16 @@ class _Context(AbstractContextManager["_Context"]):
 
 
 _active: ContextVar[tuple[_Context, ...]] = ContextVar("forge_moe_replay", default=())
+_lock = Lock()
+_entered = 0
+"""Contexts that are entered in any thread. torch.compile cannot look into a ContextVar but guards a global:
+while this is 0, what asks for a record compiles as if there were none."""
+
+
+def _enter(change: int) -> None:
+    global _entered
+    with _lock:
+        _entered += change
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -82,6 +95,8 @@ def recall(owner: object, name: str, make: Callable[[], T]) -> T:
     `owner` is the module that asks and `name` the thing it asks for: both are checked. The value holds no
     autograd graph: ids, counts, Python integers, tuples of such.
     """
+    if _entered == 0:
+        return make()
     contexts = _active.get()
     for context in reversed(contexts):
         if context.replays:
@@ -97,4 +112,4 @@ def recall(owner: object, name: str, make: Callable[[], T]) -> T:
 
 def replaying() -> bool:
     """Whether a recorded forward is being recomputed."""
-    return any(context.replays for context in _active.get())
+    return _entered > 0 and any(context.replays for context in _active.get())

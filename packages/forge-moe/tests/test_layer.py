@@ -1,0 +1,206 @@
+"""The layer as a module of a model: shapes, dtypes, shared experts, initial weights, roles, modes, compile."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from forge_moe import CAPABILITIES, LocalDispatch, MoE, MoEConfig
+
+
+def layer(**settings) -> MoE:
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(**{"dim": 8, "hidden_dim": 16, "num_experts": 4, **settings}))
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return moe
+
+
+def test_shapes_and_dtypes_come_back() -> None:
+    moe = layer()
+    for shape in ((5, 8), (2, 3, 8), (0, 8), (2, 0, 8)):
+        assert moe(torch.randn(shape)).shape == shape
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(moe(x).view(6, 8), moe(x.view(6, 8)))
+    torch.testing.assert_close(moe(x.transpose(0, 1)).transpose(0, 1), moe(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert moe(x).dtype == torch.float32
+    assert moe.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_F24_three_shared_experts_are_three() -> None:
+    moe = layer(num_shared_experts=3)
+    assert moe.shared.up_proj.weight.shape == (48, 8)
+    x, total = torch.randn(5, 8), 0.0
+    for s in range(3):
+        part = slice(16 * s, 16 * s + 16)
+        gate, up = (p.weight[part] for p in (moe.shared.gate_proj, moe.shared.up_proj))
+        total += (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ moe.shared.down_proj.weight[
+            :, part
+        ].T
+    torch.testing.assert_close(moe.shared(x), total)
+
+
+def test_F26_residual_projections_of_experts_get_the_residual_std() -> None:
+    moe = layer(num_shared_experts=1, shared_gate=True, bias=True, bias_update_rate=0.1)
+    table = moe.init_table(0.02, 0.005)
+    assert {name for name, _ in moe.named_parameters()} | {"router.expert_bias"} == set(table)
+    small = [name for name, (kind, value) in table.items() if value == 0.005]
+    assert sorted(small) == ["experts.down_proj", "shared.down_proj.weight"]
+    zero = {name for name, (kind, value) in table.items() if kind == "constant"}
+    assert zero == {n for n in table if "bias" in n}
+    lagged = layer(aux_scope="global_batch_lagged").init_table(0.02, 0.005)
+    assert lagged["lagged_counts"] == ("constant", 0.0)
+
+
+def test_every_parameter_has_one_role() -> None:
+    from fnmatch import fnmatch
+
+    moe = layer(num_shared_experts=1, shared_gate=True, bias=True)
+    roles = moe.parallel_roles()
+    for name, _ in moe.named_parameters():
+        assert sum(fnmatch(name, pattern) for pattern in roles) == 1, name
+
+
+def test_flops_are_those_of_its_matrix_products() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    moe = layer(num_shared_experts=2, shared_gate=True, backend="loop")
+    with FlopCounterMode(display=False) as counter:
+        moe(torch.randn(7, 8))
+    assert counter.get_total_flops() == 7 * moe.flops_per_token(1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"router": "sigmoid_topk", "route_scale": 2.5}, {"capacity_factor": 0.5}, {"bias": True}],
+)
+def test_F27_training_and_evaluation_are_one_function(settings: dict) -> None:
+    moe, x = layer(aux="attach", aux_loss_weight=1.0, **settings), torch.randn(9, 8)
+    assert torch.equal(moe(x), moe.eval()(x))
+
+
+def test_F30_no_token_at_all_keeps_every_parameter_in_the_graph() -> None:
+    moe = layer(num_shared_experts=1, bias=True, aux="attach", aux_loss_weight=1.0)
+    x = torch.randn(0, 8, requires_grad=True)
+    moe(x).sum().backward()
+    assert x.grad is not None
+    assert all((p.grad == 0).all() for p in moe.parameters())
+
+
+def test_the_same_bits_every_time_and_whoever_sits_beside() -> None:
+    """A token's rows are its own: in fp64, where products do not depend on the batch's shape."""
+    moe, x = layer().double(), torch.randn(20, 8, dtype=torch.float64)
+    assert torch.equal(moe(x), moe(x))
+    torch.testing.assert_close(moe(x)[:5], moe(x[:5]), rtol=1e-14, atol=1e-14)
+
+
+def test_local_dispatch_brings_back_what_it_took() -> None:
+    ids = torch.tensor([[2, 0], [4, 4], [0, 4], [2, 3]])  # 4 is nowhere
+    weights = torch.where(ids < 4, torch.rand(4, 2), 0.0).requires_grad_()
+    x = torch.randn(4, 8, requires_grad=True)
+    local = LocalDispatch(4)
+    for num_rows in (None, 5):
+        sent = local.dispatch(x, weights, ids, num_rows=num_rows)
+        assert sent.counts.tolist() == [2, 0, 2, 1]
+        assert torch.equal(sent.rows[:5], x[[0, 2, 0, 3, 3]])
+        assert sent.rows.size(0) == (num_rows or 8)
+        y = local.combine(sent.rows, sent.meta)
+        total = weights.sum(1, keepdim=True)
+        torch.testing.assert_close(y, x * total)
+        slope, by_slot = torch.autograd.grad(y.square().sum(), [x, weights])
+        wanted = torch.autograd.grad((x * total).square().sum(), [x, weights])
+        torch.testing.assert_close(slope, wanted[0])
+        torch.testing.assert_close(by_slot[ids < 4], wanted[1][ids < 4])
+
+
+def test_a_dispatcher_may_run_the_whole_way() -> None:
+    moe, x = layer(num_shared_experts=1), torch.randn(6, 8)
+    wanted = moe(x)
+    local = moe.dispatcher
+
+    def run(x, weights, ids, experts, meanwhile):
+        sent = local.dispatch(x, weights, ids)
+        shared = meanwhile()
+        return local.combine(experts(sent.rows, sent.counts), sent.meta), shared
+
+    moe.dispatcher = SimpleNamespace(run=run)
+    assert torch.equal(moe(x), wanted)
+
+
+def test_statistics_sum_until_reset() -> None:
+    moe, x = layer(bias_update_rate=0.1), torch.randn(6, 8)
+    assert moe.statistics()["counts"].tolist() == [0] * 4
+    routed = moe.router.route(x)
+    moe(x)
+    moe.eval()(x)
+    found = moe.statistics(reset=True)
+    assert set(found) == {"counts", "tokens", "dropped", "entropy", "bias"}
+    assert torch.equal(found["counts"], 2 * torch.bincount(routed.ids.flatten(), minlength=4))
+    assert (found["tokens"], found["dropped"]) == (12, 0)
+    p = routed.probabilities
+    torch.testing.assert_close(found["entropy"], -(p * p.log()).sum(-1).mean())
+    assert moe.statistics()["tokens"] == 0
+    assert moe.tally.step.sum() == 12  # of training alone, and not reset
+
+
+def test_copies_and_state() -> None:
+    moe = layer(bias_update_rate=0.1, aux_scope="global_batch_lagged")
+    moe(torch.randn(4, 8))
+    twin = copy.deepcopy(layer(bias_update_rate=0.1, aux_scope="global_batch_lagged"))
+    moe.router.expert_bias.normal_()
+    twin.load_state_dict(moe.state_dict())
+    x = torch.randn(4, 8)
+    assert torch.equal(twin(x), moe(x))
+    assert set(moe.state_dict()) - {n for n, _ in moe.named_parameters()} == {
+        "router.expert_bias",
+        "lagged_counts",
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_dim": 0}, "hidden_dim 0 must be at least 1"),
+        ({"shared_gate": True}, "num_shared_experts is 0"),
+        ({"capacity_factor": 0.0}, "capacity_factor 0.0 must be above 0"),
+        ({"aux": "none", "z_loss_weight": 0.1}, "aux 'none' must go without loss weights"),
+        ({"aux_loss_weight": -1.0}, "aux_loss_weight -1.0 must be a finite number"),
+        ({"backend": "magic"}, "backend 'magic' is unknown; use one of auto, grouped_mm"),
+        ({"router": "softmax"}, "router 'softmax' is unknown; use one of expert_choice"),
+    ],
+)
+def test_what_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoE(MoEConfig(**{"dim": 8, "hidden_dim": 8, "num_experts": 4, **settings}))
+
+
+def test_all_problems_are_listed_at_once_and_rules_have_names() -> None:
+    with pytest.raises(ValueError, match=r"dim 0 (.|\n)*top_k 9 (.|\n)*aux 'now'"):
+        MoEConfig(0, 8, 4, top_k=9, aux="now")
+    names = [rule.name for rule in CAPABILITIES]
+    assert len(set(names)) == len(names)
+
+
+def test_a_context_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"valid \(3,\) must have one value for each token"):
+        layer()(torch.randn(2, 3, 8), SimpleNamespace(valid=torch.ones(3, dtype=torch.bool)))
+
+
+@pytest.mark.slow
+def test_compiled_bf16_breaks_the_graph_once_and_agrees() -> None:
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    moe = layer(aux="attach", aux_loss_weight=0.1, bias_update_rate=0.1).bfloat16()
+    x = torch.randn(2, 12, 8).bfloat16()
+    wanted = moe(x)
+    counts = moe.tally.step.clone()
+    compiled = torch.compile(moe, backend=count)
+    assert torch.equal(compiled(x), wanted)
+    assert torch.equal(moe.tally.step, 2 * counts)
+    assert len(graphs) <= 3  # before the question whether this is a backward pass, and after it

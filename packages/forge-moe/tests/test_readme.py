@@ -1,0 +1,57 @@
+"""The examples of the README run, and the refusals it quotes are the real ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from forge_moe import MoE, MoEConfig, Router, RouterConfig, aux_losses
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_examples_run_and_are_short() -> None:
+    layer, router = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict = {}
+    exec(layer, names)
+    exec(router, names)
+    assert names["weights"].shape == names["ids"].shape == (64, 6)
+    assert names["loss"].item() > 0
+    assert len(layer.splitlines()) <= 10
+    assert len(router.splitlines()) == 3
+
+
+def eval_expert_choice() -> None:
+    Router(RouterConfig(8, 4, name="expert_choice")).eval()(torch.randn(2, 8))
+
+
+def take_twice() -> None:
+    aux_losses(MoE(MoEConfig(8, 8, 4)))
+
+
+def narrow() -> None:
+    MoE(MoEConfig(12, 16, 4, backend="grouped_mm")).bfloat16()(torch.randn(2, 12).bfloat16())
+
+
+def recompute() -> None:
+    moe = MoE(MoEConfig(8, 8, 4, aux_loss_weight=0.1, aux_scope="global_batch"))
+    checkpoint(moe, torch.randn(2, 8), use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: Router(RouterConfig(8, 4, name="gradient_scale")),
+        lambda: MoEConfig(8, 8, 8, top_k=9),
+        eval_expert_choice,
+        take_twice,
+        narrow,
+        recompute,
+    ],
+)
+def test_quoted_refusals(act) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        act()
+    assert f"`{caught.value}`" in README
