@@ -74,7 +74,12 @@ def test_flops_are_those_of_its_matrix_products() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"router": "sigmoid_topk", "route_scale": 2.5}, {"capacity_factor": 0.5}, {"bias": True}],
+    [
+        {},
+        {"router": "sigmoid_topk", "route_scale": 2.5},
+        {"capacity_factor": 0.5},
+        {"num_shared_experts": 2, "shared_gate": True},
+    ],
 )
 def test_F27_training_and_evaluation_are_one_function(settings: dict) -> None:
     moe, x = layer(aux="attach", aux_loss_weight=1.0, **settings), torch.randn(9, 8)

@@ -162,3 +162,21 @@ def test_a_step_after_recomputation_moves_the_bias_once() -> None:
     update_expert_bias(moe, 0, 10)
     found = moe.router.expert_bias.abs()
     assert found.max() == torch.tensor(0.1)
+
+
+def test_replay_outside_a_backward_keeps_drops_and_counts_nothing() -> None:
+    moe, x = layer(capacity_factor=0.7, drop_policy="probability"), tied_tokens()
+    taken = []
+    dispatch = moe.dispatcher.dispatch
+    moe.dispatcher.dispatch = lambda x, weights, ids: (
+        taken.append(ids),
+        dispatch(x, weights, ids),
+    )[1]
+    record, replay = recompute_contexts()
+    with record:
+        moe(x)
+    moe.router.weight.data.neg_()  # as if rounding had turned all weights around
+    with replay:
+        moe(x)
+    assert torch.equal(taken[0], taken[1])
+    assert moe.tally.step.sum() == 80
