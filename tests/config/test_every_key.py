@@ -17,7 +17,10 @@ from forge_parallel import ParallelConfig, end_process_group, launch, make_meshe
 from forge_testing import run_on_ranks, write_job
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
+from forge_train.config.experts import MoESection
+from forge_train.config.schema import DenseModelConfig
 from forge_train.metrics.console import console_mode
+from forge_train.trainer.mixtures import feed_forward_factory, spread_experts
 from forge_train.trainer.trainer import NonFiniteError
 
 
@@ -256,6 +259,9 @@ ELSEWHERE = {
     "parallel.device",
     "parallel.dp_replicate",
     "parallel.dp_shard",
+    "parallel.ep",
+    "model.moe.dispatcher",
+    "model.moe.dispatch_chunks",
     "parallel.reshard_after_forward",
     "parallel.cpu_offload",
     "parallel.reduce_dtype",
@@ -316,6 +322,39 @@ def test_the_device_is_used_or_refused(tmp_path: Path) -> None:
         return
     with pytest.raises(ConfigError, match="cuda"):
         build(tmp_path, {"parallel.device": "cuda"})
+
+
+def experts_of(options: dict[str, Any], moe: dict[str, Any]) -> Any:
+    """Where the experts lie and how tokens reach them, on one rank of several."""
+    config = ParallelConfig(device="cpu", **options)
+    section = DenseModelConfig(
+        vocab_size=8, dim=8, num_layers=1, num_heads=1, moe=MoESection(num_experts=4, **moe)
+    )
+    with torch.device("meta"):
+        model = Transformer(section, feed_forward=feed_forward_factory(section))
+    meshes = make_meshes(config)
+    spread_experts(model, section, meshes)
+    parallelize(model, config, meshes)
+    (layer,) = (m for m in model.modules() if isinstance(m, MoE))
+    chunks = getattr(layer.dispatcher, "chunks", None)
+    return str(layer.experts.up_proj.placements), type(layer.dispatcher).__name__, chunks
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "moe"),
+    [
+        ({}, {}),
+        ({"ep": 2}, {"dispatcher": "hierarchical"}),
+        ({"ep": 2}, {"dispatch_chunks": 2}),
+    ],
+    ids=["ep", "dispatcher", "dispatch_chunks"],
+)
+def test_a_key_of_experts_changes_where_they_are_or_how_tokens_travel(
+    options: dict[str, Any], moe: dict[str, Any]
+) -> None:
+    plain = run_on_ranks(2, experts_of, {"ep": 2}, {})[0]
+    assert run_on_ranks(2, experts_of, options, moe)[0] != plain
 
 
 @pytest.mark.distributed

@@ -11,99 +11,34 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from forge_testing import forge_train, run_on_ranks, start, wait_for_step, write_job
+from forge_testing import forge_train, run_on_ranks, start, wait_for_step
 from forge_testing.faults import flip_bit, rank_pids, signal_rank
+from forge_testing.runs import (
+    Fitted,
+    assert_close,
+    assert_same_rows,
+    columns,
+    fit,
+    fit_alone,
+    fit_on_ranks,
+    make_job,
+)
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
-from forge_train.errors import JobError
 
 pytestmark = pytest.mark.distributed
-
-
-class Fitted(NamedTuple):
-    code: int
-    step: int
-    problems: tuple[str, ...]
-    weights: dict[str, torch.Tensor]
-
-
-def make_job(folder: Path) -> Path:
-    """The tiny job with a batch that 1, 2, 3 and 4 ranks divide, and with AdamW's eps at 1e-4: with
-    1e-8 it makes a full step of the rounding noise in a gradient near zero."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = write_job(folder)
-    text = path.read_text().replace("global_batch = 4", "global_batch = 12")
-    path.write_text(text.replace("lr = 1e-2", "lr = 1e-2\neps = 1e-4"))
-    return path
-
-
-def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = None) -> Fitted:
-    """One rank of the pool as `forge-train run` would be it."""
-    world = dist.get_world_size()
-    os.environ.update(
-        RANK=str(dist.get_rank()), WORLD_SIZE=str(world), LOCAL_RANK=str(dist.get_rank()),
-        LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-    )  # fmt: skip
-    trainer = Trainer(load_job(job, overrides), [callback()] if callback else [])
-    try:
-        result = trainer.fit()
-    except JobError as error:
-        return Fitted(int(error.exit_code), trainer.progress.step, error.problems, {})
-    return Fitted(int(result.exit_code), result.step, (), full(trainer))
-
-
-def full(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Whole weights and moments, plain."""
-    found: dict[str, Any] = dict(trainer.model.named_parameters())
-    for name, slots in trainer.optimizer.state_dict().items():
-        found.update({f"{name}.{slot}": v for slot, v in slots.items() if slot != "step"})
-    return {
-        name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
-        for name, v in found.items()
-    }
-
-
-def run_one(job: Path, **overrides: Any) -> Fitted:
-    """The same run in this process alone."""
-    trainer = Trainer(load_job(job, overrides))
-    result = trainer.fit()
-    return Fitted(int(result.exit_code), result.step, (), full(trainer))
-
-
-def ranks(world: int, job: Path, callback: Any = None, **overrides: Any) -> list[Fitted]:
-    flat = {key.replace("__", "."): value for key, value in overrides.items()}
-    return run_on_ranks(world, fit, job, {"metrics.console": "off", **flat}, callback, timeout=120)
-
-
-def columns(job: Path) -> dict[str, list]:
-    metrics = read_run(job.parent / "run").metrics
-    return {name: metrics[name] for name in ("step", "loss", "val_loss", "grad_norm", "instances")}
-
-
-def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
-
-
-def assert_same_rows(got: dict[str, list], wanted: dict[str, list]) -> None:
-    assert got["step"] == wanted["step"]
-    assert got["instances"] == wanted["instances"]  # digests of what was read
-    for name in ("loss", "grad_norm"):
-        assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
-    assert [v and pytest.approx(v, rel=1e-5) for v in wanted["val_loss"]] == got["val_loss"]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
     """One process, undisturbed."""
     job = make_job(tmp_path_factory.mktemp("alone"))
-    fitted = run_one(job, **{"metrics.console": "off"})
+    fitted = fit_alone(job, **{"metrics.console": "off"})
     return columns(job), fitted
 
 
@@ -119,7 +54,7 @@ def test_F38_ranks_log_the_loss_of_the_global_batch_and_end_where_one_process_do
     tmp_path: Path, alone: Any, world: int, layout: dict[str, Any]
 ) -> None:
     job = make_job(tmp_path)
-    fitted = ranks(world, job, **layout)
+    fitted = fit_on_ranks(world, job, **layout)
     assert [f.code for f in fitted] == [0] * world
     assert_same_rows(columns(job), alone[0])
     for rank in fitted:
@@ -137,12 +72,12 @@ class TermOnRank2(Callback):
 
 def test_F59_a_signal_to_one_rank_stops_all_in_the_same_step(tmp_path: Path, alone: Any) -> None:
     job = make_job(tmp_path)
-    stopped = ranks(4, job, TermOnRank2, checkpoint__every_steps=0)
+    stopped = fit_on_ranks(4, job, TermOnRank2, checkpoint__every_steps=0)
     assert [(f.code, f.step) for f in stopped] == [(75, 5)] * 4
     events = read_run(tmp_path / "run").events
     assert [e["event"] for e in events[-2:]] == ["save", "stop"]
     assert (events[-1]["signal"], events[-1]["rank"], events[-2]["step"]) == ("SIGTERM", 2, 5)
-    assert [f.code for f in ranks(4, job)] == [0] * 4
+    assert [f.code for f in fit_on_ranks(4, job)] == [0] * 4
     assert_same_rows(columns(job), alone[0])
 
 
@@ -153,7 +88,7 @@ class SaveFromRank1(Callback):
 
 
 def test_one_rank_asks_for_a_save_and_all_save_the_next_step(tmp_path: Path) -> None:
-    fitted = ranks(2, make_job(tmp_path), SaveFromRank1, checkpoint__every_steps=0)
+    fitted = fit_on_ranks(2, make_job(tmp_path), SaveFromRank1, checkpoint__every_steps=0)
     assert [f.code for f in fitted] == [0, 0]
     events = read_run(tmp_path / "run").events
     assert [e["step"] for e in events if e["event"] == "save"] == [5, 12]
@@ -172,7 +107,7 @@ class BadDiskOnRank1(Callback):
 
 
 def test_a_rank_without_data_ends_all_in_the_same_step(tmp_path: Path) -> None:
-    fitted = ranks(4, make_job(tmp_path), BadDiskOnRank1)
+    fitted = fit_on_ranks(4, make_job(tmp_path), BadDiskOnRank1)
     assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 4
     assert fitted[0].problems == fitted[1].problems
     assert "rank 1: step 5: OSError: the disk is gone" in fitted[0].problems[0]
@@ -187,7 +122,7 @@ class OtherDataOnRank3(Callback):
 
 
 def test_a_rank_that_reads_another_batch_is_named(tmp_path: Path) -> None:
-    fitted = ranks(4, make_job(tmp_path), OtherDataOnRank3)
+    fitted = fit_on_ranks(4, make_job(tmp_path), OtherDataOnRank3)
     assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 4
     assert "step 5: ranks [3] read another global batch than rank 0" in fitted[0].problems[0]
 
@@ -226,7 +161,7 @@ class NanOnRank1(Callback):
 
 def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    fitted = ranks(2, job, NanOnRank1, train__max_skipped_steps=2)
+    fitted = fit_on_ranks(2, job, NanOnRank1, train__max_skipped_steps=2)
     assert [f.code for f in fitted] == [0, 0]
     assert all(torch.isfinite(w).all() for f in fitted for w in f.weights.values())
     rows = read_run(tmp_path / "run").metrics
@@ -237,7 +172,7 @@ def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) 
 
 def test_more_bad_steps_than_allowed_end_all_ranks_and_no_weight_is_harmed(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    fitted = ranks(2, job, NanOnRank1, train__max_skipped_steps=1)
+    fitted = fit_on_ranks(2, job, NanOnRank1, train__max_skipped_steps=1)
     assert [f.code for f in fitted] == [1, 1]
     assert "2 steps in a row" in fitted[0].problems[0]
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -253,8 +188,8 @@ def test_saved_on_four_ranks_goes_on_on_another_number(
     tmp_path: Path, alone: Any, world: int
 ) -> None:
     job = make_job(tmp_path)
-    ranks(4, job, TermOnRank2)
-    fitted = [run_one(job)] if world == 1 else ranks(world, job)
+    fit_on_ranks(4, job, TermOnRank2)
+    fitted = [fit_alone(job)] if world == 1 else fit_on_ranks(world, job)
     assert [(f.code, f.step) for f in fitted] == [(0, 12)] * world
     assert_same_rows(columns(job), alone[0])
     assert_close(fitted[0].weights, alone[1].weights)
@@ -343,10 +278,10 @@ def test_a_flipped_bit_in_one_ranks_file_falls_back_on_all_ranks_with_an_event(
     tmp_path: Path, alone: Any
 ) -> None:
     job = make_job(tmp_path)
-    ranks(4, job)
+    fit_on_ranks(4, job)
     newest = max((tmp_path / "run/checkpoints").glob("step-*"))
     flip_bit(newest / "data-2.bin", seed=3)
-    fitted = ranks(4, job)
+    fitted = fit_on_ranks(4, job)
     assert [f.code for f in fitted] == [0] * 4
     assert_close(fitted[3].weights, alone[1].weights)
     events = read_run(tmp_path / "run").events

@@ -48,6 +48,9 @@ CAPABILITIES: tuple[Rule, ...] = (
         "use -1 for all ranks that are left",
     ),
     Rule(
+        "ep", lambda c: c["ep"] < 1, "ep {ep} must be at least 1", "use 1 for no expert parallelism"
+    ),
+    Rule(
         "timeout_seconds",
         lambda c: not 0 < c["timeout_seconds"] < float("inf"),
         "timeout_seconds {timeout_seconds} must be finite and above 0",
@@ -88,6 +91,9 @@ class ParallelConfig:
     dp_shard: int = _field(
         -1, "ranks that share one copy of the model (FSDP2); -1: all that are left"
     )
+    ep: int = _field(
+        1, "ranks that share the experts of a mixture; they also read data of their own"
+    )
     reshard_after_forward: bool = _field(
         True, "free gathered weights after the forward and gather them again for the backward; "
               "false: more memory, less traffic"
@@ -102,10 +108,11 @@ class ParallelConfig:
         check(vars(self), CAPABILITIES, "parallel")
 
     def data_layout(self, world_size: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) on `world_size` ranks; ValueError unless they multiply to it."""
+        """(dp_replicate, dp_shard) on `world_size` ranks; ValueError unless they multiply to it and
+        `ep` divides the shards."""
         replicate, shard = self.dp_replicate, self.dp_shard
         if shard == -1 and world_size % replicate == 0:
-            return replicate, world_size // replicate
+            shard = world_size // replicate
         if shard == -1:
             raise ValueError(
                 f"parallel: dp_replicate {replicate} must divide the {world_size} ranks of the job; "
@@ -116,6 +123,11 @@ class ParallelConfig:
                 f"parallel: dp_replicate {replicate} x dp_shard {shard} = {replicate * shard} must be "
                 f"the {world_size} ranks of the job; use dp_shard = -1 or start {replicate * shard} "
                 "processes"
+            )
+        if shard % self.ep:
+            raise ValueError(
+                f"parallel: ep {self.ep} must divide dp_shard {shard}, whose ranks it borrows; use "
+                f"{_divisors(shard)}"
             )
         return replicate, shard
 

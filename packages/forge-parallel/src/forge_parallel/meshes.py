@@ -22,6 +22,8 @@ class Meshes:
     dense  storage of dense parameters: a DeviceMesh with the axes `dp_shard`, or `dp_replicate` and
            `dp_shard`; neighbouring ranks share a shard group, so that it stays inside a node where
            nodes allow. None where nothing is wrapped: one process in fp32.
+    sparse  storage of experts, over the same ranks: `efsdp` and `ep`, behind `dp_replicate` where there are
+           copies; efsdp = dp_shard / ep. Neighbouring ranks share an `ep` group. None without ep.
     batch  data loading: this process reads columns `batch_rank` of `batch_size`.
     host_group  gloo over all ranks for what concerns hosts (agreement, checkpoints); None for one.
     """
@@ -32,6 +34,7 @@ class Meshes:
     batch_rank: int = 0
     batch_size: int = 1
     dense: Any = None
+    sparse: Any = None
     host_group: Any = None
 
 
@@ -44,17 +47,12 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     """
     device = select_device(config.device) if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    layout = config.data_layout(world_size)
+    replicate, shard = config.data_layout(world_size)
     if world_size == 1 and config.precision == "fp32" and not config.cpu_offload:
         return Meshes(device)
     if not dist.is_initialized():
         start_process_group(_ALONE, device)
-    # imported late: half a second that an fp32 run of one process does not need
-    from torch.distributed.device_mesh import init_device_mesh
-
-    axes = ("dp_replicate", "dp_shard")
-    if layout[0] == 1:
-        layout, axes = layout[1:], axes[1:]  # type: ignore[assignment]
+    copies = {"dp_replicate": replicate} if replicate > 1 else {}
     rank = dist.get_rank()
     return Meshes(
         device=device,
@@ -62,9 +60,21 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         world_size=world_size,
         batch_rank=rank,
         batch_size=world_size,
-        dense=init_device_mesh(device.type, layout, mesh_dim_names=axes),
+        dense=_mesh(device, {**copies, "dp_shard": shard}),
+        sparse=(
+            _mesh(device, {**copies, "efsdp": shard // config.ep, "ep": config.ep})
+            if config.ep > 1
+            else None
+        ),
         host_group=dist.new_group(backend="gloo") if world_size > 1 else None,
     )
+
+
+def _mesh(device: torch.device, axes: Mapping[str, int]) -> Any:
+    # imported late: half a second that an fp32 run of one process does not need
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @contextmanager

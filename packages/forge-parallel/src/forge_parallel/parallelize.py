@@ -39,6 +39,7 @@ def parallelize(
             reduce_dtype=_DTYPES[config.reduce_dtype],
             reshard_after_forward=config.reshard_after_forward,
             cpu_offload=config.cpu_offload,
+            sparse=meshes.sparse,
         )
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from forge_moe import MoEConfig
 
@@ -35,6 +35,13 @@ class MoESection(_OPTIONS):
     width_multiplier: float = _field(
         1.0, "width inside an expert, as a multiple of the dense hidden width"
     )
+    dispatcher: Literal["all_to_all", "hierarchical"] = _field(
+        "all_to_all",
+        "how tokens travel with parallel.ep above 1: straight to their rank, or once to its node",
+    )
+    dispatch_chunks: int = _field(
+        1, "parts of a micro-batch's tokens, so that one travels while another is computed"
+    )
 
     def __post_init__(self) -> None:
         problems = [
@@ -42,6 +49,7 @@ class MoESection(_OPTIONS):
             for name, value, least in (
                 ("num_experts", self.num_experts, 0),
                 ("every_n_layers", self.every_n_layers, 1),
+                ("dispatch_chunks", self.dispatch_chunks, 1),
                 ("first_dense_layers", self.first_dense_layers, 0),
             )
             if value < least

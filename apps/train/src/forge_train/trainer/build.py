@@ -67,6 +67,12 @@ def layout_problems(config: JobConfig, world_size: int) -> list[str]:
         config.parallel.data_layout(world_size)
     except ValueError as error:
         problems.append(str(error))
+    ep, experts = config.parallel.ep, getattr(getattr(config.model, "moe", None), "num_experts", 0)
+    if ep > 1 and (not experts or experts % ep):
+        problems.append(
+            f"parallel.ep {ep} must divide model.moe.num_experts {experts} of a mixture; use ep = 1, or "
+            f"{max(ep, experts // ep * ep)} experts"
+        )
     batch, micro = config.train.global_batch, config.train.micro_batch
     if batch % world_size:
         near = max(1, round(batch / world_size)) * world_size

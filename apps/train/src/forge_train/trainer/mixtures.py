@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from forge_core.model import FeedForward
 from forge_moe import MoE, set_aux_scale, update_expert_bias
+from forge_moe.parallel import expert_parallelize
 from forge_moe.statistics import load_summary
-from forge_parallel import Meshes
-from forge_train.config.schema import DenseModelConfig
+from forge_parallel import Meshes, find_world
+from forge_train.config.schema import DenseModelConfig, ModelSection
 
 
 def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module] | None:
@@ -30,6 +31,20 @@ def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module]
         return FeedForward(config.dim, hidden, gated=gated, bias=config.feed_forward_bias)
 
     return make
+
+
+def spread_experts(model: nn.Module, config: ModelSection, meshes: Meshes) -> None:
+    """Deal the experts out to the ranks of `parallel.ep`; nothing without it. Collective."""
+    if meshes.sparse is None or not isinstance(config, DenseModelConfig):
+        return
+    ranks = meshes.sparse["ep"]
+    expert_parallelize(
+        model,
+        ranks,
+        dispatcher=config.moe.dispatcher,
+        chunks=config.moe.dispatch_chunks,
+        ranks_per_node=min(find_world().local_world_size, ranks.size()),
+    )
 
 
 class Mixtures:

@@ -30,6 +30,8 @@ FREE_MODEL_KEYS = (
     "model.moe.sequence_loss_weight",
     "model.moe.z_loss_weight",
     "model.moe.backend",
+    "model.moe.dispatcher",
+    "model.moe.dispatch_chunks",
 )
 
 

@@ -58,7 +58,7 @@ from forge_train.trainer.build import (
 )
 from forge_train.trainer.callbacks import Callback, load_callbacks
 from forge_train.trainer.evaluate import evaluate
-from forge_train.trainer.mixtures import Mixtures
+from forge_train.trainer.mixtures import Mixtures, spread_experts
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
@@ -211,6 +211,7 @@ class Trainer:
 
     def _materialise(self) -> None:
         config = self.config
+        _as_config_error(lambda: spread_experts(self.model, config.model, self.meshes))
         self.model = parallelize(self.model, config.parallel, self.meshes)
         # an imported model keeps what its builder drew where it offers no table of its own
         _as_config_error(

@@ -19,6 +19,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
+    sparse: DeviceMesh | None = None,
 ) -> nn.Module:
     """Wrap every block of `model.blocks()` and the root with FSDP2; returns the same object.
 
@@ -30,6 +31,9 @@ def apply_fsdp(
     The root is never resharded after its forward, as its backward follows at once; on one rank no
     module is: it would save the copy in `compute_dtype` and cost a second cast. Float inputs of the
     model are cast to `compute_dtype`, those of a block are not: it may be given fp32 tables (RoPE).
+
+    Modules whose parameters are spread over the axis `ep` of `sparse` already (experts) are sharded over
+    its other axes, by themselves: their gradients are complete over `ep`, which is not reduced over.
 
     A module below with an attribute `compute_dtype` (a router: fp32) is wrapped by itself and computes
     in that dtype, its parameters unrounded, at one more small gather each.
@@ -51,7 +55,9 @@ def apply_fsdp(
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     blocks = getattr(model, "blocks", None)
     special = [m for m in model.modules() if own_dtype(m) is not None]
-    for module in [*special, *(blocks() if callable(blocks) else ()), model]:
+    experts = [m for m in model.modules() if _is_spread(m)]
+    rest = None if sparse is None else sparse[tuple(sparse.mesh_dim_names or ())[:-1]]
+    for module in [*special, *experts, *(blocks() if callable(blocks) else ()), model]:
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
             reduce_dtype=reduce_dtype,
@@ -59,7 +65,7 @@ def apply_fsdp(
         )
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=rest if module in experts else mesh,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=(
@@ -68,6 +74,11 @@ def apply_fsdp(
         )
         sum_gradients(module)
     return model
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """True when its own parameters lie on a mesh already."""
+    return any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:

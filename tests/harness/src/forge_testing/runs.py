@@ -1,0 +1,90 @@
+"""Whole runs in the ranks of the pool, and what they must have in common."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_testing.jobs import write_job
+from forge_testing.ranks import run_on_ranks
+from forge_train import Callback, Trainer, load_job, read_run
+from forge_train.errors import JobError
+
+
+class Fitted(NamedTuple):
+    code: int
+    step: int
+    problems: tuple[str, ...]
+    weights: dict[str, torch.Tensor]
+
+
+def make_job(folder: Path, extra: str = "") -> Path:
+    """The tiny job with a batch that 1, 2, 3 and 4 ranks divide, and with AdamW's eps at 1e-4: with
+    1e-8 it makes a full step of the rounding noise in a gradient near zero."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_job(folder, extra)
+    text = path.read_text().replace("global_batch = 4", "global_batch = 12")
+    path.write_text(text.replace("lr = 1e-2", "lr = 1e-2\neps = 1e-4"))
+    return path
+
+
+def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = None) -> Fitted:
+    """One rank of the pool as `forge-train run` would be it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    here = overrides.pop("LOCAL_WORLD_SIZE", world)  # as if a node held so many ranks
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % here,
+                   "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    trainer = Trainer(load_job(job, overrides), [callback()] if callback else [])
+    try:
+        result = trainer.fit()
+    except JobError as error:
+        return Fitted(int(error.exit_code), trainer.progress.step, error.problems, {})
+    return Fitted(int(result.exit_code), result.step, (), full(trainer))
+
+
+def full(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Whole weights and moments, plain."""
+    found: dict[str, Any] = dict(trainer.model.named_parameters())
+    for name, slots in trainer.optimizer.state_dict().items():
+        found.update({f"{name}.{slot}": v for slot, v in slots.items() if slot != "step"})
+    return {
+        name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+        for name, v in found.items()
+    }
+
+
+def fit_alone(job: Path, **overrides: Any) -> Fitted:
+    """The same run in this process alone."""
+    trainer = Trainer(load_job(job, overrides))
+    result = trainer.fit()
+    return Fitted(int(result.exit_code), result.step, (), full(trainer))
+
+
+def fit_on_ranks(world: int, job: Path, callback: Any = None, **overrides: Any) -> list[Fitted]:
+    flat = {key.replace("__", "."): value for key, value in overrides.items()}
+    return run_on_ranks(world, fit, job, {"metrics.console": "off", **flat}, callback, timeout=120)
+
+
+def columns(job: Path) -> dict[str, list]:
+    metrics = read_run(job.parent / "run").metrics
+    return {name: metrics[name] for name in ("step", "loss", "val_loss", "grad_norm", "instances")}
+
+
+def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def assert_same_rows(got: dict[str, list], wanted: dict[str, list]) -> None:
+    assert got["step"] == wanted["step"]
+    assert got["instances"] == wanted["instances"]  # digests of what was read
+    for name in ("loss", "grad_norm"):
+        assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
+    assert [v and pytest.approx(v, rel=1e-5) for v in wanted["val_loss"]] == got["val_loss"]

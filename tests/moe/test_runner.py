@@ -1,0 +1,122 @@
+"""Mixtures of experts through the runner: the numbers of one process on any layout, and their metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_testing.runs import (
+    assert_close,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    make_job,
+)
+from forge_train import ConfigError, load_job, load_trained, read_run
+from forge_train.trainer.build import layout_problems
+
+pytestmark = pytest.mark.distributed
+
+MOE = """
+[model.moe]
+num_experts = 8
+width_multiplier = 0.5
+num_shared_experts = 1
+bias_update_rate = 1e-3
+sequence_loss_weight = 1e-2
+z_loss_weight = 1e-3
+"""
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {}),
+    "fsdp4-accumulated": (4, {"train__micro_batch": 1}),
+    "hsdp2x2": (4, {"parallel__dp_replicate": 2}),
+    "ep2": (2, {"parallel__ep": 2}),
+    "ep4": (4, {"parallel__ep": 4}),
+    "efsdp2-ep2": (4, {"parallel__ep": 2}),
+    "hsdp2-ep2": (4, {"parallel__ep": 2, "parallel__dp_replicate": 2}),
+    "ep4-hierarchical": (
+        4,
+        {"parallel__ep": 4, "model__moe__dispatcher": "hierarchical", "LOCAL_WORLD_SIZE": 2},
+    ),
+    "ep2-chunked": (2, {"parallel__ep": 2, "model__moe__dispatch_chunks": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One process, undisturbed."""
+    job = make_job(tmp_path_factory.mktemp("alone"), MOE)
+    fitted = fit_alone(job, **{"metrics.console": "off"})
+    return columns(job), fitted, read_run(job.parent / "run").metrics
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_F02_F03_a_mixture_on_many_ranks_ends_where_one_process_does(
+    tmp_path: Path, alone: Any, layout: str
+) -> None:
+    """Experts, router, biases, moments; every rank reads data of its own, so the digests are those of
+    one process, and expert gradients have the size of one process."""
+    world, overrides = LAYOUTS[layout]
+    job = make_job(tmp_path, MOE)
+    fitted = fit_on_ranks(world, job, **overrides)
+    assert [f.code for f in fitted] == [0] * world
+    assert_same_rows(columns(job), alone[0])
+    for rank in fitted:
+        assert_close(rank.weights, alone[1].weights)
+    rows = read_run(tmp_path / "run").metrics
+    for name in (n for n in alone[2] if n.startswith("moe.")):
+        assert rows[name] == pytest.approx(alone[2][name], rel=1e-4), name
+
+
+def test_F31_saved_with_experts_on_four_ranks_goes_on_with_them_on_one(
+    tmp_path: Path, alone: Any
+) -> None:
+    job = make_job(tmp_path, MOE)
+    stopped = fit_on_ranks(4, job, None, parallel__ep=4, train__steps=12, checkpoint__keep_last=9)
+    assert [f.code for f in stopped] == [0] * 4
+    for step in ("step-00000012", "step-00000009"):  # go back to step 6
+        folder = tmp_path / "run/checkpoints" / step
+        folder.rename(tmp_path / step)
+    fitted = fit_alone(job)
+    assert_same_rows(columns(job), alone[0])
+    assert_close(fitted.weights, alone[1].weights)
+    model, _, step = load_trained(tmp_path / "run")
+    assert step == 12
+    bias = dict(model.named_buffers())["layers.0.feed_forward.router.expert_bias"]
+    assert bias.abs().max() > 0, "the bias was lost"
+
+
+def test_metrics_show_biases_loads_and_drops_of_each_mixture(alone: Any) -> None:
+    rows = alone[2]
+    assert rows["moe.0.max_bias"][0] == pytest.approx(1e-3)
+    assert 1e-3 < rows["moe.0.max_bias"][-1] <= 12e-3
+    assert all(0 <= rate <= 1 for rate in rows["moe.0.drop_rate"])
+    assert all(load >= 1 for load in rows["moe.0.max_load"])
+
+
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path, MOE)
+    for overrides, wanted in (
+        ({"parallel.ep": 3}, "ep 3 must divide dp_shard 4"),
+        (
+            {"parallel.ep": 4, "model.moe.num_experts": 6},
+            "ep 4 must divide model.moe.num_experts 6",
+        ),
+        ({"parallel.ep": 2, "model.moe.num_experts": 0}, "must divide model.moe.num_experts 0"),
+    ):
+        (problem, *_) = layout_problems(load_job(job, overrides).config, 4)
+        assert wanted in problem
+    with pytest.raises(ConfigError, match=r"first_dense_layers 1 leaves none of 1"):
+        load_job(job, {"model.moe.first_dense_layers": 1})
+    with pytest.raises(ConfigError, match=r"top_k 9 must not be above num_experts 8"):
+        load_job(job, {"model.moe.top_k": 9})
+
+
+def test_bf16_keeps_the_router_in_fp32(tmp_path: Path) -> None:
+    fitted = fit_on_ranks(2, make_job(tmp_path, MOE), parallel__precision="bf16")
+    assert [f.code for f in fitted] == [0, 0]
+    assert all(torch.isfinite(w).all() for w in fitted[0].weights.values())
