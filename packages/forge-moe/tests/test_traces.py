@@ -9,19 +9,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from forge_moe import MoE, MoEConfig, recompute_contexts
-from forge_moe.traces import TracedLayer, TraceWriter, read_trace, trace_routes, traced_layers
+from forge_moe.traces import TraceWriter, read_trace, trace_routes, traced_layers
 
-LAYERS = [TracedLayer("layers.0", 8, 2), TracedLayer("layers.3", 300, 3)]
+LAYERS = {"layers.0": 8, "layers.3": 300}
 
 
 def record(number: int, num_tokens: int) -> dict[str, object]:
     generator = torch.Generator().manual_seed(number)
-    layer = LAYERS[number % 2]
-    shape = (num_tokens, layer.top_k)
+    layer, num_experts = list(LAYERS.items())[number % 2]
+    shape = (num_tokens, 2 + number % 2)
     return {
         "step": number // 2 + 2**40,
-        "layer": layer.name,
-        "ids": torch.randint(0, layer.num_experts + 1, shape, generator=generator),
+        "layer": layer,
+        "ids": torch.randint(0, num_experts + 1, shape, generator=generator),
         "weights": torch.rand(shape, generator=generator),
         "token_ids": torch.randint(0, 200_000, (num_tokens,), generator=generator),
     }
@@ -57,7 +57,7 @@ def test_a_record_has_the_documented_size(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     TraceWriter(empty, LAYERS, weights=True, token_ids=True).close()
     records = [(5, 2), (7, 3), (0, 2), (1, 3)]
-    wanted = sum(20 + t * k * (2 + 4) + 4 * t for t, k in records)
+    wanted = sum(24 + t * k * (2 + 4) + 4 * t for t, k in records)
     assert (tmp_path / "small").stat().st_size - empty.stat().st_size == wanted
 
 
@@ -90,14 +90,17 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_experts 32767 must be 1 to 32766"):
-        TraceWriter(tmp_path / "big", [TracedLayer("a", 32767, 1)])
+        TraceWriter(tmp_path / "big", {"a": 32767})
     with TraceWriter(tmp_path / "trace", LAYERS) as trace:
-        with pytest.raises(ValueError, match=r"must be \(T, 2\)"):
-            trace.write(0, "layers.0", torch.zeros(4, 3, dtype=torch.long))
         with pytest.raises(ValueError, match=r"ids must lie in 0\.\.8"):
             trace.write(0, "layers.0", torch.full((4, 2), 9))
-        with pytest.raises(ValueError, match="unlike the trace"):
+        with pytest.raises(ValueError, match="opened with weights = False"):
             trace.write(0, "layers.0", torch.zeros(4, 2).long(), torch.zeros(4, 2))
+    with (
+        TraceWriter(tmp_path / "weights", LAYERS, weights=True) as trace,
+        pytest.raises(ValueError, match=r"weights \(4, 1\) must be \(4, 2\)"),
+    ):
+        trace.write(0, "layers.0", torch.zeros(4, 2).long(), torch.zeros(4, 1))
     with pytest.raises(FileExistsError):
         TraceWriter(tmp_path / "trace", LAYERS)
 
@@ -107,7 +110,8 @@ def test_the_routes_of_a_model_are_written_once_also_under_recomputation(
     tmp_path: Path, recorded: bool
 ) -> None:
     model = nn.ModuleList(
-        MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=n, top_k=k)) for n, k in ((4, 2), (6, 3))
+        MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=n, top_k=2, router=router))
+        for n, router in ((4, "softmax_topk"), (6, "expert_choice"))
     )
     options = {"context_fn": recompute_contexts} if recorded else {}
     x = torch.randn(2, 5, 8, requires_grad=True)

@@ -1,19 +1,19 @@
 """Which expert took which token, written to disk record by record.
 
-A trace is one file (a rank writes its own):
+A trace is one file (a rank writes its own); integers and floats are little-endian:
 
     8 bytes   b"FMOETRC1"
     uint32    length of the header
     header    JSON: {"weights": bool, "token_ids": bool,
-                     "layers": [{"name": str, "num_experts": int, "top_k": int}, ...]}
+                     "layers": [{"name": str, "num_experts": int}, ...]}
     records   until the end of the file, each
-        uint64 step, uint32 layer (place in "layers"), uint32 T, uint32 CRC-32 of what follows
-        ids        T * K int16, row by row; num_experts means "nowhere" (a pad or a dropped slot)
+        uint64 step, uint32 layer (place in "layers"), uint32 T, uint32 K, uint32 CRC-32 of what follows
+        ids        T * K int16, row by row; num_experts means "nowhere" (a pad)
         weights    T * K fp32, if "weights"
         token ids  T int32, if "token_ids"
 
-Integers and floats are little-endian. Records stand in the order of the calls, so the micro-batches of a
-step follow one another. A file cut off by a crash is readable up to the cut.
+Records stand in the order of the calls, so the micro-batches of a step follow one another. A file cut off
+by a crash is readable up to the cut.
 
 Shapes: T tokens, K slots per token.
 """
@@ -23,7 +23,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -36,15 +36,7 @@ from forge_moe.replay import replaying
 
 MAGIC = b"FMOETRC1"
 _LENGTH = struct.Struct("<I")
-_HEAD = struct.Struct("<QIII")
-
-
-class TracedLayer(NamedTuple):
-    """One entry of the header's "layers"."""
-
-    name: str
-    num_experts: int
-    top_k: int
+_HEAD = struct.Struct("<QIIII")
 
 
 class TraceRecord(NamedTuple):
@@ -60,38 +52,31 @@ class TraceRecord(NamedTuple):
 class TraceWriter:
     """Writes one trace; a context manager.
 
-        with TraceWriter("routes.rank0", [TracedLayer("layers.0", 8, 2)]) as trace:
+        with TraceWriter("routes.rank0", {"layers.0": 8}) as trace:    # layer -> number of experts
             trace.write(step, "layers.0", ids)
 
     Raises ValueError for more than 32,766 experts or a tensor that does not fit, FileExistsError
-    rather than overwrite. A record of T tokens takes 20 + 2 T K bytes, 4 T K more with weights and
+    rather than overwrite. A record of T tokens takes 24 + 2 T K bytes, 4 T K more with weights and
     4 T more with token ids; writing one from an accelerator waits for it.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        layers: list[TracedLayer],
+        layers: dict[str, int],
         *,
         weights: bool = False,
         token_ids: bool = False,
     ) -> None:
-        for layer in layers:
-            if not 1 <= layer.num_experts < 2**15 - 1:
+        for name, num_experts in layers.items():
+            if not 1 <= num_experts < 2**15 - 1:
                 raise ValueError(
-                    f"{layer.name}: num_experts {layer.num_experts} must be 1 to 32766; "
-                    "ids are stored as int16"
+                    f"{name}: num_experts {num_experts} must be 1 to 32766; ids are stored as int16"
                 )
-        self._places = {layer.name: (i, layer) for i, layer in enumerate(layers)}
-        if len(self._places) != len(layers):
-            raise ValueError("two layers have one name; give each its own")
-        self.weights, self.token_ids = weights, token_ids
-        header = {
-            "weights": weights,
-            "token_ids": token_ids,
-            "layers": [layer._asdict() for layer in layers],
-        }
-        text = json.dumps(header).encode()
+        self.layers, self.weights, self.token_ids = dict(layers), weights, token_ids
+        self._places = {name: place for place, name in enumerate(layers)}
+        rows = [{"name": name, "num_experts": number} for name, number in layers.items()]
+        text = json.dumps({"weights": weights, "token_ids": token_ids, "layers": rows}).encode()
         self._file: BinaryIO = open(path, "xb")  # noqa: SIM115  (closed by `close`)
         self._file.write(MAGIC + _LENGTH.pack(len(text)) + text)
 
@@ -103,27 +88,22 @@ class TraceWriter:
         weights: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> None:
-        """Append a record; `weights` and `token_ids` are taken exactly if the header announced them."""
-        place, (_, num_experts, top_k) = self._places[layer]
-        given = {"weights": weights is not None, "token_ids": token_ids is not None}
-        if given != {"weights": self.weights, "token_ids": self.token_ids}:
+        """Append a record: ids (T, K), weights (T, K) and T token_ids, as the header announced them."""
+        if (weights is not None, token_ids is not None) != (self.weights, self.token_ids):
             raise ValueError(
-                f"{layer}: got {given}, unlike the trace; give what it was opened with"
+                f"{layer}: the trace was opened with weights = {self.weights}, token_ids = "
+                f"{self.token_ids}; give just those"
             )
-        wanted = (ids.size(0), top_k)
-        if ids.shape != wanted or (weights is not None and weights.shape != wanted):
-            raise ValueError(f"{layer}: ids and weights must be (T, {top_k}), got {ids.shape}")
+        if weights is not None and weights.shape != ids.shape:
+            raise ValueError(f"{layer}: weights {tuple(weights.shape)} must be {tuple(ids.shape)}")
         if token_ids is not None and token_ids.numel() != ids.size(0):
             raise ValueError(f"{layer}: {token_ids.numel()} token_ids for {ids.size(0)} tokens")
-        on_host = ids.detach().cpu()
-        if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= num_experts:
-            raise ValueError(f"{layer}: ids must lie in 0..{num_experts}")
-        payload = _bytes(on_host, torch.int16)
-        if weights is not None:
-            payload += _bytes(weights.detach(), torch.float32)
-        if token_ids is not None:
-            payload += _bytes(token_ids, torch.int32)
-        head = _HEAD.pack(step, place, ids.size(0), zlib.crc32(payload))
+        on_host, most = ids.detach().cpu(), self.layers[layer]
+        if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= most:
+            raise ValueError(f"{layer}: ids must lie in 0..{most}")
+        parts = ((on_host, torch.int16), (weights, torch.float32), (token_ids, torch.int32))
+        payload = b"".join(_bytes(part, dtype) for part, dtype in parts if part is not None)
+        head = _HEAD.pack(step, self._places[layer], *ids.shape, zlib.crc32(payload))
         self._file.write(head + payload)
 
     def close(self) -> None:
@@ -149,39 +129,64 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[TraceRecord]:
     size = path.stat().st_size
     with path.open("rb") as file:
         header = _read_header(file, path)
-        layers = [TracedLayer(**layer) for layer in header["layers"]]
         number = 0
         while head := file.read(_HEAD.size):
-            if len(head) < _HEAD.size:
-                raise ValueError(f"{path} was cut off after {number} records; those are good")
-            step, place, num_tokens, checksum = _HEAD.unpack(head)
-            if place >= len(layers):
-                raise ValueError(f"{path}: record {number} is damaged; write the trace again")
-            _, _, top_k = layers[place]
-            length = num_tokens * (
-                top_k * (2 + 4 * header["weights"]) + 4 * header["token_ids"]
-            )  # the file's own size bounds what is read, whatever a damaged count says
-            if file.tell() + length > size:
+            # The file's own size bounds what is read, whatever a damaged head says.
+            whole = len(head) == _HEAD.size
+            step, place, tokens, slots, checksum = _HEAD.unpack(head) if whole else (0,) * 5
+            length = tokens * (slots * (2 + 4 * header["weights"]) + 4 * header["token_ids"])
+            if not whole or file.tell() + length > size:
                 raise ValueError(f"{path} was cut off after {number} records; those are good")
             payload = file.read(length)
-            if zlib.crc32(payload) != checksum:
+            if zlib.crc32(payload) != checksum or place >= len(header["layers"]):
                 raise ValueError(f"{path}: record {number} is damaged; write the trace again")
-            yield _record(step, layers[place], num_tokens, payload, header)
+            yield _record(step, header["layers"][place]["name"], (tokens, slots), payload, header)
             number += 1
 
 
-def traced_layers(model: nn.Module) -> list[TracedLayer]:
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    start = file.read(len(MAGIC) + _LENGTH.size)
+    if len(start) < len(MAGIC) + _LENGTH.size or start[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"{path} is no routing trace; give a file that TraceWriter wrote")
+    (length,) = _LENGTH.unpack(start[len(MAGIC) :])
+    try:
+        header: dict[str, Any] = json.loads(file.read(min(length, 2**24)))
+    except ValueError as error:
+        raise ValueError(f"{path}: the header is damaged ({error}); write it again") from error
+    return header
+
+
+def _record(
+    step: int, layer: str, shape: tuple[int, int], payload: bytes, header: dict[str, Any]
+) -> TraceRecord:
+    start = 0
+
+    def take(dtype: torch.dtype, *shape: int) -> Tensor:
+        nonlocal start
+        part = payload[start : start + torch.Size(shape).numel() * dtype.itemsize]
+        start += len(part)
+        found = torch.frombuffer(bytearray(part), dtype=dtype) if part else torch.empty(0).to(dtype)
+        return found.view(shape)
+
+    ids = take(torch.int16, *shape).long()
+    weights = take(torch.float32, *shape) if header["weights"] else None
+    token_ids = take(torch.int32, shape[0]).long() if header["token_ids"] else None
+    return TraceRecord(step, layer, ids, weights, token_ids)
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
+    """The values as `dtype`; without numpy, which may be absent."""
+    host = tensor.detach().to("cpu", dtype).contiguous()
+    return ctypes.string_at(host.data_ptr(), host.numel() * dtype.itemsize) if host.numel() else b""
+
+
+def traced_layers(model: nn.Module) -> dict[str, int]:
     """What a trace of `model` has in its header: every module below it that holds a router."""
-    return [
-        TracedLayer(name, module.router.config.num_experts, module.router.config.top_k)
-        for name, module in _layers(model)
-    ]
+    return {name: layer.router.config.num_experts for name, layer in _layers(model)}
 
 
 @contextmanager
-def trace_routes(
-    model: nn.Module, writer: TraceWriter, step: Callable[[], int]
-) -> Iterator[TraceWriter]:
+def trace_routes(model: nn.Module, writer: TraceWriter, step: Callable[[], int]) -> Iterator[None]:
     """Write every routing decision of the MoE layers of `model` while the context lasts.
 
         with TraceWriter(path, traced_layers(model), weights=True) as trace:
@@ -189,12 +194,12 @@ def trace_routes(
                 model(tokens)
 
     Written is what the router chose, before a capacity drops anything; token ids are those of the
-    context `ctx` that the layer is called with. Recomputation does not write
-    again. Each call waits for the device, so trace some steps rather than all.
+    context `ctx` that the layer is called with. Recomputation does not write again. Each call waits
+    for the device, so trace some steps rather than all.
     """
     undo = [_trace_layer(name, layer, writer, step) for name, layer in _layers(model)]
     try:
-        yield writer
+        yield
     finally:
         for end in undo:
             end()
@@ -233,41 +238,3 @@ def _trace_layer(
         del layer.router.route
 
     return end
-
-
-def _read_header(file: BinaryIO, path: Path) -> Mapping[str, Any]:
-    start = file.read(len(MAGIC) + _LENGTH.size)
-    if len(start) < len(MAGIC) + _LENGTH.size or start[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{path} is no routing trace; give a file that TraceWriter wrote")
-    (length,) = _LENGTH.unpack(start[len(MAGIC) :])
-    try:
-        header: Mapping[str, Any] = json.loads(file.read(min(length, 2**24)))
-    except ValueError as error:
-        raise ValueError(f"{path}: the header is damaged ({error}); write it again") from error
-    return header
-
-
-def _record(
-    step: int, layer: TracedLayer, num_tokens: int, payload: bytes, header: Mapping[str, Any]
-) -> TraceRecord:
-    slots, start = num_tokens * layer.top_k, 0
-
-    def take(dtype: torch.dtype, count: int) -> Tensor:
-        nonlocal start
-        found = torch.empty(count, dtype=dtype)
-        if count:
-            part = payload[start : start + count * dtype.itemsize]
-            found = torch.frombuffer(bytearray(part), dtype=dtype)
-        start += count * dtype.itemsize
-        return found
-
-    ids = take(torch.int16, slots).long().view(num_tokens, layer.top_k)
-    weights = take(torch.float32, slots).view_as(ids) if header["weights"] else None
-    token_ids = take(torch.int32, num_tokens).long() if header["token_ids"] else None
-    return TraceRecord(step, layer.name, ids, weights, token_ids)
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
-    """The values as `dtype`; without numpy, which may be absent."""
-    host = tensor.to("cpu", dtype).contiguous()
-    return ctypes.string_at(host.data_ptr(), host.numel() * dtype.itemsize) if host.numel() else b""
