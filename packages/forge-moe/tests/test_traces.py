@@ -134,3 +134,17 @@ def test_the_routes_of_a_model_are_written_once_also_under_recomputation(
     assert torch.equal(records[0].weights, weights.detach())
     assert torch.equal(records[0].token_ids, torch.arange(10))
     assert "route" not in vars(model[0].router)
+
+
+def test_a_replay_outside_a_backward_is_not_written(tmp_path: Path) -> None:
+    moe = MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=4))
+    record, replay = recompute_contexts()
+    x = torch.randn(5, 8)
+    with (
+        TraceWriter(tmp_path / "trace", traced_layers(moe)) as writer,
+        trace_routes(moe, writer, step=lambda: 0),
+    ):
+        for context in (record, replay, replay):
+            with context:
+                moe(x)
+    assert len(list(read_trace(tmp_path / "trace"))) == 1
