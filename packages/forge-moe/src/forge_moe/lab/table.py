@@ -29,7 +29,10 @@ DISPATCHERS = ("all_to_all", "hierarchical")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the lab; see the module's docstring."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.ranks > 1 and given.device != "cpu":
+        parser.error(f"--ranks {given.ranks} must go with --device cpu; ranks here speak gloo")
     settings = Settings(**{f.name: getattr(given, f.name) for f in fields(Settings)})
     with tempfile.TemporaryDirectory() as folder:
         if given.ranks == 1:
@@ -39,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found, refused = json.loads((Path(folder) / "cells").read_text())
             found = [Cell(**cell) for cell in found]
     if given.json:
-        line = {"lab": "moe", "ranks": given.ranks, "threads": torch.get_num_threads()}
+        threads = torch.get_num_threads() if given.ranks == 1 else 1
+        line = {"lab": "moe", "ranks": given.ranks, "threads": threads}
         rows = {"cells": [asdict(cell) for cell in found], "refused": refused}
         print(json.dumps({**line, "torch": torch.__version__, **asdict(settings), **rows}))
     else:
