@@ -21,7 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # From source, ahead of anything installed: what is measured is what lies beside this file.
-sys.path[:0] = [str(source) for source in sorted(ROOT.glob("packages/*/src"))]
+sources = [*ROOT.glob("packages/*/src"), *ROOT.glob("apps/*/src")]
+sys.path[:0] = [str(source) for source in sorted(sources)]
 
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402

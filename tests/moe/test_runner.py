@@ -110,6 +110,9 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         (problem, *_) = layout_problems(load_job(job, overrides).config, 4)
         assert wanted in problem
+    with pytest.raises(ConfigError, match="expert_choice") as refused:
+        load_job(job, {"model.moe.router": "expert_choice", "model.moe.bias_update_rate": 0.0})
+    assert len(refused.value.problems) == 2
     with pytest.raises(ConfigError, match=r"first_dense_layers 1 leaves none of 1"):
         load_job(job, {"model.moe.first_dense_layers": 1})
     with pytest.raises(ConfigError, match=r"top_k 9 must not be above num_experts 8"):
