@@ -50,6 +50,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--backends", nargs="+", default=["auto"], help="ours; the first is compared"
     )
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=[],
+        help="alternatives left out: with 64 experts and a hot one, padding takes 30 times as long",
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -183,7 +189,9 @@ def torchtitan(ours: MoE) -> Layer:
     return layer.train()
 
 
-def alternatives(ours: MoE, bf16: bool) -> tuple[dict[str, Layer], dict[str, str]]:
+def alternatives(
+    ours: MoE, bf16: bool, without: list[str]
+) -> tuple[dict[str, Layer], dict[str, str]]:
     """Other layers by name, and why some are missing."""
     makers: dict[str, Callable[[], Layer]] = {
         "transformers": lambda: mixtral(ours, "grouped_mm"),
@@ -195,6 +203,8 @@ def alternatives(ours: MoE, bf16: bool) -> tuple[dict[str, Layer], dict[str, str
         makers["torchtitan"] = lambda: torchtitan(ours)
     made, missing = {}, {}
     for name, make in makers.items():
+        if name in without:
+            continue
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 made[name] = make()
@@ -245,7 +255,7 @@ def row(args: argparse.Namespace, experts: int, name: str, routing: str) -> dict
         f"forge_{backend}": forge(args, experts, dtype, backend) for backend in args.backends
     }
     ours, first = next(iter(layers.items()))
-    others, missing = alternatives(first, dtype == torch.bfloat16)
+    others, missing = alternatives(first, dtype == torch.bfloat16, args.without)
     layers |= others
     steps = {key: step(layer, x, seed) for key, layer in layers.items()}
     wanted = answers(steps[ours], x)
