@@ -120,6 +120,17 @@ def test_local_dispatch_brings_back_what_it_took() -> None:
         torch.testing.assert_close(by_slot[ids < 4], wanted[1][ids < 4])
 
 
+def test_expert_choice_computes_the_rows_that_were_chosen() -> None:
+    moe, rows = layer(router="expert_choice", num_experts=8), []
+    moe.experts.register_forward_pre_hook(lambda _, given: rows.append(given[0].size(0)))
+    valid = torch.arange(20) < 3  # fewer tokens than an expert's share of 5
+    y = moe(torch.randn(20, 8), SimpleNamespace(valid=valid))
+    y.sum().backward()
+    assert rows == [40]
+    assert (y[3:] == 0).all()
+    assert moe.statistics()["counts"].tolist() == [3] * 8
+
+
 def test_a_dispatcher_may_run_the_whole_way() -> None:
     moe, x = layer(num_shared_experts=1), torch.randn(6, 8)
     wanted = moe(x)
@@ -151,8 +162,10 @@ def test_statistics_sum_until_reset() -> None:
 
 
 def test_copies_and_state() -> None:
-    moe = layer(bias_update_rate=0.1, aux_scope="global_batch_lagged")
+    moe = layer(bias_update_rate=0.1, aux_scope="global_batch_lagged", aux_loss_weight=1.0)
     moe(torch.randn(4, 8))
+    assert copy.deepcopy(moe).pending is None  # the losses of a forward hold a graph
+    assert moe.pending is not None
     twin = copy.deepcopy(layer(bias_update_rate=0.1, aux_scope="global_batch_lagged"))
     moe.router.expert_bias.normal_()
     twin.load_state_dict(moe.state_dict())

@@ -139,8 +139,10 @@ class MoE(nn.Module):
         run: Any = getattr(self.dispatcher, "run", None)
         if run is not None:
             return run(x, weights, ids, self.experts, meanwhile)
-        sent = self.dispatcher.dispatch(x, weights, ids)
-        full = placed and type(self.dispatcher) is LocalDispatch
+        local, bound = type(self.dispatcher) is LocalDispatch, self.router.rule.most_rows
+        known = {"num_rows": bound(x.size(0), self.router.config)} if local and bound else {}
+        sent = self.dispatcher.dispatch(x, weights, ids, **known)
+        full = placed and local
         rows = self.experts(sent.rows, sent.counts, full=full)
         shared = None if meanwhile is None else meanwhile()
         return self.dispatcher.combine(rows, sent.meta), shared
@@ -220,6 +222,10 @@ class MoE(nn.Module):
         if reset:
             self.tally.reset()
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Losses that wait hold a graph, which neither deepcopy nor pickle can take.
+        return {**self.__dict__, "pending": None}
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """How each parameter and buffer begins: (kind, value) by name."""

@@ -49,7 +49,7 @@ class LocalDispatch:
     ) -> Dispatched:
         """Rows of tokens x (T, D) for slots ids (T, K) int64 in 0..E.
 
-        Who knows how many slots go somewhere gives `num_rows`: then R is that, and there is no tail.
+        Who knows how many slots go somewhere, or a bound on it, gives `num_rows`: then R is that.
         """
         ranked, order = ids.reshape(-1).sort(stable=True)  # (T K,)
         experts = torch.arange(self.num_experts, device=ids.device)
@@ -117,6 +117,5 @@ def sum_slots(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
     total = rows.new_zeros(places.size(0), rows.size(1), dtype=dtype)
     for slot in range(places.size(1)):
-        part = rows.index_select(0, places[:, slot]).to(dtype)
-        total.addcmul_(part, weights[:, slot, None])
+        total.addcmul_(rows.index_select(0, places[:, slot]), weights[:, slot, None])
     return total

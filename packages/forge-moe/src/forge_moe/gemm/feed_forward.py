@@ -58,18 +58,20 @@ class GroupedFeedForward(Function):
         gate_bias, up_bias, down_bias = ctx.has_bias
 
         grad = grad.contiguous()
-        hidden = _activate(gate, up)  # (R, F)
+        act = None if gate is None else F.silu(gate)  # (R, F)
+        hidden = F.gelu(up) if act is None else act * up  # (R, F)
         grad_down_w = products.outer(hidden, grad, groups) if needs_down else None
         grad_down_b = _sum_rows(grad, groups, products) if down_bias else None
-        # From here on two buffers of (R, F): a fresh one would cost more than the arithmetic in it.
-        flow = products.multiply(grad, down_w.transpose(1, 2), groups)
-        grad_up = _grad_up(gate, up, flow, out=hidden)
+        del hidden  # never more than two buffers of (R, F)
+        flow = products.multiply(grad, down_w.transpose(1, 2), groups)  # (R, F)
+        grad_up = torch.ops.aten.gelu_backward(flow, up) if act is None else act.mul_(flow)
         grad_up_w = products.outer(x, grad_up, groups) if needs_up else None
         grad_up_b = _sum_rows(grad_up, groups, products) if up_bias else None
         grad_x = products.multiply(grad_up, up_w.transpose(1, 2), groups) if needs_x else None
         grad_gate_w = grad_gate_b = None
         if gate is not None:
-            grad_gate = _grad_gate(gate, up, flow)
+            flow.mul_(up)
+            grad_gate = torch.ops.aten.silu_backward.grad_input(flow, gate, grad_input=flow)
             grad_gate_w = products.outer(x, grad_gate, groups) if needs_gate else None
             grad_gate_b = _sum_rows(grad_gate, groups, products) if gate_bias else None
             if grad_x is not None:
@@ -95,15 +97,3 @@ def _sum_rows(rows: Tensor, groups: Groups, products: Products) -> Tensor:
 
 def _activate(gate: Optional, up: Tensor) -> Tensor:
     return F.gelu(up) if gate is None else F.silu(gate).mul_(up)
-
-
-def _grad_up(gate: Optional, up: Tensor, flow: Tensor, out: Tensor) -> Tensor:
-    if gate is None:
-        return torch.ops.aten.gelu_backward(flow, up)
-    return torch.ops.aten.silu.out(gate, out=out).mul_(flow)
-
-
-def _grad_gate(gate: Tensor, up: Tensor, flow: Tensor) -> Tensor:
-    """Takes over the memory of `flow`."""
-    flow.mul_(up)
-    return torch.ops.aten.silu_backward.grad_input(flow, gate, grad_input=flow)

@@ -25,13 +25,15 @@ class Rule(NamedTuple):
     bool) -> ids (T, K), no gradient, E = nowhere; weigh(logits, scores, ids (T, K) in 0..E-1, config) ->
     (T, K), differentiable. What `choose` sees is the score plus the expert bias, if there is one; `weigh`
     never sees the bias. `normalised` says that scores of a token sum to 1; `causal` is False where a token's
-    experts depend on other tokens."""
+    experts depend on other tokens; `most_rows(T, config)` bounds the slots that go somewhere, where that is
+    fewer than ids has."""
 
     score: Callable[[Tensor], Tensor]
     choose: Choose
     weigh: Weigh
     normalised: bool = False
     causal: bool = True
+    most_rows: Callable[[int, RouterConfig], int] | None = None
 
 
 def _best_of_token(scores: Tensor, config: RouterConfig, valid: Tensor) -> Tensor:
@@ -56,13 +58,17 @@ def _weigh_sigmoid(logits: Tensor, scores: Tensor, ids: Tensor, config: RouterCo
 def _best_of_expert(scores: Tensor, config: RouterConfig, valid: Tensor) -> Tensor:
     """Each expert takes its T K / E best tokens; a token has E slots, most of them nowhere."""
     tokens, num = scores.shape
-    share = min(tokens, -(-tokens * config.top_k // num))
+    share = _share(tokens, config)
     masked = scores.masked_fill(~valid.unsqueeze(1), float("-inf"))
     best = top_k_ids(masked.T, share)  # (E, share): tokens
     taken = torch.zeros(num, tokens, dtype=torch.bool, device=scores.device)
     taken.scatter_(1, best, True)
     ids = torch.arange(num, device=scores.device).expand(tokens, num)
     return ids.masked_fill(~taken.T, num)
+
+
+def _share(tokens: int, config: RouterConfig) -> int:
+    return min(tokens, -(-tokens * config.top_k // config.num_experts))
 
 
 def _weigh_all(logits: Tensor, scores: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:
@@ -84,9 +90,17 @@ SOFTMAX_TOPK = Rule(_softmax, _best_of_token, _weigh_softmax, normalised=True)
 SIGMOID_TOPK = Rule(torch.sigmoid, _best_of_token, _weigh_sigmoid)
 """Sigmoid scores, the bias only selects, the weights come from unbiased scores (DeepSeek-V3, 2.1.2)."""
 
-EXPERT_CHOICE = Rule(_softmax, _best_of_expert, _weigh_all, normalised=True, causal=False)
+EXPERT_CHOICE = Rule(
+    _softmax,
+    _best_of_expert,
+    _weigh_all,
+    normalised=True,
+    causal=False,
+    most_rows=lambda tokens, config: _share(tokens, config) * config.num_experts,
+)
 """Each expert chooses tokens (Zhou et al. 2022). For training only: a token's experts depend on later
-tokens and on the rest of the batch, so the layer refuses it in eval. Costs E slots per token."""
+tokens and on the rest of the batch, so it is refused in eval. ids has E slots
+per token, of which T K in all go somewhere."""
 
 UNIFORM = Rule(_softmax, _in_turn, _weigh_softmax, normalised=True)
 """Experts in turn, whatever the scores: perfect balance for benchmarks."""
