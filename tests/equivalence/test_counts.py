@@ -1,14 +1,16 @@
 """What a step on several ranks communicates and waits for, in counts; times are for benchmarks.
 
-Host syncs are counted as reads of single values (`.item()`, `float(tensor)`, `if tensor`), which on a GPU
-would wait for it.
+Host syncs are counted as what on a GPU would wait for it: reads of values (`.item()`, `float(tensor)`,
+`if tensor`, `.tolist()`, `.cpu()`, `.numpy()`) and results whose size depends on values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +54,54 @@ def test_a_step_communicates_as_a_loop_by_hand_and_waits_for_nothing(world: int)
 
 # Readers of what is on the host in any case, by module or function.
 HOST_READERS = (
+    "forge_data.loader",  # rows come as numpy arrays
+    "forge_data.packing",
+    "forge_resilience.agreement",  # votes are exchanged between hosts
+    "forge_core.model.documents",  # cuts rows at documents; on an accelerator one copy, as documented
     "forge_data.batch",  # counts a batch's labels as it makes it
     "_not_padding",  # forge_core looks for padding on a CPU only
 )
 
 
+# On an accelerator the host would wait: for a value, or for the size of a result.
+_WAITING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+}
+_READERS = ("tolist", "cpu", "numpy")  # no operator on a CPU, so they are watched by name
+
+
 class Counts(TorchDispatchMode):
-    """Counts reads of single values outside HOST_READERS, and collectives."""
+    """Counts what would wait for an accelerator, outside HOST_READERS, and collectives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reads = self.collectives = 0
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Counts:
+        for name in _READERS:
+            original = getattr(torch.Tensor, name)
+            self._patches.enter_context(
+                unittest.mock.patch.object(torch.Tensor, name, self._counted(original))
+            )
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _counted(self, original: Any) -> Any:
+        def read(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            self.reads += not _of_the_host()
+            return original(tensor, *args, **options)
+
+        return read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = func is torch.ops.aten._local_scalar_dense.default
+        read = func in _WAITING
         self.reads += read and not _of_the_host()
         self.collectives += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))

@@ -10,15 +10,17 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
 from forge_testing import forge_train, run_on_ranks, start, wait_for_step
-from forge_testing.faults import flip_bit, rank_pids, signal_rank
+from forge_testing.faults import flip_bit, rank_pids, signal_at_random, signal_rank
 from forge_testing.runs import (
     Fitted,
     assert_close,
@@ -30,6 +32,7 @@ from forge_testing.runs import (
     make_job,
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.trainer.build import seed_process
 
 pytestmark = pytest.mark.distributed
 
@@ -113,6 +116,74 @@ def test_a_rank_without_data_ends_all_in_the_same_step(tmp_path: Path) -> None:
     assert "rank 1: step 5: OSError: the disk is gone" in fitted[0].problems[0]
     event = read_run(tmp_path / "run").events[-1]
     assert (event["event"], event["rank"], event["step"], event["code"]) == ("fault", 1, 4, 65)
+
+
+class BadValidationOnRank1(Callback):
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.meshes.rank == 1:
+
+            def batch(ids: Any) -> Any:
+                raise OSError("the disk is gone")
+
+            trainer.validation.batch = batch  # type: ignore[union-attr, method-assign]
+
+
+def test_a_rank_without_validation_data_ends_all_at_the_evaluation(tmp_path: Path) -> None:
+    fitted = fit_on_ranks(2, make_job(tmp_path), BadValidationOnRank1)
+    assert [(f.code, f.step) for f in fitted] == [(65, 6)] * 2
+    assert "rank 1: validation data: OSError: the disk is gone" in fitted[0].problems[0]
+
+
+class Peek(Callback):
+    """Runs the model where a user would: for each logged row, after steps and evaluations."""
+
+    def _look(self, trainer: Trainer) -> None:
+        with torch.no_grad():
+            trainer.model(torch.zeros(1, 8, dtype=torch.int64))
+
+    def on_log(self, trainer: Trainer, row: Any) -> None:
+        self._look(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._look(trainer)
+
+    def on_evaluation(self, trainer: Trainer, val_loss: float) -> None:
+        self._look(trainer)
+
+
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (1, "bf16")])
+def test_a_forward_between_steps_changes_no_number(
+    tmp_path: Path, world: int, precision: str
+) -> None:
+    found = []
+    for name, callback in (("plain", None), ("peek", Peek)):
+        job = make_job(tmp_path / name)
+        fitted = fit_on_ranks(world, job, callback, parallel__precision=precision)
+        assert [f.code for f in fitted] == [0] * world
+        found.append(columns(job))
+    assert found[0] == found[1]
+
+
+def test_a_builder_that_gives_each_rank_another_model_is_refused(tmp_path: Path) -> None:
+    other = {"model__name": "forge_testing.models:by_rank", "sample__max_new_tokens": 0}
+    text = make_job(tmp_path).read_text()
+    job = tmp_path / "imported.toml"
+    job.write_text(text.replace("dim = 16\nnum_layers = 1\nnum_heads = 2\n", ""))
+    refused = fit_on_ranks(2, job, **other)
+    assert [f.code for f in refused] == [78, 78]
+    assert "ranks [1] built other values than rank 0" in refused[0].problems[0]
+    same = fit_on_ranks(2, job, **{**other, "model__name": "forge_testing.models:by_chance"})
+    assert [f.code for f in same] == [0, 0]
+
+
+def test_each_rank_has_random_streams_of_its_own() -> None:
+    drawn = set()
+    for seed, rank in ((0, 0), (0, 1), (1, 0)):
+        for _ in range(2):
+            seed_process(seed, rank)
+            drawn.add((float(torch.rand(())), random.random(), float(numpy.random.rand())))
+    assert len(drawn) == 3, "neither repeated nor shared"
+    assert all(len(set(column)) == 3 for column in zip(*drawn))
 
 
 class OtherDataOnRank3(Callback):
@@ -225,21 +296,38 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = make_job(tmp_path_factory.mktemp("undisturbed"))
     done = forge_train("run", job, "--nproc", "2", "--train.steps", "30")
     assert done.code == 0, done.err
+    assert f"run {job.parent / 'run/config.toml'} --nproc 2 --train.steps 60" in done.out
     return job
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_sigkill_of_a_rank_at_random_instants_then_the_same_command_gives_the_same_bits(
     tmp_path: Path, undisturbed: Path, seed: int
 ) -> None:
+    """The first half of the seeds strike at a step, the others anywhere between start-up and end."""
     job, draw = make_job(tmp_path), random.Random(seed)
-    command = ("run", job, "--nproc", "2", "--train.steps", "30")
+    command = (
+        "run",
+        job,
+        "--nproc",
+        "2",
+        "--train.steps",
+        "30",
+        "--data.num_workers",
+        str(seed % 2),
+    )
     first = start(*command)
-    wait_for_step(first, tmp_path / "run/metrics.jsonl", draw.randint(1, 25))
-    signal_rank(first.pid, draw.randrange(2), signal.SIGKILL)
+    if seed < 2:
+        wait_for_step(first, tmp_path / "run/metrics.jsonl", draw.randint(1, 25))
+        signal_rank(first.pid, draw.randrange(2), signal.SIGKILL)
+    else:
+        pid = signal_rank(first.pid, draw.randrange(2), 0)
+        signal_at_random(pid, seed, within_seconds=6.0)
+    struck = time.monotonic()
     out, err = first.communicate(timeout=60)
-    assert first.returncode == 1, (out, err)
+    assert first.returncode == 1 or seed >= 2, (out, err)
+    assert time.monotonic() - struck < 30, "the others waited for a rank that is gone"
     assert rank_pids(first.pid) == {}
     done = forge_train(*command)
     assert done.code == 0, done.err

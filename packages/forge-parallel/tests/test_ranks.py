@@ -271,3 +271,48 @@ def test_a_module_with_its_own_dtype_keeps_it() -> None:
     hidden = model.block[0](model.first(torch.eye(4)))  # (4, 4)
     wanted = hidden.sum(0).expand(3, 4)
     assert (gradients[0] - wanted).abs().max() <= 4 * 2**-7 * wanted.abs().max()
+
+
+class Strange(nn.Module):
+    """Somebody else's attribute of that name, which is no dtype, on a block."""
+
+    compute_dtype = "bfloat16"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+        self.block.compute_dtype = torch.float32  # type: ignore[assignment]
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.block]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def strange() -> bool:
+    config = ParallelConfig(device="cpu", precision="fp32")
+    model = parallelize(Strange(), config, make_meshes(config))
+    return bool(model(torch.ones(1, 4)).isfinite().all())
+
+
+def test_an_attribute_that_is_no_dtype_and_a_block_that_has_one() -> None:
+    assert run_on_ranks(2, strange) == [True, True]
+
+
+def timeouts() -> dict[str, float]:
+    """Seconds that each group lets a collective take."""
+    config = ParallelConfig(
+        device="cpu", precision="fp32", dp_replicate=2, ep=2, dp_shard=2, timeout_seconds=7.0
+    )
+    meshes = make_meshes(config)
+    groups = {"host": meshes.host_group}
+    for mesh in (meshes.dense, meshes.sparse):
+        groups |= {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    backends = {n: g._get_backend(torch.device("cpu")) for n, g in groups.items()}
+    return {name: b.options._timeout.total_seconds() for name, b in backends.items()}
+
+
+def test_every_group_has_the_timeout_of_the_job() -> None:
+    for found in run_on_ranks(4, timeouts):
+        assert found == dict.fromkeys(["host", "dp_replicate", "dp_shard", "efsdp", "ep"], 7.0)

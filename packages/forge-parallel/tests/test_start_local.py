@@ -210,6 +210,24 @@ on(signal.SIGTERM, 75); ready("pid"); wait_for("never")
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a child of its parent's death"
 )
+def test_a_signal_before_the_workers_can_handle_it_is_still_a_stop(tmp_path):
+    """A job that is preempted while its ranks import must come again: 75, whoever was too young."""
+    body = """
+if rank == 0:
+    on(signal.SIGTERM, 75)
+ready("up")
+while True:
+    time.sleep(0.01)
+"""
+    job = launcher(body, 3, tmp_path)
+    for rank in range(3):
+        wait_for(tmp_path / f"up{rank}")
+    job.send_signal(signal.SIGTERM)
+    _, errors = job.communicate(timeout=30)
+    assert job.returncode == 75, errors
+    assert "died" not in errors
+
+
 def test_a_killed_launcher_leaves_no_orphan(tmp_path):
     process = launcher("on(signal.SIGTERM, 75); ready('pid'); wait_for('never')", 2, tmp_path)
     pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]

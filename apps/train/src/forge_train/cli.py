@@ -118,18 +118,23 @@ def run(args: list[str]) -> int:
     try:
         with launch(job.config.parallel, {"configuration": job.digest()}) as meshes:
             result = trainer.fit(meshes, _early_stop if _is_rank_of_many() else None)
-            # the run is over and saved: a reader who left, or has no patience for the sample, or a
-            # rank that is gone, changes no code
-            quiet = (
-                BrokenPipeError,
-                KeyboardInterrupt,
-                *((RuntimeError,) * (meshes.world_size > 1)),
-            )
-            with contextlib.suppress(*quiet):
+            _leave_on_signal(result.exit_code)
+            try:
                 print_summary(trainer, result, rest)
+            except (BrokenPipeError, KeyboardInterrupt):
+                pass  # the run is over and saved: a reader who left changes no code
+            except RuntimeError as error:  # a rank that is gone, no memory for the sample
+                if meshes.rank == 0:
+                    print(f"forge-train: no sample: {error}", file=sys.stderr)
     except StartError as error:
         raise JobError(str(error).splitlines()) from error
     return result.exit_code
+
+
+def _leave_on_signal(code: int) -> None:
+    """The run is over: who has no patience for the sample gets its code at once."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: os._exit(code))
 
 
 def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
@@ -137,6 +142,8 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
     from forge_train.errors import ConfigError
 
     rest = list(args)
+    if sum(arg.partition("=")[0] == "--nproc" for arg in rest) > 1:
+        raise ConfigError(["--nproc must be given once, and it is there twice; leave one out"])
     for i, arg in enumerate(rest):
         name, equals, value = arg.partition("=")
         if name != "--nproc":

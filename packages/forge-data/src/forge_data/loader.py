@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from forge_data._torch_compat import end_workers
 from forge_data.batch import Batch
 from forge_data.errors import DataError
+from forge_data.orphans import end_with_parent
 from forge_data.packing import digest_of_ids, make_batch
 
 _NO_STEPS = "0" * 16
@@ -200,6 +201,7 @@ def _leave_signals_to_parent(worker: int) -> None:
     A terminal sends SIGINT, and a scheduler SIGTERM, to every process of the job. A second SIGTERM
     ends the worker, so that one that hangs cannot outlive the parent's exit.
     """
+    end_with_parent()
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

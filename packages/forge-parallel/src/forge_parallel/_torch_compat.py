@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,3 +18,10 @@ def foreach_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tens
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place by a 0-dim tensor (torch 2.11 to 2.13)."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def set_timeout(group: Any, seconds: float) -> None:
+    """Bound each later collective of a process group that torch made with its default (2.11 to 2.13)."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(datetime.timedelta(seconds=seconds), group)

@@ -87,7 +87,8 @@ def clip_grads_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float | No
     for gradient in (p.grad for p in parameters if p.grad is not None):
         by_device.setdefault(_local(gradient).device, []).append(_local(gradient))
     for device, gradients in by_device.items():
-        foreach_mul_(gradients, scale.to(device, non_blocking=True))
+        # to a host the copy must have arrived before it is read: with CPU offload one sync
+        foreach_mul_(gradients, scale.to(device, non_blocking=device.type == "cuda"))
 
 
 def _local_norm(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from forge_parallel._torch_compat import set_timeout
 from forge_parallel.config import ParallelConfig
 from forge_parallel.device import select_device
 from forge_parallel.start import end_process_group, find_world, start_process_group
@@ -60,21 +62,30 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         world_size=world_size,
         batch_rank=rank,
         batch_size=world_size,
-        dense=_mesh(device, {**copies, "dp_shard": shard}),
+        dense=_mesh(config, device, {**copies, "dp_shard": shard}),
         sparse=(
-            _mesh(device, {**copies, "efsdp": shard // config.ep, "ep": config.ep})
+            _mesh(config, device, {**copies, "efsdp": shard // config.ep, "ep": config.ep})
             if config.ep > 1
             else None
         ),
-        host_group=dist.new_group(backend="gloo") if world_size > 1 else None,
+        host_group=_host_group(config) if world_size > 1 else None,
     )
 
 
-def _mesh(device: torch.device, axes: Mapping[str, int]) -> Any:
+def _mesh(config: ParallelConfig, device: torch.device, axes: Mapping[str, int]) -> Any:
+    """A mesh whose groups have the job's timeout, not torch's half hour."""
     # imported late: half a second that an fp32 run of one process does not need
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        set_timeout(group, config.timeout_seconds)
+    return mesh
+
+
+def _host_group(config: ParallelConfig) -> Any:
+    timeout = timedelta(seconds=config.timeout_seconds)
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextmanager
@@ -101,8 +112,10 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
         )
     try:
         yield make_meshes(config, device)
-    finally:
-        end_process_group()
+    except BaseException:
+        end_process_group(wait=False)  # the others may be gone, or wait for this rank to be
+        raise
+    end_process_group()
 
 
 _ALONE = find_world({})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,22 @@ class Bigram(nn.Module):
 
 def bigram(vocab_size: int, width: int = 8) -> Bigram:
     return Bigram(vocab_size, width)
+
+
+def by_rank(vocab_size: int) -> Bigram:
+    """A builder that gives each rank another model."""
+    model = Bigram(vocab_size, 8)
+    with torch.no_grad():
+        model.head.weight.fill_(float(os.environ.get("RANK", "0")))
+    return model
+
+
+def by_chance(vocab_size: int) -> Bigram:
+    """A builder with generators of its own choice."""
+    model = Bigram(vocab_size, 8)
+    with torch.no_grad():
+        model.head.weight.fill_(random.gauss(0, 0.1) + float(np.random.rand()))
+    return model
 
 
 class Alphabet:

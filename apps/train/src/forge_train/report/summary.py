@@ -19,16 +19,17 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     `args` are those of `forge-train run`, so that the same command can be shown again. On many ranks
     all of them write the text, each gather of weights needs them, and rank 0 prints.
     """
+    done = result.exit_code is ExitCode.DONE
+    text = sample_text(trainer) if done else ""  # before any line, which a reader may not wait for
     if trainer.meshes.rank != 0:
-        if result.exit_code is ExitCode.DONE:
-            sample_text(trainer)
         return
     nproc = os.environ.get("FORGE_NPROC")  # what `--nproc` was, if it started us
     args = [*args, "--nproc", nproc] if nproc else args
+    ranks = f" --nproc {nproc}" if nproc else ""
     command = "hatch run forge-train" if "HATCH_ENV_ACTIVE" in os.environ else "forge-train"
     run_dir = shlex.quote(str(trainer.paths.path))
     print()
-    if result.exit_code is ExitCode.REQUEUE:
+    if not done:
         print(f"stopped and saved at step {result.step} of {trainer.total_steps}")
         print(f"\nrun directory  {trainer.paths.path}")
         print(f"\nto go on\n  {command} run {shlex.join(args)}")
@@ -36,16 +37,19 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     print(f"done: step {result.step} of {trainer.total_steps}")
     if result.val_loss is not None:
         print(f"validation loss {result.val_loss:.4f} nats per token")
-    text = sample_text(trainer)
     if text:
         print(f"\n--- sample\n{text}\n---")
     resolved = shlex.quote(str(trainer.paths.config))
     print(f"\nrun directory  {trainer.paths.path}\n\nnext")
     if trainer.config.sample.max_new_tokens:
         print(f"  {command} generate {run_dir} --prompt 'The '")
-    print(f"  {command} run {resolved} --train.steps {2 * trainer.total_steps}   # go on from here")
+    print(
+        f"  {command} run {resolved}{ranks} --train.steps {2 * trainer.total_steps}   # go on from here"
+    )
     other = shlex.quote(f"{trainer.paths.path}-2")
-    print(f"  {command} run {resolved} --run.dir {other} --optimizer.lr 1e-3   # another run")
+    print(
+        f"  {command} run {resolved}{ranks} --run.dir {other} --optimizer.lr 1e-3   # another run"
+    )
 
 
 def sample_text(trainer: Trainer) -> str:

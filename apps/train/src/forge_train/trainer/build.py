@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
+import random
 
+import numpy
 import torch
 from torch import nn
 
@@ -19,6 +22,7 @@ from forge_data import (
     open_source,
 )
 from forge_data.batch import IGNORE
+from forge_resilience import Agreement
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError
 from forge_train.trainer.callbacks import import_attribute
@@ -29,7 +33,7 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     """The model: ours on the meta device (shapes only), an imported one as its builder makes it.
 
     Somebody else's buffers and initial values exist only where their code computed them, so it runs
-    for real, on the CPU, after `torch.manual_seed(seed)`.
+    for real, on the CPU, after the generators of torch, Python and numpy were seeded alike on all ranks.
     """
     if isinstance(section, DenseModelConfig):
         with torch.device("meta"):
@@ -37,7 +41,7 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     build = import_attribute(section.name, "model.name")
     try:
         inspect.signature(build).bind(vocab_size=section.vocab_size, **section.args)
-        torch.manual_seed(seed)
+        seed_process(seed, 0)
         model = build(vocab_size=section.vocab_size, **section.args)
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -48,6 +52,32 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
         raise ConfigError([f"model.name {section.name!r} built a {type(model).__name__}, which must "
                            "be a torch.nn.Module; return the model"])  # fmt: skip
     return model
+
+
+def seed_process(seed: int, rank: int) -> None:
+    """Begin this process's random streams, torch's, Python's and numpy's: a function of (seed, rank)."""
+    digest = hashlib.sha256(f"{seed}:{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    random.seed(digest)
+    numpy.random.seed(numpy.frombuffer(digest, numpy.uint32))
+
+
+def refuse_other_model(model: nn.Module, agreement: Agreement) -> None:
+    """ConfigError on all ranks unless each built the same values; sharding would mix them silently.
+
+    Ours cannot differ; somebody else's builder may read a file or a generator of its own.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
+    told = agreement.exchange(digest.hexdigest())
+    strangers = [rank for rank, other in enumerate(told) if other != told[0]]
+    if strangers:
+        raise ConfigError(
+            [f"model.name: ranks {strangers} built other values than rank 0; a builder must give every "
+             "rank the same: draw from torch, random or numpy, which are seeded alike before it runs"]
+        )  # fmt: skip
 
 
 def total_steps(config: JobConfig, model: nn.Module) -> int:

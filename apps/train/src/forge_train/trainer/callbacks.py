@@ -17,7 +17,8 @@ class Callback:
     """All methods do nothing; override what you need.
 
     An exception in a callback ends the run: a hook that fails silently would be a wrong result.
-    A callback with `state_dict`/`load_state_dict` is saved in and restored from checkpoints.
+    A callback with `state_dict`/`load_state_dict` is saved in and restored from checkpoints. On many
+    ranks each has its own object; of plain values that of rank 0 is saved and given to all.
     """
 
     def on_start(self, trainer: Trainer) -> None:

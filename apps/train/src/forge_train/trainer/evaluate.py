@@ -2,50 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+import forge_data
 from forge_core import cross_entropy
 from forge_data import Batch, PackedStream
 from forge_data.batch import IGNORE
 from forge_parallel import Meshes
 from forge_resilience import Agreement
+from forge_train.errors import DataError, together
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    stream: PackedStream,
-    sequences: int,
-    batch_size: int,
-    meshes: Meshes,
-    agreement: Agreement,
-) -> float:
-    """Mean loss in nats per token over the first `sequences` rows (all of them if there are fewer).
+def share_of_rows(
+    stream: PackedStream, sequences: int, batch_size: int, meshes: Meshes, agreement: Agreement
+) -> list[Batch]:
+    """This rank's part of the first `sequences` rows (all if there are fewer), `batch_size` at a time.
 
-    Each rank takes an equal run of rows, `batch_size` at a time; where they do not divide, the last
-    ranks compute rows without labels, as every rank must take part in every gather. One host read and
-    one exchange at the end; every rank returns the same bits. Leaves the model in the mode it was in.
+    Every rank gets an equal run of rows; where they do not divide, the last ranks get rows without
+    labels, as every rank must take part in every gather. They are read before anything is computed:
+    a rank that cannot raises DataError on all of them.
     """
     rows = min(sequences, len(stream))
     share = -(-rows // meshes.batch_size)
     first = share * meshes.batch_rank
+
+    def read() -> list[Batch]:
+        try:
+            return [
+                _rows(stream, range(start, min(start + batch_size, first + share)), rows)
+                for start in range(first, first + share, batch_size)
+            ]
+        except (forge_data.DataError, OSError) as error:
+            raise DataError([f"validation data: {type(error).__name__}: {error}"]) from error
+
+    return together(agreement, read)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, parts: Sequence[Batch], meshes: Meshes, agreement: Agreement
+) -> float:
+    """Mean loss in nats per token over the parts of all ranks, as many on each.
+
+    One host read and one exchange at the end; every rank returns the same bits. Leaves the model in
+    the mode it was in.
+    """
     total = torch.zeros((), dtype=torch.float64, device=meshes.device)
     count = torch.zeros((), dtype=torch.int64, device=meshes.device)
     training = model.training
     model.eval()
-    for start in range(first, first + share, batch_size):
-        ids = range(start, min(start + batch_size, first + share))
-        batch = _rows(stream, ids, rows).to(meshes.device)
+    for part in parts:
+        batch = part.to(meshes.device)
         logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids)
         loss = cross_entropy(logits, batch.labels)
         total += loss.sum.double()
         count += loss.count
     model.train(training)
-    parts = agreement.exchange([float(total), int(count)])
-    return sum(part for part, _ in parts) / max(sum(n for _, n in parts), 1)
+    told = agreement.exchange([float(total), int(count)])
+    return sum(loss for loss, _ in told) / max(sum(n for _, n in told), 1)
 
 
 def _rows(stream: PackedStream, ids: range, rows: int) -> Batch:

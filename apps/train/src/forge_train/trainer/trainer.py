@@ -53,11 +53,13 @@ from forge_train.trainer.build import (
     build_model,
     empty_batch,
     layout_problems,
+    refuse_other_model,
+    seed_process,
     total_steps,
     validation_stream,
 )
 from forge_train.trainer.callbacks import Callback, load_callbacks
-from forge_train.trainer.evaluate import evaluate
+from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.mixtures import Mixtures, spread_experts
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
@@ -196,8 +198,8 @@ class Trainer:
         self._materialise()
         load_seconds = self._resume(store)
         self._open_outputs(changes, load_seconds, store)
-        self._call("on_start")
         try:
+            self._call("on_start")
             self.meter = Meter()
             while self.progress.step < self.total_steps and self._decision.stop is None:
                 self.train_step()
@@ -211,6 +213,8 @@ class Trainer:
 
     def _materialise(self) -> None:
         config = self.config
+        if not isinstance(config.model, DenseModelConfig):
+            refuse_other_model(self.model, self.agreement)
         _as_config_error(lambda: spread_experts(self.model, config.model, self.meshes))
         self.model = parallelize(self.model, config.parallel, self.meshes)
         # an imported model keeps what its builder drew where it offers no table of its own
@@ -224,7 +228,7 @@ class Trainer:
         micro = config.train.micro_batch or config.train.global_batch // self.meshes.batch_size
         self.mixtures = Mixtures(self.model, self.meshes, micro / config.train.global_batch)
         self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
-        torch.manual_seed(config.run.seed + self.meshes.rank)  # a stream for each rank
+        seed_process(config.run.seed, self.meshes.rank)
 
     def _resume(self, store: Store) -> float:
         """Load the newest checkpoint that verifies, or start at step 0; the seconds it took."""
@@ -249,7 +253,7 @@ class Trainer:
             raise ConfigError([f"{self.paths.checkpoints}: {error}", fix]) from error
         except CorruptCheckpoint as error:
             raise StateError([str(error)]) from error
-        except ValueError as error:  # the loader's fingerprint
+        except forge_data.DataError as error:  # other data than the checkpoint's
             raise DataError([f"{self.paths.checkpoints}: {error}"]) from error
         self._last_saved = -1 if step is None else step
         return time.perf_counter() - started
@@ -289,12 +293,15 @@ class Trainer:
         assert sums is not None
         loss = sums[0]  # of the global batch, on every rank
         clip_grads_(self._parameters, grad_norm, self.config.train.max_grad_norm)
-        self._read_pending()  # of the step before: the device has long finished it
+        if self.recorder.pending is not None:
+            self._check_skips()  # up to the step before: the device has long finished it
         self.optimizer.set_lr(lr)
         bad = nonfinite(loss, grad_norm)
         self._update(bad)
         self.mixtures.end_step(self.progress.step, self.total_steps, bad)
         self.optimizer.zero_grad()
+        # after the update: hooks may run the model, which leaves weights gathered for the next forward
+        self._send_row()
         tokens = batch.tokens.numel() * self.meshes.batch_size
         self.progress.step += 1
         self.progress.tokens += tokens
@@ -413,14 +420,11 @@ class Trainer:
             return
         train = self.config.train
         with self.meter.paused():
-            self.val_loss = evaluate(
-                self.model,
-                self.validation,
-                self.config.eval.sequences,
-                train.micro_batch or train.global_batch // self.meshes.batch_size,
-                self.meshes,
-                self.agreement,
+            batch_size = train.micro_batch or train.global_batch // self.meshes.batch_size
+            parts = share_of_rows(
+                self.validation, self.config.eval.sequences, batch_size, self.meshes, self.agreement
             )
+            self.val_loss = evaluate(self.model, parts, self.meshes, self.agreement)
         self.mixtures.forget()
         self._last_evaluated = self.progress.step
         if self.recorder.pending is not None:
@@ -432,8 +436,8 @@ class Trainer:
         """Commit this step, on all ranks; not after more bad steps than are allowed."""
         if self._last_saved == self.progress.step:
             return
-        self._read_pending()
         self._check_skips()
+        self._send_row()
         self._save_requested = False
         with self.meter.paused():
             started = time.perf_counter()
@@ -477,15 +481,13 @@ class Trainer:
             "skipped_steps": 0,
         }
 
-    def _read_pending(self) -> None:
+    def _send_row(self) -> None:
         """Read the last logged step's values (the only host read of the loop) and send the row."""
         pending = self.recorder.pending
         if pending is None:
             return
-        self._check_skips()
         pending.row["skipped_steps"], self._skipped_since_row = self._skipped_since_row, 0
-        row = self.recorder.take()
-        self._call("on_log", row)
+        self._call("on_log", self.recorder.take())
 
     def _check_skips(self) -> None:
         """Say what was skipped since the last look; fail when it was too much."""
@@ -497,9 +499,7 @@ class Trainer:
         self.recorder.record("skip", step=step, skipped=skipped, in_a_row=longest)
         if longest <= limit:
             return
-        row = self.recorder.take()
-        if row is not None:
-            self._call("on_log", row)
+        self._send_row()
         raise NonFiniteError(
             [f"by step {step}: the loss or the gradient norm of {longest} steps in a row must be finite "
              f"in at least one of {limit + 1} (train.max_skipped_steps {limit}); they changed no weight, "

@@ -64,12 +64,15 @@ class AdamW:
 
         `skip` (0-dim, 1.0 or 0.0) masks the whole update where it is 1: parameters, moments, decay and
         step counts stay as they are, whatever the gradients hold. The fused kernel reads it on the
-        device, so nobody waits; without that kernel (devices but CPU and CUDA) it costs one host sync.
+        device, so nobody waits; with parameters on another device, or without that kernel (devices but CPU and CUDA) it costs one host sync.
         """
         if skip is not None and not self._fused:
             if float(skip):
                 return
             skip = None
+        place = next(iter(self._parameters.values())).device
+        if skip is not None and skip.device != place:
+            skip = skip.to(place)  # torch's own copy would not be waited for
         # torch's name for it, made for loss scaling; None takes it off again
         self._optimizer.found_inf = skip  # type: ignore[attr-defined]
         self._optimizer.step()

@@ -38,6 +38,9 @@ def apply_fsdp(
     A module below with an attribute `compute_dtype` (a router: fp32) is wrapped by itself and computes
     in that dtype, its parameters unrounded, at one more small gather each.
 
+    A forward without grad leaves the root gathered until the next backward (on one rank, every module):
+    no update may come between the two, or `model.reshard()` must.
+
     Cost per step and block: one all-gather of its parameters (two with `reshard_after_forward`) in
     `compute_dtype` and one reduce-scatter of its gradients in `reduce_dtype`; HSDP adds an all-reduce
     of the shard. `cpu_offload` copies both over the bus instead of keeping them on the device.
@@ -57,7 +60,8 @@ def apply_fsdp(
     special = [m for m in model.modules() if own_dtype(m) is not None]
     experts = [m for m in model.modules() if _is_spread(m)]
     rest = None if sparse is None else sparse[tuple(sparse.mesh_dim_names or ())[:-1]]
-    for module in [*special, *experts, *(blocks() if callable(blocks) else ()), model]:
+    known = blocks() if callable(blocks) else ()
+    for module in dict.fromkeys([*special, *experts, *known, model]):
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
             reduce_dtype=reduce_dtype,
@@ -83,7 +87,8 @@ def _is_spread(module: nn.Module) -> bool:
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
     """The dtype that a module insists on, if any."""
-    return getattr(module, "compute_dtype", None)
+    value = getattr(module, "compute_dtype", None)
+    return value if isinstance(value, torch.dtype) else None
 
 
 def sum_gradients(module: Any) -> None:

@@ -62,10 +62,11 @@ def start_process_group(
     _started = meeting
 
 
-def end_process_group() -> None:
+def end_process_group(wait: bool = True) -> None:
     """Destroy the group that `start_process_group` started; do nothing if it did not.
 
-    Rank 0 stays up to 5 s until the others have ended theirs, since it hosts their store.
+    Rank 0 stays up to 5 s until the others have ended theirs, since it hosts their store; after an
+    error, with `wait` False, nobody waits for anybody.
     """
     global _started
     if _started is None:
@@ -73,4 +74,4 @@ def end_process_group() -> None:
     meeting, _started = _started, None
     if dist.is_initialized():
         dist.destroy_process_group()
-    meeting.end()
+    meeting.end(wait)

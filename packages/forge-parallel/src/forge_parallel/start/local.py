@@ -43,7 +43,8 @@ def run_local_workers(
     launcher opens the port (a free one) and hands the open socket to rank 0, so nobody can take it in
     between. TERM, USR1 and INT are forwarded, as often as they come.
 
-    Exit code: 0 if all end with 0; 75 if all end with 0 or 75 and one with 75. Else a worker failed:
+    Exit code: 0 if all end with 0; 75 if all end with 0 or 75 and one with 75, or one dies by a signal
+    that was forwarded (it had not yet learnt to handle it). Else a worker failed:
     the others get TERM, and KILL `grace_seconds` later, one line on stderr names rank, pid and cause,
     and the code is the first that is neither 0, 1, 75 nor a death by a signal (a worker that knows
     the cause may end after a neighbour that only lost its connection), or 1. If the launcher itself is
@@ -74,6 +75,7 @@ class _Job:
         self.grace_seconds = grace_seconds
         self.codes: dict[int, int] = {}  # by rank, in the order of their ends
         self.failed: int | None = None
+        self.forwarded: set[int] = set()
         self.next_at: float | None = None  # when to be harder on those that are left
         self.killed = False
 
@@ -93,6 +95,7 @@ class _Job:
                 self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
                 continue
             if kind == "signal":
+                self.forwarded.add(value)
                 self._send(value)
             else:
                 self._ended(who, value)
@@ -103,13 +106,17 @@ class _Job:
 
     def _ended(self, rank: int, code: int) -> None:
         self.codes[rank] = code
-        if code in (0, _REQUEUE) or self.failed is not None:
+        if code in (0, _REQUEUE) or self.failed is not None or self._was_asked(code):
             return
         self.failed = rank
         self.next_at = time.monotonic() + self.grace_seconds
         rest = len(self._left())
         self._say([rank], _cause(code) + (f"; stopping the other {rest}" if rest else ""))
         self._send(signal.SIGTERM)
+
+    def _was_asked(self, code: int) -> bool:
+        """Died by a signal that all were sent, before it could handle it: it was told to stop, and did."""
+        return code < 0 and -code in self.forwarded
 
     def _left(self) -> list[int]:
         return [rank for rank in range(len(self.workers)) if rank not in self.codes]
@@ -125,7 +132,8 @@ class _Job:
 
     def _exit_code(self) -> int:
         if self.failed is None:
-            return max(self.codes.values())
+            asked = any(self._was_asked(code) for code in self.codes.values())
+            return _REQUEUE if asked else max(self.codes.values())
         for rank, code in self.codes.items():
             if code > 1 and code != _REQUEUE:
                 if rank != self.failed:

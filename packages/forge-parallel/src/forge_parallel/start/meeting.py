@@ -43,10 +43,10 @@ class Meeting:
         if self.interface_set:
             release_interface()
 
-    def end(self) -> None:
+    def end(self, wait: bool = True) -> None:
         """Say goodbye; rank 0 waits a moment for the others' goodbyes, since it hosts the store."""
         self.release()
-        if self.world.world_size == 1:
+        if self.world.world_size == 1 or not wait:
             return
         deadline = time.monotonic() + _GOODBYE_SECONDS
         with contextlib.suppress(RuntimeError):  # somebody died: the job is ending anyhow
