@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_moe import MoE, MoEConfig, aux_losses
 from forge_testing.runs import (
     assert_close,
     assert_same_rows,
@@ -123,3 +124,32 @@ def test_bf16_keeps_the_router_in_fp32(tmp_path: Path) -> None:
     fitted = fit_on_ranks(2, make_job(tmp_path, MOE), parallel__precision="bf16")
     assert [f.code for f in fitted] == [0, 0]
     assert all(torch.isfinite(w).all() for w in fitted[0].weights.values())
+
+
+@pytest.mark.parametrize("key", ["aux_loss_weight", "sequence_loss_weight", "z_loss_weight"])
+def test_F23_the_weight_of_a_router_loss_counts_once(key: str) -> None:
+    """Linear in its weight, equal to its definition at 1, and the same gradient when it attaches itself."""
+    x = torch.randn(3, 7, 8, generator=torch.Generator().manual_seed(0))
+    gradients, losses = {}, {}
+    for aux, weight in (("return", 1.0), ("return", 0.25), ("attach", 0.25)):
+        torch.manual_seed(0)
+        layer = MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=4, aux=aux, **{key: weight}))  # type: ignore[arg-type]
+        with torch.no_grad():
+            layer.router.weight.normal_(generator=torch.Generator().manual_seed(1))
+        out = layer(x).sum() * 0.0
+        if aux == "return":
+            losses[weight] = aux_losses(layer).total
+            out = out + losses[weight]
+        out.backward()
+        assert layer.router.weight.grad is not None
+        gradients[aux, weight] = layer.router.weight.grad
+    assert losses[0.25] == pytest.approx(0.25 * losses[1.0].item(), rel=1e-6)
+    assert gradients["return", 1.0].abs().max() > 1e-3
+    for other in (("return", 0.25), ("attach", 0.25)):
+        assert torch.allclose(
+            gradients[other], 0.25 * gradients["return", 1.0], rtol=1e-5, atol=1e-9
+        )
+    if key == "z_loss_weight":
+        logits = x.view(-1, 8) @ layer.router.weight.t()
+        wanted = logits.logsumexp(1).square().mean()
+        assert losses[1.0].item() == pytest.approx(wanted.item(), rel=1e-5)
