@@ -143,7 +143,7 @@ def test_F23_the_weight_of_a_router_loss_counts_once(key: str) -> None:
         out.backward()
         assert layer.router.weight.grad is not None
         gradients[aux, weight] = layer.router.weight.grad
-    assert losses[0.25] == pytest.approx(0.25 * losses[1.0].item(), rel=1e-6)
+    assert losses[0.25].item() == pytest.approx(0.25 * losses[1.0].item(), rel=1e-6)
     assert gradients["return", 1.0].abs().max() > 1e-3
     for other in (("return", 0.25), ("attach", 0.25)):
         assert torch.allclose(
