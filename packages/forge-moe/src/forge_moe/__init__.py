@@ -5,8 +5,10 @@ from forge_moe.config import CAPABILITIES, MoEConfig, RouterConfig
 from forge_moe.dispatch import Dispatched, LocalDispatch
 from forge_moe.experts import Experts
 from forge_moe.layer import MoE
+from forge_moe.parallel import expert_parallelize
 from forge_moe.replay import recompute_contexts
 from forge_moe.routers import Routed, Router, Rule
+from forge_moe.upcycle import upcycle
 
 __all__ = [
     "CAPABILITIES",
@@ -21,7 +23,9 @@ __all__ = [
     "RouterConfig",
     "Rule",
     "aux_losses",
+    "expert_parallelize",
     "recompute_contexts",
     "set_aux_scale",
+    "upcycle",
     "update_expert_bias",
 ]
