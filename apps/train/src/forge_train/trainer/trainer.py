@@ -34,19 +34,10 @@ from forge_parallel import (
     parallelize,
     select_device,
 )
-from forge_resilience import (
-    Agreement,
-    Decision,
-    ExitCode,
-    PendingDecision,
-    Skips,
-    StopSignal,
-    Vote,
-    nonfinite,
-)
+from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
-from forge_train.errors import ConfigError, DataError, JobError, StateError, share_errors, together
+from forge_train.errors import ConfigError, DataError, JobError, StateError, together
 from forge_train.metrics.meter import Meter, memory_bytes
 from forge_train.trainer.build import (
     build_loader,
@@ -64,6 +55,7 @@ from forge_train.trainer.mixtures import Mixtures, spread_experts
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.votes import StepVotes
 
 
 class NonFiniteError(JobError):
@@ -123,10 +115,7 @@ class Trainer:
         self.val_loss: float | None = None
         self.agreement = Agreement()
         self._meshes: Meshes | None = None
-        self._stop_signal = StopSignal()
-        self._decision = Decision(())
-        self._save_requested = False
-        self._data_fault: Exception | None = None
+        self.votes = StepVotes()
         self._skips = Skips()
         self._skipped_since_row = 0
         self._last_evaluated = self._last_saved = -1
@@ -141,7 +130,7 @@ class Trainer:
 
     def request_save(self) -> None:
         """Ask, on any rank, for a checkpoint after the next step."""
-        self._save_requested = True
+        self.votes.save_requested = True
 
     # ---- the life of a run
 
@@ -177,7 +166,7 @@ class Trainer:
         together(self.agreement, lambda: self.paths.create(rank))
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(self._open_store())
-            self._stop_signal = stop or stack.enter_context(StopSignal(announce=rank == 0))
+            self.votes.signal = stop or stack.enter_context(StopSignal(announce=rank == 0))
             changes = together(self.agreement, lambda: self._allowed_changes(store))
             return self._fit(store, changes)
 
@@ -201,7 +190,7 @@ class Trainer:
         try:
             self._call("on_start")
             self.meter = Meter()
-            while self.progress.step < self.total_steps and self._decision.stop is None:
+            while self.progress.step < self.total_steps and self.votes.decision.stop is None:
                 self.train_step()
                 self._after_step(store)
             self._finish(store)
@@ -269,7 +258,7 @@ class Trainer:
             self.paths, self.config.metrics, step, self.total_steps, writes=writes
         )
         for bad, reason in store.set_aside:
-            self.recorder.record("quarantine", step=bad, reason=reason)
+            self._record("quarantine", step=bad, reason=reason)
         event = {
             "step": step,
             "total_steps": self.total_steps,
@@ -277,9 +266,9 @@ class Trainer:
             "world_size": meshes.world_size,
         }
         if step:
-            self.recorder.record("resume", **event, seconds=load_seconds, changed=changes)
+            self._record("resume", **event, seconds=load_seconds, changed=changes)
         else:
-            self.recorder.record("start", **event)
+            self._record("start", **event)
 
     # ---- the life of a batch
 
@@ -315,7 +304,7 @@ class Trainer:
         try:
             return next(self.loader)
         except Exception as error:
-            self._data_fault = error
+            self.votes.fault = error
             rows = self.config.train.global_batch // self.meshes.batch_size
             return empty_batch(self.config.train.micro_batch or rows, self.config.data.seq_len)
 
@@ -325,7 +314,7 @@ class Trainer:
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
-        pending = self.agreement.start(self._vote(batch))
+        pending = self.votes.start(self.agreement, batch)
         micro_batch = self.config.train.micro_batch or len(batch.tokens)
         parts = batch.split(micro_batch)
         valid = 0
@@ -342,39 +331,13 @@ class Trainer:
             total += loss.detach()
         return total
 
-    def _vote(self, batch: Batch) -> Vote:
-        return Vote(
-            stop=self._stop_signal.number,
-            save=self._save_requested,
-            fault=0 if self._data_fault is None else int(_fault_code(self._data_fault)),
-            digest=int(batch.digest, 16) - 2**63,
-            count=batch.num_valid,
-        )
-
     def _heed(self, pending: PendingDecision) -> int:
-        """Labels of the global batch, at least 1; raises on all ranks when one cannot go on."""
-        self._decision = decision = pending.wait()
-        if decision.faults:
-            self._share_faults(decision)
-        if decision.strangers:
-            raise DataError(
-                [f"step {self.progress.step + 1}: ranks {decision.strangers} read another global batch "
-                 "than rank 0; data and configuration must be the same on all nodes: compare them"]
-            )  # fmt: skip
-        return max(decision.count, 1)
+        """Labels of the global batch; raises on all ranks when one cannot go on."""
+        step = self.progress.step
+        return self.votes.heed(pending, self.agreement, step, self._record)
 
-    def _share_faults(self, decision: Decision) -> None:
-        """What one rank met, all leave with, before anything is updated."""
-        mine = self._data_fault
-        said = mine and f"step {self.progress.step + 1}: {type(mine).__name__}: {mine}"
-        told = self.agreement.exchange(mine and [int(_fault_code(mine)), said])
-        for rank, code in decision.faults.items():
-            self.recorder.record(
-                "fault", step=self.progress.step, rank=rank, code=code, cause=told[rank][1]
-            )
-        if mine is not None and not isinstance(mine, forge_data.DataError | OSError):
-            raise mine
-        share_errors(told)
+    def _record(self, event: str, **fields: Any) -> None:
+        self.recorder.record(event, **fields)
 
     def _update(self, bad: torch.Tensor) -> None:
         """The optimizer's step, masked on every rank alike where the numbers are not finite."""
@@ -390,7 +353,7 @@ class Trainer:
         self._call("on_step_end")
         if self._evaluation_due():
             self._evaluate()
-        if self._due(self.config.checkpoint.every_steps) or self._decision.save:
+        if self._due(self.config.checkpoint.every_steps) or self.votes.decision.save:
             self._save(store)
 
     def _finish(self, store: Store) -> None:
@@ -400,11 +363,11 @@ class Trainer:
             self._evaluate()
         self._save(store)
         if finished:
-            self.recorder.record("done", step=self.progress.step)
-        elif self._decision.stop is not None:
-            rank, number = self._decision.stop
+            self._record("done", step=self.progress.step)
+        elif self.votes.decision.stop is not None:
+            rank, number = self.votes.decision.stop
             name = StopSignal.name_of(number)
-            self.recorder.record("stop", step=self.progress.step, signal=name, rank=rank)
+            self._record("stop", step=self.progress.step, signal=name, rank=rank)
         self._call("on_end")
 
     def _evaluation_due(self) -> bool:
@@ -429,7 +392,7 @@ class Trainer:
         self._last_evaluated = self.progress.step
         if self.recorder.pending is not None:
             self.recorder.pending.row["val_loss"] = self.val_loss
-        self.recorder.record("evaluation", step=self.progress.step, val_loss=self.val_loss)
+        self._record("evaluation", step=self.progress.step, val_loss=self.val_loss)
         self._call("on_evaluation", self.val_loss)
 
     def _save(self, store: Store) -> None:
@@ -438,18 +401,18 @@ class Trainer:
             return
         self._check_skips()
         self._send_row()
-        self._save_requested = False
+        self.votes.save_requested = False
         with self.meter.paused():
             started = time.perf_counter()
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             try:
                 store.save(self.progress.step, self.state)
             except OSError as error:  # a full disk: the older checkpoints are still there
-                self.recorder.record("save_failed", step=self.progress.step, error=str(error))
+                self._record("save_failed", step=self.progress.step, error=str(error))
                 raise JobError([f"{self.paths.checkpoints}: {error}"]) from error
             seconds = time.perf_counter() - started
         self._last_saved = self.progress.step
-        self.recorder.record("save", step=self.progress.step, seconds=round(seconds, 4))
+        self._record("save", step=self.progress.step, seconds=round(seconds, 4))
         self._call("on_checkpoint", self.paths.checkpoints)
 
     # ---- metrics
@@ -496,7 +459,7 @@ class Trainer:
             return
         self._skipped_since_row += skipped
         step, limit = self.progress.step, self.config.train.max_skipped_steps
-        self.recorder.record("skip", step=step, skipped=skipped, in_a_row=longest)
+        self._record("skip", step=step, skipped=skipped, in_a_row=longest)
         if longest <= limit:
             return
         self._send_row()
@@ -510,11 +473,6 @@ class Trainer:
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
-
-
-def _fault_code(error: Exception) -> ExitCode:
-    known = isinstance(error, forge_data.DataError | OSError)
-    return ExitCode.DATA_ERROR if known else ExitCode.ERROR
 
 
 def _state_name(callback: Callback, taken: dict[str, Any]) -> str:
