@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -333,7 +334,7 @@ def experts_of(options: dict[str, Any], moe: dict[str, Any]) -> Any:
     with torch.device("meta"):
         model = Transformer(section, feed_forward=feed_forward_factory(section))
     meshes = make_meshes(config)
-    spread_experts(model, section, meshes)
+    spread_experts(model, SimpleNamespace(model=section, parallel=config), meshes)  # type: ignore[arg-type]
     parallelize(model, config, meshes)
     (layer,) = (m for m in model.modules() if isinstance(m, MoE))
     chunks = getattr(layer.dispatcher, "chunks", None)

@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forge_moe import CAPABILITIES, LocalDispatch, MoE, MoEConfig
+from forge_moe import (
+    CAPABILITIES,
+    LocalDispatch,
+    MoE,
+    MoEConfig,
+    aux_losses,
+    update_expert_bias,
+)
+from forge_moe.routers.rules import SOFTMAX_TOPK
 
 
 def layer(**settings) -> MoE:
@@ -128,7 +136,64 @@ def test_expert_choice_computes_the_rows_that_were_chosen() -> None:
     y.sum().backward()
     assert rows == [40]
     assert (y[3:] == 0).all()
-    assert moe.statistics()["counts"].tolist() == [3] * 8
+    assert moe.statistics()["counts"].tolist() == [1] * 8  # ceil(3 valid tokens x 2 / 8)
+    alone = layer(router="expert_choice", num_experts=8)
+    alone.load_state_dict(moe.state_dict())
+    x = torch.randn(8, 8)
+    padded = torch.cat([x, torch.full((24, 8), float("nan"))])
+    valid = torch.arange(32) < 8
+    torch.testing.assert_close(moe(padded, SimpleNamespace(valid=valid))[:8], alone(x))
+
+
+def test_a_rule_that_leaves_tokens_out_computes_nothing_for_them() -> None:
+    """Rows that nobody filled must not reach output or gradients, whatever lay in their memory."""
+    for backend in ("loop", "batched", "grouped_mm"):
+        moe = layer(backend=backend)
+
+        def half(scores, config, valid):
+            ids = SOFTMAX_TOPK.choose(scores, config, valid)
+            return ids.masked_fill(torch.arange(len(ids)).unsqueeze(1) % 2 == 0, 4)
+
+        moe.router.rule = SOFTMAX_TOPK._replace(choose=half, places_all=False)
+        dirt = [torch.full((64, 8), float("nan")) for _ in range(64)]
+        del dirt
+        x = torch.randn(32, 8, requires_grad=True)
+        y = moe(x)
+        y.sum().backward()
+        assert (y[::2] == 0).all()
+        assert x.grad.isfinite().all()
+        assert (x.grad[::2] == 0).all()
+
+
+def test_a_forward_under_inference_mode_leaves_a_layer_that_trains() -> None:
+    moe = layer(bias_update_rate=0.1)
+    for mode in (moe.eval, moe.train):
+        mode()
+        with torch.inference_mode():
+            moe(torch.randn(4, 8))
+    moe.train()
+    moe(torch.randn(4, 8)).sum().backward()
+    assert moe.statistics()["tokens"] == 12
+    update_expert_bias(moe, 0, 1)
+
+
+def test_losses_of_several_forwards_add_up_and_those_of_none_are_not_kept() -> None:
+    moe = layer(aux_loss_weight=1.0)
+    x = torch.randn(2, 4, 8)
+    moe(x)
+    once = aux_losses(moe).total
+    moe(x), moe(x)
+    torch.testing.assert_close(aux_losses(moe).total, 2 * once)
+    moe(x)
+    moe.eval()(x)
+    moe.train()
+    with torch.no_grad():
+        moe(x)
+    with pytest.raises(ValueError, match="no router losses are waiting"):
+        aux_losses(moe)
+    sequences = layer(sequence_loss_weight=1.0)
+    with pytest.raises(ValueError, match=r"needs to know sequences"):
+        sequences(torch.randn(8, 8))
 
 
 def test_a_dispatcher_may_run_the_whole_way() -> None:

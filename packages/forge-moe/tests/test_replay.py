@@ -45,7 +45,7 @@ def test_the_tokens_are_tied() -> None:
 )
 def test_F28_recomputation_takes_the_routes_of_its_forward(settings: dict) -> None:
     """The biases move between forward and backward, so that choosing anew would send tokens elsewhere."""
-    moe, x = layer(**settings), tied_tokens()
+    moe, x = layer(**settings), tied_tokens().view(2, -1, 8)
     plain = x.clone().requires_grad_()
     moe(plain).square().sum().backward()
     wanted, again = [*gradients(moe), plain.grad], x.clone().requires_grad_()

@@ -109,6 +109,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "top_k": ({"hidden_dim": 16}, "top_k 2 must be multiples of the 3 slices"),
     "weights": ({"normalize": "before_top_k"}, "weights of constant sum"),
     "router": ({"router": "uniform"}, "router 'uniform'"),
+    "sigmoids of all": (
+        {"router": "sigmoid_topk", "normalize": "before_top_k", "num_experts": 2, "top_k": 2},
+        "weights of constant sum",
+    ),
     "activation": ({"activation": "gelu"}, "use 'swiglu'"),
     "bias": ({"bias": True}, "bias true must be false"),
     "groups": (

@@ -12,10 +12,11 @@ from torch import Tensor
 def row_limit(
     num_tokens: int | Tensor, top_k: int, num_experts: int, factor: float
 ) -> int | Tensor:
-    """ceil(factor T K / E). num_tokens, without pads, may be a tensor on a device, and then so is the limit."""
+    """ceil(factor T K / E), the factor taken as the decimal it looks like. num_tokens, without pads, may be a tensor on a device, and then so is the limit."""
+    per_token = top_k * factor / num_experts * (1 - 1e-9)  # 1.1 is a little more than 11 / 10
     if isinstance(num_tokens, int):
-        return math.ceil(num_tokens * top_k * factor / num_experts)
-    return (num_tokens.double() * top_k * factor / num_experts).ceil().to(torch.int64)
+        return math.ceil(num_tokens * per_token)
+    return (num_tokens.double() * per_token).ceil().to(torch.int64)
 
 
 def drop_over_capacity(

@@ -104,11 +104,14 @@ class MoE(nn.Module):
             tokens = tokens.masked_fill(~valid.unsqueeze(1), 0.0)  # whatever lies there
         routed = self.router.route(tokens, valid)
         weights, ids = self._within_capacity(routed, valid)
-        placed = valid is None and self.config.capacity_factor is None and self.router.rule.causal
+        dropless = self.config.capacity_factor is None
+        placed = valid is None and dropless and self.router.rule.places_all
         out, shared = self._through_experts(tokens, weights, ids, placed=placed)
         first = not (replaying() or inside_backward())  # not a recomputation
         if first:
             self._count(routed, ids, valid)
+        if not self.training:
+            self.pending = None  # the losses of a training forward that nobody took
         if shared is not None:
             out = out + shared
         if self.training and self.config.aux != "none":
@@ -182,8 +185,9 @@ class MoE(nn.Module):
             scale = recall(self, "scale", lambda: self.aux_scale)
             scale = torch.ones_like(zero) if scale is None else scale
             return AttachLoss.apply(out, terms.total, scale) if terms.total.requires_grad else out
-        if first:
-            self.pending = terms
+        if first and torch.is_grad_enabled():  # without grad there is nothing that could be added
+            waiting = self.pending
+            self.pending = terms if waiting is None else AuxLosses(*map(torch.add, waiting, terms))
         return out
 
     @torch.no_grad()
@@ -199,6 +203,11 @@ class MoE(nn.Module):
             assert self.lagged_counts is not None
             return lagged_shares(self.lagged_counts)
         documents = getattr(ctx, "document_ids", None)
+        if x.dim() == 2 and documents is None:
+            raise ValueError(
+                f"a loss per sequence needs to know sequences, and x {tuple(x.shape)} is (T, D); pass "
+                "(B, S, D), or ctx.document_ids"
+            )
         if documents is not None and self.sequence_group is not None:
             raise ValueError(
                 "aux_scope 'sequence' must have whole documents on a rank, and sequence_group is set with "
@@ -224,8 +233,8 @@ class MoE(nn.Module):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        # Losses that wait hold a graph, which neither deepcopy nor pickle can take.
-        return {**self.__dict__, "pending": None}
+        # Losses that wait hold a graph, and groups are of this process: neither can be copied.
+        return {**self.__dict__, "pending": None, "data_group": None, "sequence_group": None}
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """How each parameter and buffer begins: (kind, value) by name."""

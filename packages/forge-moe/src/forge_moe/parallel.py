@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ def expert_parallelize(
     dispatcher: Literal["all_to_all", "hierarchical"] = "all_to_all",
     chunks: int = 1,
     ranks_per_node: int | None = None,
+    timeout: timedelta | None = None,
 ) -> M:
     """Spread the experts of every MoE layer in `model` (or of the layer `model`) over `mesh`.
 
@@ -44,7 +46,7 @@ def expert_parallelize(
     over it again. Ranks of `mesh` read different data.
 
     "hierarchical" crosses nodes of `ranks_per_node` neighbouring ranks once per token and node, and makes
-    two process groups, collectively over the mesh. Returns the same object. Call it on a whole model
+    two process groups, collectively over the mesh, with `timeout` for their collectives. Returns the same object. Call it on a whole model
     before FSDP. Raises ValueError when there is no layer, when E is not divisible by the ranks, when it
     was done before, or when the nodes do not divide the ranks.
     """
@@ -59,7 +61,7 @@ def expert_parallelize(
         )
     for name, layer in layers.items():
         _check(name or type(layer).__name__, layer, mesh.size())
-    make = _maker(mesh.get_group(), dispatcher, ranks_per_node)
+    make = _maker(mesh.get_group(), dispatcher, ranks_per_node, timeout)
     for layer in layers.values():
         layer.dispatcher = make(layer.config.num_experts, chunks=chunks)
         _shard(layer.experts, mesh)
@@ -93,7 +95,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _maker(
-    group: dist.ProcessGroup, dispatcher: str, ranks_per_node: int | None
+    group: dist.ProcessGroup, dispatcher: str, ranks_per_node: int | None, timeout: timedelta | None
 ) -> Callable[..., Any]:
     """What makes a dispatcher from num_experts and chunks; layers share its process groups."""
     if dispatcher == "all_to_all":
@@ -110,7 +112,7 @@ def _maker(
     node, place = divmod(ranks.index(dist.get_rank()), size)
     neighbours = ranks[node * size : (node + 1) * size]
     between, within = (
-        dist.new_group(members, use_local_synchronization=True)
+        dist.new_group(members, timeout=timeout, use_local_synchronization=True)
         for members in (ranks[place::size], neighbours)
     )
     return partial(HierarchicalDispatch, between, within)

@@ -231,10 +231,14 @@ def _trace_layer(
         return routed
 
     hook = layer.register_forward_pre_hook(remember, with_kwargs=True)
+    before = vars(layer.router).get("route")  # FSDP puts its own there
     layer.router.route = traced  # on the instance; the class stays as it is
 
     def end() -> None:
         hook.remove()
-        del layer.router.route
+        if before is None:
+            del layer.router.route
+        else:
+            layer.router.route = before
 
     return end

@@ -99,7 +99,8 @@ def _problems(config: Any, weights: dict[str, Tensor]) -> list[str]:
     num_slices = routed // config.hidden_dim
     gated = "swiglu" if "gate_proj" in weights else "gelu"
     exact = num_slices >= 1 and num_slices * config.hidden_dim == routed
-    constant = config.top_k == config.num_experts or config.normalize == "after_top_k"
+    softmax_of_all = config.router == "softmax_topk" and config.top_k == config.num_experts
+    constant = config.normalize == "after_top_k" or softmax_of_all
     told = {
         f"dim {config.dim} must be that of the dense layer; use {dim}": config.dim != dim,
         f"activation {config.activation!r} must be that of the dense layer; use {gated!r}": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from forge_moe import MoE, set_aux_scale, update_expert_bias
 from forge_moe.parallel import expert_parallelize
 from forge_moe.statistics import load_summary
 from forge_parallel import Meshes, find_world
-from forge_train.config.schema import DenseModelConfig, ModelSection
+from forge_train.config.schema import DenseModelConfig, JobConfig
 
 
 def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module] | None:
@@ -33,8 +34,9 @@ def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module]
     return make
 
 
-def spread_experts(model: nn.Module, config: ModelSection, meshes: Meshes) -> None:
+def spread_experts(model: nn.Module, job: JobConfig, meshes: Meshes) -> None:
     """Deal the experts out to the ranks of `parallel.ep`; nothing without it. Collective."""
+    config = job.model
     if meshes.sparse is None or not isinstance(config, DenseModelConfig):
         return
     ranks = meshes.sparse["ep"]
@@ -44,6 +46,7 @@ def spread_experts(model: nn.Module, config: ModelSection, meshes: Meshes) -> No
         dispatcher=config.moe.dispatcher,
         chunks=config.moe.dispatch_chunks,
         ranks_per_node=min(find_world().local_world_size, ranks.size()),
+        timeout=timedelta(seconds=job.parallel.timeout_seconds),
     )
 
 

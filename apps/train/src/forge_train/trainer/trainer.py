@@ -204,7 +204,7 @@ class Trainer:
         config = self.config
         if not isinstance(config.model, DenseModelConfig):
             refuse_other_model(self.model, self.agreement)
-        _as_config_error(lambda: spread_experts(self.model, config.model, self.meshes))
+        _as_config_error(lambda: spread_experts(self.model, config, self.meshes))
         self.model = parallelize(self.model, config.parallel, self.meshes)
         # an imported model keeps what its builder drew where it offers no table of its own
         _as_config_error(

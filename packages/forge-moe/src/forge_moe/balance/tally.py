@@ -30,19 +30,14 @@ class Tally:
     def add(
         self, counts: Tensor, tokens: Tensor, dropped: Tensor, entropy: Tensor, *, training: bool
     ) -> None:
-        """Add one forward."""
+        """Add one forward; sums are new tensors, as a forward under inference_mode leaves frozen ones."""
         if training:
-            self.step = counts.clone() if self.step is None else self.step.add_(counts)
-        if self.counts is None or self.tokens is None:
-            self.counts, self.tokens = counts.clone(), tokens.clone()
-            self.dropped, self.entropy = dropped.clone(), entropy.double()
-            return
-        assert self.dropped is not None
-        assert self.entropy is not None
-        self.counts += counts
-        self.tokens += tokens
-        self.dropped += dropped
-        self.entropy += entropy
+            self.step = _plus(self.step, counts)
+        self.counts, self.tokens = _plus(self.counts, counts), _plus(self.tokens, tokens)
+        self.dropped, self.entropy = (
+            _plus(self.dropped, dropped),
+            _plus(self.entropy, entropy.double()),
+        )
 
     def add_global(self, counts: Tensor) -> Tensor:
         """Choices of the step over all data ranks up to this micro-batch, (E,) int64."""
@@ -68,4 +63,8 @@ class Tally:
         self.step = self.global_step = None
         if step is None:
             return torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        return step
+        return step.to(device)
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    return more.clone() if total is None else total.to(more.device) + more

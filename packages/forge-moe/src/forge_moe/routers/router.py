@@ -36,6 +36,10 @@ class Router(nn.Module):
     sees it, and no cast of the module changes its dtype. No host sync.
     """
 
+    compute_dtype = torch.float32
+    """Under FSDP's mixed precision the weight must arrive unrounded: wrapped by itself, in this dtype."""
+    forward_methods = ("route",)
+    """What else than `forward` reads parameters, for `register_fsdp_forward_method`."""
     expert_bias: Tensor | None
 
     def __init__(self, config: RouterConfig) -> None:

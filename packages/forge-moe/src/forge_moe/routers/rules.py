@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     (T, K), differentiable. What `choose` sees is the score plus the expert bias, if there is one; `weigh`
     never sees the bias. `normalised` says that scores of a token sum to 1; `causal` is False where a token's
     experts depend on other tokens; `most_rows(T, config)` bounds the slots that go somewhere, where that is
-    fewer than ids has."""
+    fewer than ids has; `places_all` promises that every slot of a valid token goes somewhere."""
 
     score: Callable[[Tensor], Tensor]
     choose: Choose
@@ -34,6 +34,7 @@ class Rule(NamedTuple):
     normalised: bool = False
     causal: bool = True
     most_rows: Callable[[int, RouterConfig], int] | None = None
+    places_all: bool = False
 
 
 def _best_of_token(scores: Tensor, config: RouterConfig, valid: Tensor) -> Tensor:
@@ -56,13 +57,18 @@ def _weigh_sigmoid(logits: Tensor, scores: Tensor, ids: Tensor, config: RouterCo
 
 
 def _best_of_expert(scores: Tensor, config: RouterConfig, valid: Tensor) -> Tensor:
-    """Each expert takes its T K / E best tokens; a token has E slots, most of them nowhere."""
+    """Each expert takes its T K / E best tokens, T without pads; a token has E slots, most of them
+    nowhere."""
     tokens, num = scores.shape
     share = _share(tokens, config)
     masked = scores.masked_fill(~valid.unsqueeze(1), float("-inf"))
-    best = top_k_ids(masked.T, share)  # (E, share): tokens
+    best = top_k_ids(masked.T, share)  # (E, share): tokens, the best first
+    limit = (
+        valid.sum() * config.top_k + num - 1
+    ) // num  # `share` of the valid tokens, on the device
+    counts = torch.arange(share, device=scores.device) < limit
     taken = torch.zeros(num, tokens, dtype=torch.bool, device=scores.device)
-    taken.scatter_(1, best, True)
+    taken.scatter_(1, best, counts.expand(num, share))
     ids = torch.arange(num, device=scores.device).expand(tokens, num)
     return ids.masked_fill(~taken.T, num)
 
@@ -84,10 +90,10 @@ def _softmax(logits: Tensor) -> Tensor:
     return F.softmax(logits, dim=-1)
 
 
-SOFTMAX_TOPK = Rule(_softmax, _best_of_token, _weigh_softmax, normalised=True)
+SOFTMAX_TOPK = Rule(_softmax, _best_of_token, _weigh_softmax, normalised=True, places_all=True)
 """Softmax, k best experts of the token: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2."""
 
-SIGMOID_TOPK = Rule(torch.sigmoid, _best_of_token, _weigh_sigmoid)
+SIGMOID_TOPK = Rule(torch.sigmoid, _best_of_token, _weigh_sigmoid, places_all=True)
 """Sigmoid scores, the bias only selects, the weights come from unbiased scores (DeepSeek-V3, 2.1.2)."""
 
 EXPERT_CHOICE = Rule(
@@ -102,5 +108,5 @@ EXPERT_CHOICE = Rule(
 tokens and on the rest of the batch, so it is refused in eval. ids has E slots
 per token, of which T K in all go somewhere."""
 
-UNIFORM = Rule(_softmax, _in_turn, _weigh_softmax, normalised=True)
+UNIFORM = Rule(_softmax, _in_turn, _weigh_softmax, normalised=True, places_all=True)
 """Experts in turn, whatever the scores: perfect balance for benchmarks."""

@@ -35,8 +35,9 @@ def apply_fsdp(
     Modules whose parameters are spread over the axis `ep` of `sparse` already (experts) are sharded over
     its other axes, by themselves: their gradients are complete over `ep`, which is not reduced over.
 
-    A module below with an attribute `compute_dtype` (a router: fp32) is wrapped by itself and computes
-    in that dtype, its parameters unrounded, at one more small gather each.
+    A module below with a torch.dtype as attribute `compute_dtype` (a router: fp32) is wrapped by itself
+    and computes in that dtype, its parameters unrounded, at one more small gather each; `forward_methods`
+    names what else than its `forward` reads them.
 
     A forward without grad leaves the root gathered until the next backward (on one rank, every module):
     no update may come between the two, or `model.reshard()` must.
@@ -51,6 +52,7 @@ def apply_fsdp(
         MixedPrecisionPolicy,
         OffloadPolicy,
         fully_shard,
+        register_fsdp_forward_method,
     )
 
     offload = OffloadPolicy()
@@ -77,6 +79,8 @@ def apply_fsdp(
             ),
         )
         sum_gradients(module)
+        for name in getattr(module, "forward_methods", ()):
+            register_fsdp_forward_method(module, name)
     return model
 
 
