@@ -21,8 +21,8 @@ def make(kind, num_experts, chunks=1):
         return AllToAllDispatch(dist.group.WORLD, num_experts, chunks=chunks)
     half = dist.get_world_size() // 2
     place, node = dist.get_rank() % half, dist.get_rank() // half
-    between = dist.new_group([place, place + half], use_local_synchronization=True)
-    within = dist.new_group([node * half + i for i in range(half)], use_local_synchronization=True)
+    between = [dist.new_group([i, i + half]) for i in range(half)][place]
+    within = [dist.new_group([n * half + i for i in range(half)]) for n in range(2)][node]
     return HierarchicalDispatch(between, within, num_experts, chunks=chunks)
 
 

@@ -35,6 +35,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THR
 _lock = threading.Lock()
 _zygote: _Zygote | None = None
 _pools: dict[int, _Pool] = {}
+_folder = ""  # of the tests that the pools serve
 
 
 class RankError(RuntimeError):
@@ -73,6 +74,7 @@ def run_on_ranks(
         raise ValueError(f"world {world} must be at least 1 rank; use 1, 2, 3 or 4")
     task = pickle.dumps(_describe(function, args))
     with _lock:
+        _end_pools_of_other_folders()
         pool = _pools.get(world) or _fork(world)
         try:
             answers = pool.call(task, timeout)
@@ -80,6 +82,17 @@ def run_on_ranks(
             _pools.pop(world).end()
             raise
     return [pickle.loads(answer) for answer in answers]
+
+
+def _end_pools_of_other_folders() -> None:
+    """Ranks serve one folder of tests: groups that another left behind on some ranks alone would give
+    new ones different names on different ranks, which then wait for each other."""
+    global _folder
+    folder = os.path.dirname(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0])
+    if folder != _folder:
+        for world in list(_pools):
+            _pools.pop(world).end()
+        _folder = folder
 
 
 def _describe(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
