@@ -16,6 +16,9 @@ from forge_testing import Outcome, forge_train, start, wait_for_step, write_job
 
 CONFIG, DATA, CORRUPT = 78, 65, 66
 LIMIT_SECONDS = 3.0
+LIMIT_WITH_CHECKPOINTS_SECONDS = (
+    4.0  # what only a model, an optimizer and a read from disk can show
+)
 
 
 class Case(NamedTuple):
@@ -206,7 +209,12 @@ def test_bad_input_is_refused_with_value_rule_and_fix(tmp_path: Path, case: Case
     for part in case.says:
         assert part in message, message
     # one more try where the machine was busy: a refusal is a refusal again
-    assert min(refused.seconds, _again_if_slow(refused, *args)) < LIMIT_SECONDS
+    limit = LIMIT_SECONDS
+    if any(tmp_path.glob("*/checkpoints/step-*")) or any(
+        tmp_path.glob("*/checkpoints/quarantine/*")
+    ):
+        limit = LIMIT_WITH_CHECKPOINTS_SECONDS
+    assert min(refused.seconds, _again_if_slow(refused, *args)) < limit
     after = snapshot(tmp_path)
     assert sorted(after.values()) == sorted(before.values()), "something on disk was lost"
 
