@@ -125,7 +125,7 @@ class RunDirectory:
 
 
 def _environment() -> dict[str, Any]:
-    wanted = ["torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-data",
+    wanted = ["torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-moe", "forge-data",
               "forge-ckpt", "forge-resilience"]  # fmt: skip
     return {
         "python": platform.python_version(),
