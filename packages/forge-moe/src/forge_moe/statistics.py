@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_moe.balance.losses import count_ids
+
 
 class LoadSummary(NamedTuple):
     """How evenly `counts` (E,) spread, each a 0-dim tensor.
@@ -52,8 +54,7 @@ def load_summary(counts: Tensor) -> LoadSummary:
 
 def expert_counts(ids: Tensor, num_experts: int) -> Tensor:
     """How often each expert was chosen: ids (T, K) -> (E,) int64; "nowhere" is not counted."""
-    counts = ids.new_zeros(num_experts + 1)
-    return counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids).flatten())[:num_experts]
+    return count_ids(ids, num_experts)
 
 
 def tokens_per_rank(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
