@@ -1,0 +1,69 @@
+"""Change what a module does without hooks or wrappers: its class becomes a subclass of itself.
+
+Names of parameters, `isinstance` and attributes stay as they were, and what comes later (FSDP2,
+recomputation, compile) sees an ordinary module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+
+def swap(module: nn.Module, mixin: type) -> None:
+    """Put `mixin` before the class of `module`, in place.
+
+        class Twice:
+            def forward(self, x):
+                return 2 * super().forward(x)
+        swap(linear, Twice)
+
+    `super()` in the mixin is the old class. One class is made for each pair and kept.
+    """
+    module.__class__ = _joined(mixin, type(module))
+
+
+def use_local(module: nn.Module, names: Mapping[str, tuple[Placement, ...] | None]) -> None:
+    """Let the code of `module` see its own rank's part of the named DTensor parameters, in place.
+
+        use_local(norm, {"weight": (Partial(),)})   # gradients of the ranks add up
+        use_local(linear, {"weight": None})         # the gradient lies as the parameter does
+
+    `module.weight` is then `parameter.to_local(grad_placements=...)`, while `named_parameters`, the
+    state dict and optimizers see the DTensor. Under FSDP2 this holds inside its forward, where a
+    parameter is a DTensor of one mesh axis; one of several axes (its sharded state) and a plain
+    tensor are returned as they are. Raises ValueError for a name that is no parameter of the module.
+    """
+    for name in names:
+        if name not in module._parameters:
+            raise ValueError(
+                f"{name!r} must be a parameter of {type(module).__name__}; it has "
+                f"{', '.join(module._parameters) or 'none'}"
+            )
+    rows = tuple((n, None if g is None else tuple(g)) for n, g in sorted(names.items()))
+    module.__class__ = _with_local(type(module), rows)
+
+
+@functools.cache
+def _joined(mixin: type, cls: type) -> type:
+    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__})
+
+
+@functools.cache
+def _with_local(cls: type, rows: tuple[tuple[str, tuple[Placement, ...] | None], ...]) -> type:
+    found = {name: _local_property(name, placements) for name, placements in rows}
+    return type(cls.__name__, (cls,), {**found, "__module__": cls.__module__})
+
+
+def _local_property(name: str, grad_placements: tuple[Placement, ...] | None) -> property:
+    def local(self: nn.Module) -> Any:
+        parameter = self._parameters[name]
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+            return parameter.to_local(grad_placements=grad_placements)
+        return parameter
+
+    return property(local)
