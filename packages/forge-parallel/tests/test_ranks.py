@@ -182,7 +182,7 @@ def test_F13_labels_are_counted_over_the_global_batch() -> None:
         (
             {"dp_shard": 3},
             4,
-            r"dp_replicate 1 x dp_shard 3 = 3 must be the 4 ranks .* dp_shard = -1",
+            r"dp_shard 3 = 3 must be the 4 ranks .* dp_shard = -1",
         ),
         ({"dp_replicate": 2, "dp_shard": 4}, 4, "= 8 must be the 4 ranks"),
     ],
@@ -191,7 +191,7 @@ def test_layouts_that_do_not_fit_are_refused(
     options: dict[str, Any], world: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        ParallelConfig(**options).data_layout(world)
+        ParallelConfig(**options).axes(world)
 
 
 def test_all_problems_of_a_layout_in_one_error() -> None:

@@ -5,7 +5,7 @@ from forge_parallel.config import CAPABILITIES, ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.device import select_device
 from forge_parallel.grad_norm import clip_grad_norm_, clip_grads_, global_grad_norm
-from forge_parallel.meshes import Meshes, launch, make_meshes
+from forge_parallel.meshes import Axis, Meshes, launch, make_meshes
 from forge_parallel.parallelize import materialise, parallelize
 from forge_parallel.start import (
     StartError,
@@ -19,6 +19,7 @@ from forge_parallel.start import (
 
 __all__ = [
     "CAPABILITIES",
+    "Axis",
     "Meshes",
     "ParallelConfig",
     "StartError",

@@ -2,66 +2,170 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from forge_parallel._rules import Rule, check
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("bf16", "fp32")
+EXCHANGES = ("all_gather", "ring")
+#: Stages per rank of each schedule; the interleaved ones may have more.
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv_zero_bubble": 2,
+    "dualpipev": 2,
+}
+#: Schedules whose first and last stage lie on the same rank.
+V_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
+_AXES = ("dp_replicate", "tp", "cp", "pp", "ep")
+
+
+class Layout(NamedTuple):
+    """Sizes of the axes on a given number of ranks, none of them -1."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+
+    @property
+    def batch_size(self) -> int:
+        """Ranks that read different data: dp_replicate x dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+
+def _one_of(name: str, known: tuple[str, ...], fix: str) -> Rule:
+    return Rule(
+        name,
+        lambda c: c[name] not in known,
+        f"{name} {{{name}!r}} must be one of {', '.join(known)}",
+        fix,
+    )
+
+
+def _positive(name: str, fix: str) -> Rule:
+    return Rule(name, lambda c: c[name] < 1, f"{name} {{{name}}} must be at least 1", fix)
+
+
+def _seconds(name: str, fix: str) -> Rule:
+    return Rule(
+        name,
+        lambda c: not 0 < c[name] < float("inf"),
+        f"{name} {{{name}}} must be finite and above 0",
+        fix,
+    )
+
+
+def _stages_misfit(c: Mapping[str, Any]) -> bool:
+    """A number of stages per rank that the schedule does not know."""
+    stages, usual = c["pp_stages_per_rank"], SCHEDULES.get(c["pp_schedule"])
+    if stages is None or usual is None:
+        return False
+    more = c["pp_schedule"].startswith("interleaved")
+    return bool(stages < usual or (stages > usual and not more))
+
 
 CAPABILITIES: tuple[Rule, ...] = (
-    Rule(
-        "device",
-        lambda c: c["device"] not in DEVICES,
-        "device {device!r} must be one of auto, cpu, cuda",
-        "use auto",
-    ),
-    Rule(
-        "precision",
-        lambda c: c["precision"] not in DTYPES,
-        "precision {precision!r} must be bf16 or fp32",
-        "use bf16 (fp32 weights, bf16 compute) or fp32",
-    ),
-    Rule(
-        "reduce_dtype",
-        lambda c: c["reduce_dtype"] not in DTYPES,
-        "reduce_dtype {reduce_dtype!r} must be fp32 or bf16",
-        "use fp32",
-    ),
+    _one_of("device", DEVICES, "use auto"),
+    _one_of("precision", DTYPES, "use bf16 (fp32 weights, bf16 compute) or fp32"),
+    _one_of("reduce_dtype", DTYPES, "use fp32"),
     Rule(
         "reduce_dtype needs bf16",
         lambda c: (c["reduce_dtype"], c["precision"]) == ("bf16", "fp32"),
         "reduce_dtype bf16 must go with precision bf16, and precision is {precision}",
         "use reduce_dtype = 'fp32' or precision = 'bf16'",
     ),
+    _one_of("layout", ("manual", "auto"), "use manual and set the axes, or auto"),
     Rule(
-        "dp_replicate",
-        lambda c: c["dp_replicate"] < 1,
-        "dp_replicate {dp_replicate} must be at least 1",
-        "use 1 for plain FSDP",
+        "layout auto chooses",
+        lambda c: (
+            c["layout"] == "auto" and (c["dp_shard"] != -1 or any(c[axis] != 1 for axis in _AXES))
+        ),
+        "layout auto must be left to choose, and an axis is set (dp_replicate {dp_replicate}, dp_shard "
+        "{dp_shard}, tp {tp}, cp {cp}, pp {pp}, ep {ep})",
+        "remove the axes, or use layout = 'manual'",
     ),
+    _positive("dp_replicate", "use 1 for plain FSDP"),
     Rule(
         "dp_shard",
         lambda c: c["dp_shard"] < 1 and c["dp_shard"] != -1,
         "dp_shard {dp_shard} must be at least 1, or -1",
         "use -1 for all ranks that are left",
     ),
+    _positive("tp", "use 1 for no tensor parallelism"),
+    _positive("cp", "use 1 for no context parallelism"),
+    _positive("pp", "use 1 for no pipeline"),
+    _positive("ep", "use 1 for no expert parallelism"),
     Rule(
-        "ep", lambda c: c["ep"] < 1, "ep {ep} must be at least 1", "use 1 for no expert parallelism"
+        "async_tp",
+        lambda c: c["async_tp"] and (c["device"] == "cpu" or not c["compile"] or c["tp"] == 1),
+        "async_tp must have tp above 1, compile and CUDA, and tp is {tp}, compile {compile}, device "
+        "{device}",
+        "use async_tp = false, or set the others",
+    ),
+    _one_of("cp_exchange", EXCHANGES, "use all_gather, or ring for long contexts"),
+    _one_of("pp_schedule", tuple(SCHEDULES), "use 1f1b"),
+    Rule(
+        "pp_stages_per_rank",
+        _stages_misfit,
+        "pp_stages_per_rank {pp_stages_per_rank} must fit pp_schedule {pp_schedule!r}",
+        "leave it out; interleaved schedules take 2 or more, gpipe and 1f1b have 1, V-schedules 2",
     ),
     Rule(
-        "timeout_seconds",
-        lambda c: not 0 < c["timeout_seconds"] < float("inf"),
-        "timeout_seconds {timeout_seconds} must be finite and above 0",
-        "use 600",
+        "cpu_offload alone",
+        lambda c: c["cpu_offload"] and any(c[axis] > 1 for axis in ("tp", "cp", "pp", "ep")),
+        "cpu_offload must go with data parallelism alone, and tp is {tp}, cp {cp}, pp {pp}, ep {ep}",
+        "set them to 1, or cpu_offload = false",
+    ),
+    _one_of("float8", ("none", "tensorwise", "rowwise"), "use none"),
+    Rule(
+        "float8 needs bf16",
+        lambda c: c["float8"] != "none" and c["precision"] == "fp32",
+        "float8 {float8} must go with precision bf16, and precision is fp32",
+        "use precision = 'bf16' or float8 = 'none'",
     ),
     Rule(
-        "start_timeout_seconds",
-        lambda c: not 0 < c["start_timeout_seconds"] < float("inf"),
-        "start_timeout_seconds {start_timeout_seconds} must be finite and above 0",
-        "use 300",
+        "float8_all_gather",
+        lambda c: c["float8_all_gather"] and (c["float8"] != "tensorwise" or c["device"] == "cpu"),
+        "float8_all_gather must go with float8 tensorwise on CUDA, and float8 is {float8}, device "
+        "{device}",
+        "use float8_all_gather = false, or float8 = 'tensorwise' on a GPU",
     ),
+    _one_of(
+        "recompute", ("none", "full", "selective"), "use none, or full to save the most memory"
+    ),
+    _positive("recompute_every", "use 1 for every block"),
+    Rule(
+        "recompute_every alone",
+        lambda c: c["recompute_every"] > 1 and c["recompute"] == "none",
+        "recompute_every {recompute_every} must go with a mode, and recompute is none",
+        "use recompute = 'full', or leave recompute_every out",
+    ),
+    Rule(
+        "memory_budget",
+        lambda c: (
+            c["memory_budget"] is not None
+            and (not 0 < c["memory_budget"] <= 1 or not c["compile"] or c["recompute"] != "none")
+        ),
+        "memory_budget {memory_budget} must be above 0 and at most 1, with compile and recompute none; "
+        "compile is {compile}, recompute {recompute}",
+        "use compile = true and recompute = 'none', or leave memory_budget out",
+    ),
+    Rule(
+        "gpus_per_node",
+        lambda c: c["gpus_per_node"] is not None and c["gpus_per_node"] < 1,
+        "gpus_per_node {gpus_per_node} must be at least 1",
+        "leave it out: the launcher knows",
+    ),
+    _seconds("timeout_seconds", "use 600"),
+    _seconds("start_timeout_seconds", "use 300"),
 )
 
 
@@ -73,7 +177,7 @@ def _field(default: Any, help: str) -> Any:
 class ParallelConfig:
     """Device, precision and layout of a run. Raises ValueError with every broken rule.
 
-    Usage: `ParallelConfig(dp_replicate=2, dp_shard=8)`; how many ranks there are says the launcher.
+    Usage: `ParallelConfig(dp_shard=8, tp=4)`; how many ranks there are says the launcher.
     """
 
     device: Literal["auto", "cpu", "cuda"] = _field(
@@ -85,15 +189,61 @@ class ParallelConfig:
     reduce_dtype: Literal["fp32", "bf16"] = _field(
         "fp32", "dtype in which gradients are summed over ranks; bf16 halves the traffic"
     )
+    layout: Literal["manual", "auto"] = _field(
+        "manual", "auto: the planner chooses the axes for the ranks there are, and says why"
+    )
     dp_replicate: int = _field(
         1, "copies of the sharded model (HSDP); gradients are summed over them"
     )
     dp_shard: int = _field(
         -1, "ranks that share one copy of the model (FSDP2); -1: all that are left"
     )
+    tp: int = _field(1, "ranks that share each matrix (tensor parallelism)")
+    sequence_parallel: bool = _field(
+        True, "under tp: cut the stream between sublayers along the sequence, too; false: each tp rank "
+              "holds all of it"
+    )  # fmt: skip
+    async_tp: bool = _field(
+        False, "under tp on CUDA with compile: overlap its communication with the products"
+    )
+    cp: int = _field(1, "ranks that share each sequence (context parallelism)")
+    cp_exchange: Literal["all_gather", "ring"] = _field(
+        "all_gather", "how keys and values travel under cp; ring: less memory, more steps"
+    )
+    pp: int = _field(1, "ranks that share the depth of the model (pipeline)")
+    pp_schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = _field("1f1b", "order of the micro-batches in the pipeline")
+    pp_stages_per_rank: int | None = _field(
+        None, "pieces of the model on each pipeline rank (default: 1, or 2 where the schedule has several)"
+    )  # fmt: skip
     ep: int = _field(
         1, "ranks that share the experts of a mixture; they also read data of their own"
     )
+    gpus_per_node: int | None = _field(
+        None,
+        "ranks with a fast network between them (default: those of a node as the launcher says)",
+    )
+    across_nodes: bool = _field(False, "let tp and ep groups span nodes")
+    float8: Literal["none", "tensorwise", "rowwise"] = _field(
+        "none", "scaling of float8 products in large linear layers (torchao); on a CPU emulated"
+    )
+    float8_all_gather: bool = _field(
+        False, "FSDP2 sends weights in float8; tensorwise on CUDA only"
+    )
+    recompute: Literal["none", "full", "selective"] = _field(
+        "none", "activations computed again in the backward: none, all of a block, or what is cheap"
+    )
+    recompute_every: int = _field(1, "recompute in every k-th block")
+    memory_budget: float | None = _field(
+        None, "share of the activations that compiled blocks may keep; the compiler chooses which"
+    )
+    compile: bool = _field(False, "torch.compile each block")
     reshard_after_forward: bool = _field(
         True, "free gathered weights after the forward and gather them again for the backward; "
               "false: more memory, less traffic"
@@ -107,29 +257,55 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check(vars(self), CAPABILITIES, "parallel")
 
-    def data_layout(self, world_size: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) on `world_size` ranks; ValueError unless they multiply to it and
-        `ep` divides the shards."""
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages on each rank."""
+        return self.pp_stages_per_rank or SCHEDULES[self.pp_schedule]
+
+    def axes(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
+        """The axes on `world_size` ranks. ValueError unless they multiply to it, `ep` divides the ranks it
+        borrows, and tp and ep stay inside a node of `ranks_per_node` (or `gpus_per_node`)."""
+        model = self.tp * self.cp * self.pp
         replicate, shard = self.dp_replicate, self.dp_shard
-        if shard == -1 and world_size % replicate == 0:
-            shard = world_size // replicate
         if shard == -1:
+            if world_size % (replicate * model):
+                raise ValueError(
+                    f"parallel: {self._product(shard)} must divide the {world_size} ranks of the job; "
+                    f"use {_divisors(world_size)}"
+                )
+            shard = world_size // (replicate * model)
+        if replicate * shard * model != world_size:
             raise ValueError(
-                f"parallel: dp_replicate {replicate} must divide the {world_size} ranks of the job; "
-                f"use {_divisors(world_size)}"
+                f"parallel: {self._product(shard)} = {replicate * shard * model} must be the "
+                f"{world_size} ranks of the job; use dp_shard = -1 or start "
+                f"{replicate * shard * model} processes"
             )
-        if replicate * shard != world_size:
+        lenders = shard * self.cp * self.tp
+        if lenders % self.ep:
             raise ValueError(
-                f"parallel: dp_replicate {replicate} x dp_shard {shard} = {replicate * shard} must be "
-                f"the {world_size} ranks of the job; use dp_shard = -1 or start {replicate * shard} "
-                "processes"
+                f"parallel: ep {self.ep} must divide dp_shard x cp x tp = {lenders}, whose ranks it "
+                f"borrows; use {_divisors(lenders)}"
             )
-        if shard % self.ep:
-            raise ValueError(
-                f"parallel: ep {self.ep} must divide dp_shard {shard}, whose ranks it borrows; use "
-                f"{_divisors(shard)}"
-            )
-        return replicate, shard
+        layout = Layout(self.pp, replicate, shard, self.cp, self.tp, self.ep)
+        self._check_nodes(world_size, self.gpus_per_node or ranks_per_node)
+        return layout
+
+    def _product(self, shard: int) -> str:
+        """The axes that are set, as a product: `dp_replicate 2 x tp 4`."""
+        sizes = {"dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        said = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return " x ".join(said + ([f"dp_shard {shard}"] if shard != -1 else []))
+
+    def _check_nodes(self, world_size: int, per_node: int | None) -> None:
+        """tp and ep groups of neighbouring ranks must not straddle a node's border."""
+        if per_node is None or per_node >= world_size or self.across_nodes:
+            return
+        for name, size in (("tp", self.tp), ("ep", self.ep)):
+            if per_node % size:
+                raise ValueError(
+                    f"parallel: {name} {size} must stay inside a node of {per_node} ranks; use "
+                    f"{_divisors(per_node)}, or across_nodes = true"
+                )
 
 
 def _divisors(n: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,21 +12,37 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel._torch_compat import set_timeout
-from forge_parallel.config import ParallelConfig
+from forge_parallel.config import Layout, ParallelConfig
 from forge_parallel.device import select_device
 from forge_parallel.start import end_process_group, find_world, start_process_group
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's group along one axis; without one it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
 
 
 @dataclass(frozen=True)
 class Meshes:
     """One world, and the views of it that the parts of a step need.
 
-    dense  storage of dense parameters: a DeviceMesh with the axes `dp_shard`, or `dp_replicate` and
-           `dp_shard`; neighbouring ranks share a shard group, so that it stays inside a node where
-           nodes allow. None where nothing is wrapped: one process in fp32.
-    sparse  storage of experts, over the same ranks: `efsdp` and `ep`, behind `dp_replicate` where there are
-           copies; efsdp = dp_shard / ep. Neighbouring ranks share an `ep` group. None without ep.
-    batch  data loading: this process reads columns `batch_rank` of `batch_size`.
+    Ranks are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp): tp neighbours are next to each
+    other, so that they share a node where nodes allow.
+
+    dense  storage of dense parameters: a DeviceMesh whose axes are, as far as they are larger than 1, `pp`,
+           `dp_replicate`, then always `dp_shard` (dp_shard x cp: context ranks hold other tokens of the same
+           weights, so they share them like data ranks), and `tp` where there is one. None where nothing is
+           wrapped: one process in fp32.
+    sparse  storage of experts, over the same ranks: (`pp`,) (`dp_replicate`,) `efsdp`, and `ep` where there
+           is one; efsdp = dp_shard x cp x tp / ep. None without tp and ep: experts then lie as dense ones.
+    pp, cp, tp  this rank's place among those that share its pipeline, its sequences, its matrices.
+    stage  the ranks that hold the same layers: all of a job without pp.
+    batch  data loading: this process reads columns `batch_rank` of `batch_size`. Ranks of one pp, cp, tp
+           group read the same; `speaks` is true on the one that counts what they read.
     host_group  gloo over all ranks for what concerns hosts (agreement, checkpoints); None for one.
     """
 
@@ -37,39 +53,70 @@ class Meshes:
     batch_size: int = 1
     dense: Any = None
     sparse: Any = None
+    pp: Axis = Axis()
+    cp: Axis = Axis()
+    tp: Axis = Axis()
+    stage: Axis = Axis()
     host_group: Any = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts the batch of its pp, cp and tp group."""
+        return self.pp.rank == self.cp.rank == self.tp.rank == 0
+
+    def fsdp(self, mesh: Any) -> Any:
+        """The axes of `dense` or `sparse` over which FSDP2 keeps copies and shards."""
+        names = ("dp_replicate", "dp_shard", "efsdp")
+        return mesh[tuple(name for name in mesh.mesh_dim_names if name in names)]
 
 
 def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> Meshes:
     """Arrange the ranks of the running process group as `config` says.
 
     Without a group this is one process; where its precision needs FSDP2 a group of one rank is
-    started (no port, no file; `end_process_group` ends it). Collective: every rank calls it. Raises
-    ValueError when the axes do not multiply to the world size. Usage: `meshes = make_meshes(config)`.
+    started (no port, no file; `end_process_group` ends it). Collective: every rank calls it. Each group
+    is used once, so that a broken network shows here and names its axis. Raises ValueError when the axes do
+    not multiply to the world size. Usage: `meshes = make_meshes(config)`.
     """
     device = select_device(config.device) if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    replicate, shard = config.data_layout(world_size)
+    layout = config.axes(world_size)
     if world_size == 1 and config.precision == "fp32" and not config.cpu_offload:
         return Meshes(device)
     if not dist.is_initialized():
         start_process_group(_ALONE, device)
-    copies = {"dp_replicate": replicate} if replicate > 1 else {}
     rank = dist.get_rank()
-    return Meshes(
+    dense = _dense(config, device, layout)
+    meshes = Meshes(
         device=device,
         rank=rank,
         world_size=world_size,
-        batch_rank=rank,
-        batch_size=world_size,
-        dense=_mesh(config, device, {**copies, "dp_shard": shard}),
-        sparse=(
-            _mesh(config, device, {**copies, "efsdp": shard // config.ep, "ep": config.ep})
-            if config.ep > 1
-            else None
-        ),
+        batch_rank=rank // (layout.cp * layout.tp) % layout.batch_size,
+        batch_size=layout.batch_size,
+        dense=dense,
+        sparse=_sparse(config, device, layout) if max(layout.ep, layout.tp) > 1 else None,
+        pp=_axis_of(dense, "pp"),
+        tp=_axis_of(dense, "tp"),
+        cp=_groups(config, layout.cp, lambda r: (r // (layout.cp * layout.tp), r % layout.tp)),
+        stage=_stages(config, layout, world_size),
         host_group=_host_group(config) if world_size > 1 else None,
     )
+    _touch(meshes)
+    return meshes
+
+
+def _dense(config: ParallelConfig, device: torch.device, layout: Layout) -> Any:
+    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
+    axes = {name: size for name, size in sizes.items() if size > 1}
+    axes["dp_shard"] = layout.dp_shard * layout.cp
+    return _mesh(config, device, axes | ({"tp": layout.tp} if layout.tp > 1 else {}))
+
+
+def _sparse(config: ParallelConfig, device: torch.device, layout: Layout) -> Any:
+    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
+    axes = {name: size for name, size in sizes.items() if size > 1}
+    axes["efsdp"] = layout.dp_shard * layout.cp * layout.tp // layout.ep
+    return _mesh(config, device, axes | ({"ep": layout.ep} if layout.ep > 1 else {}))
 
 
 def _mesh(config: ParallelConfig, device: torch.device, axes: Mapping[str, int]) -> Any:
@@ -83,9 +130,58 @@ def _mesh(config: ParallelConfig, device: torch.device, axes: Mapping[str, int])
     return mesh
 
 
+def _axis_of(mesh: Any, name: str) -> Axis:
+    if name not in mesh.mesh_dim_names:
+        return Axis()
+    one = mesh[name]
+    return Axis(one.get_local_rank(), one.size(), one.get_group())
+
+
+def _groups(config: ParallelConfig, size: int, key: Callable[[int], object]) -> Axis:
+    """Groups of the ranks with equal keys, `size` each; this rank's one."""
+    if size == 1:
+        return Axis()
+    members: dict[object, list[int]] = {}
+    for rank in range(dist.get_world_size()):
+        members.setdefault(key(rank), []).append(rank)
+    timeout = timedelta(seconds=config.timeout_seconds)
+    group, _ = dist.new_subgroups_by_enumeration(list(members.values()), timeout=timeout)
+    return Axis(members[key(dist.get_rank())].index(dist.get_rank()), size, group)
+
+
+def _stages(config: ParallelConfig, layout: Layout, world_size: int) -> Axis:
+    if layout.pp == 1:
+        return Axis(dist.get_rank(), world_size, dist.group.WORLD)
+    size = world_size // layout.pp
+    if size == 1:
+        return Axis()
+    return _groups(config, size, lambda rank: rank // size)
+
+
 def _host_group(config: ParallelConfig) -> Any:
     timeout = timedelta(seconds=config.timeout_seconds)
-    return dist.new_group(backend="gloo", timeout=timeout)
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    return dist.new_group(backend=backend, timeout=timeout)
+
+
+def _touch(meshes: Meshes) -> None:
+    """One small sum over every group: connections are made now, and who cannot make one says over what."""
+    groups = {name: getattr(meshes, name).group for name in ("cp", "stage")}
+    for view in ("dense", "sparse"):
+        mesh = getattr(meshes, view)
+        if mesh is not None:
+            groups |= {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    for name, group in groups.items():
+        if group is None or dist.get_world_size(group) == 1:
+            continue
+        ones = torch.ones(1, device=meshes.device)
+        try:
+            dist.all_reduce(ones, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {meshes.rank}: the first collective over axis {name} of ranks "
+                f"{dist.get_process_group_ranks(group)} failed: {error}"
+            ) from error
 
 
 @contextmanager
@@ -100,7 +196,7 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
     group exists when the layout does not fit, StartError when the ranks do not come together.
     """
     world = find_world()
-    config.data_layout(world.world_size)
+    config.axes(world.world_size, world.local_world_size)
     device = select_device(config.device)
     if world.world_size > 1:
         start_process_group(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
 import torch
 from torch import nn
 
-from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.fsdp import apply_fsdp, blocks_of
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes, make_meshes
 
@@ -13,7 +17,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def parallelize(
-    model: nn.Module, config: ParallelConfig | None = None, meshes: Meshes | None = None
+    model: nn.Module,
+    config: ParallelConfig | None = None,
+    meshes: Meshes | None = None,
+    *,
+    seq_len: int = 2048,
+    recompute_contexts: Callable[[], tuple[Any, Any]] | None = None,
 ) -> nn.Module:
     """Bring `model` (plain, or on the meta device) to its ranks, device and precision; same object.
 
@@ -22,27 +31,98 @@ def parallelize(
             initialise(model, seed=0)             # storage of a meta model is not initialised yet
 
     `meshes` are by default those of the running process group, or of one process. One process in fp32
-    wraps nothing; anything else is FSDP2, with its mixed precision in bf16. `model.blocks()`, where
-    offered, names the modules that are wrapped one by one. A model with values must have the same
-    values on all ranks: each keeps its shard of them, nothing is sent.
+    is not wrapped; anything else is FSDP2, with its mixed precision in bf16. `model.blocks()`, where
+    offered, names the modules that are wrapped, recomputed and compiled one by one. tp needs
+    `model.parallel_roles()` (or a Hugging Face model's own plan), pp `model.pipeline_parts()`: a pipeline rank keeps its own part of the model,
+    and `Pipeline` runs it. Experts are spread before, by whoever made them. A model with values must have
+    the same values on all ranks: each keeps its share of them, nothing is sent.
+
+    `seq_len` weighs attention when the depth is cut; `recompute_contexts` are of what must be replayed in
+    a recomputation (forge_moe has one for routes).
 
     Cost: memory as `materialise`; one collective to make the mesh if `meshes` is not given.
     """
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
-    if meshes.dense is not None:
-        # before materialising: a sharded parameter then allocates its shard alone
-        apply_fsdp(
-            model,
-            meshes.dense,
-            compute_dtype=_DTYPES[config.precision],
-            reduce_dtype=_DTYPES[config.reduce_dtype],
-            reshard_after_forward=config.reshard_after_forward,
-            cpu_offload=config.cpu_offload,
-            sparse=meshes.sparse,
-        )
+    for part in _stages(model, config, meshes, seq_len):
+        _adapt(part, config, meshes, recompute_contexts)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)
+
+
+def _stages(
+    model: nn.Module, config: ParallelConfig, meshes: Meshes, seq_len: int
+) -> list[nn.Module]:
+    """The modules that become FSDP roots: the model itself, or this rank's stages of it."""
+    if meshes.pp.size == 1:
+        return [model]
+    from forge_parallel.pipeline import split
+
+    return split(model, config, meshes, seq_len=seq_len)
+
+
+def _adapt(
+    model: nn.Module,
+    config: ParallelConfig,
+    meshes: Meshes,
+    contexts: Callable[[], tuple[Any, Any]] | None,
+) -> None:
+    """The order of the steps, each with its reason. Each works in place and keeps all names."""
+    if config.float8 != "none":  # replaces modules, so before what changes their classes
+        from forge_parallel.float8 import convert_float8
+
+        convert_float8(model, config.float8, all_gather=config.float8_all_gather, tp=config.tp)
+    experts = _experts(model, meshes)
+    if meshes.tp.size > 1:  # cuts parameters, so before FSDP cuts what is left
+        from forge_parallel.axes.tensor import tensor_parallel
+
+        tensor_parallel(
+            model,
+            meshes.dense["tp"],
+            sequence_parallel=config.sequence_parallel,
+            async_tp=config.async_tp,
+        )
+    if meshes.cp.size > 1:  # replaces what attention calls, which compile would have read
+        from forge_parallel.axes.context import context_parallel
+
+        context_parallel(model, meshes.cp, exchange=config.cp_exchange)
+    blocks = blocks_of(model)
+    if config.recompute != "none":  # inside compile, where the compiler sees what it may keep
+        from forge_parallel.recompute import recompute
+
+        recompute(blocks, config.recompute, every=config.recompute_every, contexts=contexts)
+    if config.compile:  # before FSDP: its hooks stay outside of the compiled code
+        from forge_parallel.compile import compile_blocks
+
+        compile_blocks(model, memory_budget=config.memory_budget)
+    if meshes.dense is not None:  # before materialising: each rank allocates its shard alone
+        apply_fsdp(
+            model,
+            meshes.fsdp(meshes.dense),
+            compute_dtype=_DTYPES[config.precision],
+            reduce_dtype=_DTYPES[config.reduce_dtype],
+            reshard_after_forward=config.reshard_after_forward and not _splits_backward(config),
+            cpu_offload=config.cpu_offload,
+            sparse=None if meshes.sparse is None else meshes.fsdp(meshes.sparse),
+            experts=experts,
+        )
+
+
+def _splits_backward(config: ParallelConfig) -> bool:
+    """Schedules that compute a backward in two halves: FSDP2 would reduce weights it has freed."""
+    halves = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+    return config.pp > 1 and config.pp_schedule in halves
+
+
+def _experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
+    """Modules whose parameters have the role `expert`, where they lie apart from the others."""
+    offer: Any = getattr(model, "parallel_roles", None)
+    if meshes.sparse is None or not callable(offer):
+        return []
+    patterns = [pattern for pattern, role in offer().items() if role == "expert"]
+    names = [n for n, _ in model.named_parameters() if any(fnmatchcase(n, p) for p in patterns)]
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    return [model.get_submodule(owner) for owner in owners]
 
 
 def materialise(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ def apply_fsdp(
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
     sparse: DeviceMesh | None = None,
+    experts: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Wrap every block of `model.blocks()` and the root with FSDP2; returns the same object.
 
@@ -32,8 +35,9 @@ def apply_fsdp(
     module is: it would save the copy in `compute_dtype` and cost a second cast. Float inputs of the
     model are cast to `compute_dtype`, those of a block are not: it may be given fp32 tables (RoPE).
 
-    Modules whose parameters are spread over the axis `ep` of `sparse` already (experts) are sharded over
-    its other axes, by themselves: their gradients are complete over `ep`, which is not reduced over.
+    `experts` are wrapped by themselves over `sparse`: where they lie on an axis `ep` already, their
+    gradients are complete over it and it is not among the axes of `sparse`. A module whose parameters lie
+    on a mesh with an axis `ep` is taken for one of them.
 
     A module below with a torch.dtype as attribute `compute_dtype` (a router: fp32) is wrapped by itself
     and computes in that dtype, its parameters unrounded, at one more small gather each; `forward_methods`
@@ -42,9 +46,11 @@ def apply_fsdp(
     A forward without grad leaves the root gathered until the next backward (on one rank, every module):
     no update may come between the two, or `model.reshard()` must.
 
+    Blocks that recompute inside a pipeline with split backward passes need `reshard_after_forward` False.
+
     Cost per step and block: one all-gather of its parameters (two with `reshard_after_forward`) in
     `compute_dtype` and one reduce-scatter of its gradients in `reduce_dtype`; HSDP adds an all-reduce
-    of the shard. `cpu_offload` copies both over the bus instead of keeping them on the device.
+    of the shard. The next block's gather is asked for before it is needed. `cpu_offload` copies both over the bus instead of keeping them on the device.
     """
     # imported late: half a second that an fp32 run of one process does not need
     from torch.distributed.fsdp import (
@@ -58,35 +64,57 @@ def apply_fsdp(
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    blocks = getattr(model, "blocks", None)
     special = [m for m in model.modules() if own_dtype(m) is not None]
-    experts = [m for m in model.modules() if _is_spread(m)]
-    rest = None if sparse is None else sparse[tuple(sparse.mesh_dim_names or ())[:-1]]
-    known = blocks() if callable(blocks) else ()
-    for module in dict.fromkeys([*special, *experts, *known, model]):
+    known = set(experts)
+    spread = [m for m in model.modules() if m in known or _is_spread(m)]
+    for module in dict.fromkeys([*special, *spread, *blocks_of(model), model]):
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
             reduce_dtype=reduce_dtype,
             cast_forward_inputs=module is model,
         )
+        its_mesh = sparse if module in spread and sparse is not None else mesh
         fully_shard(
             module,
-            mesh=rest if module in experts else mesh,
+            mesh=its_mesh,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=(
-                reshard_after_forward and module is not model and mesh.size() > 1
+                reshard_after_forward and module is not model and its_mesh.size() > 1
             ),
         )
         sum_gradients(module)
         for name in getattr(module, "forward_methods", ()):
             register_fsdp_forward_method(module, name)
+    if spread:
+        _prefetch(blocks_of(model))
     return model
 
 
+def _prefetch(blocks: list[nn.Module]) -> None:
+    """Name what each block gathers ahead: its neighbour, and the modules wrapped by themselves in it.
+
+    FSDP2 asks by itself for what comes next only while the host runs ahead of the device, which waits for
+    the split sizes of experts in every layer.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    parts: list[list[Any]] = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in blocks]
+    for before, after in pairwise(parts):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before[::-1])
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """`model.blocks()`, or nothing where it offers none."""
+    offer: Any = getattr(model, "blocks", None)
+    return list(offer()) if callable(offer) else []
+
+
 def _is_spread(module: nn.Module) -> bool:
-    """True when its own parameters lie on a mesh already."""
-    return any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
+    """True when its own parameters lie on the ranks of `ep` already."""
+    meshes = (getattr(p, "device_mesh", None) for p in module.parameters(recurse=False))
+    return any(mesh is not None and "ep" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
