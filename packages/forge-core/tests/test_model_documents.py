@@ -3,6 +3,8 @@
 Bounds: fp32 1e-5 of max|a - b| / max|b|.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,6 +145,39 @@ def test_attention_alone_takes_documents_and_cache() -> None:
             for a, i in zip(x.split([5, 6, 1], 1), ids.split([5, 6, 1], 1))
         ]
     assert error(torch.cat(got, 1), wanted) < 1e-5
+
+
+class Bidirectional:
+    """Another attention, with what it needs from the context counted."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+
+    def prepare(self, ctx: TokenContext, x: Tensor) -> None:
+        self.prepared += 1
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tensor:
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(
+            1, 2
+        )
+
+
+def test_attend_may_be_replaced_and_is_no_part_of_the_state() -> None:
+    torch.manual_seed(0)
+    attention = Attention(TransformerConfig(8, dim=16, num_heads=2))
+    keys, x = list(attention.state_dict()), torch.randn(2, 6, 16)
+    causal_out = attention(x)
+    attention.attend = mine = Bidirectional()
+    seen = attention(x)
+    assert error(seen[:, 0], causal_out[:, 0]) > 1e-2  # the first token sees the others
+    assert error(seen[:, -1], causal_out[:, -1]) < 1e-5  # rotation keeps relative positions
+    assert mine.prepared == 1
+    copied = copy.deepcopy(attention)
+    assert torch.equal(copied(x), seen)
+    assert list(copied.state_dict()) == keys
+    with torch.no_grad():  # a cache attends by itself
+        assert error(attention(x, None, LayerCache(6)), causal_out) < 1e-5
+    assert mine.prepared == 1
 
 
 def test_positions_restart_in_each_document() -> None:

@@ -4,6 +4,9 @@ Shapes: B rows, S tokens, M width of the residual stream, H query heads, K key/v
 of a head.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from forge_core.model.config import TransformerConfig
@@ -15,6 +18,16 @@ from forge_core.model.norm import RMSNorm
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 
 Tables = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, TokenContext], Tensor]
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tensor:
+    """Each token to its row so far, or to its document so far where ctx.document_ids part the row.
+
+    q (B, S, H, D), k and v (B, S, K, D) -> like q.
+    """
+    plan = ctx.segments()
+    return causal(q, k, v) if plan is None else within_segments(q, k, v, plan)
 
 
 class Attention(nn.Module):
@@ -24,7 +37,14 @@ class Attention(nn.Module):
         Attention(config)(x, ctx, cache)      # packed documents, positions, a LayerCache
 
     Number of heads is read off the projections' outputs, so heads may be sharded over ranks.
+
+    `attend(q, k, v, ctx)` is the attention between the projections where there is no cache, and may
+    be replaced by another callable of the same shapes (tokens of a row spread over ranks, a kernel
+    of your own). What it must know about tokens it finds in ctx; where it offers `prepare(ctx, x)`,
+    that runs before the first block, outside compiled code. It is no part of the state.
     """
+
+    attend: Attend
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -38,13 +58,18 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.attend = attend_causally
 
     def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> Tables:
-        """Rotary tables for x (B, S, M), and the segments, once per context for all layers.
+        """Rotary tables for x (B, S, M), and what `attend` needs, once per context for all layers.
 
         Transformer calls it before its first block, so that compiled blocks only read.
         """
-        ctx.segments()
+        offer: Any = getattr(self.attend, "prepare", None)
+        if offer is None or cache is not None:
+            ctx.segments()
+        else:
+            offer(ctx, x)
         return ctx.once(
             ("rope", self.head_dim, self.rope_theta, self.rope_scaling, x.device),
             lambda: self._tables(ctx, x, cache),
@@ -71,14 +96,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, tables), rotate(k, tables)
-        if cache is not None:
-            out = cache.attend(q, k, v, ctx)
-        elif ctx.document_ids is None:
-            out = causal(q, k, v)
-        else:
-            plan = ctx.segments()
-            assert plan is not None
-            out = within_segments(q, k, v, plan)
+        out = self.attend(q, k, v, ctx) if cache is None else cache.attend(q, k, v, ctx)
         projected: Tensor = self.o_proj(out.flatten(-2))  # (B, S, M)
         return projected
 
