@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,3 +26,24 @@ def set_timeout(group: Any, seconds: float) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
+    """torch's PipelineStage, whose last stage may give any output.
+
+    `_validate_fwd_outputs` (torch 2.11, gone in 2.13) holds the logits against the example of what goes from
+    stage to stage, too; a caller of the loss need not know their shape.
+    """
+    return _stage_class()(*args, **kwargs)
+
+
+@functools.cache
+def _stage_class() -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        def _validate_fwd_outputs(self, outputs: Any) -> None:
+            if not self.is_last:
+                super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
+
+    return Stage

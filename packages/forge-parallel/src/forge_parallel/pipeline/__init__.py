@@ -1,0 +1,33 @@
+"""Pipeline parallelism: the depth of a model in stages, on `torch.distributed.pipelining`."""
+
+from forge_parallel.pipeline.cut import block_costs, stage_ranges
+from forge_parallel.pipeline.parts import Parts, parts_of
+from forge_parallel.pipeline.pipeline import Pipeline
+from forge_parallel.pipeline.schedule import (
+    keeps_gathered,
+    num_stages,
+    rank_of,
+    schedule_problems,
+    splits_backward,
+    stages_on,
+)
+from forge_parallel.pipeline.split import split, stages_of
+from forge_parallel.pipeline.tied import sync_tied_gradients, tied_copies
+
+__all__ = [
+    "Parts",
+    "Pipeline",
+    "block_costs",
+    "keeps_gathered",
+    "num_stages",
+    "parts_of",
+    "rank_of",
+    "schedule_problems",
+    "split",
+    "splits_backward",
+    "stage_ranges",
+    "stages_of",
+    "stages_on",
+    "sync_tied_gradients",
+    "tied_copies",
+]

@@ -1,0 +1,79 @@
+"""Where to cut the depth of a model: the most expensive stage decides the pace, so make it cheap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from forge_parallel.pipeline.parts import Parts, blocks_by_key
+
+#: A lookup multiplies nothing, but it moves memory, and its gradient and update pass over the table: this
+#: share of what a product with the table would cost.
+EMBEDDING_SHARE = 0.05
+
+
+def block_costs(model: nn.Module, parts: Parts, seq_len: int) -> list[float]:
+    """Forward FLOPs per token of each block, in order, in rows of `seq_len`; no communication.
+
+    Counted by the block's own `flops_per_token(seq_len)`, or two per parameter where it offers none. The
+    first block also bears what stands before it (EMBEDDING_SHARE of its parameters), the last one the norm
+    and head behind it (two per parameter; a tied head is the table as a product).
+    """
+    costs = [_cost(block, seq_len) for block in blocks_by_key(model, parts).values()]
+    if costs:
+        before, behind = (
+            [model._modules[name] for name in names] for names in (parts.first, parts.last)
+        )
+        costs[0] += EMBEDDING_SHARE * sum(_products(m) for m in before if m is not None)
+        costs[-1] += sum(_cost(m, seq_len) for m in behind if m is not None)
+    return costs
+
+
+def _cost(module: nn.Module, seq_len: int) -> float:
+    offer: Any = getattr(module, "flops_per_token", None)
+    return float(offer(seq_len)) if callable(offer) else _products(module)
+
+
+def _products(module: nn.Module) -> float:
+    return 2.0 * sum(p.numel() for p in module.parameters())
+
+
+def stage_ranges(costs: Sequence[float], num_stages: int) -> list[range]:
+    """The blocks of each stage, neighbours only, none empty: the dearest stage is as cheap as can be.
+
+    Of several such cuts one with the smallest sum of squares, so the other stages are even, too. Costs
+    blocks squared times stages. Raises ValueError for fewer blocks than stages.
+
+    Usage: `stage_ranges([1, 1, 1, 3], 2) == [range(0, 3), range(3, 4)]`.
+    """
+    if len(costs) < num_stages:
+        raise ValueError(
+            f"{len(costs)} blocks must be at least one for each of {num_stages} pipeline stages; use a smaller "
+            "pp or pp_stages_per_rank, or more blocks"
+        )
+    sums = [0.0, *accumulate(costs)]
+    limit = _best_ends(sums, num_stages, math.inf, max)[0]
+    # sums of floats in another order differ in the last bits
+    _, ends = _best_ends(sums, num_stages, limit * (1 + 1e-9), lambda so_far, own: so_far + own**2)
+    return [range(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def _best_ends(sums: Sequence[float], num_stages: int, limit: float, join: Any) -> tuple[float, list[int]]:
+    """The cut with the least `join` over its stages' costs, none above `limit`: (value, ends)."""
+    count = len(sums) - 1
+    best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * count
+    for stage in range(1, num_stages + 1):
+        # stages still to come need a block each
+        found = [(math.inf, [])] * (count + 1)
+        for end in range(stage, count - (num_stages - stage) + 1):
+            for start in range(stage - 1, end):
+                own = sums[end] - sums[start]
+                value = join(best[start][0], own)
+                if own <= limit and value < found[end][0]:
+                    found[end] = (value, [*best[start][1], end])
+        best = found
+    return best[count]

@@ -1,0 +1,181 @@
+"""A model in stages: one step of training, and evaluation, over all micro-batches of a data rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_parallel._torch_compat import pipeline_stage
+from forge_parallel.config import ParallelConfig
+from forge_parallel.meshes import Meshes
+from forge_parallel.pipeline.forward import run_forward
+from forge_parallel.pipeline.schedule import (
+    make_schedule,
+    num_stages,
+    schedule_problems,
+    stages_on,
+)
+from forge_parallel.pipeline.split import follow_mode, stages_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Pipeline:
+    """Runs the stages that `split` (or `parallelize`) left on this rank.
+
+        pipeline = Pipeline(model, config, meshes, num_micro_batches=8, micro_batch=2, seq_len=2048, dim=512)
+        loss = pipeline.step(tokens, labels, lambda logits, y: cross_entropy(logits, y).sum / global_valid)
+
+    `micro_batch` rows of `seq_len` tokens (before any cut by cp) make a micro-batch, `dim` is the width of
+    the stream between stages; their shapes are fixed, so nothing is run to find them out: the first step
+    has as many forwards as any other. `dtype` of the stream: by default that of the compute precision.
+
+    Raises ValueError with what `schedule_problems` finds, and for rows that cp or tp cannot cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ParallelConfig,
+        meshes: Meshes,
+        *,
+        num_micro_batches: int,
+        micro_batch: int,
+        seq_len: int,
+        dim: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.config, self.meshes = model, config, meshes
+        self.num_micro_batches, self.micro_batch = num_micro_batches, micro_batch
+        problems = schedule_problems(config, num_micro_batches, num_stages(config))
+        cut = config.tp if config.sequence_parallel else 1
+        if seq_len % (config.cp * cut):
+            problems.append(
+                f"parallel: seq_len {seq_len} must be divisible by cp {config.cp} x tp {cut}, which cut it; "
+                f"use a multiple of {config.cp * cut}"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        self.length, self.cut = seq_len // config.cp, cut
+        if dtype is None:
+            dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        shape = (micro_batch, self.length // cut, dim)
+        self._stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)  # (B, S, D)
+        self._loss: Loss | None = None
+        self.stages = dict(zip(stages_on(config, meshes.pp.rank), stages_of(model), strict=True))
+        self.has_first, self.has_last = 0 in self.stages, num_stages(config) - 1 in self.stages
+        self._schedule = self._make_schedule()
+
+    def _make_schedule(self) -> Any:
+        tokens = torch.empty(self.micro_batch, self.length, dtype=torch.int64, device="meta")
+        stages = []
+        for index, module in self.stages.items():
+            if index < num_stages(self.config) - 1:
+                module.register_forward_hook(self._check_stream)
+            stages.append(
+                pipeline_stage(
+                    module,
+                    index,
+                    num_stages(self.config),
+                    self.meshes.device,
+                    input_args=self._stream if index else tokens,
+                    output_args=self._stream,
+                    group=self.meshes.pp.group,
+                )
+            )
+        loss = lambda output, labels: self._loss(output, labels)  # type: ignore[misc]  # noqa: E731
+        return make_schedule(self.config, stages, self.num_micro_batches, loss)
+
+    def step(self, tokens: Tensor, labels: Tensor, loss_fn: Loss, **kwargs: Any) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are added to `.grad`, summed and unscaled.
+
+        tokens, labels (num_micro_batches x micro_batch, S): the same on all ranks of a pipeline, this rank's
+        part of the rows under cp. `loss_fn(output, labels)` of one micro-batch gives a 0-dim tensor that
+        adds up to the loss of the step: a sum of token losses by the valid labels of the global batch.
+        Keyword tensors (positions, document_ids) are (B, S) or (1, S), on any device, and reach every
+        stage. Returns this rank's sum of losses, 0-dim: 0 where the last stage is not.
+
+        Cost: an activation and its gradient per micro-batch and border of stages. FSDP2 gathers weights as
+        its modules say, keeps unsharded gradients until the last micro-batch, then reduces them once.
+        """
+        follow_mode(self.model)
+        self._loss, losses = loss_fn, []
+        kwargs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
+        mine: dict[str, Any] = {"target": labels, "losses": losses} if self.has_last else {}
+        try:
+            first = (tokens,) if self.has_first else ()
+            self._schedule.step(*first, return_outputs=False, **mine, **kwargs)
+        finally:
+            self._loss = None
+        return self._total(losses)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, labels: Tensor, loss_fn: Loss, **kwargs: Any) -> Tensor:
+        """The same sum of losses by forwards alone, whatever the schedule; modes are left as they are.
+
+        tokens, labels (any multiple of micro_batch, S). Weights are sharded again afterwards. Cost: an
+        activation per micro-batch and border of stages; the pipe fills and empties once per stage of a rank.
+        """
+        follow_mode(self.model)
+        count = max(1, tokens.size(0) // self.micro_batch)
+        kwargs = self._keywords(tokens, labels, count, kwargs)
+        cut = {name: value.chunk(count) for name, value in kwargs.items()}
+        batches = [
+            (part, {name: values[i] for name, values in cut.items()})
+            for i, part in enumerate(tokens.chunk(count))
+        ]
+        losses: list[Tensor] = []
+        targets = labels.chunk(count)
+        run_forward(
+            self.config,
+            self.meshes.pp,
+            self.stages,
+            batches,
+            torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False),
+            lambda output, i: losses.append(loss_fn(output, targets[i])),
+        )
+        for module in {m for stage in self.stages.values() for m in stage.modules()}:
+            if hasattr(module, "set_requires_gradient_sync"):  # an FSDP2 module
+                module.reshard()  # type: ignore[operator]
+        return self._total(losses)
+
+    def _keywords(
+        self, tokens: Tensor, labels: Tensor, count: int, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Keywords as (B, S), after a look at the shapes, which a receiver could not check."""
+        shape = (count * self.micro_batch, self.length)
+        for name, tensor in (("tokens", tokens), ("labels", labels)):
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{name} {tuple(tensor.shape)} must be {shape}: {count} micro-batches of "
+                    f"{self.micro_batch} rows; give all rows of the step, cut by cp alone"
+                )
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        if self.cut > 1 and not given:  # a stage sees a part of each row, and must know where it is
+            given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
+        for name, value in given.items():
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) not in (1, shape[0]):
+                what = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+                raise ValueError(
+                    f"{name} {what} must be a tensor with {shape[0]} rows or 1, to be cut into micro-batches; "
+                    "let loss_fn close over what is not per row"
+                )
+        return {n: v.expand(shape[0], *v.shape[1:]) for n, v in given.items()}
+
+    def _check_stream(self, module: nn.Module, _: Any, output: Any) -> None:
+        """What leaves a stage must be what the next one waits for: else it would read other bytes."""
+        want = self._stream
+        if not isinstance(output, Tensor) or (output.shape, output.dtype) != (want.shape, want.dtype):
+            got = f"{tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else type(output)
+            raise ValueError(
+                f"stage {module.pipeline_stage} gives {got}, and the next one waits for "
+                f"{tuple(want.shape)} {want.dtype}; give Pipeline the stream's dim and dtype"
+            )
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        if not losses:
+            return torch.zeros((), device=self.meshes.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()

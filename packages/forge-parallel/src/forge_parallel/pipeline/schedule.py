@@ -1,0 +1,108 @@
+"""Orders of micro-batches in a pipeline: by name, with their rules and where their stages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from forge_parallel.config import V_SCHEDULES, ParallelConfig
+
+_CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv_zero_bubble": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+_IN_HALVES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+
+
+def splits_backward(config: ParallelConfig) -> bool:
+    """Whether gradients of inputs and of weights are computed apart, to fill the bubble with the latter."""
+    return config.pp > 1 and config.pp_schedule in _IN_HALVES
+
+
+def keeps_gathered(config: ParallelConfig) -> bool:
+    """Whether FSDP2 must not reshard after the forward: `fully_shard(..., reshard_after_forward=False)`.
+
+    A schedule that splits the backward asks the module for its parameters before FSDP2's hooks have gathered
+    them again, and finds shards that no graph knows: gradients are missing without a word. Cost: a rank
+    holds the gathered weights of its stages in compute precision throughout the step.
+    """
+    return splits_backward(config)
+
+
+def num_stages(config: ParallelConfig) -> int:
+    """Stages of the whole pipeline."""
+    return config.pp * config.stages_per_rank
+
+
+def rank_of(config: ParallelConfig, stage: int) -> int:
+    """The pp rank of a stage: round and round, or down and up again in a V."""
+    if config.pp_schedule in V_SCHEDULES:
+        return min(stage, 2 * config.pp - 1 - stage)
+    return stage % config.pp
+
+
+def stages_on(config: ParallelConfig, rank: int) -> list[int]:
+    """The stages of a pp rank, in order of depth."""
+    return [stage for stage in range(num_stages(config)) if rank_of(config, stage) == rank]
+
+
+def schedule_problems(
+    config: ParallelConfig, num_micro_batches: int, num_layers: int
+) -> list[str]:
+    """What keeps a pipeline from running, each as "value, rule; fix"; empty without pp.
+
+    `num_micro_batches` is that of one data rank in one step. Needs no process group.
+    """
+    if config.pp == 1:
+        return []
+    found = []
+    pp, name, batches, stages = config.pp, config.pp_schedule, num_micro_batches, num_stages(config)
+    if num_layers < stages:
+        found.append(
+            f"num_layers {num_layers} must be at least one for each of the {stages} stages of pp {pp} with "
+            f"{config.stages_per_rank} per rank; use pp {max(1, num_layers // config.stages_per_rank)} or more layers"
+        )
+    if batches < 1:
+        found.append(f"{batches} micro-batches must be at least 1; use pp {pp} or more of them")
+    if name == "1f1b" and batches < pp:
+        found.append(
+            f"{batches} micro-batches must be at least pp {pp} with 1f1b; use {pp} or more, or gpipe"
+        )
+    if name.startswith("interleaved") and batches % max(1, batches // pp):
+        found.append(
+            f"{batches} micro-batches must be a multiple of their {batches // pp} rounds of pp {pp} with "
+            f"{name}; use {batches - batches % pp} or {batches - batches % pp + pp}"
+        )
+    if name == "dualpipev" and batches < stages:
+        found.append(
+            f"{batches} micro-batches must be at least the {stages} stages with dualpipev; use {stages} or "
+            "more, or zbv_zero_bubble"
+        )
+    if splits_backward(config) and config.compile:
+        found.append(
+            f"compile must be off with {name}, whose backward comes in two halves; use compile = false, or "
+            "interleaved_1f1b"
+        )
+    return [f"parallel: {problem}" for problem in found]
+
+
+def make_schedule(
+    config: ParallelConfig,
+    stages: Sequence[Any],
+    num_micro_batches: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """torch's schedule over this rank's PipelineStages; gradients are summed, never scaled (F05)."""
+    import torch.distributed.pipelining as pipelining
+
+    kind = getattr(pipelining, _CLASSES[config.pp_schedule])
+    one = config.pp_schedule in ("gpipe", "1f1b")
+    return kind(
+        stages[0] if one else list(stages), num_micro_batches, loss_fn=loss_fn, scale_grads=False
+    )

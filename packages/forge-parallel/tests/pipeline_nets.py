@@ -1,0 +1,213 @@
+"""A small model that can be cut into stages, one step of it on a rank, and the same in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from forge_parallel import ParallelConfig, global_grad_norm, make_meshes, materialise
+from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.pipeline import (
+    Pipeline,
+    keeps_gathered,
+    split,
+    sync_tied_gradients,
+    tied_copies,
+)
+
+V, D, S = 37, 16, 6  # vocabulary, width, tokens of a row
+VALID = 101.0  # labels of the step: some number that no shape has
+
+
+class Block(nn.Module):
+    """x + a feed-forward of x and the mean of its document so far."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(2 * D, 3 * D), nn.Linear(3 * D, D)
+        self.recompute, self.calls = recompute, 0
+
+    def forward(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
+        self.calls += 1
+        if self.recompute:
+            return checkpoint(self.body, x, document_ids, use_reentrant=False)
+        return self.body(x, document_ids)
+
+    def body(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
+        h = self.norm(x)
+        seen = torch.ones(x.size(1), x.size(1)).tril()
+        if document_ids is not None:
+            seen = seen * (document_ids.unsqueeze(2) == document_ids.unsqueeze(1))
+        mean = seen @ h / seen.sum(-1, keepdim=True)  # (B, S, D)
+        return x + self.down(F.gelu(self.up(torch.cat([h, mean], -1))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, norm and head; tied, the head is the embedding's table."""
+
+    def __init__(self, layers: int = 8, *, tied: bool = False, recompute: bool = False) -> None:
+        super().__init__()
+        self.tied = tied
+        self.embedding, self.place = nn.Embedding(V, D), nn.Embedding(S, D)
+        self.layers = nn.ModuleList([Block(recompute) for _ in range(layers)])
+        self.norm = nn.LayerNorm(D)
+        self.head = None if tied else nn.Linear(D, V, bias=False)
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        out = ("embedding",) if self.tied else ("head",)
+        return {"first": ("embedding", "place"), "blocks": "layers", "last": ("norm", *out)}
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        if not x.is_floating_point():
+            places = torch.arange(x.size(1)).expand_as(x) if positions is None else positions
+            x = self.embedding(x) + self.place(places)
+        for block in self.layers:
+            x = block(x, document_ids)
+        if self.norm is None:
+            return x
+        return F.linear(self.norm(x), self.embedding.weight) if self.tied else self.head(self.norm(x))
+
+
+def net(**kind: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**kind)
+
+
+def batch(rows: int, seed: int) -> dict[str, Tensor]:
+    """tokens, labels (some ignored), positions and document_ids, each (rows, S)."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(0, V, (2, rows, S), generator=g)
+    labels[torch.rand(rows, S, generator=g) < 0.3] = -100
+    borders = torch.rand(rows, S, generator=g) < 0.3
+    documents = borders.long().cumsum(1)
+    positions = torch.randint(0, S, (rows, S), generator=g)
+    return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / VALID
+
+
+def whole(tensor: Any) -> Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def one_process(rows: int, **kind: Any) -> dict[str, Any]:
+    """What `train` must give, from plain loops over rows."""
+    model = net(**kind)
+    optimizer, found = sgd(model), {}
+    for step in range(2):
+        data = batch(rows, step)
+        loss = torch.zeros(())
+        for i in range(rows):
+            row = {name: value[i : i + 1] for name, value in data.items()}
+            labels = row.pop("labels")
+            part = loss_of(model(row.pop("tokens"), **row), labels)
+            part.backward()
+            loss += part.detach()
+        if step == 0:
+            found = {"loss": loss, "grads": {n: whole(p.grad) for n, p in model.named_parameters()}}
+            found["norm"] = torch.stack([g.norm() for g in found["grads"].values()]).norm()
+        optimizer.step()
+        optimizer.zero_grad()
+    data = batch(rows, 2)
+    labels = data.pop("labels")
+    with torch.no_grad():
+        found["evaluated"] = loss_of(model(data.pop("tokens"), **data), labels)
+    return found | {"weights": {n: whole(p) for n, p in model.named_parameters()}}
+
+
+def train(
+    options: dict[str, Any],
+    kind: dict[str, Any],
+    rows: int,
+    micro_batch: int = 1,
+    *,
+    meta: bool = False,
+    reshard: bool | None = None,
+) -> dict[str, Any]:
+    """Two steps and an evaluation of a rank, everything that can be compared."""
+    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    meshes = make_meshes(config)
+    model = net(**kind)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model = model.to("meta") if meta else model
+    stages = split(model, config, meshes, seq_len=S)
+    keep = keeps_gathered(config) if reshard is None else not reshard
+    for stage in stages:
+        apply_fsdp(stage, meshes.fsdp(meshes.dense), reshard_after_forward=not keep)
+    materialise(model, meshes.device)
+    if meta:
+        fill(model, values)
+    mine = rows // meshes.batch_size
+    pipeline = Pipeline(
+        model,
+        config,
+        meshes,
+        num_micro_batches=mine // micro_batch,
+        micro_batch=micro_batch,
+        seq_len=S,
+        dim=D,
+    )
+    optimizer, found = sgd(model), {"forwards": []}
+    for step in range(2):
+        data = {n: v.chunk(meshes.batch_size)[meshes.batch_rank] for n, v in batch(rows, step).items()}
+        calls = {name: block.calls for name, block in model.layers.named_children()}
+        loss = pipeline.step(data.pop("tokens"), data.pop("labels"), loss_of, **data)
+        found["forwards"].append([b.calls - calls[n] for n, b in model.layers.named_children()])
+        sync_tied_gradients(model, meshes)
+        if step == 0:
+            copies = tied_copies(model, meshes)
+            counted = [p for p in model.parameters() if p not in copies]
+            norm, total = global_grad_norm(counted, sums=loss.reshape(1))
+            found |= {"norm": norm, "loss": total[0], "own": loss}
+            found["grads"] = {n: whole(p.grad) for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    data = {n: v.chunk(meshes.batch_size)[meshes.batch_rank] for n, v in batch(rows, 2).items()}
+    own = pipeline.evaluate(data.pop("tokens"), data.pop("labels"), loss_of, **data)
+    found["modes"] = [m.training for stage in stages for m in stage.modules()]
+    found["evaluated"] = global_grad_norm([], sums=own.reshape(1))[1][0]
+    state = model.state_dict()
+    found["sharded"] = all(isinstance(value, DTensor) for value in state.values())
+    found["has_last"] = pipeline.has_last
+    return found | {"weights": {name: whole(value) for name, value in state.items()}}
+
+
+def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Give a materialised model its values by name."""
+    from torch.distributed.tensor import distribute_tensor
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            shard: Any = distribute_tensor(values[name], p.device_mesh, p.placements)
+            p.to_local().copy_(shard.to_local())
+
+
+def error(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> float:
+    """The worst relative error over loss, norm, evaluation, gradients and weights of all ranks."""
+    worst = 0.0
+    for rank in ranks:
+        pairs = [(rank[k], wanted[k]) for k in ("loss", "norm", "evaluated")]
+        for kind in ("grads", "weights"):
+            pairs += [(value, wanted[kind][name]) for name, value in rank[kind].items()]
+        worst = max([worst, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)])
+    names = {name for rank in ranks for name in rank["grads"]}
+    assert names == set(wanted["grads"]), "parameters that no stage has"
+    return worst
