@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
+
+F = TypeVar("F", bound=Callable[..., Any])
+Borders = tuple[Tensor, Tensor, int, int]
+"""Cumulative lengths of queries and of keys, int32 on the device, and the longest of each."""
 
 
 def foreach_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
@@ -26,6 +32,49 @@ def set_timeout(group: Any, seconds: float) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
+    """Parts of all ranks one after another on dim 0, by the ops that compile and fake groups know
+    (torch 2.11 to 2.13)."""
+    ops = torch.ops._c10d_functional
+    out: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), size, group_name))
+    return out
+
+
+def all_reduce(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
+    """A new tensor with the sum ("max", ...) over ranks (torch 2.11 to 2.13)."""
+    ops = torch.ops._c10d_functional
+    out: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), op, group_name))
+    return out
+
+
+def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
+    """The sum over ranks, of which each keeps its part of dim 0 (torch 2.11 to 2.13)."""
+    ops = torch.ops._c10d_functional
+    found = ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group_name)
+    out: Tensor = ops.wait_tensor(found)
+    return out
+
+
+def overlap_matmuls() -> None:
+    """Let inductor split tensor-parallel matmuls to overlap their collectives (async tp; torch 2.11 to 2.13)."""
+    from torch._inductor import config
+
+    config._micro_pipeline_tp = True
+
+
+#: What sees every operator under autograd; public in practice, kept in a private module (2.0 to 2.13).
+DispatchMode: Any = _python_dispatch.TorchDispatchMode
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """`tensor` without its graph, sharing memory and version counter, made below autograd (2.1 to 2.13).
+
+    There a plain `detach` gives a counter of its own, so that a later change in place would not show.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
@@ -47,3 +96,100 @@ def _stage_class() -> Any:
                 super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     return Stage
+
+
+def flash_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention (N, H, L, D) and its log-sum-exp (N, H, L) on the CPU (torch 2.11 to 2.13)."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return found[0], found[1]
+
+
+def flash_cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v (N, H, L, D) for any out and lse that hold these keys (torch 2.11 to 2.13)."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: tuple[Tensor, Tensor, Tensor] = backward(grad, q, k, v, out, lse, 0.0, causal)
+    return found
+
+
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, borders: Borders, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention (T, H, D) of sequences laid end to end, and its log-sum-exp (H, T): CUDA, 16 bits.
+
+    k and v may have fewer heads. Seen in torch 2.13's own varlen_attn; not run by us.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, causal, False)
+    return out, lse
+
+
+def flash_varlen_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    borders: Borders,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `flash_varlen` for any out and lse that hold these keys. Not run by us."""
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *borders, 0.0, causal, seed, q.new_empty(0)
+    )
+    return found
+
+
+def not_compiled(function: F) -> F:
+    """`torch.compiler.disable`, applied at the first call after something loaded the compiler.
+
+    The decorator itself imports the compiler, half a second that everybody who imports us would pay for.
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
+    return cast(F, call)
+
+
+def compile_graph(
+    graph: Any, inputs: Any, backend: str, memory_budget: float | None, split_backward: bool
+) -> Any:
+    """Compile one graph of torch.compile by a named backend (torch 2.11 to 2.13).
+
+    The options are read while the graph is cut into forward and backward, so they hold for it alone.
+    """
+    from torch._dynamo import lookup_backend
+    from torch._functorch import config
+
+    options: dict[str, Any] = {}
+    if memory_budget is not None:
+        options["activation_memory_budget"] = memory_budget
+    if split_backward:  # else a backward may reuse the memory of what it reads, and runs once
+        options["donated_buffer"] = False
+    with config.patch(**options):
+        return lookup_backend(backend)(graph, inputs)
+
+
+def is_recompilation() -> bool:
+    """Whether the graph being compiled is for code that has one already (torch 2.11 to 2.13)."""
+    from torch._guards import CompileContext
+
+    compiling = CompileContext.current_compile_id()
+    return compiling is not None and bool(compiling.frame_compile_id)
+
+
+def allow_graphs(number: int) -> None:
+    """Let that many graphs of the same code live; beyond, torch runs it uncompiled (8 by default)."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, number)

@@ -1,0 +1,122 @@
+"""torch.compile, block by block.
+
+One graph serves all blocks of a kind: a model of 80 layers compiles in the time of one. What FSDP2 does
+around a block stays outside of the compiled code, and so does a recomputation: it calls the compiled code a
+second time, which lets anything that must be replayed (routes of experts) be replayed in plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_parallel._torch_compat import allow_graphs, compile_graph, is_recompilation
+from forge_parallel.axes.fsdp import blocks_of
+from forge_parallel.order import mark
+from forge_parallel.recompute import COMPILED, Recomputed
+
+_COUNTS = "_forge_compile_counts"
+
+
+def compile_blocks(
+    model: nn.Module,
+    backend: str = "inductor",
+    *,
+    memory_budget: float | None = None,
+    split_backward: bool = False,
+) -> nn.Module:
+    """Compile every block of `model.blocks()` (the model itself where it offers none), in place.
+
+        compile_blocks(model)
+        ... some steps ...
+        print(recompilations(model))                     # {"graphs": 1, "recompiled": 0}
+
+    A block that holds experts runs as it is and has its other parts compiled (norms, attention): routes
+    make shapes that no graph knows. Names of parameters stay. Shapes are taken as they come, a graph for
+    each. Without grad a block runs as written: evaluation and generation meet shapes that training never
+    has, at a compilation each.
+
+    The compiler itself recomputes what is cheap, about what selective recomputation would; a
+    `memory_budget` below 1 lets it keep that share of the activations at most and recompute the cheapest
+    of the rest. `split_backward`: the backward is computed in two halves (zero-bubble schedules), so that
+    what it reads may not be overwritten. Backends: "inductor"; "aot_eager" for tests.
+
+    Call it after recompute and before FSDP2; returns the same object. Raises ValueError for a budget out
+    of (0, 1], and for blocks that recompute selectively. Cost: seconds to a minute per kind of block, at
+    the first step.
+    """
+    if memory_budget is not None and not 0 < memory_budget <= 1:
+        raise ValueError(
+            f"memory_budget {memory_budget} must be above 0 and at most 1; use 0.5 for half"
+        )
+    blocks = blocks_of(model) or [model]
+    if any(m.__dict__.get("_recompute_mode") == "selective" for b in blocks for m in b.modules()):
+        raise ValueError(
+            "recompute selective must go without compile, which recomputes what is cheap by itself; use "
+            "recompute = 'none' (with a memory_budget), or 'full'"
+        )
+    from forge_parallel.axes.local import swap  # late: DTensor costs half a second to import
+
+    mark(model, "compile")
+    counts = model.__dict__[_COUNTS] = {"graphs": 0, "recompiled": 0}
+
+    def count_and_compile(graph: Any, inputs: Any) -> Any:
+        counts["graphs"] += 1
+        counts["recompiled"] += is_recompilation()
+        return compile_graph(graph, inputs, backend, memory_budget, split_backward)
+
+    ready: dict[Any, Callable[..., Any]] = {}  # blocks of one class share what was compiled
+    parts = [part for block in blocks for part in _parts(block)]
+    allow_graphs(len(parts) + 8)
+    for part in parts:
+        if not isinstance(part, Recomputed):
+            swap(part, Compiled)
+        mixin = Recomputed if isinstance(part, Recomputed) else Compiled
+        forward = super(mixin, part).forward.__func__  # type: ignore[misc]
+        if forward not in ready:
+            ready[forward] = torch.compile(forward, backend=count_and_compile, dynamic=False)
+        part.__dict__[COMPILED] = ready[forward]
+    return model
+
+
+class Compiled:
+    """Mixin of a module whose forward is compiled while there is a graph to build."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        # by function, not bound: a copy of the module runs on its own parameters
+        return self.__dict__[COMPILED](self, *args, **kwargs)
+
+
+def recompilations(model: nn.Module) -> dict[str, int]:
+    """`graphs` compiled so far for `model`, and how many of them were `recompiled`: for code that had one
+    already, because a shape or something else in Python was new (the second kind of block that runs the
+    same code counts once). Constant after the first steps, or a run is compiling instead of training.
+
+    Raises ValueError for a model that `compile_blocks` has not seen. No cost.
+    """
+    counts = model.__dict__.get(_COUNTS)
+    if counts is None:
+        raise ValueError("this model was not compiled; call compile_blocks(model) first")
+    return dict(counts)
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a parameter below is a stack of matrices, as experts are."""
+    return any(p.dim() == 3 for p in module.parameters())
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself, or where it holds experts its largest parts without."""
+    if not holds_experts(module):
+        yield module
+        return
+    for child in module.children():
+        if not holds_experts(child):
+            yield child
+        elif isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from _parts(child)

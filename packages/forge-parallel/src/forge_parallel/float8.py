@@ -1,0 +1,208 @@
+"""Float8 linear layers by torchao: which layers gain, and the swap.
+
+Shapes: N outputs and K inputs of a linear layer on one rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forge_parallel.order import mark
+
+RECIPES = ("tensorwise", "rowwise")
+#: Output heads, routers and gates: few FLOPs, and sensitive.
+KEEP = ("*lm_head", "output", "score", "*router*", "*.gate", "*.shared_expert_gate")
+_CUT = {"colwise": 0, "gather_output": 0, "rowwise": 1}  # dim of the weight that tp cuts
+
+
+class Float8Row(NamedTuple):
+    """What became of one linear layer: its weight's (N, K) on one rank, and why it stays in bf16 ("" if
+    it was converted)."""
+
+    name: str
+    shape: tuple[int, int]
+    reason: str
+
+    @property
+    def converted(self) -> bool:
+        return not self.reason
+
+
+def convert_float8(
+    model: nn.Module,
+    recipe: str = "tensorwise",
+    *,
+    all_gather: bool = False,
+    emulate: bool | None = None,
+    device: torch.device | str | None = None,
+    tp: int = 1,
+    roles: Mapping[str, str] | None = None,
+    min_dim: int | None = None,
+    divisible_by: int = 16,
+    keep: Sequence[str] = KEEP,
+) -> list[Float8Row]:
+    """Let the linear layers that gain from it multiply in float8, in place; parameters keep their names.
+
+        print(float8_table(convert_float8(model, "rowwise", tp=8)))
+
+    "tensorwise" scales each tensor by one number, "rowwise" each row and column by its own (more exact,
+    gains on larger layers only). Weights, gradients and optimizer state keep their dtype: a product's
+    operands are rounded as it is computed. Works on the meta device, before tensor parallelism and FSDP2.
+
+    What stays as it is, each with its reason in the returned rows: layers whose N or K on a rank is no
+    multiple of `divisible_by` (the kernels need 16) or too small to gain, names that match a pattern of
+    `keep`, roles other than colwise, rowwise and opaque (head, gate), modules that insist on a dtype,
+    shared weights. `tp` and `roles` (default: `model.parallel_roles()`) tell the size
+    on a rank. Too small is, by torchao's measurements on H100 (the source is `_auto_filter_for_recipe`
+    in torchao.float8; casts cost more than the product saves): tensorwise N <= 1024 with K <= 4096;
+    rowwise N <= 2048, or K <= 1024, or N <= 4096 with K <= 2048. `min_dim` replaces that rule.
+
+    `emulate` rounds the operands and multiplies in the compute dtype, a reference and no speed-up; by
+    default where `device` (default: the GPU if there is one) has no float8 kernel. The kernels also want
+    the tokens of a micro-batch on a rank to be a multiple of 16. `all_gather` lets FSDP2 gather the
+    weights in float8 (half the bytes; tensorwise, CUDA, no tp).
+
+    Raises ValueError for an unknown recipe or a combination that is refused, ImportError without torchao.
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _check(model, recipe, all_gather, place, tp)
+    torchao = _torchao()
+    mark(model, "float8")
+    roles = _roles_of(model) if roles is None else roles
+    gains = _gains(recipe, min_dim)
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    rows = []
+    for name, linear in model.named_modules():
+        if not isinstance(linear, nn.Linear):
+            continue
+        role = _role(roles, name)
+        shape = _local(linear, role, tp)
+        odd = [size for size in shape if size % divisible_by]
+        reason = _why_kept(model, name, role, keep)
+        if not reason and holders[id(linear.weight)] > 1:
+            reason = "kept: its weight is shared"
+        if not reason and odd:
+            reason = f"{odd[0]} is no multiple of {divisible_by}"
+        if not reason and not gains(*shape):
+            reason = "too small to gain"
+        rows.append(Float8Row(name, shape, reason))
+    chosen = {row.name for row in rows if row.converted}
+    config = replace(
+        torchao.Float8LinearConfig.from_recipe_name(recipe),
+        emulate=_without_kernel(place, recipe) if emulate is None else emulate,
+        enable_fsdp_float8_all_gather=all_gather,
+    )
+    torchao.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name in chosen
+    )
+    return rows
+
+
+def float8_table(rows: Iterable[Float8Row]) -> str:
+    """The rows as text for a log, layers of a depth that fared alike in one line with their number."""
+    alike = Counter(
+        (re.sub(r"\b\d+\b", "*", row.name), row.shape, row.reason or "converted") for row in rows
+    )
+    lines = [(f"{n} x", name, f"({s[0]}, {s[1]})", why) for (name, s, why), n in alike.items()]
+    table = [("", "linear layer", "N, K on a rank", "float8"), *lines]
+    widths = [max(len(line[i]) for line in table) for i in range(3)]
+    return "\n".join(
+        f"{n:>{widths[0]}} {name:<{widths[1]}}  {shape:<{widths[2]}}  {why}"
+        for n, name, shape, why in table
+    )
+
+
+def _check(model: nn.Module, recipe: str, all_gather: bool, device: torch.device, tp: int) -> None:
+    if recipe not in RECIPES:
+        raise ValueError(f"float8 {recipe!r} must be one of {', '.join(RECIPES)}; use tensorwise")
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            "float8 replaces the linear layers inside a module, and this is one itself; put it into one"
+        )
+    if not all_gather:
+        return
+    backend = dist.get_backend() if dist.is_initialized() else "nccl"
+    if device.type != "cuda" or "nccl" not in backend:
+        raise ValueError(
+            f"float8_all_gather must have CUDA and nccl, and this is {device.type} with {backend}: gloo "
+            "does not know float8; use float8_all_gather = false"
+        )
+    if recipe != "tensorwise":
+        raise ValueError(
+            f"float8_all_gather must go with tensorwise, and float8 is {recipe}: ranks that hold parts of "
+            "a row cannot scale it; use tensorwise, or float8_all_gather = false"
+        )
+    if tp > 1:
+        raise ValueError(
+            f"float8_all_gather must go with tp 1, and tp is {tp}; use float8_all_gather = false"
+        )
+
+
+def _torchao() -> Any:
+    try:
+        import torchao.float8
+    except ImportError as error:
+        raise ImportError(
+            "float8 needs torchao; pip install 'forge-parallel[float8]' (torchao 0.18 or later)"
+        ) from error
+    return torchao.float8
+
+
+def _without_kernel(device: torch.device, recipe: str) -> bool:
+    """True unless the device is a GPU that multiplies float8: SM 8.9, scaled by rows SM 9.0."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) < ((8, 9) if recipe == "tensorwise" else (9, 0))
+
+
+def _gains(recipe: str, min_dim: int | None) -> Callable[[int, int], bool]:
+    """Whether a layer with N outputs and K inputs is faster in float8."""
+    if min_dim is not None:
+        return lambda n, k: min(n, k) >= min_dim
+    if recipe == "tensorwise":
+        return lambda n, k: n > 1024 or k > 4096
+    return lambda n, k: n > 2048 and k > 1024 and (n > 4096 or k > 2048)
+
+
+def _why_kept(model: nn.Module, name: str, role: str | None, keep: Sequence[str]) -> str:
+    """Why a layer stays in bf16 whatever its size; "" for one that does not."""
+    linear = model.get_submodule(name)
+    pattern = next((p for p in keep if fnmatchcase(name, p)), None)
+    if pattern is not None:
+        return f"kept: {pattern}"
+    if role not in (None, "colwise", "rowwise", "opaque"):
+        return f"kept: role {role}"
+    if type(linear) is not nn.Linear:
+        return f"kept: a {type(linear).__name__}"
+    parts = name.split(".")
+    inside = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
+    if any(isinstance(getattr(m, "compute_dtype", None), torch.dtype) for m in inside):
+        return "kept: computes in a dtype of its own"
+    return ""
+
+
+def _roles_of(model: nn.Module) -> Mapping[str, str]:
+    offer: Any = getattr(model, "parallel_roles", None)
+    return offer() if callable(offer) else {}
+
+
+def _role(roles: Mapping[str, str], name: str) -> str | None:
+    """Role of the weight of a layer; None if no row names it."""
+    return next((r for p, r in roles.items() if fnmatchcase(f"{name}.weight", p)), None)
+
+
+def _local(linear: nn.Linear, role: str | None, tp: int) -> tuple[int, int]:
+    """(N, K) on one of `tp` ranks."""
+    shape = [linear.out_features, linear.in_features]
+    if role in _CUT:
+        shape[_CUT[role]] = -(-shape[_CUT[role]] // tp)
+    return shape[0], shape[1]

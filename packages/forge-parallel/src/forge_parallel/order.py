@@ -1,0 +1,44 @@
+"""The order in which a model is prepared, kept by marks on its modules.
+
+A step that comes too early or too late leaves a model that runs and learns something else: float8 after
+tensor parallelism takes away the communication, tensor parallelism after FSDP2 cuts what is cut already.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+STEPS = ("split", "float8", "tensor", "context", "recompute", "compile", "fsdp")
+_MARK = "_forge_steps"
+
+
+class OrderError(RuntimeError):
+    """`step` was asked for on a model where `after` is done, which has to come later (or was it)."""
+
+    def __init__(self, step: str, after: str) -> None:
+        self.step, self.after = step, after
+        if step == after:
+            text = f"{step} was done on this model; do it once"
+        else:
+            text = (
+                f"{step} must come before {after}, which was done; the order is {', '.join(STEPS)}"
+            )
+        super().__init__(text)
+
+
+def mark(model: nn.Module, step: str) -> None:
+    """Note on every module of `model` that `step` is done; call it at the head of the step.
+
+        mark(model, "tensor")
+
+    Raises OrderError, and marks nothing, if a later step or the same one was done on any of them. The
+    mark is a plain attribute: not in the state dict, kept by copies. No cost beyond a walk.
+    """
+    place = STEPS.index(step)
+    modules = list(model.modules())
+    done = {name for module in modules for name in module.__dict__.get(_MARK, ())}
+    for later in STEPS[place:]:
+        if later in done:
+            raise OrderError(step, after=later)
+    for module in modules:
+        module.__dict__[_MARK] = (*module.__dict__.get(_MARK, ()), step)

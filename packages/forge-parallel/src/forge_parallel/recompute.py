@@ -1,0 +1,214 @@
+"""Recomputation: a block keeps its inputs, and computes what its backward needs a second time.
+
+Full keeps nothing inside a block: one more forward of it. Selective keeps what is dear to compute again,
+products of matrices, attention and sums over ranks, so that only norms, activations, rotations, casts and
+gathers are done twice. Between the two lies every k-th block in full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from forge_parallel._torch_compat import DispatchMode, alias
+from forge_parallel.order import mark
+
+Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+MODES = ("none", "full", "selective")
+COMPILED = "_forge_compiled"
+"""Where `compile_blocks` leaves the compiled forward of a block that recomputes."""
+
+# Names and not operators: which of them exist depends on the version, the build and what was imported.
+_KEPT = {
+    # products, the float8 and the grouped ones with them: all the FLOPs of a block but attention's
+    "aten": "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm "
+    # attention: as many FLOPs in long rows, and its log-sum-exp comes with it
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable",
+    "torch_attn": "_varlen_attn",
+    # collectives, which stall all ranks; but a gather makes a tensor as many times larger as it has
+    # ranks, and is done again
+    "_c10d_functional": "reduce_scatter_tensor all_reduce all_to_all_single",
+}
+
+
+def recompute(
+    blocks: Iterable[nn.Module],
+    mode: str = "full",
+    every: int = 1,
+    contexts: Callable[[], Pair] | None = None,
+) -> int:
+    """Let every `every`-th of `blocks`, from the first on, recompute in its backward; in place.
+
+        recompute(model.blocks(), "selective")
+        recompute(model.blocks(), "full", every=2, contexts=forge_moe.recompute_contexts)
+
+    "full" keeps a block's inputs alone and costs one more forward of it. "selective" also keeps the
+    outputs of matrix products, attention and functional collectives other than gathers, and recomputes the
+    rest. Gradients
+    are the same bits as without. `contexts` makes a (record, replay) pair for each forward: what must not
+    be decided again, such as routes of experts. A backward in two halves (zero-bubble schedules)
+    recomputes twice, and may. Random numbers are drawn as in the forward; shapes, dtypes and devices of
+    what comes out again are checked against the forward. Without grad a block runs as it is.
+
+    Names of parameters stay. Inside FSDP2 a block is recomputed after its weights are gathered for the
+    backward. Returns how many blocks recompute. Raises ValueError for an unknown mode or `every` < 1.
+    """
+    if mode not in MODES:
+        raise ValueError(f"recompute {mode!r} must be one of {', '.join(MODES)}; use none")
+    if every < 1:
+        raise ValueError(f"recompute_every {every} must be at least 1; use 1 for every block")
+    if mode == "none":
+        return 0
+    from forge_parallel.axes.local import swap  # late: DTensor costs half a second to import
+
+    chosen = list(blocks)[::every]
+    factories = [f for f in (contexts, selective_contexts if mode == "selective" else None) if f]
+    for block in chosen:
+        mark(block, "recompute")
+        block.__dict__["_recompute_mode"] = mode
+        block.__dict__["_recompute_contexts"] = factories
+        swap(block, Recomputed)
+    return len(chosen)
+
+
+class Recomputed:
+    """Mixin of a block whose forward is a checkpoint."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if COMPILED in self.__dict__:
+            run = partial(self.__dict__[COMPILED], self)
+
+        def contexts() -> Pair:
+            pairs = [make() for make in self.__dict__["_recompute_contexts"]]
+            return _Together([p[0] for p in pairs]), _Together([p[1] for p in pairs])
+
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class _Together(AbstractContextManager["_Together"]):
+    """Several contexts as one, which may be entered again after it was left."""
+
+    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
+        self.contexts = contexts
+        self.stacks: list[ExitStack] = []
+
+    def __enter__(self) -> _Together:
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context)
+            self.stacks.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stacks.pop().__exit__(kind, error, trace)
+
+
+class _Kept:
+    """Outputs of one forward by operator, in the order of its calls, with the shapes of their inputs."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[Any, list[tuple[Any, Any, list[int]]]] = defaultdict(list)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        entries = (entry for entries in self.outputs.values() for entry in entries)
+        return [t for out, _, _ in entries for t in _tensors(out)]
+
+
+class _Keep(DispatchMode):
+    """Runs a forward and keeps what the operators of `_KEPT` give."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        if _is_kept(operator):
+            held = _map(alias, out)
+            versions = [t._version for t in _tensors(held)]
+            self.kept.outputs[operator].append((held, _shapes(args), versions))
+        return out
+
+
+class _Reuse(DispatchMode):
+    """Runs it again with those instead of the operators, as often as it is entered.
+
+    torch's own selective checkpoint gives each tensor once, which a backward in two halves does not bear.
+    """
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self.place: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self.place.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not _is_kept(operator):
+            return operator(*args, **(kwargs or {}))
+        entries, place = self.kept.outputs[operator], self.place[operator]
+        self.place[operator] += 1
+        if place >= len(entries) or entries[place][1] != _shapes(args):
+            raise RuntimeError(
+                f"recomputation calls {operator} with {_shapes(args)} at place {place}, where the forward "
+                "did something else; a block must do the same each time"
+            )
+        held, _, versions = entries[place]
+        if [t._version for t in _tensors(held)] != versions:
+            raise RuntimeError(
+                f"an output of {operator} was changed in place after the forward kept it; use an operation "
+                "that makes a new tensor, or recompute = 'full'"
+            )
+        return _map(alias, held)
+
+
+def selective_contexts() -> Pair:
+    """A (record, replay) pair that keeps what selective recomputation keeps; `record.kept.tensors()`."""
+    kept = _Kept()
+    return _Keep(kept), _Reuse(kept)
+
+
+@cache
+def _is_kept(operator: Any) -> bool:
+    space, _, name = operator.name().partition("::")  # an overload such as mm.out has a suffix
+    return name in _KEPT.get(space, "").split()
+
+
+def _shapes(args: Any) -> list[torch.Size]:
+    return [a.shape for a in args if isinstance(a, Tensor)]
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    """The tensors of an operator's output: one, or a tuple with other things in it."""
+    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+
+
+def _map(function: Callable[[Tensor], Tensor], out: Any) -> Any:
+    if isinstance(out, (tuple, list)):
+        return type(out)(_map(function, o) for o in out)
+    return function(out) if isinstance(out, Tensor) else out
