@@ -22,8 +22,10 @@ def test_swapped_module_is_still_what_it_was():
     before = linear(x)
     swap(linear, Twice)
     swap(other, Twice)
-    assert type(linear) is type(other) and isinstance(linear, nn.Linear)
-    assert torch.equal(linear(x), 2 * before) and list(linear.state_dict()) == names
+    assert type(linear) is type(other)
+    assert isinstance(linear, nn.Linear)
+    assert torch.equal(linear(x), 2 * before)
+    assert list(linear.state_dict()) == names
 
 
 def test_use_local_refuses_what_is_no_parameter():
@@ -46,10 +48,11 @@ def _local_weight():
         norm.set_gradient_divide_factor(1.0)
         norm.set_force_sum_reduction_for_comms(True)
         seen = []
-        norm.register_forward_hook(lambda module, *_: seen.append(type(module.weight)))
+        norm.register_forward_hook(lambda module, *_, seen=seen: seen.append(type(module.weight)))
         factor = 1.0 + 2.0 * tp.get_local_rank()
         (norm(torch.ones(1, 4)) * factor).sum().backward()
-        assert seen == [torch.Tensor] and list(norm.state_dict()) == ["weight"]
+        assert seen == [torch.Tensor]
+        assert list(norm.state_dict()) == ["weight"]
         found[name] = norm._parameters["weight"].grad.full_tensor().tolist()
     return found
 

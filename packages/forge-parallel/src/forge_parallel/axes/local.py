@@ -24,7 +24,8 @@ def swap(module: nn.Module, mixin: type) -> None:
 
     `super()` in the mixin is the old class. One class is made for each pair and kept.
     """
-    module.__class__ = _joined(mixin, type(module))
+    cls: Any = type(module)  # Any: mypy takes a class for an instance here
+    module.__class__ = _joined(mixin, cls)
 
 
 def use_local(module: nn.Module, names: Mapping[str, tuple[Placement, ...] | None]) -> None:
@@ -45,7 +46,8 @@ def use_local(module: nn.Module, names: Mapping[str, tuple[Placement, ...] | Non
                 f"{', '.join(module._parameters) or 'none'}"
             )
     rows = tuple((n, None if g is None else tuple(g)) for n, g in sorted(names.items()))
-    module.__class__ = _with_local(type(module), rows)
+    cls: Any = type(module)
+    module.__class__ = _with_local(cls, rows)
 
 
 @functools.cache

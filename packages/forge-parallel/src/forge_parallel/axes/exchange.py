@@ -1,0 +1,142 @@
+"""Collectives over one mesh axis as functions of a tensor, each with its own gradient.
+
+Shapes: (..., tokens, width); `dim` is the dim that is cut or joined, n the ranks of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forge_parallel._torch_compat import all_gather, all_reduce, reduce_scatter
+
+
+class Ranks(NamedTuple):
+    """A group by its name, which compiled graphs can hold, with this process's place in it."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, axis: Any) -> Ranks:
+        """Of a DeviceMesh of one axis, or of anything with `.group`, `.size` and `.rank`."""
+        if hasattr(axis, "get_group"):
+            if axis.ndim != 1:
+                raise ValueError(
+                    f"mesh has {axis.ndim} axes {axis.mesh_dim_names} and must have one; pass mesh['tp']"
+                )
+            return cls(axis.get_group().group_name, axis.size(), axis.get_local_rank())
+        return cls("" if axis.group is None else axis.group.group_name, axis.size, axis.rank)
+
+
+def copy(x: Tensor, ranks: Ranks) -> Tensor:
+    """x as it is; its gradient is the sum over ranks: one all-reduce in backward."""
+    return _exchange(x, ranks, 0, "same", "sum")
+
+
+def reduce(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of x over ranks, one all-reduce; the gradient, equal on all of them, passes."""
+    return _exchange(x, ranks, 0, "sum", "same")
+
+
+def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Parts joined along dim, an all-gather; the gradients that ranks have of all tokens are summed
+    and cut again, a reduce-scatter."""
+    return _exchange(x, ranks, dim, "join", "sum_cut")
+
+
+def scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """The sum of x over ranks, of which each keeps a part: reduce-scatter, all-gather in backward."""
+    return _exchange(x, ranks, dim, "sum_cut", "join")
+
+
+def cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """This rank's part of an x that all hold: sends nothing; all-gather in backward."""
+    return _exchange(x, ranks, dim, "cut", "join")
+
+
+def join(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Parts joined along dim by an all-gather, for use that is equal on all ranks: its gradient is
+    too, and each takes its part of it, sending nothing."""
+    return _exchange(x, ranks, dim, "join", "cut")
+
+
+def token_dim(x: Tensor) -> int:
+    """1 of (B, S, D), 0 of (T, D)."""
+    return max(x.dim() - 2, 0)
+
+
+def _exchange(x: Tensor, ranks: Ranks, dim: int, there: str, back: str) -> Tensor:
+    if ranks.size == 1:
+        return x
+    out: Tensor = _Exchange.apply(x, *ranks, dim, there, back)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """One of `_WAYS` forward, another backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x: Tensor, name: str, size: int, rank: int, dim: int, there: str, back: str
+    ) -> Tensor:
+        ctx.where, ctx.back = (name, size, rank, dim), back
+        return _WAYS[there](x, name, size, rank, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[no-untyped-def]
+        return _WAYS[ctx.back](grad, *ctx.where), None, None, None, None, None, None
+
+
+def _same(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
+    return all_reduce(x, name)
+
+
+def _join(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
+    whole = all_gather(x, size, name)  # parts one after another on dim 0
+    if dim == 0:
+        return whole
+    if x.shape[:dim].numel() == 1 and not torch.compiler.is_compiling():
+        return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])  # they lie right already
+    return torch.cat(whole.chunk(size), dim)  # the form that async tp looks for
+
+
+def _sum_cut(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
+    check_cut(x.shape, dim, size)
+    if dim and (x.shape[:dim].numel() > 1 or torch.compiler.is_compiling()):
+        return reduce_scatter(torch.cat(x.chunk(size, dim)), size, name)
+    part = (*x.shape[:dim], x.size(dim) // size, *x.shape[dim + 1 :])
+    return reduce_scatter(x.flatten(0, dim), size, name).view(part)
+
+
+def _cut(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
+    check_cut(x.shape, dim, size)
+    return x.chunk(size, dim)[rank].contiguous()
+
+
+def check_cut(shape: torch.Size, dim: int, size: int) -> None:
+    """ValueError unless the tokens of (..., tokens, width) divide over the ranks."""
+    if shape[dim] % size:
+        raise ValueError(
+            f"{shape[dim]} tokens (dim {dim} of {tuple(shape)}) must be divisible by tp {size}; use rows of "
+            f"a multiple of {size} tokens, or sequence_parallel = false and no experts"
+        )
+
+
+_WAYS: dict[str, Callable[[Tensor, str, int, int, int], Tensor]] = {
+    "same": _same,
+    "sum": _sum,
+    "join": _join,
+    "sum_cut": _sum_cut,
+    "cut": _cut,
+}

@@ -1,0 +1,85 @@
+"""The tensor-parallel plan that a Hugging Face model carries, as a table of roles."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+
+#: transformers' styles that are one of the roles; others are refused by name.
+STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "gather_output",
+    "colwise_rep": "gather_output",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "replicate_sum_grad",
+}
+
+
+def has_plan(model: Any) -> bool:
+    """Whether a model says how to cut it (transformers 4.51 to 5.23)."""
+    return bool(
+        getattr(model, "_tp_plan", None)
+        or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    )
+
+
+def roles_of_plan(model: nn.Module) -> dict[str, str]:
+    """{name of a parameter: role} of `model`, from its config's `base_model_tp_plan` and its `_tp_plan`.
+
+        tensor_parallel(model, mesh, roles=roles_of_plan(model))    # what it does for such a model
+
+    Embeddings without a row are cut by ids, other modules without one are left whole on every rank, which
+    is right on the whole residual stream only: one that stands beside colwise layers (a norm of heads) is
+    refused, as are unknown styles, by name.
+    """
+    plan = _plan(model)
+    found: dict[str, str] = {}
+    beside = set()
+    problems = []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        styles = {s for pattern, s in plan.items() if fnmatch.fnmatchcase(owner, pattern)}
+        styles |= {s for pattern, s in plan.items() if fnmatch.fnmatchcase(name, pattern)}
+        unknown = styles - set(STYLES)
+        if unknown or len(styles) > 1:
+            listed = ", ".join(sorted(styles))
+            problems.append(
+                f"{owner}: tp style {listed} must be one of {', '.join(STYLES)}; pass roles for this model"
+            )
+        elif styles:
+            found[name] = STYLES[styles.pop()]
+            if found[name] == "colwise":
+                beside.add(owner.rpartition(".")[0])
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        if name in found or any(problem.startswith(f"{owner}:") for problem in problems):
+            continue
+        if owner.rpartition(".")[0] in beside:
+            problems.append(
+                f"{owner}: has no tp style and must have one beside colwise layers, where ranks have "
+                "different heads; pass roles for this model"
+            )
+        ids = isinstance(model.get_submodule(owner), nn.Embedding) and _reads_ids(model, owner)
+        found[name] = "vocab" if ids else "opaque"
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+    return found
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """Rows with the names of this model: the config's are relative to its base model."""
+    config_rows = getattr(model.config, "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    dot = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    rows = {dot + pattern: style for pattern, style in config_rows.items()}
+    own = getattr(model, "_tp_plan", None) or {}
+    return rows | {pattern: style for pattern, style in own.items() if pattern not in rows}
+
+
+def _reads_ids(model: Any, name: str) -> bool:
+    """Whether an embedding is the one of token ids, not of positions."""
+    offer = getattr(model, "get_input_embeddings", None)
+    return offer is not None and offer() is model.get_submodule(name)

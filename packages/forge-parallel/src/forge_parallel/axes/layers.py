@@ -1,0 +1,205 @@
+"""What modules do under tensor parallelism: mixins for `swap`, each around the old forward.
+
+Shapes: B rows, S tokens of a row, T tokens in a list, D width of the residual stream, n ranks of tp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_parallel.axes.exchange import (
+    Ranks,
+    copy,
+    cut,
+    gather,
+    join,
+    reduce,
+    scatter,
+    token_dim,
+)
+
+
+class Inputs:
+    """The whole tokens that siblings (q, k, v) share, while their parent runs."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.given: Tensor | None = None
+        self.whole: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a module knows of its axis; tokens_cut: the stream around it holds S/n tokens."""
+
+    ranks: Ranks
+    tokens_cut: bool
+    inputs: Inputs | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Whole tokens for a layer cut by outputs."""
+        shared = self.inputs
+        if shared is None or not shared.open:
+            return self._enter(x)
+        if shared.given is not x or shared.whole is None:
+            shared.given, shared.whole = x, self._enter(x)
+        return shared.whole
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return gather(x, self.ranks, token_dim(x)) if self.tokens_cut else copy(x, self.ranks)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over ranks, of this rank's tokens if they are cut."""
+        return scatter(x, self.ranks, token_dim(x)) if self.tokens_cut else reduce(x, self.ranks)
+
+
+class Colwise(nn.Module):
+    """Whole tokens in, this rank's outputs out."""
+
+    tp: Place
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        out: Tensor = super().forward(self.tp.enter(x), *args)
+        return out
+
+
+class Logits(Colwise):
+    """A rank's logits; those of an uneven vocabulary are filled up with -inf, so that all have a width."""
+
+    tp_width: int
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        logits = super().forward(x, *args)
+        missing = self.tp_width - logits.size(-1)
+        if missing < 0:
+            raise ValueError(
+                f"a rank's logits {tuple(logits.shape)} must have at most {self.tp_width} ids; give the tied "
+                "weight's embedding the role 'vocab'"
+            )
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+class Rowwise(nn.Module):
+    """This rank's inputs in, the sum over ranks out."""
+
+    tp: Place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tp.leave(super().forward(x))
+
+
+class RowwiseBias(Rowwise):
+    """Adds the bias once, to the sum."""
+
+    tp_summing = False
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.tp_summing else super().bias  # type: ignore[misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tp_summing = True
+        try:
+            out = super().forward(x)
+        finally:
+            self.tp_summing = False
+        return out + self.bias  # type: ignore[operator]
+
+
+class Embedding(nn.Module):
+    """Looks up the ids of this rank's rows; the others' vectors come with the sum."""
+
+    tp: Place
+    tp_rows: tuple[int, int]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        begin, end = self.tp_rows
+        last = self.tp.ranks.rank == self.tp.ranks.size - 1
+        # An id beyond all rows is looked up on the last rank, a negative one on the first: they raise.
+        other = torch.zeros_like(ids, dtype=torch.bool) if last else ids >= end
+        other = other | (ids < begin) if begin else other
+        out = super().forward((ids - begin).masked_fill(other, 0))
+        return self.tp.leave(out.masked_fill(other.unsqueeze(-1), 0.0))
+
+
+class Siblings(nn.Module):
+    """The parent of layers that get one input: what the first one gathers serves the others."""
+
+    tp_inputs: Inputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.tp_inputs
+        inputs.open, inputs.given, inputs.whole = True, None, None
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            inputs.open, inputs.given, inputs.whole = False, None, None
+
+
+class Opaque(nn.Module):
+    """Sees whole tokens on every rank, computes alike, and hands on this rank's."""
+
+    tp: Place
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ranks = self.tp.ranks
+        args, kwargs = _first(args, kwargs, lambda x: join(x, ranks, token_dim(x)))
+        out = super().forward(*args, **kwargs)
+        one = isinstance(out, Tensor)
+        (out, *more), _ = _first(
+            (out,) if one else tuple(out), {}, lambda y: cut(y, ranks, token_dim(y))
+        )
+        return out if one else (out, *more)
+
+
+class Routed(nn.Module):
+    """The parent of experts: sees disjoint tokens, and its contexts cut likewise."""
+
+    tp: Place
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        place, dim = self.tp, token_dim(x)
+        tokens = x.size(dim) * (place.ranks.size if place.tokens_cut else 1)
+        args = tuple(_cut_context(a, place.ranks, tokens) for a in args)
+        kwargs = {k: _cut_context(a, place.ranks, tokens) for k, a in kwargs.items()}
+        if place.tokens_cut:
+            return super().forward(x, *args, **kwargs)
+        out = super().forward(cut(x, place.ranks, dim), *args, **kwargs)
+        return join(out, place.ranks, dim)
+
+
+def _first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with their first float tensor changed: the stream."""
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return (*args[:i], change(value), *args[i + 1 :]), kwargs
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return args, {**kwargs, key: change(value)}
+    raise ValueError("an opaque module must take and return the stream as a float tensor")
+
+
+def _cut_context(value: Any, ranks: Ranks, tokens: int) -> Any:
+    """A dataclass with its (B or 1, S) tensors cut along S; cut once where it has `once`."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+
+    def make() -> Any:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        per_token = {
+            name: tensor.chunk(ranks.size, 1)[ranks.rank].contiguous()
+            for name, tensor in fields.items()
+            if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.size(1) == tokens
+        }
+        return dataclasses.replace(value, **per_token)
+
+    once = getattr(value, "once", None)
+    return make() if once is None else once(("tensor_parallel", ranks, tokens), make)

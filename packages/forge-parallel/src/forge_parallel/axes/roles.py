@@ -1,0 +1,248 @@
+"""Match a table {pattern of parameter names: role} to a model, and check that it can be cut.
+
+Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "gather_output" is a colwise
+layer whose outputs are logits, "vocab" cuts an embedding by ids, "sequence" is a norm that may see a
+part of the tokens, "replicate_sum_grad" a copy of which ranks see different heads or tokens, "opaque"
+a module that is to see whole tokens, "expert" a stack of experts, whose parent sees disjoint tokens.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+ROLES = (
+    "colwise",
+    "rowwise",
+    "vocab",
+    "sequence",
+    "replicate_sum_grad",
+    "gather_output",
+    "expert",
+    "opaque",
+)
+_LINEAR = ("colwise", "rowwise", "gather_output")
+_WITHOUT_PARAMETERS = ("gather_output", "sequence", "replicate_sum_grad", "opaque")
+
+
+class Role(NamedTuple):
+    """A role; with `multiple_of`, each rank's part of the cut dim must be a multiple of it (heads)."""
+
+    name: str
+    multiple_of: int = 1
+
+
+class Matched(NamedTuple):
+    """Modules by name: `leaves` with their role, `opaque` regions, `experts` and `routed`, their parents."""
+
+    leaves: dict[str, Role]
+    opaque: tuple[str, ...]
+    experts: tuple[str, ...]
+    routed: tuple[str, ...]
+
+    def is_routed(self, name: str) -> bool:
+        """Whether a module lies in a region of disjoint tokens."""
+        return any(_within(name, region) for region in self.routed)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter belongs to experts."""
+        return any(_within(name, region) for region in self.experts)
+
+
+class _Row(NamedTuple):
+    pattern: str
+    role: Role
+    literal: str  # what stands before the first wildcard
+    fits: re.Pattern[str]
+
+
+def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = False) -> Matched:
+    """The role of every module of `model` that a table speaks of; nothing is changed.
+
+        matched = match_roles(model, {"*.q_proj.*": "colwise", "*.o_proj.*": "rowwise", ...})
+
+    Keys are patterns of parameter names as in fnmatch, or of the names of modules without parameters;
+    values a role, a `Role`, or {"role": ..., "multiple_of": ...}. Raises one ValueError that lists every
+    parameter without a row or with two, and unknown roles; with `strict` also rows that fit nothing.
+    """
+    rows = [_row(pattern, value) for pattern, value in table.items()]
+    modules = dict(model.named_modules())
+    found: dict[str, _Row] = {}
+    problems: list[str] = []
+    used: set[str] = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        fits = [row for row in rows if name.startswith(row.literal) and row.fits.match(name)]
+        used.update(row.pattern for row in fits)
+        if len(fits) == 1:
+            found[name] = fits[0]
+        elif fits:
+            listed = " and ".join(repr(row.pattern) for row in fits)
+            problems.append(f"{name}: must match one row, and {listed} do; make one narrower")
+        else:
+            problems.append(f"{name}: no row matches it; add one with a role of {', '.join(ROLES)}")
+    bare = {n: m for n, m in modules.items() if n and not any(True for _ in m.parameters())}
+    for row in rows:
+        named = [n for n in bare if row.fits.match(n)] if row.pattern not in used else []
+        found |= {f"{name}.": row for name in named}
+        if named and row.role.name not in _WITHOUT_PARAMETERS:
+            problems.append(
+                f"{named[0]}: role {row.role.name!r} must have parameters, and it has none"
+            )
+        if strict and not named and row.pattern not in used and not _is_pruned(model, row.literal):
+            problems.append(f"row {row.pattern!r} matches no parameter; remove or correct it")
+    _raise(problems)
+    return _resolve(found, modules)
+
+
+def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
+    """One ValueError that lists every linear layer and embedding that `size` ranks cannot share.
+
+    Outputs (colwise) and inputs (rowwise) must divide; below a module with `head_dim` into whole heads,
+    so that key/value heads fewer than ranks are refused; a vocabulary may be uneven, but no rank empty.
+    """
+    problems = [
+        f"{name}: is a DTensor already; cut a model once, before FSDP"
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, "device_mesh") and not matched.is_expert(name)
+    ]
+    for name, role in matched.leaves.items():
+        module: Any = model.get_submodule(name)
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if (wrong := _wrong_kind(module, role.name)) is not None:
+            problems.append(f"{name}: {wrong}")
+        elif role.name in ("colwise", "rowwise"):
+            whole = module.weight.size(0 if role.name == "colwise" else 1)
+            unit = _unit(model, name, role, whole)
+            if whole % (unit * size):
+                problems.append(_uneven(name, role.name, whole, unit, size))
+        elif role.name in ("vocab", "gather_output"):
+            whole = module.weight.size(0)
+            if -(-whole // size) * (size - 1) >= whole:
+                problems.append(
+                    f"{name}: {whole} ids must leave none of tp {size} ranks empty; use a smaller tp"
+                )
+    _raise(problems)
+
+
+def _row(pattern: str, value: Any) -> _Row:
+    if isinstance(value, Mapping):
+        unknown = set(value) - {"role", "multiple_of"}
+        if unknown or "role" not in value:
+            raise ValueError(
+                f"row {pattern!r}: {dict(value)} must have the key role, and may have multiple_of"
+            )
+        role = Role(value["role"], value.get("multiple_of", 1))
+    else:
+        role = Role(value) if isinstance(value, str) else Role(*value)
+    if role.name not in ROLES:
+        raise ValueError(f"row {pattern!r}: role {role.name!r} is unknown; use {', '.join(ROLES)}")
+    if role.multiple_of < 1:
+        raise ValueError(f"row {pattern!r}: multiple_of {role.multiple_of} must be at least 1")
+    literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    return _Row(pattern, role, literal, re.compile(fnmatch.translate(pattern)))
+
+
+def _resolve(found: Mapping[str, _Row], modules: Mapping[str, nn.Module]) -> Matched:
+    """From parameters to modules: owners, and the modules that opaque and expert rows name."""
+    leaves: dict[str, Role] = {}
+    opaque: dict[str, None] = {}
+    experts: dict[str, None] = {}
+    problems = []
+    for name, row in found.items():
+        owner = name.rpartition(".")[0]
+        if row.role.name == "opaque":
+            opaque[_named(name, row.pattern)] = None
+        elif row.role.name == "expert":
+            experts[_named(name, row.pattern)] = None
+        elif leaves.setdefault(owner, row.role) != row.role:
+            problems.append(
+                f"{owner}: its parameters must have one role, and have {leaves[owner].name!r} and "
+                f"{row.role.name!r}; name the module in one row"
+            )
+    routed = dict.fromkeys(name.rpartition(".")[0] for name in experts)
+    for region in opaque:
+        inside = [n for n in (*leaves, *routed) if _within(n, region)]
+        if region == "":
+            problems.append("an opaque row must name a module below the model, as in 'mixer.*'")
+        elif inside:
+            problems.append(
+                f"{region}: is opaque, and {inside[0]} inside has a role; use one of them"
+            )
+        elif any(_within(region, r) for r in routed):
+            problems.append(
+                f"{region}: opaque modules cannot stand among experts, where ranks have different "
+                "tokens; use replicate_sum_grad"
+            )
+    _raise(problems)
+    return Matched(leaves, tuple(opaque), tuple(experts), tuple(routed))
+
+
+def _named(parameter: str, pattern: str) -> str:
+    """The outermost module that `module.*` names, else the parameter's owner."""
+    parts = parameter.split(".")[:-1]
+    if pattern.endswith(".*"):
+        for depth in range(1, len(parts) + 1):
+            if fnmatch.fnmatchcase(".".join(parts[:depth]), pattern[:-2]):
+                return ".".join(parts[:depth])
+    return ".".join(parts) if pattern != "*" else ""
+
+
+def _wrong_kind(module: Any, role: str) -> str | None:
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    shape = tuple(getattr(module.weight, "shape", ())) if "weight" in names else ()
+    if role in _LINEAR:
+        want = (getattr(module, "out_features", None), getattr(module, "in_features", None))
+        if shape != want or not names <= {"weight", "bias"}:
+            return (
+                f"role {role!r} must be a linear layer, weight (out, in), and it is {_say(module)}"
+            )
+    if role == "vocab":
+        if not isinstance(module, nn.Embedding):
+            return f"role 'vocab' must be an nn.Embedding, and it is {_say(module)}"
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return "a vocabulary over ranks has no max_norm, scale_grad_by_freq or sparse; unset it"
+    return None
+
+
+def _say(module: nn.Module) -> str:
+    shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters(recurse=False))
+    return f"{type(module).__name__} ({shapes})"
+
+
+def _unit(model: nn.Module, name: str, role: Role, whole: int) -> int:
+    """What a rank's part must be a multiple of: the row's multiple_of, or the parent's heads."""
+    if role.multiple_of > 1:
+        return role.multiple_of
+    head: Any = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    return head if isinstance(head, int) and head > 0 and whole % head == 0 else 1
+
+
+def _uneven(name: str, role: str, whole: int, unit: int, size: int) -> str:
+    side = "outputs" if role == "colwise" else "inputs"
+    count = whole // unit
+    what = f"{whole} {side}" if unit == 1 else f"{count} heads of {unit} ({whole} {side})"
+    fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    return f"{name}: {what} must be divisible by tp {size}, no rank may share one; use tp {fits}"
+
+
+def _within(name: str, region: str) -> bool:
+    return region in ("", name) or name.startswith(f"{region}.")
+
+
+def _is_pruned(model: Any, literal: str) -> bool:
+    """Whether a path leads to something that is None: a part that another pipeline stage has."""
+    for key in literal.split("."):
+        model = getattr(model, key, model)
+        if model is None:
+            return True
+    return False
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -1,0 +1,249 @@
+"""Tensor and sequence parallelism from a table of roles.
+
+Shapes: B rows, S tokens of a row, T tokens in a list, D width of the residual stream, n ranks of tp.
+
+Every rank computes its part of each linear layer and sees, between layers, the whole residual stream
+(B, S, D), or with sequence parallelism its S/n tokens of it. Collectives of one gated attention and
+feed-forward pair, forward and backward, as counted in the tests (q/k/v and gate/up share theirs):
+
+    without sequence parallelism   2 all-reduces                         2 all-reduces
+    with it                        2 all-gathers, 2 reduce-scatters      2 all-gathers, 2 reduce-scatters
+
+each of the bytes of (B, S, D). Gradients of copies that saw other heads or tokens (QK-norms, norms
+under sequence parallelism, routers) are declared as sums over tp, which FSDP2 carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from forge_parallel._torch_compat import overlap_matmuls
+from forge_parallel.axes.exchange import Ranks, join
+from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
+from forge_parallel.axes.layers import (
+    Colwise,
+    Embedding,
+    Inputs,
+    Logits,
+    Opaque,
+    Place,
+    Routed,
+    Rowwise,
+    RowwiseBias,
+    Siblings,
+)
+from forge_parallel.axes.local import swap, use_local
+from forge_parallel.axes.roles import Matched, check_cuts, match_roles
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def tensor_parallel(
+    model: M,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool | None = None,
+    roles: Mapping[str, Any] | None = None,
+    async_tp: bool = False,
+) -> M:
+    """Cut `model` over the ranks of `mesh` (one axis), in place; returns the same object.
+
+        tensor_parallel(model, meshes.dense["tp"])          # then FSDP2 over the other axes
+        loss, count = vocab_cross_entropy(model(tokens), labels, meshes.tp)
+
+    `roles` is a table {pattern: role} (see axes/roles.py), by default `model.parallel_roles()`, or the
+    `tp_plan` of a Hugging Face model. Parameters become DTensors of the same names; each rank keeps its
+    slice of the values it has, which must be equal on all ranks, and nothing is sent; meta parameters
+    stay meta. Experts' parameters are left alone. Every rank of the axis is called with the same tokens,
+    and logits stay cut: (B, S, ceil(V/n)), of an uneven vocabulary filled up with -inf.
+
+    `sequence_parallel` cuts the stream between layers along S, which must be divisible by n; by default
+    on, except for Hugging Face's models, which read lengths off the stream. Parents of experts are
+    given disjoint tokens either way. `async_tp` lets inductor overlap matmuls and collectives.
+
+    FSDP2 must follow, on one rank too: it carries out the sums over tp that gradients wait for. Dropout
+    between layers must draw alike on all ranks without sequence parallelism, apart with it.
+
+    Raises ValueError before anything is changed: a parameter without a role, dims that do not divide.
+    """
+    ranks = Ranks.of(mesh)
+    planned = roles is None and not hasattr(model, "parallel_roles") and has_plan(model)
+    if sequence_parallel is None:
+        sequence_parallel = not planned
+    matched = match_roles(model, _table(model, roles), strict=roles is not None)
+    check_cuts(model, matched, ranks.size)
+    _logit_widths(model, matched, ranks.size)
+    _check_options(model, mesh, planned and sequence_parallel, async_tp, sequence_parallel)
+    if async_tp:
+        overlap_matmuls()
+    _cut_model(model, mesh, ranks, sequence_parallel, matched)
+    return model
+
+
+def gather_vocab(logits: Tensor, axis: Any, vocab_size: int | None = None) -> Tensor:
+    """Whole logits (..., V) of cut ones, on every rank of a mesh or `Axis`: one all-gather.
+
+    What follows must be equal on all ranks; `vocab_size` takes the filling of an uneven one off.
+    """
+    whole = join(logits, Ranks.of(axis), logits.dim() - 1)
+    return whole if vocab_size is None else whole[..., :vocab_size]
+
+
+def _table(model: Any, roles: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if roles is not None:
+        return roles
+    if hasattr(model, "parallel_roles"):
+        table: Mapping[str, Any] = model.parallel_roles()
+        return table
+    if has_plan(model):
+        return roles_of_plan(model)
+    raise ValueError(
+        f"{type(model).__name__} must say the roles of its parameters; give it a method parallel_roles(), or "
+        "pass roles"
+    )
+
+
+def _check_options(
+    model: nn.Module, mesh: DeviceMesh, planned_sp: bool, async_tp: bool, sequence_parallel: bool
+) -> None:
+    if planned_sp:
+        raise ValueError(
+            f"sequence_parallel must be off for a tp_plan ({type(model).__name__} reads lengths off the stream); "
+            "use sequence_parallel = false"
+        )
+    if async_tp and (mesh.device_type != "cuda" or not sequence_parallel):
+        raise ValueError(
+            f"async_tp must have CUDA and sequence parallelism, and the device is {mesh.device_type}, "
+            f"sequence_parallel {sequence_parallel}; use async_tp = false"
+        )
+
+
+_SUMMED: tuple[Placement, ...] = (Partial(),)
+_MIXINS: dict[str, type] = {"colwise": Colwise, "gather_output": Logits, "vocab": Embedding}
+
+
+def _cut_model(
+    model: nn.Module, mesh: DeviceMesh, ranks: Ranks, sequence_parallel: bool, matched: Matched
+) -> None:
+    kept: dict[nn.Parameter, nn.Parameter] = {}  # what was tied stays tied
+    families = _families(model, matched)
+    widths = _logit_widths(model, matched, ranks.size)
+    for name, role in matched.leaves.items():
+        module: Any = model.get_submodule(name)
+        tokens_cut = sequence_parallel or matched.is_routed(name)
+        module.tp = Place(ranks, tokens_cut, families.get(name))
+        for key in list(module._parameters):
+            _cut_parameter(module, key, role.name, tokens_cut, mesh, kept)
+        if role.name == "vocab":
+            _keep_ids(module, ranks)
+        elif role.name == "gather_output":
+            module.tp_width = widths[name]
+        mixin = _MIXINS.get(role.name)
+        if role.name == "rowwise":
+            mixin = Rowwise if module._parameters.get("bias") is None else RowwiseBias
+        if mixin is not None:
+            swap(module, mixin)
+    for name in matched.opaque:
+        module = model.get_submodule(name)
+        for below in module.modules():
+            for key in list(below._parameters):
+                _cut_parameter(below, key, "opaque", False, mesh, kept)
+        if sequence_parallel:
+            module.tp = Place(ranks, True)
+            swap(module, Opaque)
+    for name in matched.routed:
+        module = model.get_submodule(name)
+        module.tp = Place(ranks, sequence_parallel)
+        swap(module, Routed)
+
+
+def _cut_parameter(
+    module: nn.Module,
+    name: str,
+    role: str,
+    tokens_cut: bool,
+    mesh: DeviceMesh,
+    kept: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    """Put this rank's slice of a parameter in its place, and say how its gradient lies over tp."""
+    whole = module._parameters[name]
+    if whole is None:
+        return
+    placement, summed = _placement(role, name, tokens_cut)
+    if whole not in kept:
+        here = whole.detach()
+        if isinstance(placement, Shard):
+            ranks, rank = mesh.size(), mesh.get_local_rank()
+            here = here.chunk(ranks, placement.dim)[rank].clone().contiguous()  # frees the rest
+        # shape and stride of the whole: uneven parts do not tell them
+        part = DTensor.from_local(
+            here, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        kept[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    module.register_parameter(name, kept[whole])
+    use_local(module, {name: _SUMMED if summed else None})
+
+
+def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]:
+    """Where a parameter lies, and whether its gradients on the ranks are parts of a sum."""
+    if role in _MIXINS:
+        return Shard(0), False
+    if role == "rowwise" and name == "weight":
+        return Shard(1), False
+    return Replicate(), role == "replicate_sum_grad" or (role != "opaque" and tokens_cut)
+
+
+def _families(model: nn.Module, matched: Matched) -> dict[str, Inputs]:
+    """One `Inputs` for the colwise layers of each parent that has several; the parents are swapped."""
+    children: dict[str, list[str]] = {}
+    for name, role in matched.leaves.items():
+        if role.name == "colwise":
+            parent = name.rpartition(".")[0]
+            while parent and type(model.get_submodule(parent)).forward is nn.Module.forward:
+                parent = parent.rpartition(".")[0]  # a list or a dict of modules
+            children.setdefault(parent, []).append(name)
+    found: dict[str, Inputs] = {}
+    for parent, names in children.items():
+        if len(names) > 1:
+            module: Any = model.get_submodule(parent)
+            module.tp_inputs = Inputs()
+            found |= dict.fromkeys(names, module.tp_inputs)
+            swap(module, Siblings)
+    return found
+
+
+def _logit_widths(model: nn.Module, matched: Matched, size: int) -> dict[str, int]:
+    """Logits of each head on a rank; a head without weight has those of the model's one embedding."""
+    tables: list[Any] = [
+        model.get_submodule(n) for n, r in matched.leaves.items() if r.name == "vocab"
+    ]
+    found = {}
+    for name, role in matched.leaves.items():
+        if role.name == "gather_output":
+            weight: Any = getattr(model.get_submodule(name), "weight", None)
+            if weight is None and len(tables) != 1:
+                raise ValueError(
+                    f"{name}: a head without weight must go with one embedding of role 'vocab', and there are "
+                    f"{len(tables)}; give the head its weight, or the embedding this role"
+                )
+            ids = tables[0].num_embeddings if weight is None else weight.size(0)
+            found[name] = -(-int(ids) // size)
+    return found
+
+
+def _keep_ids(embedding: Any, ranks: Ranks) -> None:
+    """Tell an embedding which ids are its own."""
+    size = -(-embedding.num_embeddings // ranks.size)
+    begin = ranks.rank * size
+    end = min(begin + size, embedding.num_embeddings)
+    embedding.tp_rows = (begin, end)
+    padding = embedding.padding_idx
+    if padding is not None:
+        embedding.padding_idx = padding - begin if begin <= padding < end else None
