@@ -105,6 +105,7 @@ class Transformer(nn.Module):
         *,
         cache: KVCache | None = None,
         last_only: bool = False,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S) int64, in the compute dtype.
 
@@ -113,21 +114,26 @@ class Transformer(nn.Module):
         only, and a negative id is padding; on an accelerator they cost one host sync, on the CPU none. With a cache and no
         document_ids every row goes on with its newest document. `last_only` gives (B, 1, V).
 
+        A stage of a pipeline takes the stream (B, S, D) of the stage before in place of tokens, and gives its
+        own where norm and head are None; blocks there know `token_ids` (B, S) only if they are passed.
+
         Raises ValueError for a row longer than max_seq_len and for shapes that do not fit.
         """
-        ctx = self.context(tokens, positions, document_ids, cache)
-        x = self.embedding(tokens)  # (B, S, D)
+        ctx = self.context(tokens, positions, document_ids, cache, token_ids)
+        x = tokens if tokens.is_floating_point() else self.embedding(tokens)  # (B, S, D)
         parts = {key: cache.layer(key) if cache is not None else None for key in self.layers}
         for key, block in self.layers.items():
             _prepare(block, ctx, x, parts[key])
         for key, block in self.layers.items():
             x = block(x, ctx, parts[key])
         if cache is not None:
-            cache.history.advance(document_ids, *tokens.shape)
+            cache.history.advance(document_ids, *tokens.shape[:2])
         return self.head(x[:, -1:] if last_only else x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Final norm and output projection: (B, S, D) -> (B, S, V)."""
+        """Final norm and output projection: (B, S, D) -> (B, S, V); x itself where another stage has them."""
+        if self.norm is None:
+            return x
         x = self.norm(x)
         if self.lm_head is None:
             return F.linear(x, self.embedding.weight)
@@ -139,9 +145,18 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
+        token_ids: Tensor | None = None,
     ) -> TokenContext:
-        """The context that `forward` hands to its blocks; checks lengths and shapes."""
-        rows, size = tokens.shape
+        """The context that `forward` hands to its blocks; checks lengths and shapes.
+
+        tokens may be a stream (B, S, D), of which a rank may hold a part: S is then that of document_ids or
+        positions, where there are any.
+        """
+        rows, size = tokens.shape[:2]
+        if not tokens.is_floating_point():
+            token_ids = tokens
+        elif document_ids is not None or positions is not None:
+            size = (positions if document_ids is None else document_ids).size(1)
         past = 0 if cache is None else cache.length
         if past + size > self.config.max_seq_len:
             cached = f" ({past} of them cached)" if past else ""
@@ -149,10 +164,10 @@ class Transformer(nn.Module):
                 f"a row of {past + size} tokens{cached} is longer than max_seq_len "
                 f"{self.config.max_seq_len}; shorten it or raise max_seq_len"
             )
-        if document_ids is not None and document_ids.shape != tokens.shape:
+        if document_ids is not None and document_ids.shape != (rows, size):
             raise ValueError(
                 f"document_ids {tuple(document_ids.shape)} must have the shape of tokens "
-                f"{tuple(tokens.shape)}; give one id per token"
+                f"{(rows, size)}; give one id per token"
             )
         if positions is not None and positions.shape not in ((rows, size), (1, size)):
             raise ValueError(
@@ -165,7 +180,7 @@ class Transformer(nn.Module):
                 first = [starts[0] for starts in cache.history.peek(document_ids, rows, size)]
             positions = default_positions(size, document_ids, tokens.device, past, first)
         return TokenContext(
-            token_ids=tokens,
+            token_ids=token_ids,
             valid=_not_padding(document_ids),
             document_ids=document_ids,
             positions=positions,
@@ -178,6 +193,14 @@ class Transformer(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The blocks in order of depth."""
         return list(self.layers.values())
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        """Children in order of depth, for a pipeline: before the blocks, the blocks, behind them.
+
+        A tied embedding stands at both ends. The answer is the same in a part of the model.
+        """
+        head = "embedding" if self.config.tie_embeddings else "lm_head"
+        return {"first": ("embedding",), "blocks": "layers", "last": ("norm", head)}
 
     def parallel_roles(self) -> dict[str, str]:
         """Role of every parameter under tensor parallelism: {pattern: role}.
