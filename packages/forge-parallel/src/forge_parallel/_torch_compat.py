@@ -57,6 +57,20 @@ def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
     return out
 
 
+def start_all_gather(x: Tensor, size: int, group_name: str) -> Callable[[], Tensor]:
+    """`all_gather` that runs until the returned function is called (torch 2.11 to 2.13)."""
+    ops = torch.ops._c10d_functional
+    pending = ops.all_gather_into_tensor(x.contiguous(), size, group_name)
+    return lambda: cast(Tensor, ops.wait_tensor(pending))
+
+
+def start_reduce_scatter(x: Tensor, size: int, group_name: str) -> Callable[[], Tensor]:
+    """`reduce_scatter` that runs until the returned function is called (torch 2.11 to 2.13)."""
+    ops = torch.ops._c10d_functional
+    pending = ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group_name)
+    return lambda: cast(Tensor, ops.wait_tensor(pending))
+
+
 def overlap_matmuls() -> None:
     """Let inductor split tensor-parallel matmuls to overlap their collectives (async tp; torch 2.11 to 2.13)."""
     from torch._inductor import config
@@ -75,6 +89,17 @@ def alias(tensor: Tensor) -> Tensor:
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Which memory a tensor lies in, fake tensors too: the same number for all its views (2.1 to 2.13)."""
+    return tensor.untyped_storage()._cdata
+
+
+@functools.cache
+def writes(operator: Any) -> bool:
+    """Whether an operator changes one of its arguments (torch 2.1 to 2.13)."""
+    return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
 
 
 def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
@@ -161,12 +186,12 @@ def not_compiled(function: F) -> F:
     return cast(F, call)
 
 
-def compile_graph(
-    graph: Any, inputs: Any, backend: str, memory_budget: float | None, split_backward: bool
-) -> Any:
-    """Compile one graph of torch.compile by a named backend (torch 2.11 to 2.13).
+@functools.cache
+def compiler(backend: str, memory_budget: float | None, split_backward: bool) -> Callable[..., Any]:
+    """A backend for torch.compile with options of its own (torch 2.11 to 2.13).
 
-    The options are read while the graph is cut into forward and backward, so they hold for it alone.
+    They are read while a graph is cut into forward and backward, so they hold for its graphs alone. Kept,
+    since torch asks for the same object before it reuses a graph.
     """
     from torch._dynamo import lookup_backend
     from torch._functorch import config
@@ -176,16 +201,24 @@ def compile_graph(
         options["activation_memory_budget"] = memory_budget
     if split_backward:  # else a backward may reuse the memory of what it reads, and runs once
         options["donated_buffer"] = False
-    with config.patch(**options):
-        return lookup_backend(backend)(graph, inputs)
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        with config.patch(**options):
+            return lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
 
 
-def is_recompilation() -> bool:
-    """Whether the graph being compiled is for code that has one already (torch 2.11 to 2.13)."""
-    from torch._guards import CompileContext
+def count_compilations() -> tuple[int, int]:
+    """Graphs that torch.compile made in this process, and how often it met code that it had compiled
+    before (torch 2.11 to 2.13)."""
+    if "torch._dynamo" not in sys.modules:
+        return 0, 0
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+    from torch._dynamo.utils import counters
 
-    compiling = CompileContext.current_compile_id()
-    return compiling is not None and bool(compiling.frame_compile_id)
+    again = sum(times - 1 for times in FRAME_COMPILE_COUNTER.values())
+    return counters["stats"]["unique_graphs"], again
 
 
 def allow_graphs(number: int) -> None:

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_parallel._torch_compat import allow_graphs, compile_graph, is_recompilation
+from forge_parallel._torch_compat import allow_graphs, compiler, count_compilations
 from forge_parallel.axes.fsdp import blocks_of
 from forge_parallel.order import mark
 from forge_parallel.recompute import COMPILED, Recomputed
-
-_COUNTS = "_forge_compile_counts"
 
 
 def compile_blocks(
@@ -32,16 +30,16 @@ def compile_blocks(
 
         compile_blocks(model)
         ... some steps ...
-        print(recompilations(model))                     # {"graphs": 1, "recompiled": 0}
+        print(recompilations())                          # {"graphs": 1, "recompiled": 0}
 
     A block that holds experts runs as it is and has its other parts compiled (norms, attention): routes
     make shapes that no graph knows. Names of parameters stay. Shapes are taken as they come, a graph for
     each. Without grad a block runs as written: evaluation and generation meet shapes that training never
     has, at a compilation each.
 
-    The compiler itself recomputes what is cheap, about what selective recomputation would; a
-    `memory_budget` below 1 lets it keep that share of the activations at most and recompute the cheapest
-    of the rest. `split_backward`: the backward is computed in two halves (zero-bubble schedules), so that
+    The compiler itself decides what is computed again in a backward. `memory_budget` is the share of the
+    activations that it may keep, of those it would keep for speed alone; it recomputes the cheapest of the
+    rest (0.7 keeps about what selective recomputation keeps, near 0 as little as full). `split_backward`: the backward is computed in two halves (zero-bubble schedules), so that
     what it reads may not be overwritten. Backends: "inductor"; "aot_eager" for tests.
 
     Call it after recompute and before FSDP2; returns the same object. Raises ValueError for a budget out
@@ -55,29 +53,23 @@ def compile_blocks(
     blocks = blocks_of(model) or [model]
     if any(m.__dict__.get("_recompute_mode") == "selective" for b in blocks for m in b.modules()):
         raise ValueError(
-            "recompute selective must go without compile, which recomputes what is cheap by itself; use "
-            "recompute = 'none' (with a memory_budget), or 'full'"
+            "recompute selective must go without compile, which chooses what to recompute by itself; use "
+            "recompute = 'none' with memory_budget = 0.7, or recompute = 'full'"
         )
     from forge_parallel.axes.local import swap  # late: DTensor costs half a second to import
 
     mark(model, "compile")
-    counts = model.__dict__[_COUNTS] = {"graphs": 0, "recompiled": 0}
-
-    def count_and_compile(graph: Any, inputs: Any) -> Any:
-        counts["graphs"] += 1
-        counts["recompiled"] += is_recompilation()
-        return compile_graph(graph, inputs, backend, memory_budget, split_backward)
-
+    graphs = compiler(backend, memory_budget, split_backward)
     ready: dict[Any, Callable[..., Any]] = {}  # blocks of one class share what was compiled
     parts = [part for block in blocks for part in _parts(block)]
-    allow_graphs(len(parts) + 8)
+    allow_graphs(max(64, len(parts) + 8))  # each block may be of its own kind
     for part in parts:
         if not isinstance(part, Recomputed):
             swap(part, Compiled)
         mixin = Recomputed if isinstance(part, Recomputed) else Compiled
         forward = super(mixin, part).forward.__func__  # type: ignore[misc]
         if forward not in ready:
-            ready[forward] = torch.compile(forward, backend=count_and_compile, dynamic=False)
+            ready[forward] = torch.compile(forward, backend=graphs, dynamic=False)
         part.__dict__[COMPILED] = ready[forward]
     return model
 
@@ -92,17 +84,14 @@ class Compiled:
         return self.__dict__[COMPILED](self, *args, **kwargs)
 
 
-def recompilations(model: nn.Module) -> dict[str, int]:
-    """`graphs` compiled so far for `model`, and how many of them were `recompiled`: for code that had one
-    already, because a shape or something else in Python was new (the second kind of block that runs the
-    same code counts once). Constant after the first steps, or a run is compiling instead of training.
+def recompilations() -> dict[str, int]:
+    """`graphs` that this process has compiled, and how often code was `recompiled` that had been before:
+    for another kind of block, or because a shape or a value in Python was new. No cost.
 
-    Raises ValueError for a model that `compile_blocks` has not seen. No cost.
+    Both stand still after the first steps, or a run compiles instead of training.
     """
-    counts = model.__dict__.get(_COUNTS)
-    if counts is None:
-        raise ValueError("this model was not compiled; call compile_blocks(model) first")
-    return dict(counts)
+    graphs, again = count_compilations()
+    return {"graphs": graphs, "recompiled": again}
 
 
 def holds_experts(module: nn.Module) -> bool:

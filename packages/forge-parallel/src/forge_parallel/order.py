@@ -37,7 +37,7 @@ def mark(model: nn.Module, step: str) -> None:
     place = STEPS.index(step)
     modules = list(model.modules())
     done = {name for module in modules for name in module.__dict__.get(_MARK, ())}
-    for later in STEPS[place:]:
+    for later in (*STEPS[place + 1 :], step):
         if later in done:
             raise OrderError(step, after=later)
     for module in modules:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forge_parallel._torch_compat import DispatchMode, alias
+from forge_parallel._torch_compat import DispatchMode, alias, memory_of, writes
 from forge_parallel.order import mark
 
 Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -39,6 +39,11 @@ _KEPT = {
     # ranks, and is done again
     "_c10d_functional": "reduce_scatter_tensor all_reduce all_to_all_single",
 }
+
+_CHANGED = (
+    "{} changed in place what selective recomputation has kept of a block's forward; use an operation that "
+    "makes a new tensor, or recompute = 'full'"
+)
 
 
 def recompute(
@@ -126,6 +131,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.outputs: dict[Any, list[tuple[Any, Any, list[int]]]] = defaultdict(list)
+        self.memory: set[int] = set()
 
     def tensors(self) -> list[Tensor]:
         """All that is held."""
@@ -143,11 +149,14 @@ class _Keep(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if writes(operator) and any(memory_of(t) in self.kept.memory for t in _tensors(args)):
+            raise RuntimeError(_CHANGED.format(operator))
         out = operator(*args, **(kwargs or {}))
         if _is_kept(operator):
             held = _map(alias, out)
             versions = [t._version for t in _tensors(held)]
             self.kept.outputs[operator].append((held, _shapes(args), versions))
+            self.kept.memory.update(memory_of(t) for t in _tensors(held))
         return out
 
 
@@ -180,10 +189,7 @@ class _Reuse(DispatchMode):
             )
         held, _, versions = entries[place]
         if [t._version for t in _tensors(held)] != versions:
-            raise RuntimeError(
-                f"an output of {operator} was changed in place after the forward kept it; use an operation "
-                "that makes a new tensor, or recompute = 'full'"
-            )
+            raise RuntimeError(_CHANGED.format("something"))
         return _map(alias, held)
 
 

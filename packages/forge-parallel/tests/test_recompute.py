@@ -1,0 +1,270 @@
+"""Recomputation: the same gradients from less memory, under any backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import forge_parallel.recompute as recompute_file
+from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.recompute import recompute
+from forge_testing import run_on_ranks
+
+DIM = 32
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward with dropout; counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.rate = 0.1
+        self.calls: list[bool] = []  # with or without grad
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls.append(torch.is_grad_enabled())
+        heads = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (h.unflatten(-1, (4, -1)).transpose(1, 2) for h in heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2)) * scale
+        return x + self.down(F.dropout(F.silu(self.up(self.norm(x))), self.rate))
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([make() for _ in range(3)])
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            x = block(x, scale=0.5)
+        return x
+
+
+def data() -> Tensor:
+    return torch.randn(4, 16, DIM, generator=torch.Generator().manual_seed(1))
+
+
+class Memory:
+    """Bytes that autograd and selective recomputation hold, parameters not counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: list[Tensor] = []
+        self.kept: list[Any] = []
+        make = recompute_file.selective_contexts
+
+        def selective_contexts() -> Any:
+            pair = make()
+            self.kept.append(pair[0].kept)  # type: ignore[attr-defined]
+            return pair
+
+        monkeypatch.setattr(recompute_file, "selective_contexts", selective_contexts)
+
+    def hooks(self) -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            self.held.append(tensor)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def bytes(self, model: nn.Module) -> int:
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        tensors = [*self.held, *(t for kept in self.kept for t in kept.tensors())]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(size for place, size in sizes.items() if place not in own)
+
+
+def gradients(model: nn.Module, halves: bool, memory: Memory | None = None) -> list[Tensor]:
+    """Of the input and every parameter; `halves`: in two passes, as zero-bubble schedules do."""
+    x = data().requires_grad_()
+    torch.manual_seed(2)  # of the dropout
+    with memory.hooks() if memory else nullcontext():
+        loss = model(x).square().sum()
+    parameters = list(model.parameters())
+    if not halves:
+        return list(torch.autograd.grad(loss, [x, *parameters]))
+    first = torch.autograd.grad(loss, [x], retain_graph=True)
+    return [*first, *torch.autograd.grad(loss, parameters)]
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_gradients_are_the_same_bits(mode: str, halves: bool) -> None:
+    plain, model = Net(), Net()
+    names = list(model.state_dict())
+    assert recompute(model.blocks(), mode) == 3
+    assert list(model.state_dict()) == names
+    assert all(isinstance(block, Block) for block in model.layers)
+    expected = gradients(plain, halves)
+    for got, want in zip(gradients(model, halves), expected, strict=True):
+        assert torch.equal(got, want)
+    assert [len(block.calls) for block in model.layers] == [3 if halves else 2] * 3
+    with torch.no_grad():
+        model(data())
+    assert [len(block.calls) for block in model.layers] == [4 if halves else 3] * 3
+
+
+def test_less_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on the three blocks, in units of one (B, S, D) tensor. Plain: per block the input, its
+    norm, q k v (3), attention, out, the middle, its norm, up (4), silu (4), dropout's mask and product
+    (4 + 4), about 25. Full: the input alone."""
+    held = {}
+    for mode in ("none", "selective", "full"):
+        memory = Memory(monkeypatch)
+        model = Net()
+        recompute(model.blocks(), mode)
+        gradients(model, False, memory)
+        held[mode] = memory.bytes(model) / (data().numel() * 4) / 3
+    assert 18 < held["none"] < 28
+    assert held["selective"] < 0.6 * held["none"]  # 10 products and attention, the input, the lse
+    assert held["full"] < 1.5
+
+
+def test_every_second_block() -> None:
+    model = Net()
+    assert recompute(model.blocks(), "full", every=2) == 2
+    gradients(model, False)
+    assert [len(block.calls) for block in model.layers] == [2, 1, 2]
+
+
+def test_selective_computes_no_product_twice() -> None:
+    model = Net()
+    recompute(model.blocks(), "selective")
+    counted = _Products()
+    with counted:
+        gradients(model, False)
+    # 4 products forward and 8 backward per block, attention once in each
+    assert counted.products == 3 * 12
+    assert counted.attentions == 3
+
+
+class _Products(recompute_file.DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += op.name() in ("aten::mm", "aten::addmm")
+        self.attentions += op.name().endswith("flash_attention_for_cpu")
+        return op(*args, **(kwargs or {}))
+
+
+class InPlace(nn.Module):
+    """Changes what a product gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return F.silu(self.linear(x).mul_(scale))
+
+
+class Fickle(nn.Module):
+    """Computes something else each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(DIM, DIM), 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.times += 1
+        return F.silu(F.silu(self.linear(x[: 5 - self.times])).sum(0, keepdim=True) + x)
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    model = Net(InPlace)
+    recompute(model.blocks(), "selective")
+    with pytest.raises(RuntimeError, match=r"aten.mul_.* changed in place what selective"):
+        gradients(model, False)
+    for mode, message in (("full", "different metadata"), ("selective", "did something else")):
+        model = Net(Fickle)
+        recompute(model.blocks(), mode)
+        with pytest.raises(RuntimeError, match=message):
+            gradients(model, False)
+
+
+def test_contexts_are_entered_around_the_forward_and_each_recomputation() -> None:
+    log: list[str] = []
+
+    class Note:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            log.append(f"+{self.name}")
+
+        def __exit__(self, *_: Any) -> None:
+            log.append(f"-{self.name}")
+
+    for mode in ("full", "selective"):
+        model = Net()
+        recompute(model.blocks(), mode, every=3, contexts=lambda: (Note("record"), Note("replay")))  # type: ignore[arg-type, return-value]
+        gradients(model, halves=True)
+        assert log == ["+record", "-record", *["+replay", "-replay"] * 2]
+        log.clear()
+
+
+def test_a_copy_recomputes_on_its_own_parameters() -> None:
+    model = Net()
+    recompute(model.blocks(), "full")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    before = [g.clone() for g in gradients(model, False)]
+    assert not torch.equal(before[0], gradients(other, False)[0])
+    assert torch.equal(before[0], gradients(model, False)[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "some"}, "recompute 'some' must be one of none, full, selective; use none"),
+        ({"every": 0}, "recompute_every 0 must be at least 1; use 1 for every block"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recompute(Net().blocks(), **arguments)
+
+
+def sharded(mode: str) -> float:
+    """Worst relative error of a rank's gradients against one process on all rows."""
+    plain, model = Net(), Net()
+    for block in [*plain.layers, *model.layers]:
+        block.rate = 0.0
+    recompute(model.blocks(), mode)
+    apply_fsdp(model, init_device_mesh("cpu", (2,)))
+    mine = data().chunk(2)[torch.distributed.get_rank()]
+    plain(data()).square().sum().backward()
+    model(mine).square().sum().backward()
+    worst = 0.0
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        assert isinstance(q.grad, DTensor)
+        error = (q.grad.full_tensor() - p.grad).abs().max() / p.grad.abs().max()
+        worst = max(worst, float(error))
+    return worst
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_under_fsdp(mode: str) -> None:
+    assert max(run_on_ranks(2, sharded, mode)) < 1e-5
