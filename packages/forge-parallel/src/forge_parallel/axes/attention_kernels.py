@@ -1,0 +1,124 @@
+"""Attention of a group of rectangular pieces: output and log-sum-exp, and the backward from merged ones.
+
+Shapes: N pieces of Lq queries and Lk keys, H query heads, K key/value heads, D width of a head. Where a
+kernel is ragged, pieces of any lengths lie end to end with N = 1, and the group says their borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge_parallel._torch_compat import (
+    flash_cpu,
+    flash_cpu_backward,
+    flash_varlen,
+    flash_varlen_backward,
+)
+
+if TYPE_CHECKING:
+    from forge_parallel.axes.blockwise import Group
+
+
+class Kernel(NamedTuple):
+    """forward(q, k, v, group) -> out, lse; backward(grad, q, out, lse, k, v, group) -> dq, dk, dv."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    ragged: bool
+
+
+def kernel_for(q: Tensor) -> Kernel:
+    """Flash where there is a kernel for the device, dtype and width of q (B, S, H, D)."""
+    if q.dtype != torch.float64 and q.device.type == "cpu":
+        return _FLASH_CPU
+    short = q.dtype in (torch.float16, torch.bfloat16)
+    flash = short and q.is_cuda and q.size(3) % 8 == 0 and q.size(3) <= 256
+    return _FLASH_VARLEN if flash else _PLAIN
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """(N, L, K, D) -> (N, H, L, D)."""
+    x = x if x.size(2) == heads else x.repeat_interleave(heads // x.size(2), dim=2)
+    return x.transpose(1, 2)
+
+
+def _folded(grad: Tensor, kv_heads: int) -> Tensor:
+    """(N, H, L, D) -> (N, L, K, D): the gradient of repeated heads is summed."""
+    grad = grad.transpose(1, 2)
+    if grad.size(2) == kv_heads:
+        return grad
+    return grad.unflatten(2, (kv_heads, -1)).sum(
+        3, dtype=torch.promote_types(grad.dtype, torch.float32)
+    )
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    keys, values = (_repeated(t, q.size(2)) for t in (k, v))
+    out, lse = flash_cpu(q.transpose(1, 2), keys, values, group.causal)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = (_repeated(t, q.size(2)) for t in (k, v))
+    grad, q, out, lse = (t.transpose(1, 2) for t in (grad, q, out, lse))
+    dq, dk, dv = flash_cpu_backward(grad, q, keys, values, out, lse, group.causal)
+    return dq.transpose(1, 2), _folded(dk, k.size(2)), _folded(dv, k.size(2))
+
+
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    borders = group.borders(q.size(0), q.device)
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    out, lse = flash_varlen(flat[0], flat[1], flat[2], borders, group.causal)
+    return out.view(q.shape), lse.t().unflatten(0, q.shape[:2])
+
+
+def _varlen_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    borders, sums = group.borders(q.size(0), q.device), lse.flatten(0, 1).t().contiguous()
+    flat = [t.flatten(0, 1) for t in (grad, q, k, v, out)]
+    dq, dk, dv = flash_varlen_backward(
+        flat[0], flat[1], flat[2], flat[3], flat[4], sums, borders, group.causal
+    )
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _plain_scores(q: Tensor, k: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled scores (N, H, Lq, Lk), with q (N, H, Lq, D) and k (N, H, Lk, D) at least in fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, queries = _repeated(k, q.size(2)).to(wide), q.transpose(1, 2).to(wide)
+    scores = queries @ keys.transpose(-1, -2) * q.size(-1) ** -0.5
+    if group.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores, queries, keys
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    scores, _, _ = _plain_scores(q, k, group)
+    out = scores.softmax(-1) @ _repeated(v, q.size(2)).to(scores.dtype)
+    return out.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, queries, keys = _plain_scores(q, k, group)
+    weights = (scores - lse.transpose(1, 2).unsqueeze(-1)).exp()
+    values = _repeated(v, q.size(2)).to(scores.dtype)
+    grad, out = (t.transpose(1, 2).to(scores.dtype) for t in (grad, out))
+    slope = grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
+    slope = weights * slope * q.size(-1) ** -0.5
+    dq, dk, dv = slope @ keys, slope.mT @ queries, weights.mT @ grad
+    return dq.transpose(1, 2), _folded(dk, k.size(2)), _folded(dv, k.size(2))
+
+
+_FLASH_CPU = Kernel(_cpu_forward, _cpu_backward, ragged=False)
+_FLASH_VARLEN = Kernel(_varlen_forward, _varlen_backward, ragged=True)
+_PLAIN = Kernel(_plain_forward, _plain_backward, ragged=False)

@@ -1,0 +1,259 @@
+"""Context parallelism: the tokens of each row are spread over ranks, and attention crosses them.
+
+Everything but attention works on tokens one by one. Each rank gets its chunks of tokens, labels (shifted
+before), positions and document ids from `cut_sequence`; `context_parallel` replaces the attention.
+
+Shapes: B rows, S tokens of a row, W ranks, s = S / W tokens here, H query heads, K key/value heads, D
+width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from forge_parallel._torch_compat import not_compiled, start_all_gather
+from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
+from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, joined
+from forge_parallel.axes.local import swap
+
+M = TypeVar("M", bound=nn.Module)
+_EXCHANGES: dict[str, Any] = {"all_gather": AllGather, "ring": Ring}
+
+
+def cut_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
+    """This rank's chunks of x (B, S, ...), those numbered r and 2 W - 1 - r of 2 W: (B, s, ...).
+
+        tokens, labels = cut_sequence(tokens, meshes.cp), cut_sequence(labels, meshes.cp)
+
+    Shift labels before. `axis` has rank, size and group; x itself where size is 1. No communication.
+    Raises ValueError where S is not divisible by 2 W.
+    """
+    if axis.size == 1:
+        return x
+    size, chunks = x.size(dim), 2 * axis.size
+    if size % chunks:
+        fits = size // chunks * chunks
+        near = f"{fits} or {fits + chunks}" if fits else f"{chunks}"
+        raise ValueError(
+            f"sequence length {size} must be divisible by 2 x cp = {chunks}; use {near}, or another cp"
+        )
+    parts = x.chunk(chunks, dim)
+    return torch.cat([parts[n] for n in chunks_of(axis.rank, axis.size)], dim)
+
+
+def join_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
+    """Whole rows (B, S, ...) on every rank from each one's `cut_sequence`: x (B, s, ...), no gradient.
+
+    Logits, say, of an evaluation. One all-gather.
+    """
+    if axis.size == 1:
+        return x.detach()
+    parts = start_all_gather(x.detach(), axis.size, axis.group.group_name)()
+    return joined(parts.unflatten(0, (axis.size, -1)), dim % x.dim())
+
+
+def context_parallel(
+    model: M, axis: Any, exchange: Literal["all_gather", "ring"] = "all_gather"
+) -> M:
+    """Let the attention of `model` reach over the ranks of `axis`; returns the same model.
+
+        model = context_parallel(model, meshes.cp)          # axis: rank, size, group
+        logits = model(cut_sequence(tokens, meshes.cp), positions=cut_sequence(positions, meshes.cp))
+
+    Sets `module.attend` on every module that has this attribute: a callable (q (B, s, H, D), k, v
+    (B, s, K, D), ctx) -> like q that is causal within the row, or within the document of
+    `ctx.document_ids` (B, s), which are cut as tokens are. Costs of each attention: `AllGather` is one
+    all-gather and one reduce-scatter, `Ring` W - 1 exchanges in forward and 2 W - 1 in backward. With
+    document ids there is one more all-gather of (B, s) integers and a host copy per forward, shared by
+    the layers through `ctx.once(key, make)`; without `once`, per layer. Recomputation repeats forward's.
+
+    If the model's forward has a parameter `positions`, they must be given with each call: a row's own
+    do not count from 0 here. Raises ValueError where no module has `attend`, or an exchange is unknown.
+    """
+    if exchange not in _EXCHANGES:
+        raise ValueError(f"exchange {exchange!r} is unknown; use {' or '.join(_EXCHANGES)}")
+    found = [module for module in model.modules() if hasattr(module, "attend")]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no module with an attribute attend(q, k, v, ctx), so its "
+            "attention cannot reach over ranks; give its attention one, or use cp 1"
+        )
+    if axis.size == 1:
+        return model
+    attention = ContextAttention(axis, exchange)
+    for module in found:
+        module.attend = attention  # type: ignore[assignment]  # a callable, not a module
+    kind: Any = type(model)
+    if _parameters_with_positions(kind):
+        swap(model, _GivenPositions)
+    return model
+
+
+class Span(NamedTuple):
+    """Local queries [query, query + size) of a row (None: every row): [start, start + size) in the row.
+
+    They see one another causally, and all keys of the row in [first, start).
+    """
+
+    row: int | None
+    query: int
+    size: int
+    start: int
+    first: int
+
+
+class ContextAttention:
+    """What `context_parallel` puts in place of a module's `attend`."""
+
+    def __init__(self, axis: Any, exchange: str) -> None:
+        self.axis, self.name = axis, exchange
+        self.exchange = _EXCHANGES[exchange](axis)
+
+    def __deepcopy__(self, memo: Any) -> ContextAttention:
+        return self  # process groups cannot be copied, and copies of a model share them
+
+    def prepare(self, ctx: Any, x: Tensor) -> None:
+        """Make the plan of packed rows, before the first block."""
+        if ctx.document_ids is not None:
+            self._plan(ctx, x.device)
+
+    @not_compiled  # host integers change with every batch
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any = None) -> Tensor:
+        ids = getattr(ctx, "document_ids", None)
+        if ids is None:
+            plan = whole_rows_plan(q.size(1), self.axis.rank, self.axis.size, self.name)
+        elif ids.shape != q.shape[:2]:
+            raise ValueError(
+                f"document_ids {tuple(ids.shape)} must be cut as tokens are, to {tuple(q.shape[:2])}; "
+                "use cut_sequence(document_ids, axis)"
+            )
+        else:
+            plan = self._plan(ctx, q.device)
+        return blockwise_attention(q, k, v, plan, self.exchange)
+
+    def _plan(self, ctx: Any, device: torch.device) -> Plan:
+        def make() -> Plan:
+            ids = join_sequence(ctx.document_ids.to(device), self.axis).cpu()
+            rank, size = self.axis.rank, self.axis.size
+            return packed_plan(documents(ids), ids.size(1) // size, rank, size, self.name)
+
+        once = getattr(ctx, "once", None)
+        return make() if once is None else once(("context parallel", id(self)), make)
+
+
+def documents(ids: Tensor) -> list[list[tuple[int, int]]]:
+    """Begin and end of the documents of each row of ids (B, S) on the host: a change is a border."""
+    borders: list[list[int]] = [[0] for _ in range(ids.size(0))]
+    for row, before in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist():
+        borders[row].append(before + 1)
+    return [list(pairwise([*starts, ids.size(1)])) for starts in borders]
+
+
+@functools.lru_cache(maxsize=16)
+def whole_rows_plan(length: int, rank: int, size: int, exchange: str) -> Plan:
+    """Plan of rows that are one document, `length` tokens of each here."""
+    chunk = length // 2
+    spans = [
+        Span(None, n * chunk, chunk, place * chunk, 0)
+        for n, place in enumerate(chunks_of(rank, size))
+    ]
+    return Plan(_PARTS[exchange](spans, chunk, rank, size))
+
+
+def packed_plan(
+    rows: Sequence[Sequence[tuple[int, int]]], length: int, rank: int, size: int, exchange: str
+) -> Plan:
+    """Plan of rows given as the begins and ends of their documents, `length` tokens of each here."""
+    if all(len(row) == 1 for row in rows):
+        return whole_rows_plan(length, rank, size, exchange)
+    chunk = length // 2
+    spans = []
+    for n, place in enumerate(chunks_of(rank, size)):
+        low, high = place * chunk, (place + 1) * chunk
+        for row, cuts in enumerate(rows):
+            for first, end in cuts:
+                start, stop = max(first, low), min(end, high)
+                if start < stop:
+                    spans.append(Span(row, n * chunk + start - low, stop - start, start, first))
+    return Plan(_PARTS[exchange](spans, chunk, rank, size))
+
+
+def _causal(spans: Sequence[Span]) -> list[Piece]:
+    return [Piece(s.row, s.query, s.size, s.query, s.size, True) for s in spans]
+
+
+def _gathered_parts(
+    spans: Sequence[Span], chunk: int, rank: int, size: int
+) -> tuple[list[Piece], ...]:
+    """Causal pieces on own keys, and what comes before a span on keys of whole rows."""
+    before = [
+        Piece(s.row, s.query, s.size, s.first, s.start - s.first, False)
+        for s in spans
+        if s.first < s.start
+    ]
+    return _causal(spans), before
+
+
+def _ring_parts(spans: Sequence[Span], chunk: int, rank: int, size: int) -> tuple[list[Piece], ...]:
+    """What a span sees of the keys of rank r, r - 1, ...; causal pieces are in the first part."""
+    parts = [_causal(spans), *([] for _ in range(size - 1))]
+    for step, part in enumerate(parts):
+        for s in spans:
+            key, keys = _seen(s, chunks_of((rank - step) % size, size), chunk)
+            if keys:
+                part.append(Piece(s.row, s.query, s.size, key, keys, False))
+    return tuple(parts)
+
+
+def _seen(span: Span, places: tuple[int, int], chunk: int) -> tuple[int, int]:
+    """Begin and number of the keys in [first, start) that a rank with these chunks holds.
+
+    They lie side by side there: who sees a later chunk's keys sees an earlier chunk's to its end.
+    """
+    found = []
+    for n, place in enumerate(places):
+        low, high = max(span.first, place * chunk), min(span.start, (place + 1) * chunk)
+        if low < high:
+            found.append((n * chunk + low - place * chunk, high - low))
+    return (found[0][0] if found else 0), sum(keys for _, keys in found)
+
+
+_PARTS = {"all_gather": _gathered_parts, "ring": _ring_parts}
+
+
+class _GivenPositions:
+    """A model whose rows begin elsewhere than at 0."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kind: Any = type(self)
+        given = dict(zip(_parameters_with_positions(kind), args)) | kwargs
+        if given.get("positions") is None and given.get("cache") is None:
+            raise ValueError(
+                "positions must be given where a row is spread over ranks, as they do not count from "
+                "0; pass positions=cut_sequence(positions, axis)"
+            )
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def _parameters_with_positions(model: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the parameters of its forward, without self, if `positions` is among them.
+
+    Subclasses that only wrap (`swap`, FSDP2) take anything and say nothing: the class below counts.
+    """
+    for cls in model.__mro__:
+        names = (
+            tuple(inspect.signature(vars(cls)["forward"]).parameters)
+            if "forward" in vars(cls)
+            else ()
+        )
+        if "positions" in names:
+            return names[1:]
+    return ()

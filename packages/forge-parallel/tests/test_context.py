@@ -1,0 +1,305 @@
+"""Rows spread over ranks give what whole rows give in one process with a dense mask.
+
+Shapes: B rows, S tokens, H query heads, K key/value heads, D width of a head, M width of the model.
+"""
+
+import copy
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge_parallel.axes import context, key_exchange
+from forge_parallel.axes.context import context_parallel, cut_sequence, join_sequence
+from forge_testing import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+
+B, S, H, K, D, M = 2, 32, 4, 2, 8, 16
+
+# Lengths of documents, row by row; the last one of "pads" is padding. With two ranks a chunk has 8
+# tokens, with four 4.
+ROWS = {
+    "whole rows": None,
+    "one document": [[32], [32]],
+    "on the edges of chunks": [[8, 8, 16], [16, 4, 12]],
+    "single tokens": [[1] * 32, [15, 1, 16]],
+    "over three chunks and more": [[3, 22, 7], [30, 2]],
+    "pads": [[10, 15, 7], [5, 27]],
+    "two rows unlike": [[32], [1, 30, 1]],
+}
+
+
+def ids_of(name: str) -> Tensor | None:
+    rows = ROWS[name]
+    if rows is None:
+        return None
+    ids = torch.stack([torch.repeat_interleave(torch.tensor(lengths)) for lengths in rows])
+    if name == "pads":
+        ids[ids == ids.amax(1, keepdim=True)] = -1
+    return ids
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None) -> Tensor:
+    """Causal attention with a mask (B, S, S), at the width of the inputs."""
+    k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
+    seen = torch.ones(S, S, dtype=torch.bool).tril().expand(q.size(0), S, S)
+    if ids is not None:
+        seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.size(-1) ** -0.5
+    weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+class Context(SimpleNamespace):
+    """What a model of one's own may hand to its attention."""
+
+    def once(self, key, make):
+        kept = self.__dict__.setdefault("kept", {})
+        if key not in kept:
+            kept[key] = make()
+        return kept[key]
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(M, H * D), nn.Linear(H * D, M)
+        self.k, self.v = nn.Linear(M, K * D), nn.Linear(M, K * D)
+        self.attend = lambda q, k, v, ctx: dense(q, k, v, ctx.document_ids)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (-1, D)) for m in (self.q, self.k, self.v))
+        return x + self.o(self.attend(q, k, v, ctx).flatten(-2))
+
+
+class Model(nn.Module):
+    """Two layers of attention over vectors (B, S, M), with a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(S, M)
+        self.layers = nn.ModuleList(Mixer() for _ in range(2))
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, document_ids=None) -> Tensor:
+        positions = torch.arange(x.size(1)) if positions is None else positions
+        x, ctx = x + self.table(positions), Context(document_ids=document_ids)
+        for layer in self.layers:
+            x = layer(x, ctx)
+        return x
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def axis_of_all() -> SimpleNamespace:
+    return SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size(), group=dist.group.WORLD)
+
+
+def attention_errors(exchange: str, dtype: torch.dtype, kv_heads: int) -> dict[str, float]:
+    """Worst error of the output and the gradients of q, k and v, per case."""
+    axis, found = axis_of_all(), {}
+    module = context_parallel(Mixer(), axis, exchange)
+    for name in ROWS:
+        torch.manual_seed(1)
+        q, weight = torch.randn(2, B, S, H, D).to(dtype)
+        k, v = torch.randn(2, B, S, kv_heads, D).to(dtype)
+        ids = ids_of(name)
+        whole = [t.double().requires_grad_() for t in (q, k, v)]
+        wanted = dense(*whole, ids)
+        (wanted * weight.double()).sum().backward()
+        parts = [cut_sequence(t.detach(), axis).requires_grad_() for t in (q, k, v)]
+        local = None if ids is None else cut_sequence(ids, axis)
+        out = module.attend(*parts, Context(document_ids=local))
+        (out * cut_sequence(weight, axis)).sum().backward()
+        assert out.dtype == parts[1].grad.dtype == dtype
+        pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(parts, whole))]
+        found[name] = max(error(a, cut_sequence(b, axis)) for a, b in pairs)
+    return found
+
+
+# bf16: as in test_context_blockwise, and keys' gradients of several ranks are summed in fp32.
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_attention_over_ranks_equals_a_dense_mask(
+    world: int, exchange: str, dtype: torch.dtype, bound: float
+) -> None:
+    for kv_heads in (K, H):
+        for found in run_on_ranks(world, attention_errors, exchange, dtype, kv_heads):
+            assert list(found) == list(ROWS)
+            assert max(found.values()) < bound, found
+
+
+def model_errors(exchange: str) -> dict[str, dict[str, float]]:
+    """Error of the rows, joined again, and of every gradient, per case."""
+    axis, found = axis_of_all(), {}
+    for name in ROWS:
+        torch.manual_seed(2)
+        model, x, weight = Model(), torch.randn(B, S, M), torch.randn(B, S, M)
+        plain, ids, positions = copy.deepcopy(model), ids_of(name), torch.arange(S).expand(B, S)
+        wanted = plain(x, positions, ids)
+        (wanted * weight).sum().backward()
+        model = context_parallel(model, axis, exchange)
+        cut = [None if t is None else cut_sequence(t, axis) for t in (x, positions, ids)]
+        out = model(*cut)
+        (out * cut_sequence(weight, axis)).sum().backward()
+        errors = {"out": error(join_sequence(out, axis), wanted)}
+        for (key, a), b in zip(model.named_parameters(), plain.parameters()):
+            dist.all_reduce(a.grad)
+            errors[key] = error(a.grad, b.grad)
+        found[name] = errors
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_over_ranks_equals_one_process(world: int, exchange: str) -> None:
+    for cases in run_on_ranks(world, model_errors, exchange):
+        for name, errors in cases.items():
+            for key, worst in errors.items():
+                # a key's bias shifts all scores of a query alike: its gradient is 0, and what is left
+                # is rounding
+                assert worst < 1e-5 or key.endswith("k.bias"), (name, key, worst)
+
+
+def with_and_without_ids(exchange: str) -> tuple[float, float]:
+    axis, ids = axis_of_all(), ids_of("over three chunks and more")
+    torch.manual_seed(2)
+    model, x, positions = Model(), torch.randn(B, S, M), torch.arange(S).expand(B, S)
+    wanted = model(x, positions, ids)
+    cut = [cut_sequence(t, axis) for t in (x, positions, ids)]
+    model = context_parallel(model, axis, exchange)
+    found = (model(*cut[: 3 - without], *[None] * without) for without in (0, 1))
+    return tuple(error(join_sequence(out, axis), wanted) for out in found)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_F10_packing_reaches_attention_over_context_ranks(exchange: str) -> None:
+    for packed, ignored in run_on_ranks(4, with_and_without_ids, exchange):
+        assert packed < 1e-5
+        assert ignored > 1e-2
+
+
+def collectives(exchange: str, packed: bool, recompute: bool) -> list[dict[str, int]]:
+    """Calls of forward and of backward of a model with two layers."""
+    calls: Counter[str] = Counter()
+    axis, ids, found = axis_of_all(), ids_of("pads") if packed else None, []
+
+    def counted(name, call):
+        def counting(*args):
+            calls[name] += 1
+            return call(*args)
+
+        return counting
+
+    model = context_parallel(Model(), axis, exchange)
+    if recompute:
+        for layer in model.layers:
+            layer.forward = checkpointed(layer.forward)
+    x = cut_sequence(torch.randn(B, S, M), axis).requires_grad_()
+    local = None if ids is None else cut_sequence(ids, axis)
+    positions = cut_sequence(torch.arange(S)[None], axis)
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (context, "start_all_gather"),
+            (key_exchange, "start_all_gather"),
+            (key_exchange, "start_reduce_scatter"),
+            (dist, "batch_isend_irecv"),
+        ):
+            patch.setattr(module, name, counted(name, getattr(module, name)))
+        out = model(x, positions, local)
+        found.append(dict(calls))
+        calls.clear()
+        out.sum().backward()
+        found.append(dict(calls))
+    return found
+
+
+def checkpointed(forward):
+    from torch.utils.checkpoint import checkpoint
+
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def test_collectives_of_each_layer_are_those_that_the_docstrings_say() -> None:
+    gather, scatter, send = "start_all_gather", "start_reduce_scatter", "batch_isend_irecv"
+    layers, world = 2, 4
+    wanted = {
+        ("all_gather", False, False): [{gather: layers}, {scatter: layers}],
+        ("all_gather", True, False): [{gather: layers + 1}, {scatter: layers}],
+        ("all_gather", True, True): [
+            {gather: layers + 1},
+            {gather: layers, scatter: layers},
+        ],
+        ("ring", False, False): [{send: layers * (world - 1)}, {send: layers * (2 * world - 1)}],
+        ("ring", True, False): [
+            {gather: 1, send: layers * (world - 1)},
+            {send: layers * (2 * world - 1)},
+        ],
+    }
+    for case, counts in wanted.items():
+        for found in run_on_ranks(world, collectives, *case):
+            assert found == counts, case
+
+
+def cut_and_joined() -> list[bool]:
+    axis, found = axis_of_all(), []
+    for dim, x in (
+        (1, torch.randn(3, 32)),
+        (-1, torch.arange(64).view(2, 32)),
+        (0, torch.rand(16, 2, 3)),
+    ):
+        part = cut_sequence(x, axis, dim)
+        found += [part.size(dim) == x.size(dim) // axis.size]
+        found += [torch.equal(join_sequence(part, axis, dim), x)]
+    return found
+
+
+def test_join_is_the_inverse_of_cut_and_chunks_are_balanced() -> None:
+    for found in run_on_ranks(4, cut_and_joined):
+        assert all(found)
+    x = torch.arange(16)[None]
+    cut = [cut_sequence(x, SimpleNamespace(rank=r, size=4, group=None)).tolist() for r in range(4)]
+    assert cut == [[[0, 1, 14, 15]], [[2, 3, 12, 13]], [[4, 5, 10, 11]], [[6, 7, 8, 9]]]
+    alone = SimpleNamespace(rank=0, size=1, group=None)
+    assert cut_sequence(x, alone) is x
+    assert torch.equal(join_sequence(x, alone), x)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    axis = SimpleNamespace(rank=0, size=2, group=None)
+    for size, near in ((30, "28 or 32"), (3, "4")):
+        with pytest.raises(
+            ValueError, match=rf"length {size} must be .* = 4; use {near}, or another"
+        ):
+            cut_sequence(torch.zeros(1, size), axis)
+    with pytest.raises(ValueError, match=r"Sequential has no module with an attribute attend"):
+        context_parallel(nn.Sequential(nn.Linear(2, 2)), axis)
+    with pytest.raises(ValueError, match=r"'tree' is unknown; use all_gather or ring"):
+        context_parallel(Model(), axis, "tree")
+    model = context_parallel(Model(), axis)
+    x = torch.zeros(1, 8, M)
+    for call in ((x,), (x, None, torch.zeros(1, 8))):
+        with pytest.raises(ValueError, match="positions must be given where a row is spread"):
+            model(*call)
+    with pytest.raises(ValueError, match=r"\(1, 16\) must be cut as tokens are, to \(1, 8\)"):
+        model(x, torch.arange(8), torch.zeros(1, 16))
+
+
+def test_the_model_stays_what_it_was() -> None:
+    axis, model = SimpleNamespace(rank=0, size=2, group=object()), Model()
+    keys, plain = list(model.state_dict()), [m.attend for m in model.layers]
+    assert context_parallel(model, SimpleNamespace(rank=0, size=1, group=None)) is model
+    assert [m.attend for m in model.layers] == plain
+    assert context_parallel(model, axis) is model
+    copied = copy.deepcopy(model)  # although a group cannot be copied
+    assert copied.layers[0].attend is model.layers[1].attend
+    assert list(copied.state_dict()) == keys
+    assert isinstance(copied, Model)

@@ -1,0 +1,149 @@
+"""Attention put together from pieces against a dense mask, in one process.
+
+Shapes: B rows, S tokens, H query heads, K key/value heads, D width of a head.
+"""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_parallel.axes import attention_kernels, blockwise
+from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
+from forge_parallel.axes.context import documents, packed_plan
+
+B, S, H, K, D = 2, 16, 4, 2, 8
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Softmax over the keys that `seen` (B, S, S') names; zeros for a query that sees none."""
+    k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.size(-1) ** -0.5
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    weights = torch.nan_to_num(scores.softmax(-1))
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def random_plan(seed: int, everywhere: bool) -> list[Piece]:
+    """Runs of queries, each with a causal piece, a full piece, both or none, on keys of their own."""
+    draw, pieces = random.Random(seed), []
+    for row in [None] if everywhere else range(B):
+        begin = 0
+        while begin < S:
+            size = draw.randint(1, S - begin)
+            if draw.random() < 0.8:
+                start = draw.randint(0, S - size)
+                pieces.append(Piece(row, begin, size, S + start, size, True))
+            if draw.random() < 0.8:
+                start = draw.randint(0, S - 1)
+                pieces.append(Piece(row, begin, size, start, draw.randint(1, S - start), False))
+            begin += size
+    return pieces
+
+
+def seen_by(pieces: list[Piece], keys: int) -> Tensor:
+    seen = torch.zeros(B, S, keys, dtype=torch.bool)
+    for p in pieces:
+        rows = slice(None) if p.row is None else p.row
+        block = torch.ones(p.queries, p.keys, dtype=torch.bool)
+        part = (rows, slice(p.query, p.query + p.queries), slice(p.key, p.key + p.keys))
+        seen[part] |= block.tril() if p.causal else block
+    return seen
+
+
+def with_gradients(function, how: Plan | Tensor, *inputs: Tensor, weight: Tensor) -> list[Tensor]:
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*inputs, how)
+    (out * weight).sum().backward()
+    return [out.detach(), *(t.grad for t in inputs)]
+
+
+# fp64 runs as plain products, fp32 and bf16 in the flash kernel of the CPU. bf16: outputs of pieces and
+# gradients are rounded to 2^-8, a few times.
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_random_pieces_equal_a_dense_mask(
+    dtype: torch.dtype, bound: float, everywhere: bool
+) -> None:
+    for seed in range(12):
+        torch.manual_seed(seed)
+        pieces = random_plan(seed, everywhere)
+        if not pieces:
+            continue
+        q, weight = torch.randn(2, B, S, H, D).to(dtype)
+        k, v = torch.randn(2, B, 2 * S, K, D).to(dtype)
+        plan = Plan([pieces])
+        got = with_gradients(blockwise_attention, plan, q, k, v, weight=weight)
+        seen = seen_by(pieces, 2 * S)
+        wide = (t.double() for t in (q, k, v))
+        wanted = with_gradients(dense, seen, *wide, weight=weight.double())
+        for name, a, b in zip(("out", "q", "k", "v"), got, wanted):
+            assert a.dtype == dtype
+            assert error(a, b) < bound, (seed, name)
+
+
+def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The varlen path with the plain products in place of its CUDA kernel: one call for each kind of piece,
+    whatever the lengths, with lengths and log-sum-exp laid out as that kernel wants them."""
+    calls = []
+
+    def scores(q, k, borders, causal):
+        starts, begins, most, longest = borders
+        assert (starts.diff().max(), begins.diff().max()) == (most, longest)
+        seen = torch.zeros(q.size(0), k.size(0), dtype=torch.bool)
+        for a, b, c, d in zip(starts, starts[1:], begins, begins[1:]):
+            block = torch.ones(b - a, d - c, dtype=torch.bool)
+            seen[a:b, c:d] = block.tril() if causal else block
+        k = k.repeat_interleave(q.size(1) // k.size(1), 1)
+        product = torch.einsum("qhd,khd->hqk", q, k) * q.size(-1) ** -0.5
+        return product.masked_fill(~seen, -torch.inf)
+
+    def forward(q, k, v, borders, causal):
+        calls.append(causal)
+        found = scores(q, k, borders, causal)
+        v = v.repeat_interleave(q.size(1) // v.size(1), 1)
+        return torch.einsum("hqk,khd->qhd", found.softmax(-1), v), found.logsumexp(-1)
+
+    def backward(grad, q, k, v, out, lse, borders, causal):
+        assert lse.is_contiguous()
+        weights = (scores(q, k, borders, causal) - lse.unsqueeze(-1)).exp()
+        many = [t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v)]
+        slope = torch.einsum("qhd,khd->hqk", grad, many[1]) - (grad * out).sum(-1).t().unsqueeze(-1)
+        slope = weights * slope * q.size(-1) ** -0.5
+        dk = torch.einsum("hqk,qhd->khd", slope, q), torch.einsum("hqk,qhd->khd", weights, grad)
+        folded = (t.unflatten(1, (k.size(1), -1)).sum(2) for t in dk)
+        return torch.einsum("hqk,khd->qhd", slope, many[0]), *folded
+
+    monkeypatch.setattr(attention_kernels, "flash_varlen", forward)
+    monkeypatch.setattr(attention_kernels, "flash_varlen_backward", backward)
+    monkeypatch.setattr(blockwise, "kernel_for", lambda q: attention_kernels._FLASH_VARLEN)
+    ids = torch.tensor([[0] * 3 + [1] * 6 + [2] * 7, [0] * 5 + [1] * 5 + [-1] * 6])
+    own = packed_plan(documents(ids), S, 0, 1, "ring")  # one rank: no key of another
+    for pieces in (own.parts[0], random_plan(1, False), random_plan(3, True)):
+        torch.manual_seed(0)
+        q, weight = torch.randn(2, B, S, H, D)
+        k, v = torch.randn(2, B, 2 * S, K, D)
+        calls.clear()
+        plan = Plan([pieces])
+        got = with_gradients(blockwise_attention, plan, q, k, v, weight=weight)
+        seen = seen_by(list(pieces), 2 * S)
+        wanted = with_gradients(dense, seen, q, k, v, weight=weight)
+        for a, b in zip(got, wanted):
+            assert error(a, b) < 1e-5
+        everywhere = pieces[0].row is None
+        assert len(calls) == (len(pieces) if everywhere else len({p.causal for p in pieces}))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    plan, x = Plan([[Piece(None, 0, 4, 0, 4, True)]]), torch.zeros(1, 4, 6, 8)
+    with pytest.raises(ValueError, match="heads that divide its own"):
+        blockwise_attention(x, x[:, :, :4], x[:, :, :4], plan)
+    with pytest.raises(ValueError, match="pad v"):
+        blockwise_attention(x, x, x[..., :4], plan)
