@@ -137,7 +137,6 @@ def train(
     kind: dict[str, Any],
     rows: int,
     micro_batch: int = 1,
-    *,
     meta: bool = False,
     reshard: bool | None = None,
 ) -> dict[str, Any]:

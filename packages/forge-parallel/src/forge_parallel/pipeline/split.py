@@ -9,6 +9,7 @@ from torch import nn
 
 from forge_parallel.config import V_SCHEDULES, ParallelConfig
 from forge_parallel.meshes import Meshes
+from forge_parallel.order import mark
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import Parts, blocks_by_key, parts_of
 from forge_parallel.pipeline.schedule import num_stages, stages_on
@@ -30,12 +31,10 @@ def split(
     the same modules inside; a module that a later step puts into a view is put into `model`, too. What
     belongs to no stage (a child without parameters) stays in all.
 
-    Costs nothing but memory that is freed; no communication. ValueError as `parts_of` and `stage_ranges`,
-    for a model that is cut already, and for tied parts in a V-schedule, whose two ends are one rank.
+    Costs nothing; no communication. ValueError as `parts_of` and `stage_ranges`, and for tied parts in a
+    V-schedule, whose two ends are one rank; OrderError after a later step, or a second time.
     """
     parts = parts_of(model)
-    if "pipeline_stages" in model.__dict__:
-        raise ValueError("the model is cut into stages already; cut a model once, before other steps")
     if parts.tied and config.pp_schedule in V_SCHEDULES:
         raise ValueError(
             f"parallel: {', '.join(parts.tied)} is tied, and must have its two ends on two ranks, which "
@@ -43,6 +42,7 @@ def split(
         )
     count, keys = num_stages(config), list(blocks_by_key(model, parts))
     ranges = stage_ranges(block_costs(model, parts, seq_len), count)
+    mark(model, "split")
     mine = stages_on(config, meshes.pp.rank)
     blocks = {stage: {keys[i] for i in ranges[stage]} for stage in mine}
     ends = {stage: _ends(parts, stage, count) for stage in mine}
