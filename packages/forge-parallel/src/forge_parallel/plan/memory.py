@@ -1,0 +1,164 @@
+"""Bytes on each rank: exact for what is stored, traced for what is kept, stated for what is transient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from forge_parallel.plan.case import Case, Load
+from forge_parallel.plan.profile import Part, Row
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank of a pipeline stage, the first one of its groups, at its fullest moment.
+
+    weights, gradients, moments: shards. activations: kept for `in_flight` micro-batches. recomputed: of one
+    block, made again, and its gradients on the way. gathered: whole weights of two neighbouring blocks and
+    of what is outside blocks, in the compute dtype, with gradients and buffers of collectives. loss: logits,
+    their gradient, the loss's own. `peak` is the larger of two moments: the loss, and a block's backward.
+    """
+
+    weights: float
+    gradients: float
+    moments: float
+    activations: float
+    recomputed: float
+    gathered: float
+    loss: float
+    in_flight: float
+    peak: float
+
+
+def local_numel(row: Row, case: Case) -> int:
+    """Elements of one parameter on the first rank of every axis, as FSDP2 shards dim 0: ceil."""
+    d = case.layout
+    shape = row.local(d.tp, d.ep)
+    shards = d.dp_shard * d.cp
+    if row.role == "expert" and d.ep * d.tp > 1:
+        shards = shards * d.tp // d.ep
+    return ceil(shape[0] / shards) * prod(shape[1:]) if shape else 1
+
+
+def whole_numel(part: Part, case: Case, experts: bool | None = None) -> int:
+    """Elements of a part as the rank computes with it: cut by tp and ep, gathered over FSDP."""
+    d = case.layout
+    rows = (r for r in part.rows if experts is None or (r.role == "expert") == experts)
+    key = ("whole", id(part), d.tp, d.ep, experts)
+    return case.profile.once(key, lambda: sum(prod(row.local(d.tp, d.ep)) for row in rows))
+
+
+def stage_memory(case: Case, pp_rank: int = 0) -> Memory:
+    """Memory of a rank of pipeline stage(s) `pp_rank`."""
+    load, s = case.load(pp_rank), case.storage
+    held = load.parts(case.profile)
+    numel = sum(_local(part, case, trained=False) for part in held)
+    trained = sum(_local(part, case, trained=True) for part in held)
+    on_device = 0 if case.config.cpu_offload else 1
+    weights, gradients, moments = (
+        on_device * n * b
+        for n, b in ((numel, s.weights), (trained, s.gradients), (trained, s.moments))
+    )
+    in_flight = micro_batches_in_flight(case, pp_rank)
+    activations = case.micro_batch * in_flight * _kept(case, load)
+    recomputed = case.micro_batch * _transient(case, load)
+    gathered, buffers, ends = _gathered(case, load)
+    loss = _loss(case) if load.last else 0.0
+    static = weights + gradients + moments + gathered
+    peak = static + max(activations + loss, activations + recomputed + buffers, ends)
+    return Memory(weights, gradients, moments, activations, recomputed,
+                  gathered + buffers, loss, in_flight, peak)  # fmt: skip
+
+
+def micro_batches_in_flight(case: Case, pp_rank: int) -> float:
+    """Micro-batches of which a rank keeps activations at once; halves where it has two stages.
+
+    GPipe keeps all, 1F1B as many as there are ranks from this one on, the interleaved ones their warm-up
+    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), those in a V about pp on every rank.
+    """
+    pp, m, name = case.layout.pp, case.num_micro_batches, case.config.pp_schedule
+    if pp == 1:
+        return 1.0
+    v = case.config.stages_per_rank
+    if name == "gpipe":
+        return m
+    if name == "1f1b":
+        return min(m, pp - pp_rank)
+    if name.startswith("interleaved"):
+        passes = 2 * (pp - pp_rank - 1) + (v - 1) * pp + 1
+        if (
+            name == "interleaved_zero_bubble"
+        ):  # weights' gradients wait, and what they need with them
+            passes += pp
+        return min(m, passes / v)
+    return min(m, pp + (1 if name == "dualpipev" else 0))
+
+
+def _local(part: Part, case: Case, trained: bool) -> int:
+    rows = (row for row in part.rows if row.trains or not trained)
+    key = ("local", id(part), trained, case.layout[2:])
+    return case.profile.once(key, lambda: sum(local_numel(row, case) for row in rows))
+
+
+def _kept(case: Case, load: Load) -> float:
+    """Bytes that one row of a micro-batch keeps on this rank; the mean over its stages if several."""
+    c, t = case.config, case.trace
+    total = sum(part.saved for part in load.traced_ends(t)) + t.shared
+    for stage in load.stages:
+        for i, kind in enumerate(stage):
+            kept = t.kinds[kind]
+            again = c.recompute != "none" and i % c.recompute_every == 0
+            if c.memory_budget is not None:
+                total += kept.inputs + c.memory_budget * (kept.saved - kept.inputs)
+            elif not again:
+                total += kept.saved
+            else:
+                total += kept.inputs if c.recompute == "full" else kept.selective
+        if case.layout.pp > 1 and stage:
+            total += t.kinds[stage[-1]].inputs  # its output waits for its gradient
+    return total
+
+
+def _transient(case: Case, load: Load) -> float:
+    """Per row: what a block makes again, and two gradients of its largest tensor."""
+    c, t = case.config, case.trace
+    kinds = [t.kinds[k] for k in set(load.kinds)]
+    again = {"none": lambda k: 0, "full": lambda k: k.saved - k.inputs,
+             "selective": lambda k: max(0, k.saved - k.selective)}[c.recompute]  # fmt: skip
+    return max((again(k) + 2 * k.largest for k in kinds), default=0)
+
+
+def _gathered(case: Case, load: Load) -> tuple[float, float, float]:
+    """(whole weights while blocks run, whole gradients and buffers of a block's backward, those of what is
+    outside blocks, at the end of the backward)."""
+    if not case.wrapped:
+        return 0.0, 0.0, 0.0
+    s = case.storage
+    d = case.layout
+    sharded = d.dp_shard * d.cp > 1
+    sizes = sorted((whole_numel(case.profile.kinds[k], case) for k in load.kinds), reverse=True)
+    outside = whole_numel(case.profile.ends(load.first, load.last), case)
+    behind = whole_numel(case.profile.ends(False, True), case) if load.last else 0
+    pipeline = (
+        d.pp > 1
+    )  # torch's stages keep weights gathered, and gradients whole, to the last backward
+    here = sum(sizes) if pipeline or not case.reshards else sum(sizes[:2])
+    if not sharded and s.weights == case.compute:
+        here = outside = 0  # nothing to gather and nothing to cast
+    gathered = (here + outside) * case.compute
+    largest = sizes[0] if sizes else 0
+    if case.num_micro_batches > 1 and (pipeline or (s.sync_once and sharded)):
+        gathered += (sum(sizes) + outside) * (case.reduce if pipeline else case.compute)
+    buffers = largest * (case.compute + case.reduce) * sharded + behind * case.compute
+    buffers += (
+        largest * case.compute * sharded
+    )  # what an all-gather writes into before it is copied out
+    return gathered, buffers, outside * (case.compute + case.reduce)
+
+
+def _loss(case: Case) -> float:
+    """Logits of a micro-batch, their gradient, and the blocks in which the loss is computed."""
+    s, logits = case.storage, case.trace.logits * case.micro_batch
+    if s.whole_logits:
+        logits *= case.layout.tp
+    return logits * (case.compute + s.loss) + min(s.workspace, logits * 8)

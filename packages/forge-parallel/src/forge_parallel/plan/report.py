@@ -1,0 +1,182 @@
+"""A plan: what a layout stores, sends and takes, and the text that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from forge_parallel.config import ParallelConfig
+from forge_parallel.plan.case import Case, Storage
+from forge_parallel.plan.memory import Memory, stage_memory
+from forge_parallel.plan.profile import Profile
+from forge_parallel.plan.search import Candidate, describe, problems
+from forge_parallel.plan.time import FELT, HIDDEN, Time, step_time
+from forge_parallel.plan.topology import Hardware, find_hardware
+from forge_parallel.plan.traffic import Traffic, stage_traffic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of a rank of each pipeline stage, traffic of the one that sends most, and the step's time."""
+
+    case: Case
+    memory: tuple[Memory, ...]
+    traffic: tuple[Traffic, ...]
+    time: Time
+    checkpoint: float
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest rank."""
+        return max(m.peak for m in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within the usable part of the GPU's memory."""
+        return self.peak <= self.case.hardware.memory * self.case.hardware.usable
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers, as JSON takes them."""
+        return {
+            "layout": self.case.layout._asdict(),
+            "micro_batch": self.case.micro_batch,
+            "num_micro_batches": self.case.num_micro_batches,
+            "tokens": self.case.tokens,
+            "fits": self.fits,
+            "peak": self.peak,
+            "memory": [asdict(m) for m in self.memory],
+            "traffic": [asdict(t) for t in self.traffic],
+            "time": asdict(self.time),
+            "checkpoint": self.checkpoint,
+        }
+
+
+def make_plan(
+    model: nn.Module | Profile,
+    config: ParallelConfig,
+    world_size: int,
+    *,
+    global_batch: int,
+    micro_batch: int | None = None,
+    seq_len: int = 2048,
+    hardware: Hardware | str = "h200",
+    gpus_per_node: int = 8,
+    storage: Storage | None = None,
+) -> Plan:
+    """Plan `config` for `model` (on the meta device, say) on `world_size` GPUs.
+
+        plan = make_plan(model, ParallelConfig(tp=4), 32, global_batch=64, micro_batch=2, seq_len=4096)
+        print(render(plan))
+
+    `micro_batch` is by default a data rank's whole share. No process group, no GPU; under a second for
+    any size. Raises ValueError, a line for each rule that the layout breaks.
+    """
+    profile = model if isinstance(model, Profile) else Profile(model, seq_len)
+    gpu = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    rows = global_batch // config.axes(world_size, gpus_per_node).batch_size
+    case = Case(profile, config, world_size, global_batch, micro_batch or max(rows, 1), gpu,
+                gpus_per_node, storage or Storage())  # fmt: skip
+    if broken := problems(case):
+        raise ValueError("\n".join(broken))
+    ranks = range(case.layout.pp)
+    sent = [stage_traffic(case, rank) for rank in ranks]
+    s = case.storage
+    return Plan(
+        case,
+        tuple(stage_memory(case, rank) for rank in ranks),
+        tuple(max(sent, key=lambda rows: sum(row.seconds for row in rows))),
+        step_time(case),
+        profile.numel * (s.weights + s.moments),
+    )
+
+
+def render(plan: Plan, others: Sequence[Candidate] = ()) -> str:
+    """Plain text: memory, axes, step, and `others` as a ranked table."""
+    case, t = plan.case, plan.time
+    parts = [_head(plan), _memory(plan), _axes(plan), _step(plan)]
+    if others:
+        rows = [("layout", "GB", "tok/s", "MFU")]
+        for c in others:
+            fits = "" if c.fits else "  does not fit"
+            rows.append((describe(c.case), f"{c.peak / 1e9:.1f}",
+                         f"{c.time.tokens_per_second:,.0f}", f"{c.time.mfu:.1%}{fits}"))  # fmt: skip
+        parts.append("alternatives, fastest first\n" + _table(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(plan: Plan) -> str:
+    case, p = plan.case, plan.case.profile
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    limit = case.hardware.memory * case.hardware.usable
+    return "\n".join((
+        f"{p.numel / 1e9:.2f} B parameters on {case.world_size} x {case.hardware.name}, "
+        f"{case.topology.nodes} nodes of {case.gpus_per_node}: {describe(case)}",
+        f"{case.tokens:,} tokens a step: {case.global_batch} rows of {p.seq_len}, "
+        f"{case.num_micro_batches} micro-batches of {case.micro_batch} on each of "
+        f"{case.layout.batch_size} data ranks",
+        f"{verdict}: {_gb(plan.peak)} of {_gb(limit)} GB usable ({_gb(case.hardware.memory)} in all); "
+        f"a checkpoint is {_gb(plan.checkpoint)} GB",
+    ))  # fmt: skip
+
+
+def _memory(plan: Plan) -> str:
+    names = (
+        "weights",
+        "gradients",
+        "moments",
+        "activations",
+        "recomputed",
+        "gathered",
+        "loss",
+        "peak",
+    )
+    rows = [("GB per rank", *names, "in flight")]
+    for rank, m in enumerate(plan.memory):
+        label = f"pp rank {rank}" if len(plan.memory) > 1 else "every rank"
+        rows.append((label, *(_gb(getattr(m, n)) for n in names), f"{m.in_flight:g}"))
+    return _table(rows)
+
+
+def _axes(plan: Plan) -> str:
+    lines = plan.case.topology.placement()
+    rows = [("axis", "GB per step", "seconds", "", "what")]
+    for row in plan.traffic:
+        where = "across nodes" if row.crosses else "inside a node"
+        rows.append((row.axis, _gb(row.received), f"{row.seconds:.2f}", where, row.what))
+    return "\n".join(lines) + ("\n\n" + _table(rows) if plan.traffic else "")
+
+
+def _step(plan: Plan) -> str:
+    case, t = plan.case, plan.time
+    waits = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in t.exposed.items()) or "nothing"
+    share = case.hardware.compiled if case.config.compile else case.hardware.eager
+    return "\n".join((
+        f"step {t.step:.2f} s: products {t.products:.2f}, waiting for {waits}, bubble {t.bubble:.2f}, "
+        f"update {t.update:.2f}",
+        f"{t.tokens_per_second:,.0f} tokens/s ({t.tokens_per_second / case.world_size:,.0f} per GPU), "
+        f"MFU {t.mfu:.1%}",
+        f"assumed: products at {share:.1%} of {case.hardware.peak / 1e12:.0f} TFLOP/s, "
+        f"{case.hardware.intra / 1e9:.0f} GB/s inside a node, {case.hardware.inter / 1e9:.0f} between; "
+        f"tp, cp, ep are waited for; FSDP hides behind {HIDDEN:.0%} of the products, {FELT:.0%} of it is "
+        "felt in any case; activations as an eager GPU keeps them",
+    ))  # fmt: skip
+
+
+def _gb(number: float) -> str:
+    return f"{number / 1e9:.2f}" if number < 1e9 else f"{number / 1e9:.1f}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths))
+        ]
+        cells[-1] = row[-1]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,219 @@
+"""Layouts for a number of ranks: those that are allowed and fit, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd
+from typing import NamedTuple
+
+from forge_parallel.config import ParallelConfig
+from forge_parallel.pipeline.schedule import schedule_problems
+from forge_parallel.plan.case import Case, Storage
+from forge_parallel.plan.memory import stage_memory
+from forge_parallel.plan.profile import Profile
+from forge_parallel.plan.time import Time, step_time
+from forge_parallel.plan.topology import Hardware
+
+#: What one more axis must bring to be worth its groups, its seams and its failures.
+WORTH = 0.97
+MODES = ("none", "selective", "full")
+
+
+class Candidate(NamedTuple):
+    """One allowed way, its fullest rank's bytes and its time."""
+
+    case: Case
+    peak: float
+    time: Time
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank stays below the usable part of its memory."""
+        return self.peak <= self.case.hardware.memory * self.case.hardware.usable
+
+    @property
+    def score(self) -> float:
+        """Tokens per second, less for each axis."""
+        d = self.case.layout
+        axes = (d.pp, d.dp_replicate, d.cp, d.tp, d.ep)
+        return self.time.tokens_per_second * WORTH ** sum(size > 1 for size in axes)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a layout is wanted for. `micro_batches` and `modes` (of recomputation) may be chosen from."""
+
+    profile: Profile
+    config: ParallelConfig
+    world_size: int
+    global_batch: int
+    hardware: Hardware
+    gpus_per_node: int
+    micro_batches: Sequence[int | None] = (None,)
+    modes: Sequence[str] = MODES
+    storage: Storage = Storage()
+
+    def case(self, config: ParallelConfig, micro_batch: int | None) -> Case:
+        """One way; without a micro_batch a rank's whole share. ValueError where axes do not multiply."""
+        rows = self.global_batch // config.axes(self.world_size, self.gpus_per_node).batch_size
+        return Case(self.profile, config, self.world_size, self.global_batch,
+                    micro_batch or max(rows, 1), self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
+
+
+def problems(case: Case) -> list[str]:
+    """Why a layout cannot run this model and batch, each as value and rule; empty if it can."""
+    d, p, c = case.layout, case.profile, case.config
+    found = []
+    if case.global_batch % d.batch_size:
+        found.append(
+            f"global_batch {case.global_batch} must be divisible by {d.batch_size} readers"
+        )
+    elif case.global_batch // d.batch_size % case.micro_batch:
+        rows = case.global_batch // d.batch_size
+        found.append(f"micro_batch {case.micro_batch} must divide the {rows} rows of a rank")
+    if (misfit := p.misfit_tp(d.tp)) is not None:
+        found.append(misfit)
+    experts = p.num_experts
+    if d.ep > 1 and (not experts or experts % d.ep):
+        found.append(f"ep {d.ep} must divide the {experts} experts")
+    pieces = (2 * d.cp if d.cp > 1 else 1) * (
+        d.tp if d.tp > 1 and (c.sequence_parallel or experts) else 1
+    )
+    if p.seq_len % pieces:
+        found.append(
+            f"seq_len {p.seq_len} must be divisible by {pieces} with cp {d.cp} and tp {d.tp}"
+        )
+    if d.cp > 1 and not p.once(
+        "attend", lambda: any(hasattr(m, "attend") for m in p.model.modules())
+    ):
+        found.append(f"cp {d.cp} needs attention with an attribute attend")
+    if d.pp > 1 and not p.cuttable:
+        found.append(f"pp {d.pp} needs a model with pipeline_parts()")
+    elif d.pp > 1:
+        found += schedule_problems(c, max(case.num_micro_batches, 0), len(p.order))
+    return found
+
+
+def evaluate(case: Case) -> Candidate:
+    """Peak over the pipeline's ranks, and time."""
+    memory = [stage_memory(case, rank) for rank in range(case.layout.pp)]
+    return Candidate(case, max(m.peak for m in memory), step_time(case, memory))
+
+
+def search(wish: Wish) -> list[Candidate]:
+    """All allowed ways of some thousands: those that fit by score, then the others by peak.
+
+    Cost: about 1 ms each, and one trace per (tp, cp, sequence_parallel).
+    """
+    found = []
+    for config, micro_batch in product(_layouts(wish), wish.micro_batches):
+        try:
+            case = wish.case(config, micro_batch)
+        except ValueError:  # axes that do not multiply, or leave their node
+            continue
+        if not problems(case):
+            found.append(evaluate(case))
+    return sorted(found, key=lambda c: (not c.fits, -c.score if c.fits else c.peak))
+
+
+def choose(wish: Wish) -> tuple[Candidate, list[str]]:
+    """The best way and why, in words. ValueError where none is allowed, or none fits."""
+    ranked = search(wish)
+    if not ranked:
+        raise ValueError(
+            f"global_batch {wish.global_batch} on {wish.world_size} ranks must have an allowed layout, and "
+            f"none is; use a multiple of {wish.world_size}, and rows of a length that tp and cp divide"
+        )
+    best = ranked[0]
+    if not best.fits:
+        least, limit = best.peak / 1e9, wish.hardware.memory * wish.hardware.usable / 1e9
+        raise ValueError(
+            f"{wish.profile.numel / 1e9:.1f} B parameters on {wish.world_size} x {wish.hardware.name} must "
+            f"stay below {limit:.0f} GB a rank, and the smallest layout ({describe(best.case)}) needs "
+            f"{least:.0f}; use more ranks, shorter rows or recompute = 'full'"
+        )
+    return best, _reasons(best, ranked)
+
+
+def describe(case: Case) -> str:
+    """`dp_shard 8 x tp 4, micro_batch 2, recompute full`, in words of the configuration."""
+    d, c = case.layout, case.config
+    sizes = d._asdict()
+    said = [
+        f"{n} {sizes[n]}" for n in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if sizes[n] > 1
+    ]
+    text = " x ".join(said) or "one rank"
+    text += f", ep {d.ep}" if d.ep > 1 else ""
+    text += f", {c.pp_schedule}" if d.pp > 1 else ""
+    return f"{text}, micro_batch {case.micro_batch}, recompute {c.recompute}"
+
+
+def _reasons(best: Candidate, ranked: Sequence[Candidate]) -> list[str]:
+    case, t = best.case, best.time
+    fitting = [c for c in ranked if c.fits]
+    lines = [
+        f"{describe(case)}: fastest of {len(fitting)} layouts that fit, of {len(ranked)} that are allowed; "
+        f"{t.step:.2f} s a step, {best.peak / 1e9:.0f} of {case.hardware.memory / 1e9:.0f} GB"
+    ]
+    plain = [c for c in ranked if c.case.layout.tp * c.case.layout.pp * c.case.layout.cp == 1]
+    if case.layout.tp * case.layout.pp * case.layout.cp > 1:
+        if any(c.fits for c in plain):
+            lost = max(c.time.tokens_per_second for c in plain if c.fits) / t.tokens_per_second
+            lines.append(f"data parallelism alone would fit, at {lost:.0%} of its speed")
+        else:
+            least = f"{min(c.peak for c in plain) / 1e9:.0f} GB" if plain else "another batch"
+            lines.append(f"data parallelism alone would need {least} a rank")
+    waits = {k: v for k, v in t.exposed.items() if v > 0.01 * t.step}
+    if waits:
+        lines.append("waits for " + ", ".join(f"{k} {v / t.step:.0%}" for k, v in waits.items()))
+    if case.config.recompute != "none":
+        same = [
+            c for c in ranked if c.case.layout == case.layout and c.case.config.recompute == "none"
+        ]
+        if same and not any(c.fits for c in same):
+            lines.append(f"recompute {case.config.recompute}, as without it "
+                         f"{min(c.peak for c in same) / 1e9:.0f} GB would be needed")  # fmt: skip
+    return lines
+
+
+def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
+    """Configurations of all sizes of axes; rules are checked by `problems`."""
+    world, node, p = wish.world_size, wish.gpus_per_node, wish.profile
+    inside = world if wish.config.across_nodes else min(node, world)
+    tps = [n for n in _powers(inside) if p.misfit_tp(n) is None]
+    eps = [n for n in _powers(inside) if p.num_experts and p.num_experts % n == 0] or [1]
+    cps = [n for n in _powers(world) if n == 1 or p.seq_len // n >= 4096]
+    pps = [n for n in _divisors(world) if n <= len(p.order)] if p.cuttable else [1]
+    copies = [n for n in _powers(max(1, world // node)) if world % n == 0]
+    schedules = list(dict.fromkeys((wish.config.pp_schedule, "1f1b", "interleaved_1f1b")))
+    for tp, cp, pp, replicate, ep in product(tps, cps, pps, copies, eps):
+        if world % (tp * cp * pp * replicate) or (tp > 1 and pp > 1 and world % node):
+            continue
+        shard = world // (tp * cp * pp * replicate)
+        if gcd(wish.global_batch, replicate * shard) != replicate * shard:
+            continue
+        for schedule, mode in product(schedules if pp > 1 else schedules[:1], wish.modes):
+            axes = {
+                "dp_replicate": replicate,
+                "dp_shard": shard,
+                "tp": tp,
+                "cp": cp,
+                "pp": pp,
+                "ep": ep,
+            }
+            try:
+                yield replace(
+                    wish.config, layout="manual", recompute=mode, pp_schedule=schedule, **axes
+                )
+            except ValueError:  # options that do not go with these axes
+                continue
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
+
+
+def _divisors(n: int) -> Iterable[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
