@@ -18,7 +18,7 @@ from forge_testing.runs import (
     make_job,
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
-from forge_train.trainer.build import layout_problems
+from forge_train.trainer.layout import layout_problems
 
 pytestmark = pytest.mark.distributed
 

@@ -165,9 +165,9 @@ def _run_local_workers(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """The same command in `nproc` processes; what can be refused is refused here, once."""
     from forge_parallel import run_local_workers
     from forge_train.errors import ConfigError
-    from forge_train.trainer.build import layout_problems
+    from forge_train.trainer.layout import layout_problems
 
-    problems = layout_problems(job.config, nproc)
+    problems = layout_problems(job.config, nproc, nproc)
     if problems:
         raise ConfigError(problems)
     command = [sys.executable, "-m", "forge_train", "run", *args]

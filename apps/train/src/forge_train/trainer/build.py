@@ -90,35 +90,6 @@ def total_steps(config: JobConfig, model: nn.Module) -> int:
     return max(1, math.ceil(tokens / (config.train.global_batch * config.data.seq_len)))
 
 
-def layout_problems(config: JobConfig, world_size: int) -> list[str]:
-    """What of the layout and of the batch does not fit `world_size` ranks."""
-    problems = []
-    try:
-        config.parallel.data_layout(world_size)
-    except ValueError as error:
-        problems.append(str(error))
-    ep, experts = config.parallel.ep, getattr(getattr(config.model, "moe", None), "num_experts", 0)
-    if ep > 1 and (not experts or experts % ep):
-        problems.append(
-            f"parallel.ep {ep} must divide model.moe.num_experts {experts} of a mixture; use ep = 1, or "
-            f"{max(ep, experts // ep * ep)} experts"
-        )
-    batch, micro = config.train.global_batch, config.train.micro_batch
-    if batch % world_size:
-        near = max(1, round(batch / world_size)) * world_size
-        problems.append(
-            f"train.global_batch {batch} must be divisible by the {world_size} ranks that read data; "
-            f"use {near}"
-        )
-    elif micro and batch // world_size % micro:
-        problems.append(
-            f"train.micro_batch {micro} must divide the {batch // world_size} sequences of a rank "
-            f"(train.global_batch {batch} over {world_size} ranks); use "
-            f"{math.gcd(batch // world_size, micro)}"
-        )
-    return problems
-
-
 def build_loader(config: JobConfig, rank: int, world_size: int) -> Loader:
     """Shuffled batches of the training source: this rank's columns of them."""
     (source,) = config.data.sources.values()

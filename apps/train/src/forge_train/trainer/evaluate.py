@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import forge_data
-from forge_core import cross_entropy
 from forge_data import Batch, PackedStream
 from forge_data.batch import IGNORE
 from forge_parallel import Meshes
 from forge_resilience import Agreement
 from forge_train.errors import DataError, together
+from forge_train.trainer.compute import Compute
 
 
 def share_of_rows(
@@ -22,12 +22,14 @@ def share_of_rows(
 ) -> list[Batch]:
     """This rank's part of the first `sequences` rows (all if there are fewer), `batch_size` at a time.
 
-    Every rank gets an equal run of rows; where they do not divide, the last ranks get rows without
+    Every data rank gets an equal run of rows; where they do not divide, the last ones get rows without
     labels, as every rank must take part in every gather. They are read before anything is computed:
     a rank that cannot raises DataError on all of them.
     """
     rows = min(sequences, len(stream))
     share = -(-rows // meshes.batch_size)
+    if meshes.pp.size > 1:  # a pipeline takes whole sets of micro-batches
+        share = -(-share // batch_size) * batch_size
     first = share * meshes.batch_rank
 
     def read() -> list[Batch]:
@@ -42,25 +44,23 @@ def share_of_rows(
     return together(agreement, read)
 
 
-@torch.no_grad()
 def evaluate(
-    model: nn.Module, parts: Sequence[Batch], meshes: Meshes, agreement: Agreement
+    model: nn.Module, compute: Compute, parts: Sequence[Batch], agreement: Agreement
 ) -> float:
     """Mean loss in nats per token over the parts of all ranks, as many on each.
 
     One host read and one exchange at the end; every rank returns the same bits. Leaves the model in
     the mode it was in.
     """
-    total = torch.zeros((), dtype=torch.float64, device=meshes.device)
-    count = torch.zeros((), dtype=torch.int64, device=meshes.device)
+    device = compute.meshes.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
     training = model.training
     model.eval()
     for part in parts:
-        batch = part.to(meshes.device)
-        logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids)
-        loss = cross_entropy(logits, batch.labels)
-        total += loss.sum.double()
-        count += loss.count
+        loss, labels = compute.losses(part)
+        total += loss.double()
+        count += labels
     model.train(training)
     told = agreement.exchange([float(total), int(count)])
     return sum(loss for loss, _ in told) / max(sum(n for _, n in told), 1)

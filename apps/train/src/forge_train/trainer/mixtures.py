@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,54 +37,77 @@ def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module]
 def spread_experts(model: nn.Module, job: JobConfig, meshes: Meshes) -> None:
     """Deal the experts out to the ranks of `parallel.ep`; nothing without it. Collective."""
     config = job.model
-    if meshes.sparse is None or not isinstance(config, DenseModelConfig):
+    if job.parallel.ep == 1 or not isinstance(config, DenseModelConfig):
         return
     ranks = meshes.sparse["ep"]
+    per_node = job.parallel.gpus_per_node or find_world().local_world_size
     expert_parallelize(
         model,
         ranks,
         dispatcher=config.moe.dispatcher,
         chunks=config.moe.dispatch_chunks,
-        ranks_per_node=min(find_world().local_world_size, ranks.size()),
+        ranks_per_node=min(per_node, ranks.size()),
         timeout=timedelta(seconds=job.parallel.timeout_seconds),
     )
+
+
+def mixture_sizes(model: nn.Module) -> dict[str, int]:
+    """Names of the MoE layers of a model that is still whole, and their numbers of experts."""
+    return {n: m.config.num_experts for n, m in model.named_modules() if isinstance(m, MoE)}
 
 
 class Mixtures:
     """The MoE layers of a model, wherever they stand in it; nothing happens without any.
 
     Router losses join the gradient by themselves, each micro-batch's times `share`, its part of the
-    global batch. Counts are summed over all ranks: each reads other data.
+    global batch. Counts are summed over the ranks that hold the same layers: each routes other tokens.
+    `sizes` are those of the whole model; a pipeline rank has some of the layers.
     """
 
-    def __init__(self, model: nn.Module, meshes: Meshes, share: float) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, meshes: Meshes, share: float, sizes: Mapping[str, int]
+    ) -> None:
+        self._model, self._meshes, self._sizes = model, meshes, sizes
         self._layers = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
-        self._group = dist.group.WORLD if meshes.world_size > 1 else None
+        # with sequences or heads cut over ranks the tokens of one row are, too
+        same_rows = tuple(axis.group for axis in (meshes.cp, meshes.tp) if axis.size > 1)
         for layer in self._layers.values():
-            layer.data_group = self._group
+            layer.data_group = meshes.stage.group
+            layer.sequence_group = same_rows or None
         if self._layers:
             set_aux_scale(model, torch.tensor(share, device=meshes.device))
 
     def end_step(self, step: int, total_steps: int, skip: Tensor) -> None:
         """After the optimizer's step: move the biases, unless the step was masked. One all-reduce of
-        integers over the data ranks, none on one process; no host sync."""
+        integers over the ranks of the stage, none on one process; no host sync."""
         if self._layers:
-            groups = self._group or ()
+            groups = self._meshes.stage.group or ()
             update_expert_bias(self._model, step, total_steps, groups=groups, skip=skip)
 
     def take(self) -> Callable[[], dict[str, float]]:
         """Begin the statistics anew; the columns of what they were, to be read when the device is done.
 
-        One all-reduce of integers over all ranks.
+        One all-reduce of a few numbers for each expert over all ranks.
         """
-        if not self._layers:
+        if not self._sizes:
             return dict
-        found = {name: layer.statistics(reset=True) for name, layer in self._layers.items()}
-        sums = torch.cat([_sums(statistics) for statistics in found.values()])
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
-        return partial(_columns, found, sums)
+        rows = [self._row(name, size) for name, size in self._sizes.items()]
+        sums = torch.cat(rows)
+        if self._meshes.world_size > 1:
+            dist.all_reduce(sums)
+        return partial(_columns, self._sizes, sums)
+
+    def _row(self, name: str, size: int) -> Tensor:
+        """Counts, dropped, tokens, summed entropy and largest bias of a layer, fp64, as this rank adds to
+        them: zeros for a layer of another stage."""
+        if name not in self._layers:
+            return torch.zeros(size + 4, dtype=torch.float64, device=self._meshes.device)
+        found = self._layers[name].statistics(reset=True)
+        tokens = found["tokens"].double()
+        bias = found["bias"].abs().max().double() if "bias" in found else torch.zeros_like(tokens)
+        once = float(self._meshes.stage.rank == 0)  # all ranks of a stage have the same bias
+        rest = [found["dropped"].double(), tokens, found["entropy"].double() * tokens, once * bias]
+        return torch.cat([found["counts"].double(), torch.stack(rest)])
 
     def forget(self) -> None:
         """Drop what was counted since the last row (an evaluation)."""
@@ -92,22 +115,13 @@ class Mixtures:
             layer.statistics(reset=True)
 
 
-def _sums(statistics: dict[str, Tensor]) -> Tensor:
-    """Counts, dropped, tokens and summed entropy of one layer as one fp64 row."""
-    tokens = statistics["tokens"].double()
-    tail = torch.stack(
-        [statistics["dropped"].double(), tokens, statistics["entropy"].double() * tokens]
-    )
-    return torch.cat([statistics["counts"].double(), tail])
-
-
-def _columns(found: dict[str, dict[str, Tensor]], sums: Tensor) -> dict[str, float]:
+def _columns(sizes: Mapping[str, int], sums: Tensor) -> dict[str, float]:
     """`moe.<layer>.max_load`: the fullest expert over the mean; min_load; entropy of the router in nats;
-    drop_rate: share of the choices that found no room; dead experts; max_bias."""
+    drop_rate: share of the choices that found no room; dead experts; max_bias, 0 without one."""
     columns: dict[str, float] = {}
-    sizes = [statistics["counts"].numel() + 3 for statistics in found.values()]
-    for (name, statistics), row in zip(found.items(), sums.cpu().split(sizes)):
-        counts, (dropped, tokens, entropy) = row[:-3], row[-3:].tolist()
+    rows = sums.cpu().split([size + 4 for size in sizes.values()])
+    for name, row in zip(sizes, rows, strict=True):
+        counts, (dropped, tokens, entropy, bias) = row[:-4], row[-4:].tolist()
         load = load_summary(counts.long())
         here: dict[str, Any] = {
             "max_load": load.max_over_mean,
@@ -115,9 +129,8 @@ def _columns(found: dict[str, dict[str, Tensor]], sums: Tensor) -> dict[str, flo
             "dead": load.dead,
             "entropy": entropy / max(tokens, 1.0),
             "drop_rate": dropped / max(float(counts.sum()), 1.0),
+            "max_bias": bias,
         }
-        if "bias" in statistics:
-            here["max_bias"] = statistics["bias"].abs().max()
         prefix = f"moe.{'.'.join(part for part in name.split('.') if part.isdecimal())}."
         columns.update({f"{prefix}{key}": round(float(value), 6) for key, value in here.items()})
     return columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store, S
 from forge_core import (
     build_optimizer,
     build_schedule,
-    cross_entropy,
     flops_per_token,
     initialise,
 )
@@ -24,9 +24,9 @@ from forge_core.flops import peak_flops
 from forge_core.optim.build import OPTIMIZERS
 from forge_core.optim.registry import find
 from forge_data import Batch
+from forge_moe import recompute_contexts
 from forge_parallel import (
     Meshes,
-    accumulate,
     clip_grads_,
     find_world,
     global_grad_norm,
@@ -43,15 +43,17 @@ from forge_train.trainer.build import (
     build_loader,
     build_model,
     empty_batch,
-    layout_problems,
     refuse_other_model,
     seed_process,
     total_steps,
     validation_stream,
 )
 from forge_train.trainer.callbacks import Callback, load_callbacks
+from forge_train.trainer.compute import Compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
-from forge_train.trainer.mixtures import Mixtures, spread_experts
+from forge_train.trainer.layout import layout_problems
+from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
+from forge_train.trainer.part import PartOfState
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
@@ -93,7 +95,7 @@ class Trainer:
         self.job = job
         self.config = config = job.config
         world = _as_config_error(find_world)
-        problems = layout_problems(config, world.world_size)
+        problems = layout_problems(config, world.world_size, world.local_world_size)
         if problems:
             raise ConfigError(problems)
         self.callbacks = [*callbacks, *load_callbacks(config.train.callbacks)]
@@ -109,7 +111,9 @@ class Trainer:
         self.schedule = _as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
         _as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
-        self.loader = build_loader(config, world.rank, world.world_size)
+        layout = config.parallel.axes(world.world_size)
+        reader = world.rank // (layout.cp * layout.tp) % layout.batch_size
+        self.loader = build_loader(config, reader, layout.batch_size)
         self.validation = validation_stream(config)
         self.progress = Progress()
         self.val_loss: float | None = None
@@ -205,17 +209,26 @@ class Trainer:
         if not isinstance(config.model, DenseModelConfig):
             refuse_other_model(self.model, self.agreement)
         _as_config_error(lambda: spread_experts(self.model, config, self.meshes))
-        self.model = parallelize(self.model, config.parallel, self.meshes)
+        self._mixture_sizes = mixture_sizes(self.model)
+        self._names = {name for name, _ in self.model.named_parameters()}
+        self._names |= {name for name, _ in self.model.named_buffers()}
+        self.model = parallelize(
+            self.model,
+            config.parallel,
+            self.meshes,
+            seq_len=config.data.seq_len,
+            recompute_contexts=recompute_contexts if self._mixture_sizes else None,
+        )
         # an imported model keeps what its builder drew where it offers no table of its own
         _as_config_error(
             lambda: initialise(
                 self.model, config.run.seed, strict=isinstance(config.model, DenseModelConfig)
             )
         )
-        self._parameters = list(self.model.parameters())
+        self.compute = Compute(self.model, config, self.meshes)
         self.optimizer = _as_config_error(lambda: build_optimizer(self.model, config.optimizer))
-        micro = config.train.micro_batch or config.train.global_batch // self.meshes.batch_size
-        self.mixtures = Mixtures(self.model, self.meshes, micro / config.train.global_batch)
+        share = self.compute.micro_batch / config.train.global_batch
+        self.mixtures = Mixtures(self.model, self.meshes, share, self._mixture_sizes)
         self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
         seed_process(config.run.seed, self.meshes.rank)
 
@@ -223,8 +236,8 @@ class Trainer:
         """Load the newest checkpoint that verifies, or start at step 0; the seconds it took."""
         started = time.perf_counter()
         self.state = {
-            "model": self.model,
-            "optimizer": self.optimizer,
+            "model": self._part(self.model),
+            "optimizer": self._part(self.optimizer),
             "loader": self.loader,
             "progress": self.progress,
             "rng": RNGState(),
@@ -246,6 +259,17 @@ class Trainer:
             raise DataError([f"{self.paths.checkpoints}: {error}"]) from error
         self._last_saved = -1 if step is None else step
         return time.perf_counter() - started
+
+    def _part(self, owner: Any) -> Any:
+        """State of the whole model, or of the part that this rank of a pipeline has."""
+        if self.meshes.pp.size == 1:
+            return owner
+        return PartOfState(
+            owner,
+            self._names,
+            {name for name, _ in self.model.named_parameters()}
+            | {name for name, _ in self.model.named_buffers()},
+        )
 
     def _open_outputs(
         self, changes: dict[str, list[Any]], load_seconds: float, store: Store
@@ -278,10 +302,10 @@ class Trainer:
             batch = self._next_batch()
         lr = self.config.optimizer.lr * self.schedule(self.progress.step + 1)
         share = self._forward_backward(batch)
-        grad_norm, sums = global_grad_norm(self._parameters, sums=share.reshape(1))
+        grad_norm, sums = global_grad_norm(self.compute.counted, sums=share.reshape(1))
         assert sums is not None
         loss = sums[0]  # of the global batch, on every rank
-        clip_grads_(self._parameters, grad_norm, self.config.train.max_grad_norm)
+        clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
         if self.recorder.pending is not None:
             self._check_skips()  # up to the step before: the device has long finished it
         self.optimizer.set_lr(lr)
@@ -314,22 +338,8 @@ class Trainer:
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
-        pending = self.votes.start(self.agreement, batch)
-        micro_batch = self.config.train.micro_batch or len(batch.tokens)
-        parts = batch.split(micro_batch)
-        valid = 0
-        total = torch.zeros((), device=self.device)
-        for part in parts:
-            accumulate(self.model, last=part is parts[-1])
-            part = part.to(self.device)
-            logits = self.model(
-                part.tokens, positions=part.positions, document_ids=part.document_ids
-            )
-            valid = valid or self._heed(pending)
-            loss = cross_entropy(logits, part.labels).sum / valid
-            loss.backward()
-            total += loss.detach()
-        return total
+        pending = self.votes.start(self.agreement, batch, counts=self.meshes.speaks)
+        return self.compute.gradients(batch, functools.cache(lambda: self._heed(pending)))
 
     def _heed(self, pending: PendingDecision) -> int:
         """Labels of the global batch; raises on all ranks when one cannot go on."""
@@ -381,13 +391,15 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.validation is None or self._last_evaluated == self.progress.step:
             return
-        train = self.config.train
         with self.meter.paused():
-            batch_size = train.micro_batch or train.global_batch // self.meshes.batch_size
             parts = share_of_rows(
-                self.validation, self.config.eval.sequences, batch_size, self.meshes, self.agreement
+                self.validation,
+                self.config.eval.sequences,
+                self.compute.rows_at_once,
+                self.meshes,
+                self.agreement,
             )
-            self.val_loss = evaluate(self.model, parts, self.meshes, self.agreement)
+            self.val_loss = evaluate(self.model, self.compute, parts, self.agreement)
         self.mixtures.forget()
         self._last_evaluated = self.progress.step
         if self.recorder.pending is not None:

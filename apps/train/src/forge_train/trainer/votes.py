@@ -31,15 +31,16 @@ class StepVotes:
         self.save_requested = False
         self.decision = Decision(())
 
-    def start(self, agreement: Agreement, batch: Batch) -> PendingDecision:
-        """Send this rank's vote; it travels while the first micro-batch goes forward."""
+    def start(self, agreement: Agreement, batch: Batch, *, counts: bool) -> PendingDecision:
+        """Send this rank's vote; it travels while the first micro-batch goes forward. Of the ranks that
+        read the same rows one `counts` their labels."""
         return agreement.start(
             Vote(
                 stop=self.signal.number,
                 save=self.save_requested,
                 fault=0 if self.fault is None else int(_code(self.fault)),
                 digest=int(batch.digest, 16) - 2**63,
-                count=batch.num_valid,
+                count=batch.num_valid if counts else 0,
             )
         )
 

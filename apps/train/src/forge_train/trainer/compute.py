@@ -1,0 +1,126 @@
+"""How a batch goes through the model in its layout: micro-batches, pieces of sequences, stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core import cross_entropy
+from forge_data import Batch
+from forge_data.batch import IGNORE
+from forge_parallel import Meshes, accumulate
+from forge_parallel.axes.context import cut_sequence
+from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
+from forge_train.config.schema import DenseModelConfig, JobConfig
+
+
+class Compute:
+    """Forward and backward of the rows that this rank reads, whatever the layout.
+
+    What it returns adds up over all ranks of the job: ranks that hold the same numbers (tp), or none of
+    them (stages without the head), give zero.
+    """
+
+    def __init__(self, model: nn.Module, config: JobConfig, meshes: Meshes) -> None:
+        self.model, self.meshes = model, meshes
+        rows = config.train.global_batch // meshes.batch_size
+        self.micro_batch = config.train.micro_batch or rows
+        self._pipeline: Any = None
+        if meshes.pp.size > 1 and isinstance(config.model, DenseModelConfig):
+            self._pipeline = Pipeline(
+                model,
+                config.parallel,
+                meshes,
+                num_micro_batches=rows // self.micro_batch,
+                micro_batch=self.micro_batch,
+                seq_len=config.data.seq_len,
+                dim=config.model.dim,
+            )
+        twice = tied_copies(model, meshes) if self._pipeline else set()
+        self.parameters = list(model.parameters())
+        self.counted = [p for p in self.parameters if p not in twice]  # once each, for the norm
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of one evaluation call; a pipeline takes all micro-batches of a step together."""
+        if self._pipeline is None:
+            return self.micro_batch
+        return self.micro_batch * int(self._pipeline.num_micro_batches)
+
+    def gradients(self, batch: Batch, valid: Callable[[], int]) -> Tensor:
+        """Add the gradients of the mean token loss over `valid()` labels; returns this rank's share of it.
+
+        `valid` is asked after the first forward, before the first loss (in a pipeline: before both).
+        """
+        if self._pipeline is not None:
+            return self._through_stages(batch, valid())
+        total = torch.zeros((), device=self.meshes.device)
+        parts = batch.split(self.micro_batch)
+        for part in parts:
+            accumulate(self.model, last=part is parts[-1])
+            part = self._here(part)
+            logits = self._logits(part)
+            loss = self._token_loss(logits, part.labels) / valid()
+            loss.backward()
+            total += loss.detach()
+        return self._mine(total)
+
+    @torch.no_grad()
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of token losses fp32, labels int64) of `rows_at_once` rows, without gradients."""
+        part = self._here(batch)
+        count = (part.labels != IGNORE).sum() * int(self.meshes.pp.rank == 0)
+        if self._pipeline is None:
+            total = self._token_loss(self._logits(part), part.labels)
+        else:
+            total = self._pipeline.evaluate(
+                part.tokens,
+                part.labels,
+                self._token_loss,
+                positions=part.positions,
+                document_ids=part.document_ids,
+            )
+        return self._mine(total), self._mine(count)
+
+    def _through_stages(self, batch: Batch, valid: int) -> Tensor:
+        part = self._here(batch)
+        total = self._pipeline.step(
+            part.tokens,
+            part.labels,
+            lambda logits, labels: self._token_loss(logits, labels) / valid,
+            positions=part.positions,
+            document_ids=part.document_ids,
+        )
+        sync_tied_gradients(self.model, self.meshes)
+        return self._mine(total)
+
+    def _logits(self, part: Batch) -> Tensor:
+        logits: Tensor = self.model(
+            part.tokens, positions=part.positions, document_ids=part.document_ids
+        )
+        return logits
+
+    def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Sum over the labels; under tp each rank holds a part of the vocabulary."""
+        if self.meshes.tp.size > 1:
+            return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
+        return cross_entropy(logits, labels).sum
+
+    def _here(self, batch: Batch) -> Batch:
+        """This rank's piece of each sequence, on its device. Labels are shifted already."""
+        if self.meshes.cp.size > 1:
+            names = ("tokens", "labels", "positions", "document_ids")
+            pieces: dict[str, Any] = {
+                n: cut_sequence(getattr(batch, n), self.meshes.cp) for n in names
+            }
+            batch = replace(batch, **pieces, num_valid=-1)
+        return batch.to(self.meshes.device)
+
+    def _mine(self, value: Tensor) -> Tensor:
+        """What several ranks of a tp group hold alike counts on the first."""
+        return value if self.meshes.tp.rank == 0 else torch.zeros_like(value)

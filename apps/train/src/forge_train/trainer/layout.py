@@ -1,0 +1,109 @@
+"""Whether a job fits a number of ranks: said before any of them starts."""
+
+from __future__ import annotations
+
+import math
+
+from forge_parallel.config import V_SCHEDULES, Layout
+from forge_parallel.pipeline import schedule_problems
+from forge_train.config.schema import DenseModelConfig, JobConfig
+
+
+def layout_problems(
+    config: JobConfig, world_size: int, ranks_per_node: int | None = None
+) -> list[str]:
+    """What of the layout, the model and the batch does not fit `world_size` ranks."""
+    try:
+        layout = config.parallel.axes(world_size, ranks_per_node)
+    except ValueError as error:
+        return [str(error), *_batch_problems(config, world_size)]
+    return [
+        *_batch_problems(config, layout.batch_size),
+        *_sequence_problems(config, layout),
+        *_model_problems(config, layout),
+    ]
+
+
+def _batch_problems(config: JobConfig, readers: int) -> list[str]:
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % readers:
+        near = max(1, round(batch / readers)) * readers
+        return [
+            f"train.global_batch {batch} must be divisible by the {readers} ranks that read data; "
+            f"use {near}"
+        ]
+    rows = batch // readers
+    if micro and rows % micro:
+        return [
+            f"train.micro_batch {micro} must divide the {rows} sequences of a rank "
+            f"(train.global_batch {batch} over {readers} ranks); use {math.gcd(rows, micro)}"
+        ]
+    if config.parallel.pp == 1:
+        return []
+    model = config.model
+    if not isinstance(model, DenseModelConfig):
+        return [
+            f"parallel.pp {config.parallel.pp} must go with model.name 'transformer', and it is "
+            f"{model.name!r}; use pp = 1, or forge_parallel.Pipeline in a loop of your own"
+        ]
+    problems = schedule_problems(config.parallel, rows // (micro or rows), model.num_layers)
+    if model.tie_embeddings and config.parallel.pp_schedule in V_SCHEDULES:
+        problems.append(
+            f"model.tie_embeddings true must go with a schedule whose ends lie on two ranks, and "
+            f"parallel.pp_schedule is {config.parallel.pp_schedule!r}; use 'interleaved_zero_bubble', or "
+            "untie them"
+        )
+    if ":" in config.optimizer.name:
+        problems.append(
+            f"parallel.pp {config.parallel.pp} must go with an optimizer whose state has names, and "
+            f"optimizer.name is {config.optimizer.name!r}; use 'adamw' or pp = 1"
+        )
+    return problems
+
+
+def _sequence_problems(config: JobConfig, layout: Layout) -> list[str]:
+    """A sequence is cut into 2 cp chunks, and what a cp rank has of it into tp pieces."""
+    pieces = 2 * layout.cp if layout.cp > 1 else 1
+    if layout.tp > 1 and (config.parallel.sequence_parallel or _experts(config)):
+        pieces *= layout.tp
+    length = config.data.seq_len
+    if length % pieces == 0:
+        return []
+    return [
+        f"data.seq_len {length} must be divisible by {pieces} with parallel.cp {layout.cp} and "
+        f"parallel.tp {layout.tp}; use {max(1, round(length / pieces)) * pieces}"
+    ]
+
+
+def _model_problems(config: JobConfig, layout: Layout) -> list[str]:
+    problems = []
+    ep, experts = layout.ep, _experts(config)
+    if ep > 1 and (not experts or experts % ep):
+        problems.append(
+            f"parallel.ep {ep} must divide model.moe.num_experts {experts} of a mixture; use ep = 1, or "
+            f"{max(ep, experts // ep * ep)} experts"
+        )
+    model = config.model
+    if layout.cp > 1 and not isinstance(model, DenseModelConfig):
+        problems.append(
+            f"parallel.cp {layout.cp} must go with model.name 'transformer', and it is {model.name!r}; use "
+            "cp = 1"
+        )
+    if not isinstance(model, DenseModelConfig) or layout.tp == 1:
+        return problems
+    widths = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.resolved_num_kv_heads,
+        "hidden_dim": model.resolved_hidden_dim,
+    }
+    for name, value in widths.items():
+        if value % layout.tp:
+            problems.append(
+                f"parallel.tp {layout.tp} must divide model.{name} {value}; use tp = "
+                f"{math.gcd(value, layout.tp)}, or another {name}"
+            )
+    return problems
+
+
+def _experts(config: JobConfig) -> int:
+    return int(getattr(getattr(config.model, "moe", None), "num_experts", 0))

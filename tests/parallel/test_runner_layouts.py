@@ -1,0 +1,150 @@
+"""The runner on every kind of layout ends where one process does, and saves what any other can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_testing.runs import (
+    Fitted,
+    assert_close,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    make_job,
+)
+from forge_train import load_trained, read_run
+
+pytestmark = pytest.mark.distributed
+
+DENSE = """
+[model.rope_scaling]
+factor = 2.0
+"""
+MOE = """
+[model.moe]
+num_experts = 8
+width_multiplier = 0.5
+num_shared_experts = 1
+shared_gate = true
+bias_update_rate = 1e-3
+sequence_loss_weight = 1e-2
+z_loss_weight = 1e-3
+"""
+DEEP = {"optimizer__lr": 1e-3, "model__num_layers": 4, "model__num_heads": 4, "model__num_kv_heads": 2,
+        "model__qk_norm": True, "model__dim": 32}  # fmt: skip
+Layouts = dict[str, tuple[int, dict[str, Any]]]
+LAYOUTS: Layouts = {
+    "tp2": (2, {"tp": 2}),
+    "tp2-whole-sequences": (2, {"tp": 2, "sequence_parallel": False}),
+    "cp2": (2, {"cp": 2}),
+    "cp2-ring": (2, {"cp": 2, "cp_exchange": "ring"}),
+    "pp2": (2, {"pp": 2}),
+    "fsdp2-tp2": (4, {"tp": 2}),
+    "cp2-tp2": (4, {"cp": 2, "tp": 2}),
+    "pp2-fsdp2": (4, {"pp": 2}),
+    "pp2-tp2-interleaved": (4, {"pp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"}),
+    "pp2-cp2-zero-bubble": (4, {"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}),
+    "recomputed": (2, {"recompute": "selective"}),
+}
+MIXED: Layouts = {
+    "tp2": (2, {"tp": 2}),
+    "tp2-ep2": (2, {"tp": 2, "ep": 2}),
+    "cp2": (2, {"cp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+    "tp2-ep4": (4, {"tp": 2, "ep": 4}),
+    "cp2-tp2-recomputed": (4, {"cp": 2, "tp": 2, "recompute": "full"}),
+}
+
+
+def overrides(layout: dict[str, Any]) -> dict[str, Any]:
+    """Micro-batches of three rows under data parallelism, for every layout and for one process."""
+    return {**DEEP, "train__micro_batch": 3, **{f"parallel__{k}": v for k, v in layout.items()}}
+
+
+def alone(folder: Path, extra: str) -> tuple[dict[str, list], Fitted, dict[str, list]]:
+    job = make_job(folder, extra)
+    flat = {key.replace("__", "."): value for key, value in overrides({}).items()}
+    fitted = fit_alone(job, **flat, **{"metrics.console": "off"})
+    return columns(job), fitted, read_run(job.parent / "run").metrics
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return alone(tmp_path_factory.mktemp("dense"), DENSE)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return alone(tmp_path_factory.mktemp("mixture"), MOE)
+
+
+def together(fitted: list[Fitted]) -> dict[str, torch.Tensor]:
+    """Tensors of all ranks by name; where several have one, the same bits."""
+    found: dict[str, torch.Tensor] = {}
+    for rank in fitted:
+        assert rank.problems == ()
+        for name, value in rank.weights.items():
+            assert torch.equal(found.setdefault(name, value), value), name
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dense_model_in_a_layout_ends_where_one_process_does(
+    tmp_path: Path, dense: Any, layout: str
+) -> None:
+    world, options = LAYOUTS[layout]
+    job = make_job(tmp_path, DENSE)
+    fitted = fit_on_ranks(world, job, **overrides(options))
+    assert_close(together(fitted), dense[1].weights)
+    assert_same_rows(columns(job), dense[0])
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_a_mixture_in_a_layout_ends_where_one_process_does(
+    tmp_path: Path, mixture: Any, layout: str
+) -> None:
+    """Weights, moments, biases, losses, norms, and the columns of every mixture."""
+    world, options = MIXED[layout]
+    job = make_job(tmp_path, MOE)
+    fitted = fit_on_ranks(world, job, **overrides(options))
+    assert_close(together(fitted), mixture[1].weights)
+    assert_same_rows(columns(job), mixture[0])
+    rows = read_run(tmp_path / "run").metrics
+    for name in (n for n in mixture[2] if n.startswith("moe.")):
+        assert rows[name] == pytest.approx(mixture[2][name], rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((4, {"pp": 2, "tp": 2}), (2, {"cp": 2})),
+        ((2, {"cp": 2}), (4, {"pp": 2, "pp_schedule": "interleaved_1f1b"})),
+        ((4, {"tp": 2, "ep": 4}), (1, {})),
+    ],
+    ids=["pp2 tp2 to cp2", "cp2 to pp2 dp2", "tp2 ep4 to one"],
+)
+def test_saved_in_one_layout_goes_on_in_another(
+    tmp_path: Path, mixture: Any, first: Any, then: Any
+) -> None:
+    job = make_job(tmp_path, MOE)
+    keep = {"train__steps": 12, "checkpoint__keep_last": 9}
+    stopped = fit_on_ranks(first[0], job, **keep, **overrides(first[1]))
+    assert all(f.code == 0 and f.problems == () for f in stopped)
+    for step in ("step-00000012", "step-00000009"):  # go back to step 6
+        (tmp_path / "run/checkpoints" / step).rename(tmp_path / step)
+    if then[0] == 1:
+        flat = {key.replace("__", "."): value for key, value in overrides({}).items()}
+        weights = fit_alone(job, **flat).weights
+    else:
+        weights = together(fit_on_ranks(then[0], job, **overrides(then[1])))
+    assert_close(weights, mixture[1].weights)
+    assert_same_rows(columns(job), mixture[0])
+    model, _, step = load_trained(tmp_path / "run")
+    assert step == 12
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
