@@ -1,0 +1,5 @@
+"""Does a model of yours train the same numbers in every layout? `python -m forge_parallel.prove my_lab.model:build`."""
+
+from forge_parallel.prove.prove import ProveError, Result, prove
+
+__all__ = ["ProveError", "Result", "prove"]

@@ -1,0 +1,111 @@
+"""Does a model train the same numbers in every layout as in one process?
+
+    python -m forge_parallel.prove my_lab.model:build
+    python -m forge_parallel.prove my_lab.model:build --roles roles.toml --args layers=2 width=32
+
+roles.toml:
+
+    [roles]
+    "*.up.*" = "colwise"
+    "*.q_proj.*" = { role = "colwise", multiple_of = 64 }
+
+Leaves with 0 if every cell is green or refused, 1 if one is red, 2 if it cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from forge_parallel.prove.prove import BOUND, ProveError, Result, prove
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code."""
+    options = _parser().parse_args(argv)
+    sys.path.insert(0, os.getcwd())
+    print(f"{'cell':26}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}", flush=True)
+    try:
+        results = prove(
+            options.build,
+            args=dict(map(_pair, options.args)),
+            roles=_roles(options.roles),
+            worlds=[int(world) for world in options.world.split(",")],
+            only=options.only,
+            vocab_size=options.vocab_size,
+            seq_len=options.seq_len,
+            seed=options.seed,
+            bound=options.bound,
+            timeout=options.timeout,
+            say=_say,
+        )
+    except ValueError as error:
+        print(f"cannot be run: {error}", file=sys.stderr)
+        return 2
+    count = {v: sum(r.verdict == v for r in results) for v in ("green", "red", "refused")}
+    print(", ".join(f"{number} {verdict}" for verdict, number in count.items() if number))
+    return int(count["red"] > 0)
+
+
+def _say(result: Result) -> None:
+    worst = f"{result.worst:.1e}" if result.errors else ""
+    print(f"{result.cell:26}{result.world:5}  {result.verdict:8} {worst:>11} {result.seconds:8.1f}")
+    for line in [*result.message.splitlines(), *result.trace.splitlines()]:
+        print(f"    {line}")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m forge_parallel.prove", description=__doc__, formatter_class=style
+    )
+    parser.add_argument("build", help="module:function that returns the model, a small one")
+    parser.add_argument("--args", nargs="*", default=[], metavar="key=value", help="given to build")
+    parser.add_argument("--roles", type=Path, help="TOML file with a table [roles]")
+    for name, default, says in (
+        ("world", "2,4", "numbers of ranks"),
+        ("only", "", "cells whose name contains this"),
+        ("vocab_size", 64, "token ids are below it"),
+        ("seq_len", 16, "tokens of a row"),
+        ("seed", 0, "of the builder and the tokens"),
+        ("bound", BOUND, "on every error"),
+        ("timeout", 60.0, "seconds for a cell"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"{says} ({default})"
+        )
+    return parser
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ProveError(f"--args {text!r} must be key=value; write layers=2")
+    try:
+        return key, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        return key, value  # a string without quotes
+
+
+def _roles(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ProveError(f"--roles {path} must be a TOML file ({error}); mend it") from error
+    if set(table) != {"roles"} or not isinstance(table["roles"], dict):
+        raise ProveError(f"--roles {path} must hold one table [roles]; write [roles] first")
+    found: dict[str, Any] = table["roles"]
+    return found
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.exit(code)

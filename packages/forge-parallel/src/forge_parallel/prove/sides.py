@@ -1,0 +1,288 @@
+"""The two sides that are compared: one process in plain PyTorch, and a rank of a layout.
+
+Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_parallel.axes.fsdp import accumulate, blocks_of
+from forge_parallel.config import ParallelConfig
+from forge_parallel.count import global_count
+from forge_parallel.grad_norm import clip_grads_, global_grad_norm
+from forge_parallel.meshes import make_meshes
+from forge_parallel.parallelize import parallelize
+from forge_parallel.prove.task import IGNORED, ROWS, Batch, Cell, Task, keywords_of, layers_of
+
+STEPS, MAX_NORM, SGD = 2, 0.5, {"lr": 0.1, "momentum": 0.9}
+Tensors = dict[str, Tensor]
+
+
+class ProveError(ValueError):
+    """The question cannot be asked of this model: value, rule, fix."""
+
+
+class Refused(Exception):
+    """forge_parallel does not offer this layout for this model, and says so."""
+
+
+class Values(NamedTuple):
+    """What one process saw: weights at the start and the end, the stream (B, S, D) behind each layer in the
+    first step, and of each step loss, gradients and norm; `width` V is that of the logits."""
+
+    start: Tensors
+    streams: Tensors
+    losses: list[Tensor]
+    gradients: list[Tensors]
+    norms: list[Tensor]
+    weights: Tensors
+    width: int
+
+
+class Finding(NamedTuple):
+    """How far a value is off: `place` (step, phase, number) orders findings as they are computed."""
+
+    place: tuple[int, int, int]
+    quantity: str
+    name: str
+    error: float
+
+
+def one_process(task: Task) -> Values:
+    """The truth: the global batch in one forward. ProveError for a model that has no truth."""
+    model, again = task.model(), task.model()
+    names, start = keywords_of(model), _whole(dict(model.named_parameters()))
+    _same_start(again, start, "called twice with the same seed")
+    batch = task.batch(0, names)
+    with torch.no_grad():
+        if not torch.equal(*(_logits(again(batch.tokens, **batch.keywords)) for _ in range(2))):
+            raise ProveError(
+                "forward must give the same for the same tokens, and gave two results; build the model "
+                "without dropout"
+            )
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    streams, losses, gradients, norms = {}, [], [], []
+    for step in range(STEPS):
+        batch = task.batch(step, names)
+        with _watching(model if step == 0 else None) as seen:
+            logits = _logits(model(batch.tokens, **batch.keywords))
+        streams.update({name: parts[0] for name, parts in seen.items()})
+        loss = _token_loss(logits, batch.labels) / max(1, batch.num_valid)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(_gradients(model))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = _whole(dict(model.named_parameters()))
+    return Values(start, streams, losses, gradients, norms, weights, logits.size(-1))
+
+
+def rank_of_cell(task: Task, cell: Cell, wanted: Values) -> list[Finding]:
+    """The same steps on a rank of a layout, each value compared. Refused where the layout is."""
+    try:
+        side = _Side(task, cell, wanted)
+    except ProveError:
+        raise
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    model, found = side.model, []
+    number = {name: -index for index, name in enumerate(wanted.start)}  # backward begins at the end
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    for step in range(STEPS):
+        with _watching(model if step == 0 else None) as seen:
+            share = side.forward_backward(task.batch(step, side.names))
+        for index, name in enumerate(name for name in seen if name in wanted.streams):
+            off = side.stream_error(seen[name], wanted.streams[name])
+            found.append(Finding((step, 0, index), "stream", name, off))
+        norm, sums = global_grad_norm(side.counted, sums=share.reshape(1))
+        assert sums is not None
+        off = _error(sums[0], wanted.losses[step])
+        found.append(Finding((step, 1, 0), "loss", "", off))
+        for name, off in _errors(_gradients(model), wanted.gradients[step]):
+            found.append(Finding((step, 2, number[name]), "gradient", name, off))
+        found.append(Finding((step, 3, 0), "norm", "", _error(norm, wanted.norms[step])))
+        clip_grads_(model.parameters(), norm, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, off in _errors(_whole(dict(model.named_parameters())), wanted.weights):
+        found.append(Finding((STEPS - 1, 4, number[name]), "weight", name, off))
+    return found
+
+
+class _Side:
+    """A model in its layout, and the way of a batch through it."""
+
+    def __init__(self, task: Task, cell: Cell, wanted: Values) -> None:
+        self.model = task.model()
+        self.names = keywords_of(self.model)  # before a step changes its class
+        _same_start(self.model, wanted.start, "built on another rank")
+        config = ParallelConfig(device="cpu", precision="fp32", **cell.layout)
+        _refuse(self.model, config, self.names)
+        self.meshes = make_meshes(config)
+        self.width, self.all_rows = wanted.width, ROWS // self.meshes.batch_size
+        self.rows = self.all_rows // cell.micro_batches
+        self.pipeline: Any = None
+        parallelize(self.model, config, self.meshes, seq_len=task.seq_len)
+        self.counted = list(self.model.parameters())
+        if config.pp == 1:
+            return
+        from forge_parallel.pipeline import Pipeline, tied_copies
+
+        self.pipeline = Pipeline(
+            self.model,
+            config,
+            self.meshes,
+            num_micro_batches=cell.micro_batches,
+            micro_batch=self.rows,
+            seq_len=task.seq_len,
+            dim=next(iter(wanted.streams.values())).size(-1),
+        )
+        twice = tied_copies(self.model, self.meshes)
+        self.counted = [p for p in self.counted if p not in twice]
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """This rank's share of the loss; gradients of the whole step are in place."""
+        first = self.meshes.batch_rank * self.all_rows
+        mine = batch.map(lambda x: x[first : first + self.all_rows])
+        valid = global_count(mine.num_valid * self.meshes.speaks, self.meshes)
+        mine, shares = mine.map(self._here), [torch.zeros(())]
+
+        def loss_of(output: Any, labels: Tensor) -> Tensor:
+            loss, share = self._loss(_logits(output), labels)
+            shares.append(share / valid)
+            return loss / valid
+
+        if self.pipeline is not None:
+            from forge_parallel.pipeline import sync_tied_gradients
+
+            self.pipeline.step(mine.tokens, mine.labels, loss_of, **mine.keywords)
+            sync_tied_gradients(self.model, self.meshes)
+            return torch.stack(shares).sum()
+        for start in range(0, self.all_rows, self.rows):
+            accumulate(self.model, last=start + self.rows == self.all_rows)
+            part = mine.map(lambda x, at=start: x[at : at + self.rows])  # type: ignore[misc]
+            loss_of(self.model(part.tokens, **part.keywords), part.labels).backward()
+        return torch.stack(shares).sum()
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss for the backward, this rank's share of the sum over all ranks)."""
+        tp = self.meshes.tp
+        if tp.size > 1 and logits.size(1) * tp.size == labels.size(1):  # the tokens are still cut
+            loss = _token_loss(logits, labels.chunk(tp.size, 1)[tp.rank])
+            return loss, loss.detach()
+        if logits.size(-1) == self.width:
+            loss = _token_loss(logits, labels)
+        else:
+            from forge_parallel.axes.vocab import vocab_cross_entropy
+
+            loss = vocab_cross_entropy(logits, labels, tp)[0]
+        return loss, loss.detach() * (tp.rank == 0)
+
+    def _here(self, x: Tensor) -> Tensor:
+        """This rank's tokens of each row."""
+        if self.meshes.cp.size == 1:
+            return x
+        from forge_parallel.axes.context import cut_sequence
+
+        return cut_sequence(x, self.meshes.cp)
+
+    def stream_error(self, parts: list[Tensor], whole: Tensor) -> float:
+        """Of what a layer gave in each micro-batch; 0 where shapes do not say which part it is."""
+        first, tp = self.meshes.batch_rank * self.all_rows, self.meshes.tp
+        worst = 0.0
+        for index, part in enumerate(parts):
+            start = first + index * self.rows
+            right = self._here(whole[start : start + self.rows])
+            if part.size(1) * tp.size == right.size(1):
+                right = right.chunk(tp.size, 1)[tp.rank]
+            worst = max(worst, _error(part, right) if part.shape == right.shape else 0.0)
+        return worst
+
+
+@contextmanager
+def _watching(model: nn.Module | None) -> Iterator[dict[str, list[Tensor]]]:
+    """What each layer hands on in the block, (B, S, D), by name; one for each forward."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def hook(name: str, output: Any) -> None:
+        stream = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(stream, Tensor) and stream.dim() == 3:
+            seen.setdefault(name, []).append(stream.detach().clone())
+
+    layers = {} if model is None else layers_of(model)
+    hooks = [
+        layer.register_forward_hook(lambda m, a, output, n=name: hook(n, output))  # type: ignore[misc]
+        for name, layer in layers.items()
+    ]
+    yield seen
+    for each in hooks:
+        each.remove()
+
+
+def _error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
+    """max|a - b| / max|b|; a tensor below 1e-5 of the `largest` is zero but for rounding (the gradient of a
+    bias before a softmax) and is measured by that. Not a number is inf."""
+    scale, off = float(wanted.abs().max()), float((got - wanted).abs().max())
+    scale = largest if scale < 1e-5 * largest else scale
+    error = 0.0 if off == 0 else off / scale if scale else torch.inf
+    return error if error == error else torch.inf
+
+
+def _errors(got: Tensors, wanted: Tensors) -> Iterator[tuple[str, float]]:
+    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    return ((name, _error(value, wanted[name], largest)) for name, value in got.items())
+
+
+def _refuse(model: nn.Module, config: ParallelConfig, names: Container[str]) -> None:
+    """What would be green because nothing happened, or cannot be right."""
+    lacks = f"{type(model).__name__} must"
+    if config.recompute != "none" and not blocks_of(model):
+        raise Refused(
+            f"{lacks} offer blocks() to be recomputed; add a method that returns its layers"
+        )
+    if config.cp > 1 and "positions" not in names:
+        raise Refused(
+            f"{lacks} take positions to have its rows cut; add the parameter to its forward"
+        )
+
+
+def _same_start(model: nn.Module, start: Tensors, when: str) -> None:
+    for name, parameter in model.named_parameters():
+        if name not in start or not torch.equal(parameter, start[name]):
+            raise ProveError(
+                f"build must give the same values each time, and {name} differs {when}; draw from torch's, "
+                "random's or numpy's own generators, which are seeded before"
+            )
+
+
+def _logits(output: Any) -> Tensor:
+    """(B, S, V), also of a Hugging Face output."""
+    found: Tensor = getattr(output, "logits", output)
+    return found
+
+
+def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1).float()
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    """Zero where there is none."""
+    named = model.named_parameters()
+    return _whole({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
+
+
+def _whole(tensors: dict[str, Any]) -> Tensors:
+    """Copies; all of a DTensor. Of what several ranks hold each gets its own."""
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
+        for name, t in tensors.items()
+    }

@@ -1,0 +1,112 @@
+"""What is proved: a builder, batches, the cells.
+
+Shapes: B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+ROWS, IGNORED = 8, -100
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A layout on `world` ranks: keys of ParallelConfig, and the micro-batches of a data rank."""
+
+    name: str
+    world: int
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+
+
+CELLS = (
+    Cell("fsdp", 2),
+    Cell("accumulation", 2, micro_batches=2),
+    Cell("recompute full", 2, {"recompute": "full"}),
+    Cell("tp", 2, {"tp": 2}),
+    Cell("tp, whole stream", 2, {"tp": 2, "sequence_parallel": False}),
+    Cell("cp", 2, {"cp": 2}),
+    Cell("pp", 2, {"pp": 2}, micro_batches=2),
+    Cell("hsdp", 4, {"dp_replicate": 2}),
+    Cell("fsdp x tp", 4, {"tp": 2}),
+    Cell("fsdp x tp, whole stream", 4, {"tp": 2, "sequence_parallel": False}),
+)
+
+
+class Batch(NamedTuple):
+    """(B, S) int64 each; `keywords` are those of positions and document_ids that the model takes."""
+
+    tokens: Tensor
+    labels: Tensor
+    keywords: dict[str, Tensor]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """With every tensor changed."""
+        named = {name: change(value) for name, value in self.keywords.items()}
+        return Batch(change(self.tokens), change(self.labels), named)
+
+    @property
+    def num_valid(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model by its builder, and what it is given."""
+
+    build: Callable[..., nn.Module]
+    args: Mapping[str, Any]
+    roles: Mapping[str, Any] | None
+    vocab_size: int
+    seq_len: int
+    seed: int
+
+    def model(self) -> nn.Module:
+        """A new one, fp32 and training, after all known generators were seeded."""
+        random.seed(self.seed)
+        torch.manual_seed(self.seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(self.seed)
+        model = self.build(**self.args)
+        if self.roles is not None:
+            table = dict(self.roles)
+            model.parallel_roles = lambda: table  # type: ignore[assignment]
+        return model.float().train()
+
+    def batch(self, step: int, keywords: Container[str]) -> Batch:
+        """The global batch of a step: the same wherever it is asked for, unevenly labelled."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        row = torch.randint(0, self.vocab_size, (ROWS, self.seq_len + 1), generator=generator)
+        tokens, labels = row[:, :-1].contiguous(), row[:, 1:].clone()
+        shares = torch.linspace(0.05, 0.9, ROWS)[:, None]
+        labels[torch.rand(labels.shape, generator=generator) < shares] = IGNORED
+        index = torch.arange(self.seq_len).expand(ROWS, -1)
+        known = {"positions": index.contiguous()}
+        if "document_ids" in keywords:  # each row holds two documents, which end anywhere
+            ends = 1 + torch.arange(ROWS)[:, None] * (self.seq_len - 2) // ROWS
+            later = index >= ends
+            labels[index == ends - 1] = IGNORED  # the next document is not predicted
+            known = {"positions": index - later * ends, "document_ids": later.long()}
+        return Batch(tokens, labels, {n: v for n, v in known.items() if n in keywords})
+
+
+def keywords_of(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters of the model's forward; of one that no step has changed."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of the model's longest container, by their full names."""
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    found = [(name, m) for name, m in model.named_modules() if name and isinstance(m, lists)]
+    name, longest = max(found, key=lambda pair: len(pair[1]._modules), default=("", nn.Module()))
+    return {f"{name}.{key}": m for key, m in longest._modules.items() if m is not None}

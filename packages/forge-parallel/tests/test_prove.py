@@ -1,0 +1,300 @@
+"""`forge_parallel.prove`: right models are green, planted mistakes are red and named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_parallel.prove import ProveError, Result, prove
+from forge_parallel.prove.__main__ import main
+
+pytestmark = pytest.mark.distributed
+DIM, HEAD, VOCAB = 16, 4, 61
+ROLES = {
+    "embedding.*": "vocab",
+    "layers.*.norm_*": "sequence",
+    "*.[qkv]_proj.*": "colwise",
+    "*.q_norm.*": "replicate_sum_grad",
+    "*.o_proj.*": "rowwise",
+    "*.up.*": "colwise",
+    "*.down.*": "rowwise",
+    "norm.*": "sequence",
+    "head.*": "gather_output",
+}
+
+
+class Attention(nn.Module):
+    """The key's bias has a gradient of zero: a softmax does not see what all keys share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = HEAD
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.q_norm, self.o_proj = nn.RMSNorm(HEAD), nn.Linear(DIM, DIM, bias=False)
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (p(x).unflatten(-1, (-1, HEAD)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = parts
+        return self.o_proj(self.attend(self.q_norm(q), k, v, None).flatten(-2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2, self.attention = nn.RMSNorm(DIM), nn.RMSNorm(DIM), Attention()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Model(nn.Module):
+    """A decoder without any position but the causal order."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList([Block() for _ in range(layers)])
+        self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = tokens if self.embedding is None else self.embedding(tokens)
+        for block in self.layers:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        return {"first": ("embedding",), "blocks": "layers", "last": ("norm", "head")}
+
+    def parallel_roles(self) -> dict[str, str]:
+        return ROLES
+
+
+def verdicts(results: list[Result]) -> dict[str, str]:
+    return {result.cell: result.verdict for result in results}
+
+
+def test_a_plain_model_is_green_in_every_layout() -> None:
+    results = prove(Model, vocab_size=VOCAB)
+    assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
+    assert len(results) == 10
+    assert all({"stream", "loss", "gradient", "norm", "weight"} == set(r.errors) for r in results)
+    assert 0 < max(r.worst for r in results) < 1e-5
+
+
+def test_what_a_model_does_not_offer_is_refused_with_the_reason() -> None:
+    class Plain(nn.Sequential):
+        """No roles, no parts, no blocks, no positions."""
+
+    results = prove(
+        lambda: Plain(nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)), vocab_size=VOCAB, worlds=[2]
+    )
+    found = {r.cell: r.message for r in results if r.verdict == "refused"}
+    assert found.keys() == {"recompute full", "tp", "tp, whole stream", "cp", "pp"}
+    assert "parallel_roles()" in found["tp"]
+    assert "pipeline_parts()" in found["pp"]
+    assert "positions" in found["cp"]
+    assert verdicts(results)["fsdp"] == "green"
+
+
+def test_a_wrong_role_is_red_and_names_the_parameter() -> None:
+    wrong = ROLES | {
+        "*.q_norm.*": "sequence"
+    }  # sees this rank's heads, so gradients must be summed
+    (result,) = prove(Model, roles=wrong, vocab_size=VOCAB, only="tp, whole stream", worlds=[2])
+    assert result.verdict == "red"
+    assert result.parameter == "layers.1.attention.q_norm.weight"
+    assert result.layer == "layers.1"
+    assert result.parameter in result.message
+    assert result.errors["loss"] <= 1e-5 < result.errors["gradient"]
+
+
+class OverRows(Model):
+    """Takes the mean of the batch off the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Centred(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x - x.mean(dim=0))
+
+        self.layers[1] = Centred()
+
+
+def test_a_module_that_mixes_rows_is_red_where_rows_are_spread() -> None:
+    results = {r.cell: r for r in prove(OverRows, vocab_size=VOCAB, worlds=[2])}
+    for cell in ("fsdp", "accumulation", "pp"):
+        assert results[cell].verdict == "red"
+        assert results[cell].layer == "layers.1", results[cell]
+        assert results[cell].parameter.startswith("layers.1.")  # type: ignore[union-attr]
+    assert results["tp"].verdict == "green"
+
+
+def test_builders_and_models_that_have_no_truth_are_reported() -> None:
+    def unseeded() -> nn.Module:
+        model, generator = Model(), torch.Generator()
+        generator.seed()
+        nn.init.normal_(model.norm.weight, generator=generator)
+        return model
+
+    def noisy() -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCAB, DIM), nn.Dropout(0.5), nn.Linear(DIM, VOCAB))
+
+    with pytest.raises(ProveError, match=r"same values each time, and norm.weight differs"):
+        prove(unseeded, vocab_size=VOCAB)
+    with pytest.raises(ProveError, match="without dropout"):
+        prove(noisy, vocab_size=VOCAB)
+    with pytest.raises(ProveError, match=r"it raised IndexError: index out of range"):
+        prove(Model, vocab_size=VOCAB + 1000)
+    with pytest.raises(ProveError, match="must be module:function"):
+        prove("no_such_lab.model:build")
+    with pytest.raises(ProveError, match="must leave a cell"):
+        prove(Model, worlds=[3])
+
+
+def test_a_rank_that_raises_or_hangs_is_red_and_keeps_nobody_waiting() -> None:
+    import torch.distributed as dist
+
+    class Alone(Model):
+        def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+            if dist.is_initialized() and dist.get_rank() == 1:
+                if self.hangs:
+                    time.sleep(600)
+                raise RuntimeError("no")
+            return super().forward(tokens, positions)
+
+    def build(hangs: bool) -> nn.Module:
+        model: Any = Alone()
+        model.hangs = hangs
+        return model
+
+    began = time.monotonic()
+    (raised,) = prove(build, args={"hangs": False}, vocab_size=VOCAB, only="fsdp", worlds=[2])
+    (hung,) = prove(
+        build, args={"hangs": True}, vocab_size=VOCAB, only="fsdp", worlds=[2], timeout=3
+    )
+    assert (raised.verdict, hung.verdict) == ("red", "red")
+    assert "on rank 1 it raised RuntimeError: no" in raised.message
+    assert "within 3 s" in hung.message
+    assert time.monotonic() - began < 15
+
+
+def test_a_caller_whose_threads_have_run_can_prove() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.randn(512, 512).matmul(torch.randn(512, 512)).softmax(-1)
+        (result,) = prove(Model, vocab_size=VOCAB, only="accumulation", timeout=20)
+    finally:
+        torch.set_num_threads(threads)
+    assert result.verdict == "green"
+
+
+def test_a_tiny_llama_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def build() -> nn.Module:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=DIM,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    results = {r.cell: r for r in prove(build, vocab_size=VOCAB, worlds=[2])}
+    refused = {name for name, result in results.items() if result.verdict == "refused"}
+    assert refused == {"tp", "cp", "pp", "recompute full"}
+    assert "sequence_parallel" in results["tp"].message
+    assert all(r.verdict == "green" for name, r in results.items() if name not in refused), results
+
+
+LAB = """
+import torch
+from torch import nn
+
+class Twice(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(64, width), nn.Linear(width, 32), nn.Linear(32, width)
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+def build(width=8):
+    return Twice(width)
+"""
+TABLE = '[roles]\n"table.*" = "vocab"\n"up.*" = "colwise"\n"down.*" = "rowwise"\n"head.*" = "gather_output"\n'
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_lab.py").write_text(LAB)
+    (tmp_path / "roles.toml").write_text(TABLE)
+    # whole on every rank, where the gradients of all ranks are equal and must not be summed
+    wrong = TABLE.replace("colwise", "replicate_sum_grad").replace("rowwise", "replicate_sum_grad")
+    (tmp_path / "wrong.toml").write_text(wrong)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (
+            ["my_lab:build", "--roles", "wrong.toml"],
+            1,
+            "of down.bias in step 1 parts first, by 1.0e+00",
+        ),
+        (["my_lab:missing"], 2, "must be module:function"),
+        (["my_lab:build", "--args", "depth=2"], 2, "unexpected keyword argument 'depth'"),
+        (["my_lab:build", "--args", "depth"], 2, "must be key=value"),
+        (["my_lab:build", "--roles", "none.toml"], 2, "must be a TOML file"),
+    ],
+)
+def test_the_command(
+    lab: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    assert main([*arguments, "--world", "2", "--only", "whole"]) == code
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
+
+
+def test_the_command_in_a_process_of_its_own(lab: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "forge_parallel.prove",
+        "my_lab:build",
+        "--roles",
+        "roles.toml",
+    ]
+    command += ["--args", "width=16", "--world", "2", "--only", "tp"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 green" in done.stdout
