@@ -182,6 +182,18 @@ def explain(args: list[str]) -> int:
     return ExitCode.DONE
 
 
+def plan(args: list[str]) -> int:
+    """Say what CONFIG needs on --gpus N [--gpu h200] [--nodes M], how long a step takes, what else there is.
+
+    The data need not be there.
+    """
+    from forge_train.plan import parser, show_plan
+
+    flags, rest = parser().parse_known_args(args)
+    show_plan(_job(rest, "plan", plan.__doc__ or "", with_data=False).config, flags)
+    return ExitCode.DONE
+
+
 def generate(args: list[str]) -> int:
     """Stream text from the newest good checkpoint of a run."""
     from forge_train.report.text import stream_text
@@ -213,6 +225,7 @@ def doctor(args: list[str]) -> int:
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "explain": explain,
+    "plan": plan,
     "generate": generate,
     "doctor": doctor,
 }
@@ -223,7 +236,7 @@ def _mounted() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group="forge.commands")}
 
 
-def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
+def _job(args: list[str], verb: str, description: str, *, with_data: bool = True) -> ResolvedJob:
     """The job of `CONFIG [--section.key value ...]`."""
     from forge_train.config.flags import parse_flags
     from forge_train.config.layers import Layers, read_layers
@@ -242,7 +255,7 @@ def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
     prog = f"forge-train {verb} CONFIG.toml"
     for key, value in parse_flags(layers.values, flags, prog, description).items():
         layers.set(key, value, "flag")
-    return resolve(layers)
+    return resolve(layers, with_data=with_data)
 
 
 def _positional(args: Sequence[str]) -> str | None:

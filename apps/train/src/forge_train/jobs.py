@@ -21,15 +21,19 @@ from forge_train.trainer.build import build_model, run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
 
 
-def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ResolvedJob:
+def load_job(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, with_data: bool = True
+) -> ResolvedJob:
     """The checked job of a TOML file; `overrides` are dotted keys, as flags on the command line.
+
+    `with_data` False: its token files need not exist (for a plan).
 
     Raises ConfigError or DataError with all problems.
     """
     layers = read_layers(Path(path))
     for key, value in (overrides or {}).items():
         layers.set(key, value, "flag")
-    return resolve(layers)
+    return resolve(layers, with_data=with_data)
 
 
 def load_trained(

@@ -43,16 +43,17 @@ class ResolvedJob:
         return tomlkit.dumps(document)
 
 
-def resolve(layers: Layers) -> ResolvedJob:
+def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     """Check everything that can be checked without starting anything.
 
-    Opens the sources (headers only). Raises ConfigError with all problems of all sections and of
+    Opens the sources (headers only); not those that are missing, if `with_data` is False. Raises ConfigError with all problems of all sections and of
     their combination, or DataError when the data cannot be opened or does not fit the model.
     """
     built, problems = structure(layers.values)
     data = built.get("data")
     if isinstance(data, DataConfig):
         data_problems = _derive(layers, data)
+        data_problems = data_problems if with_data else []
         built, problems = structure(layers.values)
         if data_problems and not [p for p in problems if "vocab_size" not in p]:
             raise DataError(data_problems)
@@ -62,7 +63,7 @@ def resolve(layers: Layers) -> ResolvedJob:
     if problems:
         raise ConfigError([_with_origin(p, layers) for p in problems])
     job = ResolvedJob(JobConfig(**built), dict(layers.origins))
-    _check_combination(job.config)
+    _check_combination(job.config, with_data)
     return job
 
 
@@ -95,7 +96,7 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
     return problems
 
 
-def _check_combination(config: JobConfig) -> None:
+def _check_combination(config: JobConfig, with_data: bool) -> None:
     """The rules that span sections; those of one section stand in its own dataclass."""
     problems = []
     limit = getattr(config.model, "max_seq_len", None)
@@ -126,7 +127,8 @@ def _check_combination(config: JobConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
-    _check_data(config)
+    if with_data:
+        _check_data(config)
 
 
 def _check_data(config: JobConfig) -> None:

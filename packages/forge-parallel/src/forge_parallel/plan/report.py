@@ -95,7 +95,6 @@ def make_plan(
 
 def render(plan: Plan, others: Sequence[Candidate] = ()) -> str:
     """Plain text: memory, axes, step, and `others` as a ranked table."""
-    case, t = plan.case, plan.time
     parts = [_head(plan), _memory(plan), _axes(plan), _step(plan)]
     if others:
         rows = [("layout", "GB", "tok/s", "MFU")]
@@ -141,7 +140,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _axes(plan: Plan) -> str:
-    lines = plan.case.topology.placement()
+    lines = plan.case.topology.placement(plan.case.profile.num_experts > 0)
     rows = [("axis", "GB per step", "seconds", "", "what")]
     for row in plan.traffic:
         where = "across nodes" if row.crosses else "inside a node"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forge_parallel.config import ParallelConfig
 from forge_parallel.pipeline.schedule import schedule_problems
@@ -18,6 +18,8 @@ from forge_parallel.plan.topology import Hardware
 
 #: What one more axis must bring to be worth its groups, its seams and its failures.
 WORTH = 0.97
+#: The share of activations with which compiled blocks keep about what selective recomputation does.
+BUDGET = 0.7
 MODES = ("none", "selective", "full")
 
 
@@ -53,7 +55,7 @@ class Wish:
     gpus_per_node: int
     micro_batches: Sequence[int | None] = (None,)
     modes: Sequence[str] = MODES
-    storage: Storage = Storage()
+    storage: Storage = field(default_factory=Storage)
 
     def case(self, config: ParallelConfig, micro_batch: int | None) -> Case:
         """One way; without a micro_batch a rank's whole share. ValueError where axes do not multiply."""
@@ -107,15 +109,15 @@ def search(wish: Wish) -> list[Candidate]:
 
     Cost: about 1 ms each, and one trace per (tp, cp, sequence_parallel).
     """
-    found = []
+    found: dict[Any, Candidate] = {}
     for config, micro_batch in product(_layouts(wish), wish.micro_batches):
         try:
             case = wish.case(config, micro_batch)
         except ValueError:  # axes that do not multiply, or leave their node
             continue
         if not problems(case):
-            found.append(evaluate(case))
-    return sorted(found, key=lambda c: (not c.fits, -c.score if c.fits else c.peak))
+            found[config, case.micro_batch] = evaluate(case)
+    return sorted(found.values(), key=lambda c: (not c.fits, -c.score if c.fits else c.peak))
 
 
 def choose(wish: Wish) -> tuple[Candidate, list[str]]:
@@ -147,7 +149,8 @@ def describe(case: Case) -> str:
     text = " x ".join(said) or "one rank"
     text += f", ep {d.ep}" if d.ep > 1 else ""
     text += f", {c.pp_schedule}" if d.pp > 1 else ""
-    return f"{text}, micro_batch {case.micro_batch}, recompute {c.recompute}"
+    budget = "" if c.memory_budget is None else f", memory_budget {c.memory_budget:g}"
+    return f"{text}, micro_batch {case.micro_batch}, recompute {c.recompute}{budget}"
 
 
 def _reasons(best: Candidate, ranked: Sequence[Candidate]) -> list[str]:
@@ -195,7 +198,10 @@ def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
         if gcd(wish.global_batch, replicate * shard) != replicate * shard:
             continue
         for schedule, mode in product(schedules if pp > 1 else schedules[:1], wish.modes):
-            axes = {
+            kept: dict[str, Any] = {"recompute": mode}
+            if wish.config.compile and mode == "selective":  # the compiler chooses what that would
+                kept = {"recompute": "none", "memory_budget": BUDGET}
+            axes: dict[str, Any] = {
                 "dp_replicate": replicate,
                 "dp_shard": shard,
                 "tp": tp,
@@ -204,9 +210,7 @@ def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
                 "ep": ep,
             }
             try:
-                yield replace(
-                    wish.config, layout="manual", recompute=mode, pp_schedule=schedule, **axes
-                )
+                yield replace(wish.config, layout="manual", pp_schedule=schedule, **kept, **axes)
             except ValueError:  # options that do not go with these axes
                 continue
 

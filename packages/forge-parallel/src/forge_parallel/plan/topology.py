@@ -109,11 +109,11 @@ class Topology:
         far = whole * (1 - together / size) / (together * hardware.inter)
         return max(near, far)
 
-    def placement(self) -> list[str]:
-        """A line per axis larger than 1: its ranks on the first node, and whether it leaves it."""
+    def placement(self, experts: bool = True) -> list[str]:
+        """A line per axis larger than 1: its first ranks, and whether it leaves a node."""
         lines = []
         for name, (size, step) in self.axes().items():
-            if size == 1:
+            if size == 1 or (name == "efsdp" and not experts):
                 continue
             ranks = [i * step for i in range(min(size, 8))]
             shown = ", ".join(map(str, ranks)) + (", ..." if size > 8 else "")

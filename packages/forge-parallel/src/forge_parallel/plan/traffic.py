@@ -9,6 +9,10 @@ from forge_parallel.plan.case import Case, Load
 from forge_parallel.plan.memory import whole_numel
 from forge_parallel.plan.trace import Kept
 
+#: Collectives of a block in a forward and backward, and the least that one takes; twice that between nodes.
+CALLS = {"fsdp": 3, "efsdp": 3, "tp": 8, "cp": 4, "ep": 6}
+LATENCY = 25e-6
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -36,16 +40,17 @@ def stage_traffic(case: Case, pp_rank: int = 0) -> list[Traffic]:
         "ep": ("tokens to their experts and back", streams["ep"] * m),
         "pp": ("activations and their gradients", _boundaries(case, load) * m),
     }
-    found = []
+    found, passes = [], m * len(load.kinds)
+    calls = {"pp": 4 * m * len(load.stages), "dp_replicate": len(load.kinds)}
     for axis, (what, whole) in rows.items():
         size = case.topology.axes()[axis][0]
         if size == 1 or not whole:
             continue
+        crosses = case.topology.crosses(axis)
         seconds = case.topology.seconds(axis, whole, case.hardware)
+        seconds += calls.get(axis, CALLS.get(axis, 0) * passes) * LATENCY * (1 + crosses)
         share = 1.0 if axis == "pp" else (size - 1) / size
-        found.append(
-            Traffic(axis, what, whole, whole * share, case.topology.crosses(axis), seconds)
-        )
+        found.append(Traffic(axis, what, whole, whole * share, crosses, seconds))
     return found
 
 

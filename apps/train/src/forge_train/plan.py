@@ -1,0 +1,153 @@
+"""`forge-train plan`, and the layout that `parallel.layout = "auto"` becomes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from forge_parallel import ParallelConfig
+from forge_parallel.plan import (
+    Hardware,
+    Plan,
+    Profile,
+    Storage,
+    Wish,
+    choose,
+    describe,
+    find_hardware,
+    make_plan,
+    render,
+    search,
+)
+from forge_parallel.plan.topology import HARDWARE
+from forge_train.config.schema import JobConfig
+from forge_train.errors import ConfigError
+from forge_train.trainer.build import build_model
+
+#: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
+_MOMENTS = {"adamw": 8.0, "sgd": 4.0}
+_SHOWN = 8
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the verb; all others are keys of the configuration."""
+    flags = argparse.ArgumentParser(prog="forge-train plan CONFIG.toml", add_help=False)
+    flags.add_argument("--gpus", type=int, required=True, help="GPUs of the job")
+    flags.add_argument("--gpu", default="h200", help=f"their kind: {', '.join(HARDWARE)}")
+    flags.add_argument("--nodes", type=int, help="nodes they stand in (default: of 8 GPUs each)")
+    flags.add_argument("--json", action="store_true", help="print one JSON object")
+    return flags
+
+
+def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
+    """Print what `config` needs on these GPUs, and what else there is. ConfigError where it cannot run."""
+    gpu, per_node = _machine(config, flags)
+    profile = Profile(build_model(config.model, config.run.seed), config.data.seq_len)
+    parallel, reasons = config.parallel, []
+    if parallel.layout == "auto":
+        parallel, reasons = _chosen(_wish(config, profile, flags.gpus, per_node, gpu))
+    try:
+        plan = make_plan(
+            profile,
+            parallel,
+            flags.gpus,
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            hardware=gpu,
+            gpus_per_node=per_node,
+            storage=_storage(config),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from error
+    wish = _wish(config, profile, flags.gpus, per_node, gpu)
+    others = search(replace(wish, micro_batches=_micro_batches(config), config=parallel))
+    if flags.json:
+        rows = [{"layout": describe(c.case), "peak": c.peak, "fits": c.fits,
+                 "tokens_per_second": c.time.tokens_per_second} for c in others[:_SHOWN]]  # fmt: skip
+        print(json.dumps({**plan.to_dict(), "reasons": reasons, "alternatives": rows}))
+    else:
+        print("\n".join([*reasons, render(plan, others[:_SHOWN])]), end="")
+    if not plan.fits:
+        raise ConfigError([_too_large(plan, describe(others[0].case) if others[0].fits else "")])
+
+
+def choose_layout(
+    job: Any, world_size: int, gpus_per_node: int
+) -> tuple[ParallelConfig, list[str]]:
+    """The layout for `job` (a ResolvedJob or its JobConfig) on these ranks, and why, in words.
+
+    On a CPU FSDP over all ranks. On GPUs the fastest of those that fit, with the job's micro_batch and
+    options; what is recomputed is only changed where nothing fits otherwise. The same for the same
+    arguments on the same kind of GPU. ConfigError where nothing fits. Takes a second or two.
+    """
+    config: JobConfig = getattr(job, "config", job)
+    manual = replace(config.parallel, layout="manual")
+    if config.parallel.device == "cpu" or not torch.cuda.is_available():
+        return manual, [f"FSDP over all {world_size} ranks: on CPUs nothing else was measured"]
+    profile = Profile(build_model(config.model, config.run.seed), config.data.seq_len)
+    return _chosen(_wish(config, profile, world_size, gpus_per_node, _this_gpu()))
+
+
+def _chosen(wish: Wish) -> tuple[ParallelConfig, list[str]]:
+    try:
+        return _config(*choose(replace(wish, modes=(wish.config.recompute,))))
+    except ValueError:
+        try:
+            return _config(*choose(wish))
+        except ValueError as error:
+            raise ConfigError([f"parallel.layout auto: {error}"]) from error
+
+
+def _config(best: Any, reasons: list[str]) -> tuple[ParallelConfig, list[str]]:
+    return best.case.config, reasons
+
+
+def _wish(config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware) -> Wish:
+    return Wish(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
+                per_node, (config.train.micro_batch,), storage=_storage(config))  # fmt: skip
+
+
+def _storage(config: JobConfig) -> Storage:
+    return Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0))
+
+
+def _micro_batches(config: JobConfig) -> tuple[int | None, ...]:
+    return tuple(dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8)))
+
+
+def _machine(config: JobConfig, flags: argparse.Namespace) -> tuple[Hardware, int]:
+    """The GPU and how many of them share a node."""
+    if flags.gpus < 1:
+        raise ConfigError([f"--gpus {flags.gpus} must be at least 1; use --gpus 8"])
+    if flags.nodes is not None and (flags.nodes < 1 or flags.gpus % flags.nodes):
+        raise ConfigError(
+            [f"--nodes {flags.nodes} must divide --gpus {flags.gpus}; leave it out for nodes of 8"]
+        )
+    per_node = config.parallel.gpus_per_node or 8
+    if flags.nodes is not None:
+        per_node = flags.gpus // flags.nodes
+    try:
+        return find_hardware(flags.gpu), min(per_node, flags.gpus)
+    except ValueError as error:
+        raise ConfigError([f"--{error}"]) from error
+
+
+def _this_gpu() -> Hardware:
+    """The row of this machine's GPU with its own memory; for an unknown kind that of the h100."""
+    name = torch.cuda.get_device_name().lower()
+    known = [h for h in sorted(HARDWARE, key=len, reverse=True) if h in name]
+    memory = float(torch.cuda.get_device_properties(0).total_memory)
+    return replace(HARDWARE[known[0] if known else "h100"], memory=memory)
+
+
+def _too_large(plan: Plan, better: str) -> str:
+    limit = plan.case.hardware.memory * plan.case.hardware.usable
+    fix = better or "more GPUs, shorter rows or a smaller model"
+    return (
+        f"parallel: {describe(plan.case)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must stay "
+        f"below {limit / 1e9:.0f} of an {plan.case.hardware.name}; use {fix}"
+    )
