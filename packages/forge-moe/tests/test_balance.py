@@ -284,12 +284,12 @@ def test_F20_global_batch_and_bias_see_all_ranks() -> None:
 
 
 def sequences_on_ranks() -> tuple[float, list]:
-    """Halves of the same two sequences on two ranks."""
+    """Halves of the same two sequences on two ranks: each has its part of the mean over tokens."""
     rank = dist.get_rank()
     moe = layer(aux_loss_weight=1.0, aux_scope="sequence")
     moe.sequence_group = dist.group.WORLD
     moe(all_rows(12).view(2, 6, D)[:, 3 * rank : 3 * rank + 3])
-    total = aux_losses(moe).total / 2
+    total = aux_losses(moe).total
     total.backward()
     value = total.detach()
     for tensor in (value, moe.router.weight.grad):

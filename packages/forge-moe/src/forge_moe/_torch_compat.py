@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -23,6 +24,14 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> Tensor:
     Not run by us: no machine with the kernel was at hand.
     """
     return torch._scaled_grouped_mm(*operands, **options)
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """x (n, ...) of all ranks one after another on dim 0; torch 2.13 has a new name for it."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    out = x.new_empty(x.size(0) * dist.get_world_size(group), *x.shape[1:])
+    gather(out, x.contiguous(), group=group)
+    return out
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

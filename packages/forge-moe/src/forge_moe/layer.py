@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from forge_moe._torch_compat import inside_backward, is_fake
 from forge_moe.balance.attach import AttachLoss
-from forge_moe.balance.losses import balance_loss, count_ids, fractions, segments_of, z_loss
+from forge_moe.balance.losses import balance_loss, count_ids, fractions, z_loss
 from forge_moe.balance.scopes import (
     global_batch_counts,
     lagged_shares,
     micro_batch_shares,
     sequence_shares,
 )
+from forge_moe.balance.spread import Spread
 from forge_moe.balance.tally import Tally
 from forge_moe.balance.terms import AuxLosses
 from forge_moe.capacity import drop_over_capacity, row_limit
@@ -70,8 +71,14 @@ class MoE(nn.Module):
         total = task_loss(y) + aux_losses(moe).total
 
     `moe.router`, `moe.experts`, `moe.shared` (or None) and `moe.dispatcher` may be replaced. With several
-    processes set `moe.data_group` for `aux_scope = "global_batch"`, and `moe.sequence_group` where one
-    sequence lies on several ranks.
+    processes set `moe.data_group`, the ranks with other rows, for `aux_scope = "global_batch"`.
+
+    Where ranks hold parts of the same rows (context parallelism, tokens cut over tensor-parallel ranks), set
+    `moe.sequence_group` to their group, or to a tuple of crossed groups: losses are then each rank's part of
+    the mean over all tokens of the micro-batch, so that values and gradients of these ranks add up to those
+    of one process. It costs the all-reduces of the scope (see `balance.scopes`) and one of the number of
+    tokens, once per forward where ctx has `once`, else per layer; in training forwards with a loss alone.
+    Every rank holds equally many tokens of each row; documents are then ids within a row.
     """
 
     lagged_counts: Tensor | None
@@ -172,14 +179,21 @@ class MoE(nn.Module):
         c = self.config
         zero = routed.logits.new_zeros(())
         balance = z = sequence = zero
+        spread, total = Spread(self.sequence_group, ctx), None
+        if spread.groups and (c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight):
+            here = routed.ids
+            total = recall(self, "tokens", lambda: spread.tokens(valid, len(here), here.device))
+
+        def loss(name: str, scope: str) -> Tensor:
+            shares = recall(self, name, lambda: self._shares(scope, routed.ids, x, ctx, spread))
+            return balance_loss(shares, routed.probabilities, valid, total)
+
         if c.aux_loss_weight:
-            shares = recall(self, "shares", lambda: self._shares(c.aux_scope, routed.ids, x, ctx))
-            balance = c.aux_loss_weight * balance_loss(shares, routed.probabilities, valid)
+            balance = c.aux_loss_weight * loss("shares", c.aux_scope)
         if c.sequence_loss_weight:
-            shares = recall(self, "sequence", lambda: self._shares("sequence", routed.ids, x, ctx))
-            sequence = c.sequence_loss_weight * balance_loss(shares, routed.probabilities, valid)
+            sequence = c.sequence_loss_weight * loss("sequence", "sequence")
         if c.z_loss_weight:
-            z = c.z_loss_weight * z_loss(routed.logits, valid)
+            z = c.z_loss_weight * z_loss(routed.logits, valid, total)
         terms = AuxLosses.of(balance, z, sequence)
         if c.aux == "attach":
             scale = recall(self, "scale", lambda: self.aux_scale)
@@ -191,13 +205,13 @@ class MoE(nn.Module):
         return out
 
     @torch.no_grad()
-    def _shares(self, scope: str, ids: Tensor, x: Tensor, ctx: Any) -> Tensor:
+    def _shares(self, scope: str, ids: Tensor, x: Tensor, ctx: Any, spread: Spread) -> Tensor:
         """Share of each expert, (E,) or per token (T, E), in the scope of the balance loss."""
         num = self.config.num_experts
         if scope == "micro_batch":
-            return micro_batch_shares(ids, num)
+            return micro_batch_shares(ids, num, spread)
         if scope == "global_batch":
-            counts = global_batch_counts(ids, num, self.data_group)
+            counts = global_batch_counts(ids, num, self.data_group, spread)
             return fractions(self.tally.add_global(counts))
         if scope == "global_batch_lagged":
             assert self.lagged_counts is not None
@@ -208,15 +222,9 @@ class MoE(nn.Module):
                 f"a loss per sequence needs to know sequences, and x {tuple(x.shape)} is (T, D); pass "
                 "(B, S, D), or ctx.document_ids"
             )
-        if documents is not None and self.sequence_group is not None:
-            raise ValueError(
-                "aux_scope 'sequence' must have whole documents on a rank, and sequence_group is set with "
-                "document_ids; use micro_batch, or rows of one document"
-            )
-        rows = x.size(0) if x.dim() == 3 else 1
-        length = ids.size(0) // max(rows, 1)
-        segments, at_most = segments_of(rows, length, documents, ids.device)
-        return sequence_shares(ids, segments, at_most, num, self.sequence_group)
+        shape = x.shape[:-1] if documents is None else documents.shape
+        rows = shape[0] if len(shape) == 2 else 1
+        return sequence_shares(ids, rows, documents, num, spread)
 
     def statistics(self, *, reset: bool = False) -> dict[str, Tensor]:
         """What the router did since the last reset, in training and eval, as tensors on the device:

@@ -30,29 +30,38 @@ def fractions(counts: Tensor) -> Tensor:
     return counts.float() / counts.sum(dim=-1, keepdim=True).clamp_min(1)
 
 
-def balance_loss(shares: Tensor, probabilities: Tensor, valid: Tensor | None = None) -> Tensor:
+def balance_loss(
+    shares: Tensor,
+    probabilities: Tensor,
+    valid: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
     """E / T sum_t sum_e f_e P_te: 1 when even, up to E when one expert takes all (Switch, eq. 4).
 
     shares f: (E,), or (T, E) with those of each token's own sequence; constants. probabilities (T, E) with a
-    gradient. Tokens with valid (T,) False do not count. As it is linear in P, the mean of these values over
+    gradient. Tokens with valid (T,) False do not count. With `total`, the 0-dim number of tokens on all
+    ranks that share rows, this is their part of the mean over those: the ranks' values add up. As it is linear in P, the mean of these values over
     ranks or micro-batches, weighted by tokens, is the value of all tokens together whenever f is.
 
     With the shares of each sequence it is DeepSeek-V3's loss per sequence (eq. 17-20), averaged over
     sequences by length. `transformers` sums over slots where this averages: its value is K times this one.
     """
     per_token = torch.linalg.vecdot(probabilities, shares.expand_as(probabilities))  # (T,)
-    return probabilities.size(1) * _mean(per_token, valid)
+    return probabilities.size(1) * _mean(per_token, valid, total)
 
 
-def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean over tokens of logsumexp(logits (T, E)) squared (ST-MoE, eq. 5)."""
-    return _mean(logits.logsumexp(dim=-1).square(), valid)
+def z_loss(logits: Tensor, valid: Tensor | None = None, total: Tensor | None = None) -> Tensor:
+    """Mean over tokens of logsumexp(logits (T, E)) squared (ST-MoE, eq. 5); `total` as above."""
+    return _mean(logits.logsumexp(dim=-1).square(), valid, total)
 
 
-def _mean(values: Tensor, valid: Tensor | None) -> Tensor:
-    if valid is None:
+def _mean(values: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
+    if valid is None and total is None:
         return values.sum() / max(values.numel(), 1)
-    return values.masked_fill(~valid, 0.0).sum() / valid.sum().clamp_min(1)
+    if valid is not None:
+        values, total = values.masked_fill(~valid, 0.0), valid.sum() if total is None else total
+    assert total is not None
+    return values.sum() / total.clamp_min(1)
 
 
 def segments_of(

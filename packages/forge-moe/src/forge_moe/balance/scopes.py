@@ -1,6 +1,6 @@
 """Over which tokens the balance loss counts: the shares f of each scope.
 
-Shapes: T tokens, K slots per token, E experts, G segments.
+Shapes: T tokens, K slots per token, E experts.
 """
 
 from typing import Any
@@ -10,41 +10,51 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_moe._torch_compat import inside_backward
-from forge_moe.balance.losses import count_ids, count_ids_per_segment, fractions
+from forge_moe.balance.losses import count_ids, count_ids_per_segment, fractions, segments_of
+from forge_moe.balance.spread import Spread
 from forge_moe.replay import replaying
 
 
 def sequence_shares(
-    ids: Tensor, segments: Tensor, num_segments: int, num_experts: int, group: Any
+    ids: Tensor, rows: int, documents: Tensor | None, num_experts: int, spread: Spread
 ) -> Tensor:
-    """Shares in each token's own sequence: ids (T, K), segments (T,) -> (T, E).
+    """Shares in each token's own sequence: ids (T, K) of `rows` rows one after another -> (T, E).
 
-    `group`: ranks that hold other tokens of the same sequences (context parallelism); one all-reduce of
-    (G, E) integers. Without it nothing is communicated.
+    A sequence is a row, or a run of equal ids in `documents` (rows, T / rows). Where rows are spread over
+    ranks: without documents one all-reduce of (rows, E) integers; with them an all-gather of ids (T, K) in
+    int32 and, once per forward, of documents; a document is then an id within its row.
     """
-    counts = count_ids_per_segment(ids, segments, num_segments, num_experts)
-    if group is not None:
-        counts = counts.contiguous()
-        dist.all_reduce(counts, group=group)
-    return fractions(counts).index_select(0, segments)
+    length = ids.size(0) // max(rows, 1)
+    if documents is not None and spread.groups:
+        seen = spread.documents(documents.to(ids.device, non_blocking=True).view(rows, length))
+        others = spread.gather(ids.int()).long()
+        counts = count_ids_per_segment(others, seen.everywhere, seen.most, num_experts)
+        return fractions(counts).index_select(0, seen.here)
+    segments, at_most = segments_of(rows, length, documents, ids.device)
+    counts = count_ids_per_segment(ids, segments, at_most, num_experts)
+    return fractions(spread.sum(counts)).index_select(0, segments)
 
 
-def micro_batch_shares(ids: Tensor, num_experts: int) -> Tensor:
-    """Shares among the tokens of this call: (T, K) -> (E,)."""
-    return fractions(count_ids(ids, num_experts))
+def micro_batch_shares(ids: Tensor, num_experts: int, spread: Spread) -> Tensor:
+    """Shares among the tokens of this micro-batch: (T, K) -> (E,).
+
+    One all-reduce of E integers where rows are spread over ranks.
+    """
+    return fractions(spread.sum(count_ids(ids, num_experts)))
 
 
-def global_batch_counts(ids: Tensor, num_experts: int, group: Any) -> Tensor:
-    """Choices (E,) int64 of this micro-batch over all data ranks: one all-reduce of E integers.
+def global_batch_counts(ids: Tensor, num_experts: int, group: Any, spread: Spread) -> Tensor:
+    """Choices (E,) int64 of this micro-batch over all data ranks, and ranks that hold parts of its rows.
 
-    Raises RuntimeError in a recomputation without recorded shares: the step has gone on since.
+    One all-reduce of E integers per group. Raises RuntimeError in a recomputation without recorded
+    shares: the step has gone on since.
     """
     if inside_backward() and not replaying():
         raise RuntimeError(
             "aux_scope 'global_batch' must be recomputed with the shares of its forward; "
             "give checkpoint(..., context_fn=forge_moe.recompute_contexts)"
         )
-    counts = count_ids(ids, num_experts)
+    counts = spread.sum(count_ids(ids, num_experts))
     for each in known_groups(group):
         dist.all_reduce(counts, group=each)
     return counts
