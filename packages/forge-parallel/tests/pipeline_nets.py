@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from forge_parallel import ParallelConfig, global_grad_norm, make_meshes, materialise
+from forge_parallel import (
+    ParallelConfig,
+    clip_grads_,
+    global_grad_norm,
+    make_meshes,
+    materialise,
+)
 from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.compile import compile_blocks
 from forge_parallel.pipeline import (
     Pipeline,
     keeps_gathered,
@@ -29,7 +36,11 @@ class Block(nn.Module):
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(2 * D, 3 * D), nn.Linear(3 * D, D)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(D),
+            nn.Linear(2 * D, 3 * D),
+            nn.Linear(3 * D, D),
+        )
         self.recompute, self.calls = recompute, 0
 
     def forward(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -40,7 +51,7 @@ class Block(nn.Module):
 
     def body(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
         h = self.norm(x)
-        seen = torch.ones(x.size(1), x.size(1)).tril()
+        seen = torch.ones(x.size(1), x.size(1), dtype=x.dtype).tril()
         if document_ids is not None:
             seen = seen * (document_ids.unsqueeze(2) == document_ids.unsqueeze(1))
         mean = seen @ h / seen.sum(-1, keepdim=True)  # (B, S, D)
@@ -75,7 +86,9 @@ class Net(nn.Module):
             x = block(x, document_ids)
         if self.norm is None:
             return x
-        return F.linear(self.norm(x), self.embedding.weight) if self.tied else self.head(self.norm(x))
+        return (
+            F.linear(self.norm(x), self.embedding.weight) if self.tied else self.head(self.norm(x))
+        )
 
 
 def net(**kind: Any) -> Net:
@@ -103,11 +116,15 @@ def whole(tensor: Any) -> Tensor:
     return tensor.detach().clone()
 
 
+def gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros(()) if parameter.grad is None else whole(parameter.grad)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def one_process(rows: int, **kind: Any) -> dict[str, Any]:
+def one_process(rows: int, keywords: bool = True, **kind: Any) -> dict[str, Any]:
     """What `train` must give, from plain loops over rows."""
     model = net(**kind)
     optimizer, found = sgd(model), {}
@@ -117,7 +134,8 @@ def one_process(rows: int, **kind: Any) -> dict[str, Any]:
         for i in range(rows):
             row = {name: value[i : i + 1] for name, value in data.items()}
             labels = row.pop("labels")
-            part = loss_of(model(row.pop("tokens"), **row), labels)
+            tokens = row.pop("tokens")
+            part = loss_of(model(tokens, **(row if keywords else {})), labels)
             part.backward()
             loss += part.detach()
         if step == 0:
@@ -132,40 +150,52 @@ def one_process(rows: int, **kind: Any) -> dict[str, Any]:
     return found | {"weights": {n: whole(p) for n, p in model.named_parameters()}}
 
 
-def train(
+def prepare(
     options: dict[str, Any],
     kind: dict[str, Any],
     rows: int,
     micro_batch: int = 1,
     meta: bool = False,
     reshard: bool | None = None,
-) -> dict[str, Any]:
-    """Two steps and an evaluation of a rank, everything that can be compared."""
-    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+) -> tuple[Net, Pipeline, Any]:
+    """The part of this rank, its pipeline, its meshes."""
+    precision = "fp32" if dtype == torch.float32 else "bf16"
+    config = ParallelConfig(device="cpu", precision=precision, **options)  # type: ignore[arg-type]
     meshes = make_meshes(config)
     model = net(**kind)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     model = model.to("meta") if meta else model
     stages = split(model, config, meshes, seq_len=S)
     keep = keeps_gathered(config) if reshard is None else not reshard
+    mesh = meshes.fsdp(meshes.dense)
     for stage in stages:
-        apply_fsdp(stage, meshes.fsdp(meshes.dense), reshard_after_forward=not keep)
+        if compiled:
+            compile_blocks(stage, "aot_eager")
+        apply_fsdp(stage, mesh, compute_dtype=dtype, reshard_after_forward=not keep)
     materialise(model, meshes.device)
     if meta:
         fill(model, values)
     mine = rows // meshes.batch_size
-    pipeline = Pipeline(
-        model,
-        config,
-        meshes,
-        num_micro_batches=mine // micro_batch,
-        micro_batch=micro_batch,
-        seq_len=S,
-        dim=D,
-    )
+    shape = {"micro_batch": micro_batch, "seq_len": S, "dim": D}
+    pipeline = Pipeline(model, config, meshes, num_micro_batches=mine // micro_batch, **shape)
+    return model, pipeline, meshes
+
+
+def rows_of(meshes: Any, rows: int, seed: int) -> dict[str, Tensor]:
+    """What this rank reads of a batch."""
+    return {n: v.chunk(meshes.batch_size)[meshes.batch_rank] for n, v in batch(rows, seed).items()}
+
+
+def train(*setting: Any) -> dict[str, Any]:
+    """Two steps and an evaluation of a rank (see `prepare`), everything that can be compared."""
+    rows: int = setting[2]
+    model, pipeline, meshes = prepare(*setting)
     optimizer, found = sgd(model), {"forwards": []}
+    once = float(meshes.tp.rank == 0)  # ranks of a tp group have the same numbers here
     for step in range(2):
-        data = {n: v.chunk(meshes.batch_size)[meshes.batch_rank] for n, v in batch(rows, step).items()}
+        data = rows_of(meshes, rows, step)
         calls = {name: block.calls for name, block in model.layers.named_children()}
         loss = pipeline.step(data.pop("tokens"), data.pop("labels"), loss_of, **data)
         found["forwards"].append([b.calls - calls[n] for n, b in model.layers.named_children()])
@@ -173,20 +203,53 @@ def train(
         if step == 0:
             copies = tied_copies(model, meshes)
             counted = [p for p in model.parameters() if p not in copies]
-            norm, total = global_grad_norm(counted, sums=loss.reshape(1))
-            found |= {"norm": norm, "loss": total[0], "own": loss}
-            found["grads"] = {n: whole(p.grad) for n, p in model.named_parameters()}
+            norm, total = global_grad_norm(counted, sums=loss.reshape(1) * once)
+            found |= {"norm": norm / meshes.tp.size**0.5, "loss": total[0], "own": loss}
+            found["grads"] = {n: gradient(p) for n, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
-    data = {n: v.chunk(meshes.batch_size)[meshes.batch_rank] for n, v in batch(rows, 2).items()}
+    data = rows_of(meshes, rows, 2)
     own = pipeline.evaluate(data.pop("tokens"), data.pop("labels"), loss_of, **data)
-    found["modes"] = [m.training for stage in stages for m in stage.modules()]
-    found["evaluated"] = global_grad_norm([], sums=own.reshape(1))[1][0]
+    found["modes"] = [m.training for stage in pipeline.stages.values() for m in stage.modules()]
+    found["evaluated"] = global_grad_norm([], sums=own.reshape(1) * once)[1][0]
     state = model.state_dict()
     found["sharded"] = all(isinstance(value, DTensor) for value in state.values())
     found["has_last"] = pipeline.has_last
     return found | {"weights": {name: whole(value) for name, value in state.items()}}
+
+
+def clipped(options: dict[str, Any], rows: int, part: float) -> dict[str, Any]:
+    """Gradients after clipping to a part of their norm, that of this rank's alone, and of all."""
+    model, pipeline, meshes = prepare(options, {}, rows)
+    data = rows_of(meshes, rows, 0)
+    pipeline.step(data.pop("tokens"), data.pop("labels"), loss_of, **data)
+    norm, _ = global_grad_norm(model.parameters())
+    own = torch.stack([gradient(p).norm() for p in model.parameters()]).norm()
+    clip_grads_(model.parameters(), norm, float(norm) * part)
+    return {
+        "norm": norm,
+        "own": own,
+        "grads": {n: gradient(p) for n, p in model.named_parameters()},
+    }
+
+
+def evaluate_first(options: dict[str, Any], rows: int) -> dict[str, Any]:
+    """An evaluation before any step, one of fewer rows, a step, another evaluation."""
+    model, pipeline, meshes = prepare(options, {}, rows)
+    found = {}
+    for name, count, seed in (("before", rows, 0), ("fewer", 1, 1), ("after", rows, 0)):
+        if name == "after":
+            data = batch(rows, 0)
+            loss = pipeline.step(data.pop("tokens"), data.pop("labels"), loss_of, **data)
+            found["step"] = global_grad_norm([], sums=loss.reshape(1))[1]
+        data = batch(count, seed)
+        own = pipeline.evaluate(data.pop("tokens"), data.pop("labels"), loss_of, **data)
+        found[name] = global_grad_norm([], sums=own.reshape(1))[1]
+    return found | {
+        "training": model.training,
+        "grads": len([p for p in model.parameters() if p.grad is not None]),
+    }
 
 
 def fill(model: nn.Module, values: dict[str, Tensor]) -> None:

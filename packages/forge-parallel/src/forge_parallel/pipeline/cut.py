@@ -62,7 +62,9 @@ def stage_ranges(costs: Sequence[float], num_stages: int) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends)]
 
 
-def _best_ends(sums: Sequence[float], num_stages: int, limit: float, join: Any) -> tuple[float, list[int]]:
+def _best_ends(
+    sums: Sequence[float], num_stages: int, limit: float, join: Any
+) -> tuple[float, list[int]]:
     """The cut with the least `join` over its stages' costs, none above `limit`: (value, ends)."""
     count = len(sums) - 1
     best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * count

@@ -44,7 +44,9 @@ def run_forward(
                     waiting[stage + 1, i] = out
                 else:
                     to = rank_of(config, stage + 1)
-                    ops.append(dist.P2POp(dist.isend, out.contiguous(), group=axis.group, group_peer=to))
+                    ops.append(
+                        dist.P2POp(dist.isend, out.contiguous(), group=axis.group, group_peer=to)
+                    )
         for stage in stages:
             i = tick - starts.get(stage - 1, tick + 1)
             source = rank_of(config, stage - 1) if stage else axis.rank

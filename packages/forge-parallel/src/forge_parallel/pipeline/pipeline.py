@@ -63,7 +63,9 @@ class Pipeline:
         if dtype is None:
             dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         shape = (micro_batch, self.length // cut, dim)
-        self._stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)  # (B, S, D)
+        self._stream = torch.empty(
+            shape, dtype=dtype, device="meta", requires_grad=True
+        )  # (B, S, D)
         self._loss: Loss | None = None
         self.stages = dict(zip(stages_on(config, meshes.pp.rank), stages_of(model), strict=True))
         self.has_first, self.has_last = 0 in self.stages, num_stages(config) - 1 in self.stages
@@ -157,7 +159,11 @@ class Pipeline:
         if self.cut > 1 and not given:  # a stage sees a part of each row, and must know where it is
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) not in (1, shape[0]):
+            if (
+                not isinstance(value, Tensor)
+                or value.dim() == 0
+                or value.size(0) not in (1, shape[0])
+            ):
                 what = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
                     f"{name} {what} must be a tensor with {shape[0]} rows or 1, to be cut into micro-batches; "
@@ -168,8 +174,15 @@ class Pipeline:
     def _check_stream(self, module: nn.Module, _: Any, output: Any) -> None:
         """What leaves a stage must be what the next one waits for: else it would read other bytes."""
         want = self._stream
-        if not isinstance(output, Tensor) or (output.shape, output.dtype) != (want.shape, want.dtype):
-            got = f"{tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else type(output)
+        if not isinstance(output, Tensor) or (output.shape, output.dtype) != (
+            want.shape,
+            want.dtype,
+        ):
+            got = (
+                f"{tuple(output.shape)} {output.dtype}"
+                if isinstance(output, Tensor)
+                else type(output)
+            )
             raise ValueError(
                 f"stage {module.pipeline_stage} gives {got}, and the next one waits for "
                 f"{tuple(want.shape)} {want.dtype}; give Pipeline the stream's dim and dtype"

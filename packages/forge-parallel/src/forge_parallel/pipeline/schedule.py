@@ -52,9 +52,7 @@ def stages_on(config: ParallelConfig, rank: int) -> list[int]:
     return [stage for stage in range(num_stages(config)) if rank_of(config, stage) == rank]
 
 
-def schedule_problems(
-    config: ParallelConfig, num_micro_batches: int, num_layers: int
-) -> list[str]:
+def schedule_problems(config: ParallelConfig, num_micro_batches: int, num_layers: int) -> list[str]:
     """What keeps a pipeline from running, each as "value, rule; fix"; empty without pp.
 
     `num_micro_batches` is that of one data rank in one step. Needs no process group.
@@ -86,8 +84,8 @@ def schedule_problems(
         )
     if splits_backward(config) and config.compile:
         found.append(
-            f"compile must be off with {name}, whose backward comes in two halves; use compile = false, or "
-            "interleaved_1f1b"
+            f"compile must be off with {name}, which halves the backward: a compiled block has it in one piece, "
+            "and would run it twice; use compile = false, or interleaved_1f1b"
         )
     return [f"parallel: {problem}" for problem in found]
 

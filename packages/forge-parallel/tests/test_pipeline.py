@@ -1,0 +1,285 @@
+"""Pipelines without ranks: where a model is cut, what is refused, what stays of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pipeline_nets import S, net
+
+from forge_parallel import ParallelConfig
+from forge_parallel.meshes import Axis
+from forge_parallel.order import OrderError
+from forge_parallel.pipeline import (
+    block_costs,
+    keeps_gathered,
+    num_stages,
+    parts_of,
+    rank_of,
+    schedule_problems,
+    split,
+    stage_ranges,
+    stages_of,
+    stages_on,
+)
+from forge_parallel.pipeline.cut import EMBEDDING_SHARE
+from forge_parallel.pipeline.schedule import make_schedule
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
+)
+
+
+def config(pp: int = 2, schedule: str = "1f1b", **more: Any) -> ParallelConfig:
+    return ParallelConfig(device="cpu", precision="fp32", pp=pp, pp_schedule=schedule, **more)  # type: ignore[arg-type]
+
+
+def meshes(rank: int, size: int = 2) -> Any:
+    return SimpleNamespace(pp=Axis(rank, size), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_dearest_stage_is_as_cheap_as_any_cut_allows(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = [draw.uniform(0.1, 5) for _ in range(draw.randint(4, 9))]
+    count = draw.randint(1, 4)
+    dearest = [
+        max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *ends, len(costs)]))
+        for ends in itertools.combinations(range(1, len(costs)), count - 1)
+    ]
+    found = stage_ranges(costs, count)
+    assert [i for part in found for i in part] == list(range(len(costs)))
+    assert len(found) == count
+    assert all(found)
+    assert max(sum(costs[i] for i in part) for part in found) == pytest.approx(min(dearest))
+
+
+def test_equal_blocks_give_even_stages_and_a_heavy_head_fewer_blocks() -> None:
+    assert [len(part) for part in stage_ranges([1] * 8, 4)] == [2, 2, 2, 2]
+    # where the dearest stage is given, the others are even
+    assert [len(part) for part in stage_ranges([1, 1, 1, 1, 9], 3)] == [2, 2, 1]
+    assert [len(part) for part in stage_ranges([1, 1, 1, 1, 1, 4], 2)] == [4, 2]
+
+
+def test_fewer_blocks_than_stages_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="3 blocks must be at least one for each of 4 pipeline stages"
+    ):
+        stage_ranges([1, 1, 1], 4)
+
+
+def test_costs_are_counted_and_the_ends_weighed_in() -> None:
+    model = net(layers=3)
+    inside = 2.0 * sum(p.numel() for p in model.layers[0].parameters())
+    table = 2.0 * sum(p.numel() for m in (model.embedding, model.place) for p in m.parameters())
+    head = 2.0 * sum(p.numel() for m in (model.norm, model.head) for p in m.parameters())
+    assert block_costs(model, parts_of(model), S) == [
+        inside + EMBEDDING_SHARE * table,
+        inside,
+        inside + head,
+    ]
+    model.layers[1].flops_per_token = lambda seq_len: 7.0 * seq_len  # type: ignore[assignment]
+    assert block_costs(model, parts_of(model), S)[1] == 7.0 * S
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_keep_the_names_of_the_whole_and_lose_none(schedule: str, tied: bool) -> None:
+    set_up = config(4, schedule)
+    whole = net(tied=tied)
+    names = set(whole.state_dict())
+    if tied and schedule in ("zbv_zero_bubble", "dualpipev"):
+        with pytest.raises(
+            ValueError, match="embedding is tied, and must have its two ends on two ranks"
+        ):
+            split(whole, set_up, meshes(0, 4))
+        return
+    seen: list[str] = []
+    for rank in range(4):
+        model = net(tied=tied)
+        stages = split(model, set_up, meshes(rank, 4), seq_len=S)
+        assert [stage.pipeline_stage for stage in stages] == stages_on(set_up, rank)
+        assert stages_of(model) == stages
+        inside = [name for stage in stages for name, _ in stage.named_parameters()]
+        mine = dict(model.named_parameters())
+        assert sorted(inside) == sorted(mine)
+        assert all(p is mine[n] for stage in stages for n, p in stage.named_parameters())
+        seen += inside
+    twice = {"embedding.weight"} if tied else set()
+    assert set(seen) == names
+    assert {name for name in seen if seen.count(name) > 1} == twice
+
+
+def test_stages_lie_in_rounds_or_in_a_v() -> None:
+    assert [rank_of(config(3, "interleaved_1f1b"), s) for s in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [rank_of(config(3, "dualpipev"), s) for s in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert num_stages(config(3, "interleaved_zero_bubble", pp_stages_per_rank=4)) == 12
+
+
+def test_views_follow_what_replaces_a_module_and_change_nothing_else() -> None:
+    model = net()
+    first, second = split(model, config(2, "interleaved_1f1b"), meshes(1), seq_len=S)
+    second.head = nn.Linear(16, 5)
+    second.layers._modules["7"] = nn.Identity()
+    assert model.head is second.head
+    assert isinstance(model.layers._modules["7"], nn.Identity)
+    assert first.head is None
+    assert first.embedding is None
+    first.register_forward_hook(lambda *_: None)
+    assert not second._forward_hooks
+    assert not model._forward_hooks
+
+
+def test_a_model_is_cut_once_and_before_other_steps() -> None:
+    model = net()
+    split(model, config(), meshes(0))
+    with pytest.raises(OrderError):
+        split(model, config(), meshes(0))
+
+
+class Stranger(nn.Module):
+    """Offers nothing."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "pipeline_parts", None), "Net must offer pipeline_parts"),
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra must belong to a stage"),
+        (
+            lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1))),
+            "scale must belong to a stage",
+        ),
+        (lambda m: delattr(m, "place"), "names place, which must be a child"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(change: Any, message: str) -> None:
+    model = net()
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        split(model, config(), meshes(0))
+
+
+def test_a_model_without_the_protocol_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="Stranger must offer pipeline_parts"):
+        parts_of(Stranger())
+
+
+@pytest.mark.parametrize(
+    ("set_up", "batches", "layers", "message"),
+    [
+        (config(4), 8, 3, "num_layers 3 must be at least one for each of the 4 stages"),
+        (config(4), 3, 8, "3 micro-batches must be at least pp 4 with 1f1b; use 4 or more"),
+        (config(4, "interleaved_1f1b"), 9, 8, "multiple of their 2 rounds of pp 4"),
+        (config(4, "interleaved_zero_bubble"), 9, 8, "use 8 or 12"),
+        (config(2, "dualpipev"), 3, 8, "at least the 4 stages with dualpipev; use 4 or more"),
+        (config(2, "dualpipev", compile=True), 4, 8, "compile must be off with dualpipev"),
+        (config(2, "gpipe"), 0, 8, "0 micro-batches must be at least 1"),
+    ],
+)
+def test_bad_numbers_are_refused_before_anything_starts(
+    set_up: ParallelConfig, batches: int, layers: int, message: str
+) -> None:
+    assert any(message in problem for problem in schedule_problems(set_up, batches, layers))
+
+
+def test_without_pp_there_are_no_rules() -> None:
+    assert schedule_problems(config(1), 0, 0) == []
+    assert not keeps_gathered(config(1, "dualpipev"))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3])
+def test_every_number_of_micro_batches_runs_or_is_refused(schedule: str, pp: int) -> None:
+    """torch's own order of a schedule, checked to its end, against our rules."""
+    set_up = config(pp, schedule)
+    count = num_stages(set_up)
+    for batches in range(1, 2 * pp + 4):
+        allowed = not schedule_problems(set_up, batches, count)
+        assert allowed == _torch_can(set_up, count, batches), batches
+
+
+def _torch_can(set_up: ParallelConfig, count: int, batches: int) -> bool:
+    stages: list[Any] = [
+        SimpleNamespace(
+            num_stages=count,
+            group_size=set_up.pp,
+            group_rank=0,
+            stage_index=index,
+            is_last=index == count - 1,
+            submod=None,
+            stage_index_to_group_rank={},
+        )
+        for index in stages_on(set_up, 0)
+    ]
+    try:
+        schedule = make_schedule(set_up, stages, batches, lambda a, b: a)
+    except (ValueError, AssertionError, IndexError):
+        return False
+    if set_up.pp_schedule in ("gpipe", "1f1b"):  # a loop, and no list of actions
+        return True
+    return _reaches_the_end(schedule.pipeline_order_with_comms, set_up, count, batches)
+
+
+def _reaches_the_end(
+    orders: dict[int, list[Any]], set_up: ParallelConfig, count: int, batches: int
+) -> bool:
+    """Whether ranks that do their actions in order, and wait for what they need, do them all, and what a
+    rank sends to another arrives in the order in which it is awaited."""
+    flat = {
+        r: [a for one in order for a in one.sub_actions or (one,)] for r, order in orders.items()
+    }
+    posts: dict[Any, dict[str, list[Any]]] = {}
+    for rank, order in flat.items():
+        for action in order:
+            kind, _, way = action.computation_type.value.partition("_")
+            if kind in ("SEND", "RECV"):
+                step = 1 if (way == "F") == (kind == "SEND") else -1
+                peer = rank_of(set_up, action.stage_index + step)
+                pair = (rank, peer) if kind == "SEND" else (peer, rank)
+                source = action.stage_index + (0 if kind == "SEND" else step)
+                what = (way, source, action.microbatch_index)
+                posts.setdefault(pair, {"SEND": [], "RECV": []})[kind].append(what)
+    if any(both["SEND"] != both["RECV"] for both in posts.values()):
+        return False
+    done: set[tuple[str, int, int]] = set()
+    places = dict.fromkeys(flat, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in flat.items():
+            while places[rank] < len(order) and _ready(order[places[rank]], done, count):
+                action = order[places[rank]]
+                kind = action.computation_type.value
+                kind = "B" if kind == "I" else kind
+                done.add((kind, action.stage_index, action.microbatch_index))
+                places[rank] += 1
+                moved = True
+    forwards = sum(kind == "F" for kind, _, _ in done)
+    backwards = sum(kind == "B" for kind, _, _ in done)
+    ended = all(places[rank] == len(order) for rank, order in flat.items())
+    return ended and forwards == backwards == count * batches
+
+
+def _ready(action: Any, done: set[tuple[str, int, int]], count: int) -> bool:
+    kind, stage, i = action.computation_type.value, action.stage_index, action.microbatch_index
+    if kind == "F":
+        return stage == 0 or ("F", stage - 1, i) in done
+    if kind in ("B", "I"):
+        return ("F", stage, i) in done and (stage == count - 1 or ("B", stage + 1, i) in done)
+    return True
