@@ -143,14 +143,15 @@ def test_every_scope_is_that_of_one_process(cp: int, tp: int) -> None:
             assert max(worst.values()) < 1e-6, (case, worst)
 
 
-def with_data_ranks() -> tuple[float, float]:
+def with_data_ranks(all_of_them: bool) -> tuple[float, float]:
     """Data ranks 2 x context ranks 2: global_batch counts over all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     data, context = divmod(dist.get_rank(), 2)
     x = torch.randn(4, S, D, generator=torch.Generator().manual_seed(6))
     plain, moe = layer("global_batch", "return"), layer("global_batch", "return")
     plain.data_group = ()
-    moe.data_group, moe.sequence_group = mesh.get_group("dp"), mesh.get_group("cp")
+    moe.data_group = dist.group.WORLD if all_of_them else mesh.get_group("dp")
+    moe.sequence_group = mesh.get_group("cp")
     plain(x)
     wanted = aux_losses(plain)
     wanted.total.backward()
@@ -163,8 +164,9 @@ def with_data_ranks() -> tuple[float, float]:
     return error(value, wanted.total.detach()), error(slope, plain.router.weight.grad)
 
 
-def test_data_ranks_and_context_ranks_count_together() -> None:
-    for found in run_on_ranks(4, with_data_ranks):
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_data_ranks_and_context_ranks_count_together(all_of_them: bool) -> None:
+    for found in run_on_ranks(4, with_data_ranks, all_of_them):
         assert max(found) < 1e-6
 
 

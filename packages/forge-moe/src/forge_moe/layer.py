@@ -71,7 +71,8 @@ class MoE(nn.Module):
         total = task_loss(y) + aux_losses(moe).total
 
     `moe.router`, `moe.experts`, `moe.shared` (or None) and `moe.dispatcher` may be replaced. With several
-    processes set `moe.data_group`, the ranks with other rows, for `aux_scope = "global_batch"`.
+    processes set `moe.data_group`, the ranks with other rows, for `aux_scope = "global_batch"`; it may hold
+    those of `sequence_group` too, as shares stay the same if all are counted equally often.
 
     Where ranks hold parts of the same rows (context parallelism, tokens cut over tensor-parallel ranks), set
     `moe.sequence_group` to their group, or to a tuple of crossed groups: losses are then each rank's part of
