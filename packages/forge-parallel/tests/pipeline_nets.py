@@ -236,7 +236,7 @@ def clipped(options: dict[str, Any], rows: int, part: float) -> dict[str, Any]:
 
 def evaluate_first(options: dict[str, Any], rows: int) -> dict[str, Any]:
     """An evaluation before any step, one of fewer rows, a step, another evaluation."""
-    model, pipeline, meshes = prepare(options, {}, rows)
+    model, pipeline, _ = prepare(options, {}, rows)
     found = {}
     for name, count, seed in (("before", rows, 0), ("fewer", 1, 1), ("after", rows, 0)):
         if name == "after":
