@@ -97,9 +97,11 @@ def memory_of(tensor: Tensor) -> int:
 
 
 @functools.cache
-def writes(operator: Any) -> bool:
-    """Whether an operator changes one of its arguments (torch 2.1 to 2.13)."""
-    return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
+def written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of each argument that an operator changes (torch 2.1 to 2.13)."""
+    schema: Any = getattr(operator, "_schema", None)  # a higher-order operator has none
+    arguments = enumerate(() if schema is None else schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
 def pipeline_stage(*args: Any, **kwargs: Any) -> Any:

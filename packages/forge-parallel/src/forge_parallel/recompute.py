@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forge_parallel._torch_compat import DispatchMode, alias, memory_of, writes
+from forge_parallel._torch_compat import DispatchMode, alias, memory_of, written
 from forge_parallel.order import mark
 
 Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -149,9 +149,12 @@ class _Keep(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if writes(operator) and any(memory_of(t) in self.kept.memory for t in _tensors(args)):
-            raise RuntimeError(_CHANGED.format(operator))
-        out = operator(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        for place, name in written(operator):
+            target = args[place] if place < len(args) else kwargs.get(name)
+            if any(memory_of(t) in self.kept.memory for t in _tensors(target)):
+                raise RuntimeError(_CHANGED.format(operator))
+        out = operator(*args, **kwargs)
         if _is_kept(operator):
             held = _map(alias, out)
             versions = [t._version for t in _tensors(held)]
@@ -210,7 +213,7 @@ def _shapes(args: Any) -> list[torch.Size]:
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    """The tensors of an operator's output: one, or a tuple with other things in it."""
+    """The tensors of an operator's argument or output: one, or some among other things."""
     return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
 
 

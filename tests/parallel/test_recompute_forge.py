@@ -1,0 +1,135 @@
+"""Recomputation and compiled blocks on Forge's own models: routes are replayed, packed rows do not recompile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_core import Transformer, TransformerConfig
+from forge_moe import MoE, MoEConfig, recompute_contexts
+from forge_parallel.compile import compile_blocks, recompilations
+from forge_parallel.recompute import recompute
+
+VOCAB, SEQ = 64, 32
+
+
+def dense() -> Transformer:
+    config = TransformerConfig(vocab_size=VOCAB, dim=32, num_layers=3, num_heads=4, max_seq_len=SEQ)
+    return Transformer(config)
+
+
+def mixture() -> Transformer:
+    config = TransformerConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, max_seq_len=SEQ)
+    experts = MoEConfig(
+        dim=32, hidden_dim=32, num_experts=4, top_k=2, aux="attach", aux_loss_weight=0.1
+    )
+    torch.manual_seed(0)
+    return Transformer(config, feed_forward=lambda _: MoE(experts))
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(seed))
+
+
+def documents(*lengths: int) -> Tensor:
+    """Rows cut alike into documents of these lengths, the last one filling up."""
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    row = torch.cat([row, torch.full((SEQ - row.numel(),), len(lengths))])
+    return row.expand(2, SEQ)
+
+
+def gradients(model: Transformer, halves: bool = False, **given: Any) -> list[Tensor]:
+    loss = model(tokens(), **given).float().square().mean()
+    parameters = list(model.parameters())
+    if halves:
+        torch.autograd.grad(loss, parameters[:1], retain_graph=True)
+    return list(torch.autograd.grad(loss, parameters))
+
+
+def layers_of(model: Transformer) -> list[MoE]:
+    return [m for m in model.modules() if isinstance(m, MoE)]
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_mixtures_recompute_to_the_same_bits_and_count_once(mode: str, halves: bool) -> None:
+    plain, model = mixture(), mixture()
+    names = list(model.state_dict())
+    recompute(model.blocks(), mode, contexts=recompute_contexts)
+    assert list(model.state_dict()) == names
+    for found, expected in zip(gradients(model, halves), gradients(plain, halves), strict=True):
+        assert torch.equal(found, expected)
+    for layer in layers_of(model):
+        assert int(layer.statistics()["tokens"]) == 2 * SEQ
+
+
+def rows_per_expert(mode: str, contexts: Any) -> list[list[int]]:
+    """What the first layer's experts get, in the forward and in the recomputation, where the router
+    changes in between: decided again, tokens would go elsewhere."""
+    model = mixture()
+    counts: list[list[int]] = []
+    first = layers_of(model)[0]
+    first.experts.register_forward_pre_hook(
+        lambda _, args: counts.append(torch.as_tensor(args[1]).tolist())
+    )
+    recompute(model.blocks(), mode, contexts=contexts)
+    loss = model(tokens()).float().square().mean()
+    torch.manual_seed(1)
+    for layer in layers_of(model):
+        layer.router.weight.data = torch.randn_like(layer.router.weight)
+    loss.backward()
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_routes_are_replayed(mode: str) -> None:
+    forward, again = rows_per_expert(mode, recompute_contexts)
+    assert forward == again
+
+
+def test_without_contexts_routes_would_be_decided_again() -> None:
+    forward, again = rows_per_expert("full", None)  # and no error
+    assert forward != again
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_packed_rows_do_not_recompile(mode: str) -> None:
+    torch._dynamo.reset()
+    plain, model = dense(), dense()
+    recompute(model.blocks(), mode)
+    compile_blocks(model, "aot_eager")
+    packs = [
+        documents(10, 12),
+        documents(3, 20),
+        documents(7, 7, 7),
+        documents(25),
+        documents(1, 2),
+    ]
+    before: dict[str, int] = {}
+    for pack in packs:
+        for found, expected in zip(
+            gradients(model, document_ids=pack), gradients(plain, document_ids=pack), strict=True
+        ):
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        before = before or recompilations()
+    assert recompilations() == before
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_mixtures_compile_their_other_parts(mode: str) -> None:
+    torch._dynamo.reset()
+    plain, model = mixture(), mixture()
+    recompute(model.blocks(), mode, contexts=recompute_contexts)
+    compile_blocks(model, "aot_eager")
+    before: dict[str, int] = {}
+    for pack in (None, documents(10, 12), documents(3, 20)):
+        for found, expected in zip(
+            gradients(model, document_ids=pack), gradients(plain, document_ids=pack), strict=True
+        ):
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        before = recompilations() if pack is not None and not before else before
+    assert recompilations() == before
+    assert before["graphs"] > 0
