@@ -259,14 +259,15 @@ class MoE(nn.Module):
         return table
 
     def parallel_roles(self) -> dict[str, str]:
-        """Role of each parameter under tensor and expert parallelism, by pattern."""
-        roles = {"router.*": "opaque", "experts.*": "expert"}
+        """Role of each parameter under tensor and expert parallelism, by pattern; ranks of both have
+        disjoint tokens here."""
+        roles = {"router.*": "replicate_sum_grad", "experts.*": "expert"}
         if self.shared is not None:
             if self.shared.gate_proj is not None:
                 roles["shared.gate_proj.*"] = "colwise"
             roles |= {"shared.up_proj.*": "colwise", "shared.down_proj.*": "rowwise"}
             if self.shared.gate is not None:
-                roles["shared.gate.*"] = "opaque"
+                roles["shared.gate.*"] = "replicate_sum_grad"
         return roles
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -4,7 +4,7 @@ Shapes: B rows, S tokens, D width of the residual stream, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,14 @@ class Block(nn.Module):
         return _flops(self.mixer, seq_len) + _flops(self.feed_forward, seq_len)
 
 
+class TiedHead(nn.Module):
+    """The output projection by the embedding's weight (V, D), which it does not hold, so that nothing
+    can untie it (`to_empty` would): (B, S, D) -> (B, S, V)."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
 class Transformer(nn.Module):
     """Decoder-only transformer of Llama's shape, with places for other sublayers.
 
@@ -91,9 +99,10 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=empty)
         self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.num_layers)})
         self.norm = build_norm(config.norm, config.dim, config.norm_eps)
-        # Tied: no second module that holds the weight, so nothing can untie it (to_empty would).
         tied = config.tie_embeddings
-        self.lm_head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head: nn.Module = (
+            TiedHead() if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        )
         if not self.embedding.weight.is_meta:
             initialise(self, seed=0, strict=False)
 
@@ -135,9 +144,9 @@ class Transformer(nn.Module):
         if self.norm is None:
             return x
         x = self.norm(x)
-        if self.lm_head is None:
-            return F.linear(x, self.embedding.weight)
-        return cast(Tensor, self.lm_head(x))
+        tied = isinstance(self.lm_head, TiedHead)
+        logits: Tensor = self.lm_head(x, self.embedding.weight) if tied else self.lm_head(x)
+        return logits
 
     def context(
         self,
@@ -155,8 +164,9 @@ class Transformer(nn.Module):
         rows, size = tokens.shape[:2]
         if not tokens.is_floating_point():
             token_ids = tokens
-        elif document_ids is not None or positions is not None:
-            size = (positions if document_ids is None else document_ids).size(1)
+        else:
+            per_token = positions if document_ids is None else document_ids
+            size = size if per_token is None else per_token.size(1)
         past = 0 if cache is None else cache.length
         if past + size > self.config.max_seq_len:
             cached = f" ({past} of them cached)" if past else ""
@@ -199,21 +209,22 @@ class Transformer(nn.Module):
 
         A tied embedding stands at both ends. The answer is the same in a part of the model.
         """
-        head = "embedding" if self.config.tie_embeddings else "lm_head"
-        return {"first": ("embedding",), "blocks": "layers", "last": ("norm", head)}
+        tied = ("embedding",) if self.config.tie_embeddings else ()
+        return {"first": ("embedding",), "blocks": "layers", "last": ("norm", *tied, "lm_head")}
 
     def parallel_roles(self) -> dict[str, str]:
         """Role of every parameter under tensor parallelism: {pattern: role}.
 
         In a pattern `*` stands for any characters (as in fnmatch); each parameter matches exactly
-        one. Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "vocab" an
-        embedding by ids, "gather_output" a colwise layer whose output is gathered, "sequence" a
-        norm on a token-sharded stream, "replicate_sum_grad" a copy whose gradients are summed,
-        "expert" a stack of experts, "opaque" left alone.
+        one, and a tied head, which has none, is named itself. Roles: "colwise" and "rowwise" cut a
+        linear layer by outputs and inputs, "vocab" an embedding by ids, "gather_output" a colwise
+        layer whose outputs are logits, "sequence" a norm on a token-sharded stream,
+        "replicate_sum_grad" a copy whose gradients are summed, "expert" a stack of experts, "opaque" a
+        module that sees whole tokens.
         """
         roles = {"embedding.*": "vocab", "norm.*": "sequence"}
-        if self.lm_head is not None:
-            roles["lm_head.*"] = "gather_output"
+        # a tied head has no parameter of its own: the row names the module
+        roles["lm_head" if self.config.tie_embeddings else "lm_head.*"] = "gather_output"
         for key, block in self.layers.items():
             roles.update(_roles(block, f"layers.{key}"))
         return roles

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Partial
 
 from forge_parallel.axes.exchange import (
     Ranks,
@@ -23,6 +24,7 @@ from forge_parallel.axes.exchange import (
     scatter,
     token_dim,
 )
+from forge_parallel.axes.local import local_part
 
 
 class Inputs:
@@ -101,7 +103,9 @@ class RowwiseBias(Rowwise):
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.tp_summing else super().bias  # type: ignore[misc]
+        if self.tp_summing:
+            return None
+        return local_part(self, "bias", (Partial(),) if self.tp.tokens_cut else None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.tp_summing = True

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 
@@ -50,6 +50,17 @@ def use_local(module: nn.Module, names: Mapping[str, tuple[Placement, ...] | Non
     module.__class__ = _with_local(cls, rows)
 
 
+def local_part(
+    module: nn.Module, name: str, grad_placements: tuple[Placement, ...] | None
+) -> Tensor | None:
+    """What `use_local` shows of a parameter."""
+    parameter = module._parameters[name]
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+        local: Tensor = parameter.to_local(grad_placements=grad_placements)
+        return local
+    return parameter
+
+
 @functools.cache
 def _joined(mixin: type, cls: type) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__})
@@ -62,10 +73,4 @@ def _with_local(cls: type, rows: tuple[tuple[str, tuple[Placement, ...] | None],
 
 
 def _local_property(name: str, grad_placements: tuple[Placement, ...] | None) -> property:
-    def local(self: nn.Module) -> Any:
-        parameter = self._parameters[name]
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
-            return parameter.to_local(grad_placements=grad_placements)
-        return parameter
-
-    return property(local)
+    return property(lambda self: local_part(self, name, grad_placements))
