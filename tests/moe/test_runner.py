@@ -41,7 +41,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp2-ep2": (4, {"parallel__ep": 2, "parallel__dp_replicate": 2}),
     "ep4-hierarchical": (
         4,
-        {"parallel__ep": 4, "model__moe__dispatcher": "hierarchical", "LOCAL_WORLD_SIZE": 2},
+        {
+            "parallel__ep": 4,
+            "parallel__across_nodes": True,
+            "model__moe__dispatcher": "hierarchical",
+            "LOCAL_WORLD_SIZE": 2,
+        },
     ),
     "ep2-chunked": (2, {"parallel__ep": 2, "model__moe__dispatch_chunks": 2}),
 }
@@ -102,7 +107,7 @@ def test_metrics_show_biases_loads_and_drops_of_each_mixture(alone: Any) -> None
 def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path, MOE)
     for overrides, wanted in (
-        ({"parallel.ep": 3}, "ep 3 must divide dp_shard 4"),
+        ({"parallel.ep": 3}, "ep 3 must divide dp_shard x cp x tp = 4"),
         (
             {"parallel.ep": 4, "model.moe.num_experts": 6},
             "ep 4 must divide model.moe.num_experts 6",

@@ -269,7 +269,7 @@ def test_saved_on_four_ranks_goes_on_on_another_number(
 def test_a_batch_that_the_ranks_do_not_divide_is_refused_with_all_rules(tmp_path: Path) -> None:
     refused = forge_train("run", make_job(tmp_path), "--nproc", "5", "--parallel.dp_shard", "2")
     assert refused.code == 78
-    assert "dp_replicate 1 x dp_shard 2 = 2 must be the 5 ranks" in refused.err
+    assert "dp_shard 2 = 2 must be the 5 ranks" in refused.err
     assert (
         "train.global_batch 12 must be divisible by the 5 ranks that read data; use 10"
         in refused.err

@@ -49,6 +49,7 @@ from forge_train.trainer.build import (
     validation_stream,
 )
 from forge_train.trainer.callbacks import Callback, load_callbacks
+from forge_train.trainer.choose import placement, with_layout
 from forge_train.trainer.compute import Compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.layout import layout_problems
@@ -92,9 +93,9 @@ class Trainer:
     """
 
     def __init__(self, job: ResolvedJob, callbacks: Sequence[Callback] = ()) -> None:
-        self.job = job
-        self.config = config = job.config
         world = _as_config_error(find_world)
+        self.job, self._reasons = with_layout(job, world)
+        self.config = config = self.job.config
         problems = layout_problems(config, world.world_size, world.local_world_size)
         if problems:
             raise ConfigError(problems)
@@ -112,6 +113,8 @@ class Trainer:
         _as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
         layout = config.parallel.axes(world.world_size)
+        mixed = bool(mixture_sizes(self.model))
+        self._placement = placement(config.parallel, world, experts=mixed)
         reader = world.rank // (layout.cp * layout.tp) % layout.batch_size
         self.loader = build_loader(config, reader, layout.batch_size)
         self.validation = validation_stream(config)
@@ -288,7 +291,15 @@ class Trainer:
             "total_steps": self.total_steps,
             "device": str(self.device),
             "world_size": meshes.world_size,
+            **(
+                {"layout": self._placement, "reasons": self._reasons}
+                if meshes.world_size > 1
+                else {}
+            ),
         }
+        if writes and self.config.metrics.console != "off":
+            for line in [*self._reasons, *self._placement]:
+                print(f"layout: {line}", flush=True)
         if step:
             self._record("resume", **event, seconds=load_seconds, changed=changes)
         else:
