@@ -213,8 +213,9 @@ def train(*setting: Any) -> dict[str, Any]:
     own = pipeline.evaluate(data.pop("tokens"), data.pop("labels"), loss_of, **data)
     found["modes"] = [m.training for stage in pipeline.stages.values() for m in stage.modules()]
     found["evaluated"] = global_grad_norm([], sums=own.reshape(1) * once)[1][0]
+    # asked before state_dict, which would shard them itself
+    found["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     state = model.state_dict()
-    found["sharded"] = all(isinstance(value, DTensor) for value in state.values())
     found["has_last"] = pipeline.has_last
     return found | {"weights": {name: whole(value) for name, value in state.items()}}
 

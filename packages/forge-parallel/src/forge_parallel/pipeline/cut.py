@@ -67,10 +67,11 @@ def _best_ends(
 ) -> tuple[float, list[int]]:
     """The cut with the least `join` over its stages' costs, none above `limit`: (value, ends)."""
     count = len(sums) - 1
-    best: list[tuple[float, list[int]]] = [(0.0, [])] + [(math.inf, [])] * count
+    none: tuple[float, list[int]] = (math.inf, [])
+    best = [(0.0, none[1])] + [none] * count
     for stage in range(1, num_stages + 1):
         # stages still to come need a block each
-        found = [(math.inf, [])] * (count + 1)
+        found = [none] * (count + 1)
         for end in range(stage, count - (num_stages - stage) + 1):
             for start in range(stage - 1, end):
                 own = sums[end] - sums[start]

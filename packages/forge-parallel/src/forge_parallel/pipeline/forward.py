@@ -29,7 +29,8 @@ def run_forward(
     on. A rank runs one of its stages on all micro-batches before the next, so that it waits only where
     the pipe fills. Memory: the results of one stage for all micro-batches.
     """
-    last, waiting = num_stages(config) - 1, {}
+    last = num_stages(config) - 1
+    waiting: dict[tuple[int, int], Tensor] = {}
     starts = {stage: _start(config, stage, len(batches)) for stage in range(last + 1)}
     for tick in range(starts[last] + len(batches)):
         ops = []

@@ -104,7 +104,8 @@ class Pipeline:
         its modules say, keeps unsharded gradients until the last micro-batch, then reduces them once.
         """
         follow_mode(self.model)
-        self._loss, losses = loss_fn, []
+        self._loss = loss_fn
+        losses: list[Tensor] = []
         kwargs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
         mine: dict[str, Any] = {"target": labels, "losses": losses} if self.has_last else {}
         try:
