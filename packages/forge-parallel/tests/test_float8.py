@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,14 +174,7 @@ def test_a_layer_alone_is_refused_and_so_is_a_machine_without_torchao(
 ) -> None:
     with pytest.raises(ValueError, match="put it into one"):
         convert_float8(nn.Linear(32, 32))
-    real = builtins.__import__
-
-    def absent(name: str, *rest: Any) -> Any:
-        if name.startswith("torchao"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ImportError, match=r"pip install 'forge-parallel\[float8\]'"):
         convert_float8(Model())
 

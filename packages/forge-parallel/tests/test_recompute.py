@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,14 @@ from torch.distributed.tensor import DTensor
 
 import forge_parallel.recompute as recompute_file
 from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.tensor import tensor_parallel
+from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.compile import compile_blocks
 from forge_parallel.recompute import recompute
 from forge_testing import run_on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tensor_models
 
 DIM = 32
 
@@ -200,6 +209,27 @@ def test_what_would_be_wrong_is_refused() -> None:
             gradients(model, False)
 
 
+class Handed(nn.Module):
+    """Gives its product away before using it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.bmm(x, self.weight.expand(x.size(0), DIM, DIM))
+        return y, F.silu(y)
+
+
+def test_a_change_after_the_block_is_noticed_too() -> None:
+    block = Handed()
+    recompute([block], "selective")
+    y, z = block(data())
+    y.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place what selective"):
+        (y + z).sum().backward()
+
+
 def test_contexts_are_entered_around_the_forward_and_each_recomputation() -> None:
     log: list[str] = []
 
@@ -268,3 +298,38 @@ def sharded(mode: str) -> float:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_under_fsdp(mode: str) -> None:
     assert max(run_on_ranks(2, sharded, mode)) < 1e-5
+
+
+def cut_over_tp(mode: str, compiled: bool, sequence_parallel: bool) -> float:
+    """Worst error of gradients under tp 2 and FSDP2 against one process that keeps everything."""
+    model = tensor_models.seeded(kinds="aor")
+    reference = tensor_models.copy_of(model)
+    tokens, labels, ctx = tensor_models.batch(2)
+    tensor_models.one_process(reference, tokens, labels, ctx)
+    mesh = tensor_models.mesh_of(1, 2)
+    tensor_parallel(model, mesh["tp"], sequence_parallel=sequence_parallel)
+    recompute(model.blocks(), mode)
+    if compiled:
+        compile_blocks(model, "aot_eager")
+    everywhere = mesh._flatten("everywhere")
+    tensor_models.shard(model, mesh["dp_shard"], everywhere)
+    axis = SimpleNamespace(group=mesh["tp"].get_group(), size=2, rank=mesh["tp"].get_local_rank())
+    total, _ = vocab_cross_entropy(model(tokens, ctx), labels, axis)
+    (total / (labels != -100).sum()).backward()
+    return max(tensor_models.errors(model, reference).values())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("mode", "compiled", "sequence_parallel"),
+    [
+        ("full", False, True),
+        ("selective", False, True),
+        ("selective", False, False),
+        ("none", True, True),
+        ("full", True, True),
+        ("full", True, False),
+    ],
+)
+def test_under_tensor_parallelism(mode: str, compiled: bool, sequence_parallel: bool) -> None:
+    assert max(run_on_ranks(2, cut_over_tp, mode, compiled, sequence_parallel, timeout=120)) < 1e-5

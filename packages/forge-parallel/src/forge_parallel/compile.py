@@ -66,8 +66,8 @@ def compile_blocks(
     for part in parts:
         if not isinstance(part, Recomputed):
             swap(part, Compiled)
-        mixin = Recomputed if isinstance(part, Recomputed) else Compiled
-        forward = super(mixin, part).forward.__func__  # type: ignore[misc]
+        mixin: Any = Recomputed if isinstance(part, Recomputed) else Compiled
+        forward = super(mixin, part).forward.__func__
         if forward not in ready:
             ready[forward] = torch.compile(forward, backend=graphs, dynamic=False)
         part.__dict__[COMPILED] = ready[forward]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -149,12 +150,11 @@ def _check(model: nn.Module, recipe: str, all_gather: bool, device: torch.device
 
 def _torchao() -> Any:
     try:
-        import torchao.float8
+        return import_module("torchao.float8")
     except ImportError as error:
         raise ImportError(
             "float8 needs torchao; pip install 'forge-parallel[float8]' (torchao 0.18 or later)"
         ) from error
-    return torchao.float8
 
 
 def _without_kernel(device: torch.device, recipe: str) -> bool:
