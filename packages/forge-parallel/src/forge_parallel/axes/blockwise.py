@@ -156,10 +156,11 @@ def blockwise_attention(
 
     Scores are scaled by D ** -0.5. Pieces run in flash kernels on CPU and, in 16 bits with D a multiple
     of 8 up to 256, on CUDA (there all pieces of a kind in one varlen call); fp64, and fp32 on CUDA, run
-    as plain products that hold the scores of a call. The order of sums of packed rows varies on CUDA, but
-    under torch.use_deterministic_algorithms. Nothing of this was run on CUDA. Merging and sums of gradients are in fp32. Kept
-    for backward: q, keys and values (own ones, or all where `exchange` gathers them), the output, 4
-    bytes per query and head. ValueError where v is not shaped like k, or H is no multiple of K.
+    as plain products that hold the scores of a call. The CUDA path was not run by us; there the order of
+    sums of packed rows varies, but under torch.use_deterministic_algorithms. Merging and sums of
+    gradients are in fp32. Kept for backward: q, keys and values (own ones, or all where `exchange`
+    gathers them), the output, 4 bytes per query and head. ValueError where v is not
+    shaped like k, or H is no multiple of K.
     """
     if k.shape != v.shape or q.size(2) % k.size(2) or q.size(3) != k.size(3):
         raise ValueError(
