@@ -1,0 +1,111 @@
+"""Hugging Face models are cut by the plan that they carry."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from forge_parallel.axes.hf_plan import roles_of_plan
+from forge_parallel.axes.tensor import tensor_parallel
+from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_testing import run_on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tensor_models import batch, copy_of, errors, mesh_of, shard
+
+transformers = pytest.importorskip("transformers")
+
+
+def build(kind, **options):
+    settings = {
+        "vocab_size": 37,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 32,
+        "pad_token_id": None,
+        **options,
+    }
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**settings)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 8)
+    model.blocks = lambda: list(model.model.layers)
+    return model.train()
+
+
+def _against_one_process(kind, tied):
+    mesh = mesh_of(2, 2)
+    model = build(kind, tie_word_embeddings=tied)
+    reference = copy_of(model)
+    tokens, labels, _ = batch(2)
+    flat = reference(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+    want = F.cross_entropy(flat, labels.flatten(), reduction="sum") / (labels != -100).sum()
+    want.backward()
+    model.blocks = lambda: list(model.model.layers)
+    tensor_parallel(model, mesh["tp"])
+    shard(model, mesh["dp_shard"])
+    row = mesh["dp_shard"].get_local_rank()
+    logits = model(input_ids=tokens[row : row + 1], use_cache=False).logits
+    total, _ = vocab_cross_entropy(logits, labels[row : row + 1], mesh["tp"])
+    loss = total / (labels != -100).sum()
+    loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss, group=mesh["dp_shard"].get_group())
+    same = list(model.state_dict()) == list(reference.state_dict())
+    return float((loss - want).abs() / want), errors(model, reference), tuple(logits.shape), same
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Qwen3", False)])
+def test_tp_plan_with_fsdp_equals_one_process(kind, tied):
+    for loss, found, shape, same in run_on_ranks(4, _against_one_process, kind, tied, timeout=120):
+        worst = max(found, key=found.get)
+        assert loss < 1e-5
+        assert found[worst] < 1e-5, (worst, found[worst])
+        assert shape == (1, 8, 19)
+        assert same
+        assert ("model.layers.0.self_attn.q_norm.weight" in found) == (kind == "Qwen3")
+
+
+def test_roles_of_what_the_plan_leaves_out():
+    roles = roles_of_plan(build("Qwen3"))
+    assert roles["model.embed_tokens.weight"] == "vocab"
+    assert roles["model.layers.0.self_attn.q_norm.weight"] == "replicate_sum_grad"
+    assert roles["model.layers.0.input_layernorm.weight"] == "opaque"
+    assert roles["lm_head.weight"] == "gather_output"
+
+
+def test_unknown_styles_and_forgotten_norms_are_refused_by_name():
+    model = build("Qwen3")
+    plan = dict(model.config.base_model_tp_plan)
+    plan["layers.*.mlp.up_proj"] = "packed_colwise"
+    del plan["layers.*.self_attn.k_norm"]
+    model.config.base_model_tp_plan, model._tp_plan = plan, {"lm_head": "colwise_gather_output"}
+    with pytest.raises(ValueError) as raised:
+        roles_of_plan(model)
+    message = str(raised.value)
+    assert "model.layers.1.mlp.up_proj: tp style packed_colwise must be one of colwise" in message
+    assert "model.layers.0.self_attn.k_norm: has no tp style and must have one" in message
+
+
+def _cut_stream():
+    try:
+        tensor_parallel(build("Llama"), mesh_of(1, 2)["tp"], sequence_parallel=True)
+    except ValueError as error:
+        return str(error)
+
+
+def test_sequence_parallelism_of_a_plan_is_refused():
+    message = run_on_ranks(2, _cut_stream)[0]
+    assert "sequence_parallel must be off for a tp_plan (LlamaForCausalLM reads lengths" in message

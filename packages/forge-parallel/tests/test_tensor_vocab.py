@@ -1,0 +1,89 @@
+"""Cross-entropy over cut logits equals torch's over whole ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from forge_parallel.axes import vocab
+from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_testing import run_on_ranks
+
+ALONE = SimpleNamespace(group=None, size=1, rank=0)
+
+
+def _data(ids, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(3, 5, ids, generator=generator) * 6).to(dtype)
+    labels = torch.randint(0, ids, (3, 5), generator=generator)
+    labels[0, :2], labels[2] = -100, -100
+    return logits, labels
+
+
+def _whole(logits, labels):
+    logits = logits.clone().requires_grad_()
+    flat = logits.float().flatten(0, 1)
+    total = F.cross_entropy(flat, labels.flatten(), reduction="sum")
+    (total * 0.5).backward()
+    return total.detach(), logits.grad
+
+
+def _cut(ids, dtype):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = SimpleNamespace(group=dist.group.WORLD, size=size, rank=rank)
+    logits, labels = _data(ids, dtype)
+    want, grad = _whole(logits, labels)
+    width = -(-ids // size)
+    padded = F.pad(logits, (0, width * size - ids), value=-torch.inf)
+    mine = padded[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+    vocab._BLOCK_CPU = 2 * width  # several blocks of two rows
+    total, count = vocab_cross_entropy(mine, labels, axis)
+    (total * 0.5).backward()
+    theirs = F.pad(grad, (0, width * size - ids))[..., rank * width : (rank + 1) * width]
+    worst = (mine.grad.float() - theirs.float()).abs().max() / grad.abs().max()
+    nothing, none = vocab_cross_entropy(mine, torch.full_like(labels, -100), axis)
+    mine.grad = None
+    nothing.backward()
+    return (
+        float((total - want).abs() / want),
+        float(worst),
+        int(count),
+        (float(nothing), int(none), float(mine.grad.abs().max())),
+        total.dtype is torch.float32 and mine.grad.dtype is dtype,
+    )
+
+
+@pytest.mark.parametrize(("ranks", "ids"), [(2, 16), (2, 37), (4, 37)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_and_gradient_equal_whole_logits(ranks, ids, dtype):
+    for loss, grad, count, nothing, kept in run_on_ranks(ranks, _cut, ids, dtype):
+        assert loss < 1e-6
+        assert grad < (1e-5 if dtype is torch.float32 else 1e-2)  # one rounding to bf16
+        assert count == 8
+        assert nothing == (0.0, 0, 0.0)
+        assert kept
+
+
+def test_one_rank_needs_no_group():
+    logits, labels = _data(16)
+    want, _ = _whole(logits, labels)
+    assert float(vocab_cross_entropy(logits, labels, ALONE)[0]) == pytest.approx(float(want))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (
+            torch.zeros(3, 4, dtype=torch.int64),
+            r"labels \(3, 4\) must have the shape of logits \(3, 5, 16\)",
+        ),
+        (torch.full((3, 5), 16), r"label 16 must be in \[0, 16\) or ignore_index"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(labels, message):
+    with pytest.raises(ValueError, match=message):
+        vocab_cross_entropy(_data(16)[0], labels, ALONE)
