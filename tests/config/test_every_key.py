@@ -14,13 +14,22 @@ import torch
 from forge_core import Transformer, TransformerConfig
 from forge_moe import MoE
 from forge_moe.gemm import choose_products
-from forge_parallel import ParallelConfig, end_process_group, launch, make_meshes, parallelize
+from forge_parallel import (
+    ParallelConfig,
+    end_process_group,
+    find_world,
+    launch,
+    make_meshes,
+    parallelize,
+)
+from forge_parallel.pipeline import Pipeline, stages_of
 from forge_testing import run_on_ranks, write_job
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import DenseModelConfig
 from forge_train.metrics.console import console_mode
+from forge_train.trainer.choose import with_layout
 from forge_train.trainer.mixtures import feed_forward_factory, spread_experts
 from forge_train.trainer.trainer import NonFiniteError
 
@@ -261,6 +270,16 @@ ELSEWHERE = {
     "parallel.dp_replicate",
     "parallel.dp_shard",
     "parallel.ep",
+    *(
+        f"parallel.{key}"
+        for key in ("layout", "tp", "sequence_parallel", "async_tp", "cp", "cp_exchange")
+    ),
+    *(f"parallel.{key}" for key in ("pp", "pp_schedule", "pp_stages_per_rank")),
+    *(
+        f"parallel.{key}"
+        for key in ("gpus_per_node", "across_nodes", "float8", "float8_all_gather")
+    ),
+    *(f"parallel.{key}" for key in ("recompute", "recompute_every", "memory_budget", "compile")),
     "model.moe.dispatcher",
     "model.moe.dispatch_chunks",
     "parallel.reshard_after_forward",
@@ -370,6 +389,92 @@ def test_a_key_of_experts_changes_where_they_are_or_how_tokens_travel(
 )
 def test_a_layout_key_changes_what_fsdp_does(key: str, other: Any) -> None:
     assert run_on_ranks(2, layout, {})[0] != run_on_ranks(2, layout, {key: other})[0]
+
+
+def arranged(options: dict[str, Any]) -> Any:
+    """What parallelize makes of a decoder of six layers: classes, placements, and names below."""
+    section = DenseModelConfig(vocab_size=64, dim=512, num_layers=6, num_heads=2, hidden_dim=4096)
+    with torch.device("meta"):
+        model = Transformer(section)
+    config = ParallelConfig(device="cpu", **options)
+    meshes = make_meshes(config)
+    parallelize(model, config, meshes, seq_len=16)
+    found: dict[str, Any] = {n: str(p.placements) for n, p in model.named_parameters()}
+    attend = model.blocks()[0].mixer.attend
+    found |= {"exchange": type(getattr(attend, "exchange", attend)).__name__}
+    found |= {"cut": [m.tp.tokens_cut for m in model.modules() if hasattr(m, "tp")]}
+    found |= {
+        f"class of {n}": [c.__name__ for c in type(m).__mro__] for n, m in model.named_modules()
+    }
+    found |= {
+        "compiled": [bool(m._compiled_call_impl) or "forward" in vars(m) for m in model.modules()]
+    }
+    if meshes.pp.size > 1:
+        found["stages"] = [len(stage.blocks()) for stage in stages_of(model)]
+        pipeline = Pipeline(
+            model, config, meshes, num_micro_batches=4, micro_batch=1, seq_len=16, dim=512
+        )
+        found["schedule"] = type(pipeline._schedule).__name__
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("key", "other", "also"),
+    [
+        ("tp", 2, {}),
+        ("sequence_parallel", False, {"tp": 2}),
+        ("cp", 2, {}),
+        ("cp_exchange", "ring", {"cp": 2}),
+        ("pp", 2, {}),
+        ("pp_schedule", "gpipe", {"pp": 2}),
+        ("pp_stages_per_rank", 3, {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
+        ("float8", "tensorwise", {"precision": "bf16"}),
+        ("recompute", "full", {}),
+        ("recompute_every", 2, {"recompute": "full"}),
+        ("compile", True, {}),
+    ],
+)
+def test_a_key_changes_what_parallelize_makes(key: str, other: Any, also: dict[str, Any]) -> None:
+    plain = run_on_ranks(2, arranged, also)
+    assert run_on_ranks(2, arranged, {**also, key: other}) != plain
+
+
+@pytest.mark.parametrize(("key", "other"), [("gpus_per_node", 4), ("across_nodes", True)])
+def test_a_key_about_nodes_lets_groups_be_larger(key: str, other: Any) -> None:
+    with pytest.raises(ValueError, match="tp 4 must stay inside a node of 2"):
+        ParallelConfig(tp=4).axes(8, 2)
+    assert ParallelConfig(tp=4, **{key: other}).axes(8, 2).tp == 4
+
+
+def test_the_memory_budget_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "forge_parallel.compile.compile_blocks", lambda m, memory_budget: seen.append(memory_budget)
+    )
+    for budget in (None, 0.5):
+        config = ParallelConfig("cpu", "fp32", compile=True, memory_budget=budget)
+        parallelize(torch.nn.Linear(2, 2), config)
+    assert seen == [None, 0.5]
+
+
+@pytest.mark.parametrize("key", ["async_tp", "float8_all_gather"])
+def test_a_key_for_gpus_is_refused_on_a_cpu(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        build(tmp_path, {f"parallel.{key}": True})
+
+
+def test_the_layout_is_chosen_with_reasons_and_kept_by_the_run(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path), {"parallel.layout": "auto", "train.steps": 1})
+    alone = find_world({})
+    chosen, reasons = with_layout(job, alone)
+    assert chosen.config.parallel.layout == "manual"
+    assert chosen.origin("parallel.layout") == "chosen by the planner"
+    assert "FSDP" in reasons[0]
+    Trainer(job).fit()
+    again, reasons = with_layout(job, alone)
+    assert again.config == chosen.config
+    assert reasons == [f"kept from {tmp_path / 'run'}"]
 
 
 def test_the_number_of_shards_is_kept_to(tmp_path: Path) -> None:

@@ -133,9 +133,12 @@ CAPABILITIES: tuple[Rule, ...] = (
     ),
     Rule(
         "float8_all_gather",
-        lambda c: c["float8_all_gather"] and (c["float8"] != "tensorwise" or c["device"] == "cpu"),
-        "float8_all_gather must go with float8 tensorwise on CUDA, and float8 is {float8}, device "
-        "{device}",
+        lambda c: (
+            c["float8_all_gather"]
+            and (c["float8"] != "tensorwise" or c["device"] == "cpu" or c["tp"] > 1)
+        ),
+        "float8_all_gather must go with float8 tensorwise on CUDA and tp 1, and float8 is {float8}, device "
+        "{device}, tp {tp}",
         "use float8_all_gather = false, or float8 = 'tensorwise' on a GPU",
     ),
     _one_of(
@@ -147,6 +150,12 @@ CAPABILITIES: tuple[Rule, ...] = (
         lambda c: c["recompute_every"] > 1 and c["recompute"] == "none",
         "recompute_every {recompute_every} must go with a mode, and recompute is none",
         "use recompute = 'full', or leave recompute_every out",
+    ),
+    Rule(
+        "selective and compile",
+        lambda c: c["compile"] and c["recompute"] == "selective",
+        "recompute selective must go without compile, which chooses what to recompute by itself",
+        "use recompute = 'none' with memory_budget = 0.7, recompute = 'full', or compile = false",
     ),
     Rule(
         "memory_budget",

@@ -12,6 +12,7 @@ from torch import nn
 from forge_parallel.axes.fsdp import apply_fsdp, blocks_of
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes, make_meshes
+from forge_parallel.pipeline.schedule import keeps_gathered
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -23,6 +24,7 @@ def parallelize(
     *,
     seq_len: int = 2048,
     recompute_contexts: Callable[[], tuple[Any, Any]] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """Bring `model` (plain, or on the meta device) to its ranks, device and precision; same object.
 
@@ -38,14 +40,15 @@ def parallelize(
     the same values on all ranks: each keeps its share of them, nothing is sent.
 
     `seq_len` weighs attention when the depth is cut; `recompute_contexts` are of what must be replayed in
-    a recomputation (forge_moe has one for routes).
+    a recomputation (forge_moe has one for routes). `report` is called with a table of what computes in
+    float8 and what does not, and why.
 
     Cost: memory as `materialise`; one collective to make the mesh if `meshes` is not given.
     """
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
     for part in _stages(model, config, meshes, seq_len):
-        _adapt(part, config, meshes, recompute_contexts)
+        _adapt(part, config, meshes, recompute_contexts, report)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)
 
@@ -66,12 +69,21 @@ def _adapt(
     config: ParallelConfig,
     meshes: Meshes,
     contexts: Callable[[], tuple[Any, Any]] | None,
+    report: Callable[[str], None] | None,
 ) -> None:
     """The order of the steps, each with its reason. Each works in place and keeps all names."""
     if config.float8 != "none":  # replaces modules, so before what changes their classes
-        from forge_parallel.float8 import convert_float8
+        from forge_parallel.float8 import convert_float8, float8_table
 
-        convert_float8(model, config.float8, all_gather=config.float8_all_gather, tp=config.tp)
+        rows = convert_float8(
+            model,
+            config.float8,
+            all_gather=config.float8_all_gather,
+            device=meshes.device,
+            tp=meshes.tp.size,
+        )
+        if report is not None:
+            report(float8_table(rows))
     experts = _experts(model, meshes)
     if meshes.tp.size > 1:  # cuts parameters, so before FSDP cuts what is left
         from forge_parallel.axes.tensor import tensor_parallel
@@ -101,17 +113,11 @@ def _adapt(
             meshes.fsdp(meshes.dense),
             compute_dtype=_DTYPES[config.precision],
             reduce_dtype=_DTYPES[config.reduce_dtype],
-            reshard_after_forward=config.reshard_after_forward and not _splits_backward(config),
+            reshard_after_forward=config.reshard_after_forward and not keeps_gathered(config),
             cpu_offload=config.cpu_offload,
             sparse=None if meshes.sparse is None else meshes.fsdp(meshes.sparse),
             experts=experts,
         )
-
-
-def _splits_backward(config: ParallelConfig) -> bool:
-    """Schedules that compute a backward in two halves: FSDP2 would reduce weights it has freed."""
-    halves = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-    return config.pp > 1 and config.pp_schedule in halves
 
 
 def _experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:

@@ -221,6 +221,7 @@ class Trainer:
             self.meshes,
             seq_len=config.data.seq_len,
             recompute_contexts=recompute_contexts if self._mixture_sizes else None,
+            report=print if self.meshes.rank == 0 else None,
         )
         # an imported model keeps what its builder drew where it offers no table of its own
         _as_config_error(
