@@ -92,7 +92,7 @@ def test_unknown_styles_and_forgotten_norms_are_refused_by_name():
     plan["layers.*.mlp.up_proj"] = "packed_colwise"
     del plan["layers.*.self_attn.k_norm"]
     model.config.base_model_tp_plan, model._tp_plan = plan, {"lm_head": "colwise_gather_output"}
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="tp style") as raised:
         roles_of_plan(model)
     message = str(raised.value)
     assert "model.layers.1.mlp.up_proj: tp style packed_colwise must be one of colwise" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -71,9 +72,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_wrong_tables_are_refused(message):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=re.escape(message)):
         match_roles(Small(), REFUSED[message], strict=True)
-    assert message in str(raised.value)
 
 
 def test_regions_that_cross_are_refused():
@@ -115,9 +115,8 @@ def test_a_part_that_another_stage_has_needs_no_parameter():
 )
 def test_what_cannot_be_cut_is_named(module, role, message):
     model = nn.ModuleDict({"part": module})
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_cuts(model, match_roles(model, {"part.*": role}), 4)
-    assert message in str(raised.value)
 
 
 def test_a_model_of_many_layers_is_matched_quickly():
