@@ -1,10 +1,11 @@
-"""The data of a cell: what each rank sees in each micro-batch of each step.
+"""The data of a cell: what each rank that reads sees in each micro-batch of each step.
 
 Shapes: B rows of a micro-batch, S tokens of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +31,31 @@ class MicroBatch:
     def num_valid(self) -> int:
         return int((self.labels != IGNORED).sum())
 
+    @property
+    def keywords(self) -> dict[str, Tensor]:
+        """What the model is told about the tokens."""
+        found = {"positions": self.positions, "document_ids": self.document_ids}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """With all tensors changed."""
+        named = {name: change(value) for name, value in self.keywords.items()}
+        return MicroBatch(change(self.tokens), change(self.labels), **named)
+
+
+def together(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """The rows of several as one."""
+    named = {name: torch.cat([p.keywords[name] for p in parts]) for name in parts[0].keywords}
+    tokens, labels = torch.cat([p.tokens for p in parts]), torch.cat([p.labels for p in parts])
+    return MicroBatch(tokens, labels, **named)
+
 
 def batches(cell: Cell) -> list[list[list[MicroBatch]]]:
-    """[step][rank][micro-batch], the same wherever it is called."""
-    world, feature = LAYOUTS[cell.layout].world, FEATURES[cell.feature]
+    """[step][data rank][micro-batch], the same wherever it is called."""
     return [
         [
-            [_micro_batch(cell, step, rank, index) for index in range(feature.micro_batches)]
-            for rank in range(world)
+            [_micro_batch(cell, step, rank, index) for index in range(cell.micro_batches)]
+            for rank in range(LAYOUTS[cell.layout].readers)
         ]
         for step in range(STEPS)
     ]
@@ -60,7 +78,7 @@ def _micro_batch(cell: Cell, step: int, rank: int, index: int) -> MicroBatch:
 
 def _ignored_share(cell: Cell, step: int, rank: int, index: int) -> float:
     """How large a part of the labels is ignored."""
-    last_rank = LAYOUTS[cell.layout].world - 1
+    last_rank = LAYOUTS[cell.layout].readers - 1
     match FEATURES[cell.feature].labels:
         case "all":
             return 0.0
@@ -69,7 +87,7 @@ def _ignored_share(cell: Cell, step: int, rank: int, index: int) -> float:
         case "none_on_last_rank":
             return 1.0 if rank == last_rank else 0.2
         case "none_in_a_micro_batch":  # the first on one rank, the last on another
-            empty = (rank, index) in ((0, 0), (last_rank, 1))
+            empty = (rank, index) == (0, 0) or (last_rank > 0 and (rank, index) == (last_rank, 1))
             return 1.0 if empty else 0.2
         case "none_in_second_step":
             return 1.0 if step == 1 else 0.2

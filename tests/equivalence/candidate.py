@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from batches import MicroBatch, batches
+from batches import ROWS, SEQ, STEPS, MicroBatch, batches, together
 from cells import FEATURES, LAYOUTS, Cell
-from torch import nn
-from training import ADAMW, MAX_NORM, SGD, STD, Run, gradients, model_config, weights
+from torch import Tensor, nn
+from training import (
+    ADAMW,
+    DIM,
+    MAX_NORM,
+    SGD,
+    STD,
+    Run,
+    build_model,
+    gradients,
+    mixtures,
+    routes,
+    weights,
+)
 
-import forge_parallel
-from forge_core import OptimizerConfig, Transformer, build_optimizer, cross_entropy, initialise
+import forge_parallel.compile
+from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialise
+from forge_moe import expert_parallelize, recompute_contexts, set_aux_scale, update_expert_bias
 from forge_parallel import (
     Meshes,
     ParallelConfig,
@@ -27,57 +38,122 @@ from forge_parallel import (
     make_meshes,
     parallelize,
 )
+from forge_parallel.axes.context import cut_sequence
+from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_resilience import nonfinite
 
 
 def candidate(cell: Cell, mutation: str | None = None) -> Run:
     """What this rank of the cell's layout saw and holds."""
+    from mutations import mutated  # it changes the names of this module
+
     with mutated(mutation):
-        return _train(cell, batches(cell))
+        return _train(Side(cell), batches(cell))
 
 
-def _train(cell: Cell, data: list[list[list[MicroBatch]]]) -> Run:
-    config = parallel_config(cell)
-    meshes = _meshes(ParallelConfig(device="cpu", dp_replicate=config.dp_replicate,
-                                    precision=config.precision, cpu_offload=config.cpu_offload))  # fmt: skip
-    with torch.device("meta"):
-        model = Transformer(model_config(cell))
-    parallelize(model, config, meshes)
-    initialise(model, _seed(cell, meshes), **STD)
+def _train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
+    cell, model, meshes = side.cell, side.model, side.meshes
     update = _Update(cell, model)
-    run = Run([], [], [], {})
-    for step in data:
+    run = Run(seed=cell.seed)
+    for number, step in enumerate(data):
         # one rank may stand for several (see compare.py): it takes all their micro-batches
         share = len(step) // meshes.batch_size
         mine = step[meshes.batch_rank * share : (meshes.batch_rank + 1) * share]
-        loss = _forward_backward(cell, model, [part for rank in mine for part in rank], meshes)
-        norm, sums = global_grad_norm(model.parameters(), sums=loss[None])
+        loss = side.forward_backward([part for rank in mine for part in rank])
+        norm, sums = global_grad_norm(side.counted, sums=loss[None])
         assert sums is not None
         run.losses.append(sums[0])
         run.gradients.append(gradients(model))
         run.norms.append(norm)
+        run.routes.append(routes(model))
         clip_grads_(model.parameters(), norm, MAX_NORM)
-        update(nonfinite(sums[0], norm))
+        skip = nonfinite(sums[0], norm)
+        update(skip)
+        update_expert_bias(model, number, STEPS, groups=meshes.stage.group or (), skip=skip)
     run.weights = weights(model)
     return run
 
 
-def _forward_backward(
-    cell: Cell, model: Any, parts: list[MicroBatch], meshes: Meshes
-) -> torch.Tensor:
-    """This rank's share of the step's loss; gradients are those of the whole step."""
-    labels = global_count(sum(part.num_valid for part in parts), meshes)
-    total = torch.zeros(())
-    for index, part in enumerate(parts):
-        last = index == len(parts) - 1
-        accumulate(model, last)
-        if FEATURES[cell.feature].deferred:
-            model.set_requires_gradient_sync(last)
-        logits = model(part.tokens, positions=part.positions, document_ids=part.document_ids)
-        loss = cross_entropy(logits, part.labels).sum / labels
-        loss.backward()
-        total += loss.detach()
-    return total
+class Side:
+    """The cell's model in its layout, and the way of a step through it. ValueError where it is refused."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        config = parallel_config(cell)
+        self.meshes = _meshes(_axes_of(config))
+        with torch.device("meta"):
+            self.model: Any = build_model(cell, aux="attach")
+        if config.ep > 1:
+            expert_parallelize(self.model, self.meshes.sparse["ep"])
+        experts = bool(mixtures(self.model))
+        contexts = recompute_contexts if experts else None
+        backend = functools.partial(_COMPILE_BLOCKS, backend=FEATURES[cell.feature].backend)
+        with mock.patch.object(forge_parallel.compile, "compile_blocks", backend):
+            parallelize(self.model, config, self.meshes, seq_len=SEQ, recompute_contexts=contexts)
+        self.pipeline: Any = None
+        if config.pp > 1:
+            self.pipeline = Pipeline(
+                self.model,
+                config,
+                self.meshes,
+                num_micro_batches=cell.micro_batches,
+                micro_batch=ROWS,
+                seq_len=SEQ,
+                dim=DIM,
+            )
+        initialise(self.model, _seed(cell, self.meshes), **STD)
+        twice = tied_copies(self.model, self.meshes) if config.pp > 1 else set()
+        self.counted = [p for p in self.model.parameters() if p not in twice]
+        self._join_mixtures()
+
+    def _join_mixtures(self) -> None:
+        """What the runner tells mixtures of their ranks."""
+        meshes = self.meshes
+        rows = tuple(axis.group for axis in (meshes.cp, meshes.tp) if axis.size > 1)
+        for layer in mixtures(self.model).values():
+            layer.data_group = meshes.stage.group or ()
+            layer.sequence_group = rows or None
+        parts = self.cell.micro_batches * LAYOUTS[self.cell.layout].readers
+        set_aux_scale(self.model, torch.tensor(1 / parts))
+
+    def forward_backward(self, parts: list[MicroBatch]) -> Tensor:
+        """This rank's share of the step's loss; gradients are those of the whole step."""
+        count = sum(part.num_valid for part in parts) * self.meshes.speaks
+        labels = global_count(count, self.meshes)
+        parts = [self._here(part) for part in parts]
+        total = torch.zeros(())
+        if self.pipeline is not None:
+            whole = together(parts)
+            loss_of = lambda logits, wanted: self._token_loss(logits, wanted) / labels  # noqa: E731
+            total = self.pipeline.step(whole.tokens, whole.labels, loss_of, **whole.keywords)
+            sync_tied_gradients(self.model, self.meshes)
+            parts = []
+        for index, part in enumerate(parts):
+            last = index == len(parts) - 1
+            accumulate(self.model, last)
+            if FEATURES[self.cell.feature].deferred:
+                self.model.set_requires_gradient_sync(last)
+            loss = self._token_loss(self.model(part.tokens, **part.keywords), part.labels) / labels
+            loss.backward()
+            total += loss.detach()
+        # ranks of a tp group have the same loss
+        return total if self.meshes.tp.rank == 0 else torch.zeros(())
+
+    def _here(self, part: MicroBatch) -> MicroBatch:
+        """This rank's tokens of each row."""
+        if self.meshes.cp.size == 1:
+            return part
+        positions = (
+            torch.arange(SEQ).expand(ROWS, SEQ) if part.positions is None else part.positions
+        )
+        whole = MicroBatch(part.tokens, part.labels, positions, part.document_ids)
+        return whole.map(lambda x: cut_sequence(x, self.meshes.cp))
+
+    def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.meshes.tp.size > 1:
+            return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
+        return cross_entropy(logits, labels).sum
 
 
 class _Update:
@@ -90,16 +166,23 @@ class _Update:
         else:
             self._optimizer = torch.optim.SGD(model.parameters(), **SGD)
 
-    def __call__(self, skip: torch.Tensor) -> None:
+    def __call__(self, skip: Tensor) -> None:
         self._optimizer.step(skip) if self._masked else self._optimizer.step()
         self._optimizer.zero_grad()
 
 
 def parallel_config(cell: Cell) -> ParallelConfig:
-    given = {"precision": "fp32", **FEATURES[cell.feature].parallel}
     layout = LAYOUTS[cell.layout]
-    replicate = layout.dp_replicate if dist.get_world_size() == layout.world else 1
-    return ParallelConfig(device="cpu", dp_replicate=replicate, **given)
+    axes = layout.keys if dist.get_world_size() == layout.world else {}
+    return ParallelConfig(
+        **{"device": "cpu", "precision": "fp32", **axes, **FEATURES[cell.feature].parallel}
+    )
+
+
+def _axes_of(config: ParallelConfig) -> ParallelConfig:
+    """What meshes are made of."""
+    names = ("device", "precision", "cpu_offload", "dp_replicate", "tp", "cp", "pp", "ep")
+    return ParallelConfig(**{name: getattr(config, name) for name in names})
 
 
 @functools.cache
@@ -112,44 +195,4 @@ def _seed(cell: Cell, meshes: Meshes) -> int:
     return cell.seed
 
 
-# ---- what a mistake looks like: each must turn its cells red
-
-
-@contextlib.contextmanager
-def mutated(name: str | None) -> Any:
-    """Make one classic mistake while the block runs."""
-    if name is None:
-        yield
-        return
-    target, attribute, wrong = MUTATIONS[name]
-    with mock.patch.object(target, attribute, wrong):
-        yield
-
-
-def _local_count(num_valid: int, meshes: Meshes) -> torch.Tensor:
-    return torch.tensor(float(max(1, num_valid)))
-
-
-def _local_norm(parameters: Any, norm_type: float = 2.0, sums: Any = None) -> Any:
-    parameters = list(parameters)
-    norms = [torch.linalg.vector_norm(p.grad.to_local()) for p in parameters]
-    return torch.linalg.vector_norm(torch.stack(norms)), forge_parallel.global_grad_norm(
-        parameters, 2.0, sums
-    )[1]
-
-
-def _other_seed(cell: Cell, meshes: Meshes) -> int:
-    return cell.seed + (meshes.rank == meshes.world_size - 1)
-
-
-def _leave_division(module: Any) -> None:
-    """FSDP2 as it comes: gradients are averaged over ranks."""
-
-
-_HERE = sys.modules[__name__]
-MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "local label count": (_HERE, "global_count", _local_count),
-    "gradients averaged over ranks": (forge_parallel.axes.fsdp, "sum_gradients", _leave_division),
-    "clipping by the local norm": (_HERE, "global_grad_norm", _local_norm),
-    "another seed on one rank": (_HERE, "_seed", _other_seed),
-}
+_COMPILE_BLOCKS = forge_parallel.compile.compile_blocks

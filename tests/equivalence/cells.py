@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-# Worst of the four quantities against the same cell on one rank.
+from forge_parallel import ParallelConfig
+
+# Worst of the quantities against the same cell on one rank.
 ONE_RANK_BF16 = "one rank bf16"
+# Of mixtures: how often each expert was chosen, which must be the same numbers.
+ROUTES = "routes"
 QUANTITIES = ("loss", "gradients", "norm", "weights")
 # Error of a tensor is max|a - b| / max|b|.
 #
@@ -27,27 +32,57 @@ BF16_ONE_RANK_BOUND = 1e-3
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and their arrangement."""
+    """Ranks and the keys of ParallelConfig that arrange them.
+
+    `micro_batches` are what a schedule needs at least, `layers` its stages.
+    """
 
     world: int
-    dp_replicate: int = 1
+    keys: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    layers: int = 2
+
+    @property
+    def sizes(self) -> Any:
+        return ParallelConfig(device="cpu", **self.keys).axes(self.world)
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different data."""
+        return self.sizes.batch_size
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """What is spread, and how: names of axes above 1, the schedule, the exchange."""
+        sizes = self.sizes._asdict()
+        found = {name for name, size in sizes.items() if size > 1}
+        if "tp" in found and not self.keys.get("sequence_parallel", True):
+            found = found - {"tp"} | {"tp, whole sequences"}
+        if "cp" in found:
+            found = found - {"cp"} | {f"cp {self.keys.get('cp_exchange', 'all_gather')}"}
+        if "pp" in found:
+            found = found - {"pp"} | {f"pp {self.keys['pp_schedule']}"}
+        return frozenset(found)
 
 
 @dataclass(frozen=True)
 class Feature:
     """What a cell does beside training. Fields that are left alone are those of plain fp32 training.
 
-    labels names a rule of `batches.py`; parallel and model are keys of ParallelConfig and
-    TransformerConfig; deferred means that nothing is summed over ranks before the last micro-batch
-    (FSDP2's `set_requires_gradient_sync`), instead of what forge_parallel's `accumulate` does.
+    labels names a rule of `batches.py`; parallel, model and moe are keys of ParallelConfig,
+    TransformerConfig and MoEConfig (every second layer is then a mixture); deferred means that nothing is
+    summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
+    forge_parallel's `accumulate` does; backend is the compiler's.
     """
 
     micro_batches: int = 1
-    labels: str = "all"
+    labels: str = "uneven"
     packed: bool = False
     deferred: bool = False
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    moe: dict[str, Any] = field(default_factory=dict)
+    backend: str = "aot_eager"
 
     @property
     def bf16(self) -> bool:
@@ -68,63 +103,235 @@ class Cell:
         return f"{self.layout}/{self.feature}/{self.optimizer}"
 
     @property
+    def parts(self) -> frozenset[Any]:
+        """What occurs in it: each axis and all of them together, its feature and optimizer."""
+        axes = LAYOUTS[self.layout].axes
+        return axes | {axes, self.feature, self.optimizer}
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each data rank and step."""
+        return max(LAYOUTS[self.layout].micro_batches, FEATURES[self.feature].micro_batches)
+
+    @property
     def bounds(self) -> dict[str, float]:
         """Of each quantity; bf16 on many ranks is also compared with bf16 on one."""
-        feature, alone = FEATURES[self.feature], LAYOUTS[self.layout].world == 1
-        if not feature.bf16:
-            return dict.fromkeys(QUANTITIES, FP32_BOUND)
-        if alone:
-            return BF16_BOUNDS
-        rounded = feature.parallel.get("reduce_dtype") == "bf16"  # the sums over ranks are, too
-        return {
-            **BF16_BOUNDS,
-            ONE_RANK_BF16: max(BF16_BOUNDS.values()) if rounded else BF16_ONE_RANK_BOUND,
-        }
+        feature, layout = FEATURES[self.feature], LAYOUTS[self.layout]
+        bounds = dict.fromkeys(QUANTITIES, FP32_BOUND)
+        if feature.bf16:
+            bounds = dict(BF16_BOUNDS)
+            # Other sums are rounded: those of gradients over ranks; with tp those inside of layers; with cp
+            # and ep products over other tokens, whose weight gradients are rounded before they are summed.
+            sizes = layout.sizes
+            rounded = feature.parallel.get("reduce_dtype") == "bf16"
+            rounded |= max(sizes.tp, sizes.cp, sizes.ep) > 1
+            if layout.world > 1:
+                bounds[ONE_RANK_BF16] = (
+                    max(BF16_BOUNDS.values()) if rounded else BF16_ONE_RANK_BOUND
+                )
+        return bounds | ({ROUTES: 0.0} if feature.moe else {})
 
 
+def _pipe(world: int, schedule: str, micro_batches: int = 2, **keys: Any) -> Layout:
+    """Two pipeline ranks; four layers, as many stages as the interleaved schedules make."""
+    return Layout(world, {"pp": 2, "pp_schedule": schedule, **keys}, micro_batches, layers=4)
+
+
+_TP: dict[str, Any] = {"tp": 2}
+_WHOLE = {**_TP, "sequence_parallel": False}
+_CP: dict[str, Any] = {"cp": 2}
+_RING = {**_CP, "cp_exchange": "ring"}
+_ZERO_BUBBLE = "interleaved_zero_bubble"
 LAYOUTS = {
     "one_rank": Layout(1),
     "fsdp_2": Layout(2),
     "fsdp_4": Layout(4),
-    "hsdp_2x2": Layout(4, dp_replicate=2),
+    "hsdp_2x2": Layout(4, {"dp_replicate": 2}),
+    "tp": Layout(2, _TP),
+    "tp_whole": Layout(2, _WHOLE),
+    "cp": Layout(2, _CP),
+    "cp_ring": Layout(2, _RING),
+    "pp_gpipe": _pipe(2, "gpipe"),
+    "pp_1f1b": _pipe(2, "1f1b"),
+    "pp_interleaved": _pipe(2, "interleaved_1f1b"),
+    "pp_zero_bubble": _pipe(2, _ZERO_BUBBLE),
+    "pp_zbv": _pipe(2, "zbv_zero_bubble"),
+    "pp_dualpipev": _pipe(2, "dualpipev", 4),
+    "ep": Layout(2, {"ep": 2}),
+    # two axes
+    "fsdp_tp": Layout(4, _TP),
+    "fsdp_tp_whole": Layout(4, _WHOLE),
+    "hsdp_tp": Layout(4, {**_TP, "dp_replicate": 2}),
+    "fsdp_cp": Layout(4, _CP),
+    "hsdp_cp_ring": Layout(4, {**_RING, "dp_replicate": 2}),
+    "fsdp_pp_gpipe": _pipe(4, "gpipe"),
+    "fsdp_pp_1f1b": _pipe(4, "1f1b"),
+    "fsdp_pp_interleaved": _pipe(4, "interleaved_1f1b"),
+    "fsdp_pp_zero_bubble": _pipe(4, _ZERO_BUBBLE),
+    "fsdp_pp_zbv": _pipe(4, "zbv_zero_bubble"),
+    "fsdp_pp_dualpipev": _pipe(4, "dualpipev", 4),
+    "hsdp_pp": _pipe(4, "1f1b", dp_replicate=2),
+    "efsdp_ep": Layout(4, {"ep": 2}),
+    "hsdp_ep": Layout(4, {"ep": 2, "dp_replicate": 2}),
+    "tp_cp": Layout(4, {**_TP, **_CP}),
+    "tp_whole_cp_ring": Layout(4, {**_WHOLE, **_RING}),
+    "tp_pp": _pipe(4, "1f1b", **_TP),
+    "tp_pp_zbv": _pipe(4, "zbv_zero_bubble", **_TP),
+    "tp_whole_pp": _pipe(4, "interleaved_1f1b", **_WHOLE),
+    "cp_pp": _pipe(4, "1f1b", **_CP),
+    "cp_ring_pp": _pipe(4, _ZERO_BUBBLE, **_RING),
+    "tp_ep": Layout(2, {**_TP, "ep": 2}),
+    "tp_whole_ep": Layout(2, {**_WHOLE, "ep": 2}),
+    "cp_ep": Layout(2, {**_CP, "ep": 2}),
+    # three and more
+    "fsdp_tp_ep2": Layout(4, {**_TP, "ep": 2}),
+    "fsdp_tp_ep4": Layout(4, {**_TP, "ep": 4}),
+    "tp_cp_ep": Layout(4, {**_TP, **_CP, "ep": 4}),
+    "pp_ep": _pipe(4, "1f1b", ep=2),
+    "pp_ep_zero_bubble": _pipe(4, _ZERO_BUBBLE, ep=2),
+    "pp_ep_dualpipev": _pipe(4, "dualpipev", 4, ep=2),
+    "tp_pp_ep": _pipe(4, "interleaved_1f1b", **_TP, ep=2),
+    "fsdp_tp_cp": Layout(8, {**_TP, **_CP}),
+    "fsdp_tp_pp": _pipe(8, "1f1b", **_TP),
+    "fsdp_tp_pp_interleaved": _pipe(8, "interleaved_1f1b", **_TP),
+    "hsdp_tp_pp": _pipe(8, "1f1b", **_TP, dp_replicate=2),
+    "fsdp_cp_pp": _pipe(8, "1f1b", **_CP),
+    "tp_cp_pp": _pipe(8, "zbv_zero_bubble", **_TP, **_CP),
+    "pp_ep_fsdp": _pipe(8, "1f1b", ep=2),
+    "fsdp_tp_pp_ep": _pipe(8, "1f1b", **_TP, ep=4),
+    "hsdp_tp_ep": Layout(8, {**_TP, "dp_replicate": 2, "ep": 2}),
 }
 _BF16 = {"precision": "bf16"}
+_SOFTMAX = {"aux_loss_weight": 0.02, "z_loss_weight": 0.01, "shared_gate": True}
+_SIGMOID = {"router": "sigmoid_topk", "bias_update_rate": 0.01, "sequence_loss_weight": 0.02}
+_GLOBAL = {"aux_loss_weight": 0.02, "aux_scope": "global_batch"}
+_LAGGED = {"aux_loss_weight": 0.02, "aux_scope": "global_batch_lagged"}
+_FULL = {"recompute": "full"}
+_COMPILE = {"compile": True}
 FEATURES = {
-    "plain": Feature(),
-    "accumulation": Feature(micro_batches=3, labels="uneven"),
-    "accumulation_deferred": Feature(micro_batches=3, labels="uneven", deferred=True),
-    "uneven_labels": Feature(labels="uneven"),
+    "plain": Feature(labels="all"),
+    "accumulation": Feature(micro_batches=3),
+    "accumulation_deferred": Feature(micro_batches=3, deferred=True),
+    "uneven_labels": Feature(),
     "no_labels_on_a_rank": Feature(labels="none_on_last_rank"),
     "no_labels_in_a_micro_batch": Feature(micro_batches=2, labels="none_in_a_micro_batch"),
     "no_labels_in_the_batch": Feature(labels="none_in_second_step"),
-    "packed": Feature(micro_batches=2, labels="uneven", packed=True),
-    "tied_embeddings": Feature(labels="uneven", model={"tie_embeddings": True}),
-    "qk_norm": Feature(labels="uneven", model={"qk_norm": True}),
-    "no_reshard": Feature(labels="uneven", parallel={"reshard_after_forward": False}),
-    "cpu_offload": Feature(micro_batches=2, labels="uneven", parallel={"cpu_offload": True}),
-    "bf16": Feature(micro_batches=2, labels="uneven", parallel=_BF16),
-    "bf16_deferred": Feature(micro_batches=2, labels="uneven", deferred=True, parallel=_BF16),
-    "bf16_packed": Feature(micro_batches=2, labels="uneven", packed=True, parallel=_BF16),
-    "bf16_reduce": Feature(
-        micro_batches=2, labels="uneven", parallel={**_BF16, "reduce_dtype": "bf16"}
-    ),
-    "bf16_cpu_offload": Feature(
-        micro_batches=2, labels="uneven", parallel={**_BF16, "cpu_offload": True}
-    ),
+    "packed": Feature(micro_batches=2, packed=True),
+    "tied_embeddings": Feature(model={"tie_embeddings": True}),
+    "qk_norm": Feature(model={"qk_norm": True}),
+    "no_reshard": Feature(parallel={"reshard_after_forward": False}),
+    "cpu_offload": Feature(micro_batches=2, parallel={"cpu_offload": True}),
+    "bf16": Feature(micro_batches=2, parallel=_BF16),
+    "bf16_deferred": Feature(micro_batches=2, deferred=True, parallel=_BF16),
+    "bf16_packed": Feature(micro_batches=2, packed=True, parallel=_BF16),
+    "bf16_reduce": Feature(micro_batches=2, parallel={**_BF16, "reduce_dtype": "bf16"}),
+    "bf16_cpu_offload": Feature(micro_batches=2, parallel={**_BF16, "cpu_offload": True}),
+    "recompute_full": Feature(parallel=_FULL),
+    "recompute_selective": Feature(parallel={"recompute": "selective"}),
+    "recompute_every_2": Feature(parallel={**_FULL, "recompute_every": 2}),
+    "compile": Feature(parallel=_COMPILE),
+    "compile_recompute": Feature(parallel={**_COMPILE, **_FULL}),
+    "inductor": Feature(parallel=_COMPILE, backend="inductor"),
+    "packed_recompute": Feature(packed=True, model={"qk_norm": True}, parallel=_FULL),
+    "moe": Feature(moe=_SOFTMAX),
+    "moe_bias": Feature(micro_batches=2, moe=_SIGMOID),
+    "moe_packed": Feature(micro_batches=2, packed=True, moe=_SIGMOID),
+    "moe_global": Feature(micro_batches=2, moe=_GLOBAL),
+    "moe_lagged": Feature(micro_batches=2, moe=_LAGGED),
+    "moe_recompute": Feature(micro_batches=2, moe=_SIGMOID, parallel=_FULL),
+    "moe_selective": Feature(moe={**_SOFTMAX, **_GLOBAL}, parallel={"recompute": "selective"}),
+    "moe_compile": Feature(moe=_SOFTMAX, parallel=_COMPILE),
+    "moe_compile_recompute": Feature(moe=_SOFTMAX, parallel={**_COMPILE, **_FULL}),
+    "moe_bf16": Feature(moe=_SIGMOID, parallel=_BF16),
 }
 OPTIMIZERS = ("sgd", "adamw")
-# One rank in plain fp32 wraps nothing; these do.
+# With both optimizers, in any of these layouts. One rank in plain fp32 wraps nothing; these do.
+_DATA_LAYOUTS = ("fsdp_2", "fsdp_4", "hsdp_2x2")
 _ON_ONE_RANK = ("cpu_offload", "bf16", "bf16_deferred", "bf16_packed", "bf16_cpu_offload")
-CELLS = tuple(
-    Cell(layout, feature, optimizer)
-    for layout in LAYOUTS
-    for feature in (_ON_ONE_RANK if layout == "one_rank" else FEATURES)
-    for optimizer in OPTIMIZERS
-)
-# What the tests run: every feature with one and with two axes, both optimizers, every layout.
-SMOKE = tuple(
-    cell
-    for cell in CELLS
-    if (cell.layout, cell.optimizer) in {("fsdp_2", "sgd"), ("hsdp_2x2", "adamw")}
-    or (cell.layout, cell.feature) in {("fsdp_4", "accumulation"), ("one_rank", "bf16_packed")}
-)
+_DATA_FEATURES = tuple(FEATURES)[: tuple(FEATURES).index("recompute_full")]
+_MODES = "recompute_full recompute_selective recompute_every_2 compile"
+# The rest: chosen so that every pair of axes, and of an axis and a feature, that is allowed occurs.
+_CHOSEN = {
+    "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16",
+    "fsdp_4": "packed_recompute moe_packed moe_lagged",
+    "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
+    "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
+    " moe_recompute",
+    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed",
+    "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed",
+    "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global",
+    "pp_gpipe": "accumulation packed tied_embeddings compile moe",
+    "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
+    " moe_bias moe_packed moe_global moe_recompute",
+    "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias",
+    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute",
+    "pp_zbv": "packed recompute_selective moe_bias moe_selective",
+    "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
+    "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
+    " moe_compile_recompute moe_bf16",
+    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias",
+    "fsdp_tp_whole": "packed_recompute moe_bias",
+    "hsdp_tp": "qk_norm accumulation moe_packed",
+    "fsdp_cp": "accumulation packed tied_embeddings moe_bias",
+    "hsdp_cp_ring": "packed accumulation",
+    "fsdp_pp_gpipe": "tied_embeddings moe",
+    "fsdp_pp_1f1b": "accumulation packed tied_embeddings bf16 moe_bias compile",
+    "fsdp_pp_interleaved": "packed tied_embeddings moe_recompute",
+    "fsdp_pp_zero_bubble": "tied_embeddings packed_recompute moe_bias",
+    "fsdp_pp_zbv": "accumulation recompute_selective moe",
+    "fsdp_pp_dualpipev": "packed moe_recompute",
+    "hsdp_pp": "accumulation tied_embeddings recompute_full moe",
+    "efsdp_ep": "moe moe_bias moe_global moe_recompute moe_bf16",
+    "hsdp_ep": "moe_bias moe_packed",
+    "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed",
+    "tp_whole_cp_ring": "packed qk_norm moe",
+    "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias",
+    "tp_pp_zbv": "qk_norm moe",
+    "tp_whole_pp": "tied_embeddings packed moe",
+    "cp_pp": "packed tied_embeddings recompute_selective moe_packed",
+    "cp_ring_pp": "packed moe_bias",
+    "tp_ep": "moe moe_bias moe_packed moe_recompute",
+    "tp_whole_ep": "moe moe_bias",
+    "cp_ep": "moe_bias moe_packed moe_global",
+    "fsdp_tp_ep2": "moe moe_bias",
+    "fsdp_tp_ep4": "moe moe_bias moe_recompute",
+    "tp_cp_ep": "moe_packed moe_global",
+    "pp_ep": "moe moe_bias moe_packed",
+    "pp_ep_zero_bubble": "moe_bias moe_recompute",
+    "pp_ep_dualpipev": "moe",
+    "tp_pp_ep": "moe_bias",
+    "fsdp_tp_cp": "packed moe_packed",
+    "fsdp_tp_pp": "packed tied_embeddings packed_recompute moe_bias",
+    "fsdp_tp_pp_interleaved": "qk_norm",
+    "hsdp_tp_pp": "accumulation",
+    "fsdp_cp_pp": "packed moe_packed",
+    "tp_cp_pp": "packed_recompute moe",
+    "pp_ep_fsdp": "moe moe_packed moe_recompute",
+    "fsdp_tp_pp_ep": "moe_bias",
+    "hsdp_tp_ep": "moe",
+}
+
+
+def _cells() -> Iterator[Cell]:
+    for layout in LAYOUTS:
+        both = _ON_ONE_RANK if layout == "one_rank" else ()
+        both = _DATA_FEATURES if layout in _DATA_LAYOUTS else both
+        yield from (Cell(layout, f, o) for f in both for o in OPTIMIZERS)
+        for number, feature in enumerate(_CHOSEN.get(layout, "").split()):
+            yield Cell(layout, feature, OPTIMIZERS[number % 2])
+
+
+def _covering(cells: tuple[Cell, ...]) -> Iterator[Cell]:
+    """Few cells in which everything occurs that occurs in any, the small ones first."""
+    cells = tuple(c for c in cells if c.feature != "inductor")  # half a minute each
+    missing = {part for cell in cells for part in cell.parts}
+    while missing:
+        gains = {c: len(c.parts & missing) / LAYOUTS[c.layout].world ** 0.5 for c in cells}
+        best = max(gains, key=lambda c: gains[c])
+        missing -= best.parts
+        yield best
+
+
+CELLS = tuple(_cells())
+# What the tests run: every axis, combination of axes, schedule, feature and optimizer.
+SMOKE = tuple(sorted(_covering(CELLS), key=CELLS.index))

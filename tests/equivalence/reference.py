@@ -1,47 +1,97 @@
 """The truth: one process, fp32, torch's own loss, clipping and optimizers. Nothing of forge_parallel.
 
 It goes through all micro-batches of all ranks one after another. Packed documents are run apart, each
-as a row of its own.
+as a row of its own; in mixtures, where losses count over a micro-batch, in their rows. Router losses are
+added to the loss. Batches that a loss counts over ranks are run as one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
-from batches import IGNORED, MicroBatch, batches
-from cells import Cell
+from batches import IGNORED, STEPS, MicroBatch, batches, together
+from cells import FEATURES, Cell
 from torch import Tensor, nn
-from training import ADAMW, MAX_NORM, SGD, STD, Run, decay_groups, gradients, model_config, weights
+from training import (
+    ADAMW,
+    MAX_NORM,
+    SGD,
+    STD,
+    Run,
+    build_model,
+    decay_groups,
+    gradients,
+    routes,
+    weights,
+)
 
-from forge_core import Transformer, initialise
+from forge_core import initialise
+from forge_moe import Router, aux_losses, update_expert_bias
+
+# Routers of two layouts differ by rounding, some 1e-6: where scores are nearer, so may their choices.
+MARGIN = 1e-4
+SEEDS = 60
 
 
 def reference(cell: Cell) -> Run:
-    """Train the cell's model on its batches in this process."""
-    model = Transformer(model_config(cell))
+    """Train the cell's model on its batches in this process.
+
+    With mixtures the seed is the first from the cell's on in which no router has a close choice.
+    """
+    for seed in range(cell.seed, cell.seed + SEEDS):
+        run, margin = _train(replace(cell, seed=seed))
+        if margin > MARGIN:
+            return run
+    raise AssertionError(
+        f"{cell.name}: {SEEDS} seeds have a choice of experts closer than {MARGIN}"
+    )
+
+
+def _train(cell: Cell) -> tuple[Run, float]:
+    """The run, and the smallest margin between the last expert chosen and the first that was not."""
+    model = build_model(cell, aux="return")
     initialise(model, cell.seed, **STD)
     optimizer = _optimizer(cell, model)
-    run = Run([], [], [], {})
-    for step in batches(cell):
-        parts = [part for rank in step for part in rank]
-        labels = max(1, sum(part.num_valid for part in parts))
-        loss = torch.zeros(())
-        for part in parts:
-            share = _loss_sum(model, part) / labels
-            share.backward()
-            loss += share.detach()
-        run.losses.append(loss)
-        run.gradients.append(gradients(model))
-        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
-        optimizer.step()
-        optimizer.zero_grad()
+    run = Run(seed=cell.seed)
+    with _Margins() as margins:
+        for number, step in enumerate(batches(cell)):
+            run.losses.append(_forward_backward(cell, model, _parts(cell, step)))
+            run.gradients.append(gradients(model))
+            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
+            run.routes.append(routes(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            update_expert_bias(model, number, STEPS)
     run.weights = weights(model)
-    return run
+    return run, margins.least
 
 
-def _loss_sum(model: nn.Module, part: MicroBatch) -> Tensor:
-    if part.document_ids is None:
-        return _row_loss(model, part.tokens, part.labels)
+def _parts(cell: Cell, step: list[list[MicroBatch]]) -> list[MicroBatch]:
+    """The micro-batches of a step, in the order in which the model sees them."""
+    if FEATURES[cell.feature].moe.get("aux_scope") == "global_batch":
+        return [together(ranks) for ranks in zip(*step)]
+    return [part for rank in step for part in rank]
+
+
+def _forward_backward(cell: Cell, model: nn.Module, parts: list[MicroBatch]) -> Tensor:
+    labels = max(1, sum(part.num_valid for part in parts))
+    total = torch.zeros(())
+    for part in parts:
+        loss = _loss_sum(cell, model, part) / labels
+        total += loss.detach()
+        if FEATURES[cell.feature].moe:
+            loss = loss + aux_losses(model).total / len(parts)
+        loss.backward()
+    return total
+
+
+def _loss_sum(cell: Cell, model: nn.Module, part: MicroBatch) -> Tensor:
+    if part.document_ids is None or FEATURES[cell.feature].moe:
+        return _row_loss(model, part.tokens, part.labels, **part.keywords)
     losses = []
     for row, ids in enumerate(part.document_ids):
         for document in ids.unique():
@@ -50,8 +100,8 @@ def _loss_sum(model: nn.Module, part: MicroBatch) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def _row_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    logits = model(tokens if tokens.ndim == 2 else tokens[None])  # (B, S, V)
+def _row_loss(model: nn.Module, tokens: Tensor, labels: Tensor, **keywords: Tensor) -> Tensor:
+    logits = model(tokens if tokens.ndim == 2 else tokens[None], **keywords)  # (B, S, V)
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -62,3 +112,26 @@ def _optimizer(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), **SGD)
     groups = decay_groups(model, ADAMW["weight_decay"])
     return torch.optim.AdamW(groups, **ADAMW)
+
+
+class _Margins:
+    """Watches every choice of every router while it is open."""
+
+    def __init__(self) -> None:
+        self.least = float("inf")
+        choose = Router._choose
+
+        def watched(router: Any, scores: Tensor, valid: Tensor | None) -> Tensor:
+            selection = scores if router.expert_bias is None else scores + router.expert_bias
+            best = selection.topk(router.config.top_k + 1).values  # (T, K + 1)
+            self.least = min(self.least, float((best[:, -2] - best[:, -1]).min()))
+            return choose(router, scores, valid)
+
+        self._patch = mock.patch.object(Router, "_choose", watched)
+
+    def __enter__(self) -> _Margins:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()

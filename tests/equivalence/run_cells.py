@@ -1,11 +1,13 @@
 """Measure the cells and write them down.
 
-    python tests/equivalence/run_cells.py                    # all: docs/equivalence.json and .md
-    python tests/equivalence/run_cells.py --smoke --out /tmp/equivalence.json
-    python tests/equivalence/run_cells.py --only bf16        # these anew, the other rows stay
+    hatch run matrix                                         # all: docs/equivalence.json and .md
+    hatch run matrix --smoke --out /tmp/equivalence.json
+    hatch run matrix --only bf16                             # these anew, the other rows stay
+    hatch run matrix --resume                                # those that have no row of this commit
 
-Needs forge_testing, forge_core, forge_parallel, forge_resilience. The page lies beside the JSON file.
-Leaves with 1 if a cell is red.
+Every row is written when it is there, so a campaign that ended can go on. Needs forge_testing,
+forge_core, forge_moe, forge_parallel, forge_resilience. The page lies beside the JSON file. Leaves with 1
+if a cell is red, or a combination is not refused as it should be.
 """
 
 from __future__ import annotations
@@ -22,16 +24,21 @@ import torch
 from cells import CELLS, SMOKE
 from compare import Measured, measure
 from page import page
+from refusals import REFUSALS, refused
+
+from forge_testing import RankError
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the figures depend on; changes elsewhere do not make a commit another one.
 SOURCES = (
     "packages/forge-core/src",
+    "packages/forge-moe/src",
     "packages/forge-parallel/src",
     "packages/forge-resilience/src",
     "tests/equivalence",
     "tests/harness/src",
 )
+ORDER = {name: place for place, name in enumerate([*(c.name for c in CELLS), *REFUSALS])}
 
 
 def main() -> None:
@@ -41,43 +48,62 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/equivalence.json")
     parser.add_argument("--smoke", action="store_true", help="the cells that the tests run")
     parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--resume", action="store_true", help="keep rows of this commit")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     args = parser.parse_args()
-    cells = [replace(cell, seed=args.seed) for cell in (SMOKE if args.smoke else CELLS)]
-    cells = [cell for cell in cells if args.only in cell.name]
-    rows = {row["cell"]: row for row in _rows(args.out)} if args.only else {}
-    reds, commit = 0, _commit()
-    for number, cell in enumerate(cells, 1):
-        measured = measure(cell)
-        rows[cell.name] = _row(measured, commit)
-        reds += bool(measured.red)
-        verdict = f"RED {', '.join(measured.red)}" if measured.red else "ok"
-        print(f"{number}/{len(cells)} {cell.name}: {verdict}", flush=True)
-    order = {cell.name: index for index, cell in enumerate(CELLS)}
-    kept = sorted(
-        (row for name, row in rows.items() if name in order), key=lambda r: order[r["cell"]]
-    )
-    # one row a line, so that a change of one cell is a change of one line
-    args.out.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
-    args.out.with_suffix(".md").write_text(page(kept))
+    commit, reds = _commit(), 0
+    rows = _rows(args.out) if args.only or args.resume else {}
+    known = {name for name, row in rows.items() if row["commit"] == commit} if args.resume else ()
+    names = [*(cell.name for cell in (SMOKE if args.smoke else CELLS)), *REFUSALS]
+    names = [name for name in names if args.only in name and name not in known]
+    cells = {cell.name: replace(cell, seed=args.seed) for cell in CELLS}
+    for number, name in enumerate(names, 1):
+        row, verdict = _measured(cells[name]) if name in cells else _asked(name)
+        rows.pop(name, None)
+        if row:
+            rows[name] = {**row, "commit": commit, "torch": torch.__version__}
+        reds += verdict != "ok"
+        print(f"{number}/{len(names)} {name}: {verdict}", flush=True)
+        _write(args.out, rows)
     sys.exit(bool(reds))
 
 
-def _row(measured: Measured, commit: str) -> dict[str, Any]:
+def _measured(cell: Any) -> tuple[dict[str, Any], str]:
+    """A cell's row, none where it did not run, and what to say of it."""
+    try:
+        measured = measure(cell)
+    except RankError as error:
+        return {}, f"RED, {error}"
+    return _row(measured), f"RED {', '.join(measured.red)}" if measured.red else "ok"
+
+
+def _row(measured: Measured) -> dict[str, Any]:
     return {
         "cell": measured.cell.name,
         "seed": measured.cell.seed,
         "error": {name: float(f"{value:.2g}") for name, value in measured.errors.items()},
         "bound": measured.cell.bounds,
         "seconds": round(measured.seconds, 2),
-        "commit": commit,
-        "torch": torch.__version__,
     }
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _asked(name: str) -> tuple[dict[str, Any], str]:
+    said = refused(name)
+    verdict = "ok" if said and REFUSALS[name].says in said else f"NOT REFUSED so: {said!r}"
+    return {"refused": name, "message": said}, verdict
+
+
+def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """One row a line, so that a change of one cell is a change of one line; and the page."""
+    kept = [rows[name] for name in sorted(rows.keys() & ORDER.keys(), key=ORDER.__getitem__)]
+    path.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+    if any("cell" in row for row in kept):
+        path.with_suffix(".md").write_text(page(kept))
+
+
+def _rows(path: Path) -> dict[str, dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return rows
+    return {row.get("cell") or row["refused"]: row for row in rows}
 
 
 def _commit() -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from batches import SEQ, VOCAB
-from cells import FEATURES, Cell
+from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor, nn
 
 # private; torch.distributed.checkpoint lives on it (torch 2.11 to 2.13)
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forge_core import TransformerConfig
+from forge_core import Transformer, TransformerConfig
+from forge_core.model import FeedForward
+from forge_moe import MoE, MoEConfig
 
 # Five times the usual: logits are not flat, gradients are of order one and every step is clipped.
 STD = {"std": 0.1, "residual_std": 0.05}
@@ -21,6 +23,8 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 # eps: with 1e-8 the rounding noise of a gradient near zero becomes a whole step. lr: what is left of
 # that noise, about 1e-7 / eps of a step, must stay far below the bound.
 ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
+DIM, HIDDEN = 32, 72
+MIXTURE: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_dim": 24, "num_shared_experts": 1}
 
 
 class Piece(NamedTuple):
@@ -34,25 +38,48 @@ class Piece(NamedTuple):
 @dataclass
 class Run:
     """What is compared: per step the loss, all gradients before clipping and their norm; the weights
-    after the last update. Tensors are in pieces; one process has a piece that is the whole."""
+    after the last update. Tensors are in pieces; one process has a piece that is the whole. Of
+    mixtures also how often each expert was chosen on this rank, by layer and step. `seed` is what it
+    began from."""
 
-    losses: list[Tensor]
-    gradients: list[dict[str, Piece]]
-    norms: list[Tensor]
-    weights: dict[str, Piece]
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Piece]] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Piece] = field(default_factory=dict)
+    routes: list[dict[str, Tensor]] = field(default_factory=list)
+    seed: int = 0
 
 
-def model_config(cell: Cell) -> TransformerConfig:
-    return TransformerConfig(
+def build_model(cell: Cell, aux: str) -> Transformer:
+    """The cell's model; router losses are handed out ("return") or join the gradient ("attach")."""
+    feature, mixture = FEATURES[cell.feature], FEATURES[cell.feature].moe
+
+    def feed_forward(layer: int) -> nn.Module:
+        if layer % 2 == 0:
+            return FeedForward(DIM, HIDDEN)
+        return MoE(MoEConfig(dim=DIM, **{**MIXTURE, **mixture, "aux": aux}))
+
+    config = TransformerConfig(
         vocab_size=VOCAB,
-        dim=32,
-        num_layers=2,
+        dim=DIM,
+        num_layers=LAYOUTS[cell.layout].layers,
         num_heads=4,
         num_kv_heads=2,
-        hidden_dim=72,
+        hidden_dim=HIDDEN,
         max_seq_len=SEQ,
-        **FEATURES[cell.feature].model,
+        **feature.model,
     )
+    return Transformer(config, feed_forward=feed_forward if mixture else None)
+
+
+def mixtures(model: nn.Module) -> dict[str, MoE]:
+    """The MoE layers by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+
+
+def routes(model: nn.Module) -> dict[str, Tensor]:
+    """Choices of each expert (E,) since the last call, by layer."""
+    return {n: m.statistics(reset=True)["counts"] for n, m in mixtures(model).items()}
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -65,8 +92,9 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def weights(model: nn.Module) -> dict[str, Piece]:
-    """Copies of all parameters."""
-    return {name: _piece(parameter) for name, parameter in model.named_parameters()}
+    """Copies of all parameters and buffers."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: _piece(tensor) for name, tensor in tensors.items()}
 
 
 def gradients(model: nn.Module) -> dict[str, Piece]:

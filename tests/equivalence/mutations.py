@@ -1,0 +1,112 @@
+"""What a mistake looks like: each must turn its cells red."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import candidate
+import torch
+import torch.distributed as dist
+from cells import Cell
+from torch import Tensor
+from torch.distributed.tensor import Replicate
+
+import forge_parallel
+from forge_parallel import Meshes
+from forge_parallel.axes import exchange, fsdp, tensor
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Any:
+    """Make one classic mistake while the block runs."""
+    if name is None:
+        yield
+        return
+    target, attribute, wrong = MUTATIONS[name]
+    if isinstance(target, dict):
+        patch: Any = mock.patch.dict(target, {attribute: wrong})
+    else:
+        patch = mock.patch.object(target, attribute, wrong)
+    with patch:
+        yield
+
+
+def _local_count(num_valid: int, meshes: Meshes) -> Tensor:
+    return torch.tensor(float(max(1, num_valid)))
+
+
+def _local_norm(parameters: Any, norm_type: float = 2.0, sums: Any = None) -> Any:
+    parameters = list(parameters)
+    norms = [torch.linalg.vector_norm(p.grad.to_local()) for p in parameters]
+    right = forge_parallel.global_grad_norm(parameters, 2.0, sums)[1]
+    return torch.linalg.vector_norm(torch.stack(norms)), right
+
+
+def _norm_without_last_stage(parameters: Any, norm_type: float = 2.0, sums: Any = None) -> Any:
+    parameters = list(parameters)
+    right = forge_parallel.global_grad_norm(parameters, 2.0, sums)[1]
+    last = dist.get_rank() >= dist.get_world_size() // 2
+    return forge_parallel.global_grad_norm([] if last else parameters, 2.0, sums)[0], right
+
+
+def _other_seed(cell: Cell, meshes: Meshes) -> int:
+    return cell.seed + (meshes.rank == meshes.world_size - 1)
+
+
+def _leave_division(module: Any) -> None:
+    """FSDP2 as it comes: gradients are averaged over ranks."""
+
+
+_sum_gradients = fsdp.sum_gradients
+
+
+def _keep_expert_gradients(module: Any) -> None:
+    """Each rank of efsdp keeps its own gradients of the experts it shards."""
+    _sum_gradients(module)
+    if type(module).__name__.endswith("Experts"):
+        module.set_custom_reduce_scatter(_OwnPart())
+
+
+class _OwnPart:
+    """In place of a sum over ranks: this rank's part of what it has itself."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:  # fmt: skip
+        rank = dist.get_rank(group)
+        output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[rank])
+
+
+def _twice(x: Tensor, name: str, *where: int) -> Tensor:
+    return _reduced(_reduced(x, name, *where), name, *where)
+
+
+_reduced = exchange._WAYS["sum"]
+
+
+def _tied_twice(model: Any, meshes: Meshes) -> None:
+    for _ in range(2):
+        forge_parallel.pipeline.sync_tied_gradients(model, meshes)
+
+
+def _bias_of_this_rank(model: Any, step: int, steps: int, groups: Any, skip: Tensor) -> None:
+    from forge_moe import update_expert_bias
+
+    update_expert_bias(model, step, steps, groups=(), skip=skip)
+
+
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "local label count": (candidate, "global_count", _local_count),
+    "gradients averaged over ranks": (fsdp, "sum_gradients", _leave_division),
+    "clipping by the local norm": (candidate, "global_grad_norm", _local_norm),
+    "another seed on one rank": (candidate, "_seed", _other_seed),
+    "a norm without the last stage": (candidate, "global_grad_norm", _norm_without_last_stage),
+    "experts' gradients not summed": (fsdp, "sum_gradients", _keep_expert_gradients),
+    "a sum over tp made twice": (exchange._WAYS, "sum", _twice),
+    "gradients of head norms not summed": (tensor, "_SUMMED", (Replicate(),)),
+    "tied ends synchronised twice": (candidate, "sync_tied_gradients", _tied_twice),
+    "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),
+}

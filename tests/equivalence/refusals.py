@@ -1,0 +1,105 @@
+"""Combinations that have no cell, and what Forge says to who asks for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from batches import ROWS, SEQ
+from torch import nn
+
+from forge_core import Transformer, TransformerConfig
+from forge_moe import MoE, MoEConfig, expert_parallelize
+from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel.axes.context import cut_sequence
+from forge_parallel.pipeline import Pipeline
+from forge_testing import run_on_ranks
+
+_MODEL: dict[str, Any] = {"vocab_size": 32, "dim": 32, "num_layers": 4, "num_heads": 4, "max_seq_len": SEQ}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Keys of ParallelConfig on `world` ranks, and of the model: TransformerConfig's, `experts` of its
+    mixtures, or `bare` for a module that says nothing of itself. `says` is part of the message."""
+
+    world: int
+    keys: dict[str, Any]
+    says: str
+    model: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 4
+    seq_len: int = SEQ
+
+
+_PP: dict[str, Any] = {"pp": 2, "pp_schedule": "1f1b"}
+_BARE = {"bare": True}
+_TIED = {"tie_embeddings": True}
+REFUSALS = {
+    "cpu_offload x tp": Refusal(2, {"tp": 2, "cpu_offload": True}, "must go with data parallelism alone"),
+    "cpu_offload x pp": Refusal(2, {**_PP, "cpu_offload": True}, "must go with data parallelism alone"),
+    "cpu_offload x cp": Refusal(2, {"cp": 2, "cpu_offload": True}, "must go with data parallelism alone"),
+    "cpu_offload x ep": Refusal(2, {"ep": 2, "cpu_offload": True}, "must go with data parallelism alone"),
+    "tied x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble"}, "must have its two ends on two ranks", _TIED),
+    "tied x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "must have its two ends on two ranks", _TIED),
+    "compile x pp zero bubble": Refusal(2, {**_PP, "pp_schedule": "interleaved_zero_bubble", "compile": True}, "compile must be off with interleaved_zero_bubble"),
+    "compile x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "compile": True}, "compile must be off with zbv_zero_bubble"),
+    "compile x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev", "compile": True}, "compile must be off with dualpipev"),
+    "compile x recompute selective": Refusal(2, {"compile": True, "recompute": "selective"}, "recompute selective must go without compile"),
+    "memory_budget without compile": Refusal(2, {"memory_budget": 0.5}, "memory_budget 0.5 must be above 0 and at most 1, with compile"),
+    "float8 x fp32": Refusal(2, {"float8": "rowwise"}, "float8 rowwise must go with precision bf16"),
+    "float8_all_gather on a CPU": Refusal(2, {"float8": "tensorwise", "float8_all_gather": True, "precision": "bf16"}, "must go with float8 tensorwise on CUDA"),
+    "reduce_dtype bf16 x fp32": Refusal(2, {"reduce_dtype": "bf16"}, "reduce_dtype bf16 must go with precision bf16"),
+    "async_tp on a CPU": Refusal(2, {"tp": 2, "async_tp": True, "compile": True}, "async_tp must have tp above 1, compile and CUDA"),
+    "tp x a model without roles": Refusal(2, {"tp": 2}, "must say the roles of its parameters", _BARE),
+    "cp x a model without attend": Refusal(2, {"cp": 2}, "has no module with an attribute attend", _BARE),
+    "pp x a model without parts": Refusal(2, _PP, "must offer pipeline_parts()", _BARE),
+    "ep x a dense model": Refusal(2, {"ep": 2}, "found no forge_moe.MoE in the model"),
+    "tp 2 x one key/value head": Refusal(2, {"tp": 2}, "must be divisible by tp 2, no rank may share one", {"num_kv_heads": 1}),
+    "ep 2 x three experts": Refusal(2, {"ep": 2}, "num_experts 3 must be divisible by the 2 ranks", {"experts": 3}),
+    "ep 4 on two ranks": Refusal(2, {"ep": 4}, "ep 4 must divide dp_shard x cp x tp = 2", {"experts": 4}),
+    "cp 2 x rows of 14 tokens": Refusal(2, {"cp": 2}, "sequence length 14 must be divisible by 2 x cp = 4", seq_len=14),
+    "pp 1f1b x one micro-batch": Refusal(2, _PP, "1 micro-batches must be at least pp 2", micro_batches=1),
+    "pp dualpipev x two micro-batches": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "2 micro-batches must be at least", micro_batches=2),
+    "pp interleaved x two layers": Refusal(2, {**_PP, "pp_schedule": "interleaved_1f1b"}, "2 blocks must be at least one for each of 4 pipeline stages", {"num_layers": 2}),
+    "pp zbv x one stage per rank": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 1}, "pp_stages_per_rank 1 must fit pp_schedule"),
+    "axes that are not the ranks": Refusal(2, {"tp": 2, "dp_shard": 2}, "must be the 2 ranks of the job"),
+}  # fmt: skip
+
+
+def refused(name: str) -> str:
+    """What is said, on the refusal's ranks."""
+    return str(run_on_ranks(REFUSALS[name].world, message, name)[0])
+
+
+def message(name: str) -> str:
+    """On a rank: the text of the ValueError, empty if there is none."""
+    asked = REFUSALS[name]
+    try:
+        _prepare(asked)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _prepare(asked: Refusal) -> None:
+    config = ParallelConfig(**{"device": "cpu", "precision": "fp32", **asked.keys})
+    meshes = make_meshes(config)
+    model = _model(asked.model)
+    if config.ep > 1:
+        expert_parallelize(model, meshes.sparse["ep"])
+    parallelize(model, config, meshes, seq_len=asked.seq_len)
+    if config.pp > 1:
+        sizes = {"num_micro_batches": asked.micro_batches, "micro_batch": ROWS}
+        Pipeline(model, config, meshes, seq_len=asked.seq_len, dim=_MODEL["dim"], **sizes)
+    cut_sequence(torch.zeros(ROWS, asked.seq_len), meshes.cp)
+
+
+def _model(keys: dict[str, Any]) -> nn.Module:
+    if keys.get("bare"):
+        return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
+    config = TransformerConfig(**{**_MODEL, **{k: v for k, v in keys.items() if k != "experts"}})
+    if "experts" not in keys:
+        return Transformer(config)
+    mixture = MoEConfig(dim=config.dim, hidden_dim=8, num_experts=keys["experts"])
+    return Transformer(config, feed_forward=lambda _: MoE(mixture))
