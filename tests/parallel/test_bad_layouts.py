@@ -67,6 +67,24 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
         {"parallel.tp": 2, **WIDE, "data.seq_len": 31}, 2, 2, ("seq_len 31", "use 32")),
     "experts and ep": (
         {"parallel.ep": 4, "model.moe.num_experts": 6}, 4, 4, ("num_experts 6", "use ep = 1, or 4")),
+    "capacity and tp": (
+        {"parallel.tp": 2, **MOE, "model.moe.capacity_factor": 1.25},
+        2,
+        2,
+        ("capacity_factor 1.25", "or no capacity"),
+    ),
+    "expert choice and cp": (
+        {
+            "parallel.cp": 2,
+            **MOE,
+            "model.moe.router": "expert_choice",
+            "eval.every_steps": 0,
+            "sample.max_new_tokens": 0,
+        },
+        2,
+        2,
+        ("expert_choice", "or another router"),
+    ),
     "layers and stages": (
         {"parallel.pp": 2, "train.micro_batch": 1}, 2, 2, ("num_layers 1", "or more layers")),
     "micro-batches and a schedule": (

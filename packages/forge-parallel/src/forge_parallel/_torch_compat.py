@@ -189,7 +189,7 @@ def not_compiled(function: F) -> F:
 
 
 @functools.cache
-def compiler(backend: str, memory_budget: float | None, split_backward: bool) -> Callable[..., Any]:
+def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
     """A backend for torch.compile with options of its own (torch 2.11 to 2.13).
 
     They are read while a graph is cut into forward and backward, so they hold for its graphs alone. Kept,
@@ -201,8 +201,6 @@ def compiler(backend: str, memory_budget: float | None, split_backward: bool) ->
     options: dict[str, Any] = {}
     if memory_budget is not None:
         options["activation_memory_budget"] = memory_budget
-    if split_backward:  # else a backward may reuse the memory of what it reads, and runs once
-        options["donated_buffer"] = False
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
         with config.patch(**options):

@@ -24,7 +24,6 @@ def compile_blocks(
     backend: str = "inductor",
     *,
     memory_budget: float | None = None,
-    split_backward: bool = False,
 ) -> nn.Module:
     """Compile every block of `model.blocks()` (the model itself where it offers none), in place.
 
@@ -39,8 +38,7 @@ def compile_blocks(
 
     The compiler itself decides what is computed again in a backward. `memory_budget` is the share of the
     activations that it may keep, of those it would keep for speed alone; it recomputes the cheapest of the
-    rest (0.7 keeps about what selective recomputation keeps, near 0 as little as full). `split_backward`: the backward is computed in two halves (zero-bubble schedules), so that
-    what it reads may not be overwritten. Backends: "inductor"; "aot_eager" for tests.
+    rest (0.7 keeps about what selective recomputation keeps, near 0 as little as full). Backends: "inductor"; "aot_eager" for tests.
 
     Call it after recompute and before FSDP2; returns the same object. Raises ValueError for a budget out
     of (0, 1], and for blocks that recompute selectively. Cost: seconds to a minute per kind of block, at
@@ -59,7 +57,7 @@ def compile_blocks(
     from forge_parallel.axes.local import swap  # late: DTensor costs half a second to import
 
     mark(model, "compile")
-    graphs = compiler(backend, memory_budget, split_backward)
+    graphs = compiler(backend, memory_budget)
     ready: dict[Any, Callable[..., Any]] = {}  # blocks of one class share what was compiled
     parts = [part for block in blocks for part in _parts(block)]
     allow_graphs(max(64, len(parts) + 8))  # each block may be of its own kind

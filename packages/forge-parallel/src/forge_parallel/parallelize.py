@@ -99,7 +99,7 @@ def _adapt(
 
         context_parallel(model, meshes.cp, exchange=config.cp_exchange)
     blocks = blocks_of(model)
-    if config.recompute != "none":  # inside compile, where the compiler sees what it may keep
+    if config.recompute != "none":  # before compile, which then runs inside of it
         from forge_parallel.recompute import recompute
 
         recompute(blocks, config.recompute, every=config.recompute_every, contexts=contexts)

@@ -89,7 +89,11 @@ def _model_problems(config: JobConfig, layout: Layout) -> list[str]:
             f"parallel.cp {layout.cp} must go with model.name 'transformer', and it is {model.name!r}; use "
             "cp = 1"
         )
-    if not isinstance(model, DenseModelConfig) or layout.tp == 1:
+    if not isinstance(model, DenseModelConfig):
+        return problems
+    if model.moe.num_experts and layout.cp * layout.tp > 1:
+        problems += _experts_see_some_tokens(model)
+    if layout.tp == 1:
         return problems
     widths = {
         "num_heads": model.num_heads,
@@ -102,6 +106,23 @@ def _model_problems(config: JobConfig, layout: Layout) -> list[str]:
                 f"parallel.tp {layout.tp} must divide model.{name} {value}; use tp = "
                 f"{math.gcd(value, layout.tp)}, or another {name}"
             )
+    return problems
+
+
+def _experts_see_some_tokens(model: DenseModelConfig) -> list[str]:
+    """What decides over all tokens of a micro-batch, of which a cp or tp rank has a part."""
+    fix = "with parallel.cp and parallel.tp above 1, which cut its tokens; use data, expert or pipeline ranks"
+    problems = []
+    if model.moe.capacity_factor is not None:
+        problems.append(
+            f"model.moe.capacity_factor {model.moe.capacity_factor} counts a whole micro-batch and cannot go "
+            f"{fix}, or no capacity"
+        )
+    if model.moe.router == "expert_choice":
+        problems.append(
+            f"model.moe.router 'expert_choice' ranks the tokens of a whole micro-batch and cannot go {fix}, "
+            "or another router"
+        )
     return problems
 
 

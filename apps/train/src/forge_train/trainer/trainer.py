@@ -34,6 +34,7 @@ from forge_parallel import (
     parallelize,
     select_device,
 )
+from forge_parallel.compile import recompilations
 from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
@@ -466,6 +467,11 @@ class Trainer:
             "seconds_left": seconds / meter.steps * (self.total_steps - self.progress.step),
             "instances": digest,
             "skipped_steps": 0,
+            **(
+                {"recompiled": recompilations()["recompiled"]}
+                if self.config.parallel.compile
+                else {}
+            ),
         }
 
     def _send_row(self) -> None:

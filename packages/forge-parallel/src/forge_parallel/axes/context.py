@@ -22,6 +22,7 @@ from forge_parallel._torch_compat import not_compiled, start_all_gather
 from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
 from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, joined
 from forge_parallel.axes.local import swap
+from forge_parallel.order import mark
 
 M = TypeVar("M", bound=nn.Module)
 _EXCHANGES: dict[str, Any] = {"all_gather": AllGather, "ring": Ring}
@@ -87,6 +88,7 @@ def context_parallel(
         )
     if axis.size == 1:
         return model
+    mark(model, "context")
     attention = ContextAttention(axis, exchange)
     for module in found:
         module.attend = attention  # type: ignore[assignment]  # a callable, not a module
