@@ -179,12 +179,6 @@ def test_more_kinds_than_torch_expects_are_all_compiled() -> None:
     train(compile_blocks(model, "aot_eager"))  # uncompiled, a block fails
 
 
-def test_a_backward_in_two_halves() -> None:
-    plain, model = Net(), Net()
-    compile_blocks(model, "aot_eager", split_backward=True)
-    assert worst(train(model, halves=True), train(plain)) < 1e-5
-
-
 def saved_bytes(model: nn.Module) -> int:
     held: list[Tensor] = []
 
