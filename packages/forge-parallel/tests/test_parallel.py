@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -218,7 +220,22 @@ def test_max_norm_must_be_positive() -> None:
         clip_grad_norm_([], 0)
 
 
-def test_the_example_of_the_readme_runs() -> None:
+def examples() -> list[str]:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    exec(compile(examples()[0], "README.md", "exec"), {})
+
+
+@pytest.mark.distributed
+def test_ten_lines_of_the_readme_cut_a_plain_module_over_two_ranks(tmp_path: Path) -> None:
+    assert len(examples()[1].splitlines()) <= 10
+    script = tmp_path / "net.py"
+    script.write_text(examples()[1])
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert all("Shard(dim=0)" in line and "[32, 8]" in line for line in lines)

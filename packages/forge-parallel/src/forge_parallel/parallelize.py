@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +22,7 @@ def parallelize(
     config: ParallelConfig | None = None,
     meshes: Meshes | None = None,
     *,
+    roles: Mapping[str, Any] | None = None,
     seq_len: int = 2048,
     recompute_contexts: Callable[[], tuple[Any, Any]] | None = None,
     report: Callable[[str], None] | None = None,
@@ -34,9 +35,9 @@ def parallelize(
 
     `meshes` are by default those of the running process group, or of one process. One process in fp32
     is not wrapped; anything else is FSDP2, with its mixed precision in bf16. `model.blocks()`, where
-    offered, names the modules that are wrapped, recomputed and compiled one by one. tp needs
-    `model.parallel_roles()` (or a Hugging Face model's own plan), pp `model.pipeline_parts()`: a pipeline rank keeps its own part of the model,
-    and `Pipeline` runs it. Experts are spread before, by whoever made them. A model with values must have
+    offered, names the modules that are wrapped, recomputed and compiled one by one. tp needs a table of
+    `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
+    `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts are spread before, by whoever made them. A model with values must have
     the same values on all ranks: each keeps its share of them, nothing is sent.
 
     `seq_len` weighs attention when the depth is cut; `recompute_contexts` are of what must be replayed in
@@ -48,7 +49,7 @@ def parallelize(
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
     for part in _stages(model, config, meshes, seq_len):
-        _adapt(part, config, meshes, recompute_contexts, report)
+        _adapt(part, config, meshes, roles, recompute_contexts, report)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)
 
@@ -68,6 +69,7 @@ def _adapt(
     model: nn.Module,
     config: ParallelConfig,
     meshes: Meshes,
+    roles: Mapping[str, Any] | None,
     contexts: Callable[[], tuple[Any, Any]] | None,
     report: Callable[[str], None] | None,
 ) -> None:
@@ -81,10 +83,11 @@ def _adapt(
             all_gather=config.float8_all_gather,
             device=meshes.device,
             tp=meshes.tp.size,
+            roles=roles,
         )
         if report is not None:
             report(float8_table(rows))
-    experts = _experts(model, meshes)
+    experts = _experts(model, meshes, roles)
     if meshes.tp.size > 1:  # cuts parameters, so before FSDP cuts what is left
         from forge_parallel.axes.tensor import tensor_parallel
 
@@ -92,6 +95,7 @@ def _adapt(
             model,
             meshes.dense["tp"],
             sequence_parallel=config.sequence_parallel,
+            roles=roles,
             async_tp=config.async_tp,
         )
     if meshes.cp.size > 1:  # replaces what attention calls, which compile would have read
@@ -120,12 +124,12 @@ def _adapt(
         )
 
 
-def _experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
+def _experts(model: nn.Module, meshes: Meshes, roles: Mapping[str, Any] | None) -> list[nn.Module]:
     """Modules whose parameters have the role `expert`, where they lie apart from the others."""
-    offer: Any = getattr(model, "parallel_roles", None)
-    if meshes.sparse is None or not callable(offer):
+    offer: Any = getattr(model, "parallel_roles", dict)
+    if meshes.sparse is None:
         return []
-    patterns = [pattern for pattern, role in offer().items() if role == "expert"]
+    patterns = [pattern for pattern, role in (roles or offer()).items() if role == "expert"]
     names = [n for n, _ in model.named_parameters() if any(fnmatchcase(n, p) for p in patterns)]
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     return [model.get_submodule(owner) for owner in owners]
