@@ -94,7 +94,7 @@ def _adapt(
         tensor_parallel(
             model,
             meshes.dense["tp"],
-            sequence_parallel=config.sequence_parallel,
+            sequence_parallel=None if config.sequence_parallel else False,
             roles=roles,
             async_tp=config.async_tp,
         )

@@ -38,6 +38,7 @@ from forge_parallel.axes.layers import (
 )
 from forge_parallel.axes.local import swap, use_local
 from forge_parallel.axes.roles import Matched, check_cuts, match_roles
+from forge_parallel.order import mark
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +82,7 @@ def tensor_parallel(
     check_cuts(model, matched, ranks.size)
     _logit_widths(model, matched, ranks.size)
     _check_options(model, mesh, planned and sequence_parallel, async_tp, sequence_parallel)
+    mark(model, "tensor")
     if async_tp:
         overlap_matmuls()
     _cut_model(model, mesh, ranks, sequence_parallel, matched)
