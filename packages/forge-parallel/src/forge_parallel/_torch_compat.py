@@ -105,10 +105,11 @@ def written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
-    """torch's PipelineStage, whose last stage may give any output.
+    """torch's PipelineStage, with two habits of torch 2.11 (not of 2.13) taken off.
 
-    `_validate_fwd_outputs` (torch 2.11, gone in 2.13) holds the logits against the example of what goes from
-    stage to stage, too; a caller of the loss need not know their shape.
+    `_validate_fwd_outputs` holds the logits against the example of what goes from stage to stage, too; a
+    caller of the loss need not know their shape. `_get_init_p2p_neighbors_ops` greets neighbours, of which in
+    a V one is the rank itself: gloo cannot send there.
     """
     return _stage_class()(*args, **kwargs)
 
@@ -121,6 +122,10 @@ def _stage_class() -> Any:
         def _validate_fwd_outputs(self, outputs: Any) -> None:
             if not self.is_last:
                 super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
+
+        def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+            ops = super()._get_init_p2p_neighbors_ops()
+            return [op for op in ops if op.group_peer != self.group_rank]
 
     return Stage
 
