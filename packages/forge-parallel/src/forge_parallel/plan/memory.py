@@ -30,22 +30,27 @@ class Memory:
     peak: float
 
 
-def local_numel(row: Row, case: Case) -> int:
-    """Elements of one parameter on the first rank of every axis, as FSDP2 shards dim 0: ceil."""
+def shards(row: Row, case: Case) -> int:
+    """Over how many ranks FSDP2 cuts dim 0 of a parameter."""
     d = case.layout
-    shape = row.local(d.tp, d.ep)
-    shards = d.dp_shard * d.cp
-    if row.role == "expert" and d.ep * d.tp > 1:
-        shards = shards * d.tp // d.ep
-    return ceil(shape[0] / shards) * prod(shape[1:]) if shape else 1
+    own = row.role == "expert" and d.ep * d.tp > 1
+    return d.dp_shard * d.cp * d.tp // d.ep if own else d.dp_shard * d.cp
+
+
+def local_numel(row: Row, case: Case) -> int:
+    """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up."""
+    shape = row.local(case.layout.tp, case.layout.ep)
+    return ceil(shape[0] / shards(row, case)) * prod(shape[1:]) if shape else 1
 
 
 def whole_numel(part: Part, case: Case, experts: bool | None = None) -> int:
-    """Elements of a part as the rank computes with it: cut by tp and ep, gathered over FSDP."""
-    d = case.layout
-    rows = (r for r in part.rows if experts is None or (r.role == "expert") == experts)
-    key = ("whole", id(part), d.tp, d.ep, experts)
-    return case.profile.once(key, lambda: sum(prod(row.local(d.tp, d.ep)) for row in rows))
+    """Elements of a part as the rank gathers it: cut by tp and ep, with what FSDP2 rounds up on all ranks."""
+
+    def count() -> int:
+        rows = (r for r in part.rows if experts is None or (r.role == "expert") == experts)
+        return sum(local_numel(row, case) * shards(row, case) for row in rows)
+
+    return case.profile.once(("whole", id(part), case.layout[2:], experts), count)
 
 
 def stage_memory(case: Case, pp_rank: int = 0) -> Memory:

@@ -14,7 +14,8 @@ from forge_parallel.config import Layout
 class Hardware:
     """One kind of GPU. `peak` dense bf16 FLOP/s and `memory` bytes are the datasheet's; `compiled` and
     `eager` the part of the peak that a whole training step's products reach; `intra` and `inter` what
-    collectives reach on NVLink and on the GPU's share of the network; `memory_speed` a copy's bytes/s."""
+    collectives reach on NVLink and on the GPU's share of the network; `memory_speed` a copy's bytes/s;
+    `usable` the part of the memory that a plan may fill (the rest: context, fragments, what is not known)."""
 
     name: str
     peak: float
@@ -24,7 +25,7 @@ class Hardware:
     inter: float
     compiled: float = 0.655
     eager: float = 0.515
-    usable: float = 0.92
+    usable: float = 0.85
 
 
 #: Peaks, memory and link speeds are NVIDIA's datasheets (dense, SXM; NVLink 4: 450 GB/s a direction,

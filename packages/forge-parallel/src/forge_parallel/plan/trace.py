@@ -41,6 +41,11 @@ class Kept:
     largest: int = 0
     sent: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def slots(self) -> int:
+        """Experts for each token."""
+        return max(1, round(self.sent.get("rows", 0) / self.inputs)) if self.inputs else 1
+
 
 @dataclass
 class Trace:

@@ -111,8 +111,7 @@ def _travel(case: Case, kept: Kept) -> float:
     rows, ep = kept.sent.get("rows", 0), case.layout.ep
     if not rows or ep == 1:
         return 0.0
-    slots = max(1, round(rows / kept.inputs)) if kept.inputs else 1
-    experts = case.profile.num_experts
+    slots, experts = kept.slots, case.profile.num_experts
     none = comb(experts - experts // ep, slots) / comb(experts, slots)
     return 2 * rows / slots * ep * (1 - none)
 

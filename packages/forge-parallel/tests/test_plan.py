@@ -1,0 +1,270 @@
+"""What a plan says of memory, traffic and places is so."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel.config import Layout
+from forge_parallel.plan import (
+    Case,
+    Plan,
+    Profile,
+    Storage,
+    Topology,
+    Wish,
+    choose,
+    find_hardware,
+    make_plan,
+    render,
+    search,
+)
+from forge_parallel.plan.memory import local_numel, micro_batches_in_flight
+from forge_parallel.plan.trace import trace
+from forge_testing import run_on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from plan_models import Llama, on_meta
+
+SEQ, H200 = 64, find_hardware("h200")
+SIZES_70B = {
+    "dim": 8192,
+    "layers": 80,
+    "heads": 64,
+    "kv_heads": 8,
+    "hidden": 28672,
+    "vocab": 128256,
+}
+
+
+def case_of(model: nn.Module, world: int, batch: int = 32, micro: int = 1, **options: Any) -> Case:
+    config = ParallelConfig(device="cpu", **options)
+    return Case(Profile(model, SEQ), config, world, batch, micro, H200, 8, Storage())
+
+
+class Saved:
+    """Bytes of the storages that autograd keeps, but those of parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        self.parameters = {p.untyped_storage().data_ptr() for p in locals_}
+        self.found: dict[int, Any] = {}
+
+    def __enter__(self) -> Saved:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+
+    def _pack(self, tensor: Any) -> Any:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.untyped_storage().data_ptr() not in self.parameters:
+            self.found[local.untyped_storage().data_ptr()] = local
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.found.values())
+
+
+def kept(profile: Profile, found: Any) -> int:
+    blocks = sum(found.kinds[k].saved for k in profile.order)
+    return int(found.first.saved + found.last.saved + found.shared + blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_what_a_real_forward_keeps(dtype: torch.dtype) -> None:
+    profile = Profile(on_meta(), SEQ)
+    model = Llama().to(dtype)
+    with Saved(model) as saved:
+        model(torch.zeros(3, SEQ, dtype=torch.int64))
+    assert kept(profile, trace(profile, dtype=dtype, rows=3)) == pytest.approx(
+        saved.bytes, rel=0.01
+    )
+
+
+def _saved_under_tp(sequence_parallel: bool) -> int:
+    config = ParallelConfig(
+        device="cpu", precision="fp32", tp=2, sequence_parallel=sequence_parallel
+    )
+    torch.manual_seed(0)
+    model = parallelize(Llama(), config, make_meshes(config))
+    gathered: set[int] = set()  # FSDP's weights are not activations
+
+    def note(module: nn.Module, *_: Any) -> None:
+        gathered.update(t.untyped_storage().data_ptr() for t in _whole(module))
+
+    for module in model.modules():
+        module.register_forward_pre_hook(note)
+    with Saved(model) as saved:
+        model(torch.zeros(2, SEQ, dtype=torch.int64))
+    return sum(
+        t.untyped_storage().nbytes() for key, t in saved.found.items() if key not in gathered
+    )
+
+
+def _whole(module: nn.Module) -> list[torch.Tensor]:
+    found = [p for p in module._parameters.values() if p is not None]
+    return [p.to_local() if hasattr(p, "to_local") else p for p in found]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_activations_under_tensor_parallelism(sequence_parallel: bool) -> None:
+    profile = Profile(on_meta(), SEQ)
+    found = trace(profile, tp=2, sequence_parallel=sequence_parallel, dtype=torch.float32, rows=2)
+    for measured in run_on_ranks(2, _saved_under_tp, sequence_parallel):
+        assert kept(profile, found) == pytest.approx(measured, rel=0.1)
+
+
+def _shards(options: dict[str, Any]) -> dict[str, int]:
+    config = ParallelConfig(device="cpu", **options)
+    model = parallelize(on_meta(vocab=93), config, make_meshes(config))
+    return {n: p.to_local().numel() for n, p in model.named_parameters()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "options", [{}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=str
+)
+def test_parameters_of_the_first_rank_are_exact(options: dict[str, Any]) -> None:
+    case = case_of(on_meta(vocab=93), 4, **options)
+    parts = case.load(0).parts(case.profile)
+    planned = sum(local_numel(row, case) for part in parts for row in part.rows)
+    assert planned == sum(run_on_ranks(4, _shards, options)[0].values())
+
+
+def test_a_copy_less_recomputed_and_a_row_less_kept() -> None:
+    def activations(**options: Any) -> float:
+        return plan(on_meta(), 4, **options).memory[0].activations
+
+    none, selective, full = (activations(recompute=m) for m in ("none", "selective", "full"))
+    assert full < selective < none
+    assert full < activations(recompute="full", recompute_every=2) < none
+    assert activations(micro_batch=2) == pytest.approx(2 * none)
+    halves = activations(tp=2), activations(cp=2)
+    assert all(0.45 * none < half < 0.62 * none for half in halves)
+
+
+def plan(
+    model: nn.Module, world: int, batch: int = 32, micro_batch: int = 1, **options: Any
+) -> Plan:
+    config = ParallelConfig(device="cpu", **options)
+    return make_plan(model, config, world, global_batch=batch, micro_batch=micro_batch, seq_len=SEQ)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batches", "first", "last"),
+    [("gpipe", 8, 8, 8), ("1f1b", 8, 4, 1), ("interleaved_1f1b", 8, 5.5, 2.5), ("zbv_zero_bubble", 8, 4, 4)],
+)  # fmt: skip
+def test_micro_batches_in_flight(schedule: str, batches: int, first: float, last: float) -> None:
+    case = case_of(on_meta(layers=8), 4, batch=batches, pp=4, pp_schedule=schedule)
+    assert micro_batches_in_flight(case, 0) == first
+    assert micro_batches_in_flight(case, 3) == last
+
+
+def test_traffic_of_fsdp_and_hsdp() -> None:
+    model = on_meta()
+    numel = sum(p.numel() for p in model.parameters())
+    blocks = sum(p.numel() for b in model.blocks() for p in b.parameters())
+    (fsdp,) = plan(model, 4, batch=8, micro_batch=2).traffic
+    # bf16 weights gathered twice in blocks, once outside; fp32 gradients scattered once
+    assert fsdp.whole == blocks * (2 * 2 + 4) + (numel - blocks) * (2 + 4)
+    assert fsdp.received == fsdp.whole * 3 / 4
+    found = {t.axis: t for t in plan(model, 4, batch=8, micro_batch=1, dp_replicate=2).traffic}
+    assert found["fsdp"].whole == 2 * fsdp.whole  # two micro-batches
+    assert found["dp_replicate"].whole == numel / 2 * 4 * 2  # its shard, there and back, once
+
+
+def test_traffic_of_tensor_parallelism_is_four_streams_a_block() -> None:
+    stream = 2 * SEQ * 64 * 2  # rows, tokens, width, bytes
+    for sequence_parallel in (True, False):
+        given = plan(
+            on_meta(), 2, batch=2, micro_batch=2, tp=2, sequence_parallel=sequence_parallel
+        )
+        (tp,) = [t for t in given.traffic if t.axis == "tp"]
+        # forward and backward: 4 blocks of two gathers and two scatters, the embedding's and the head's
+        assert tp.whole == 2 * (4 * 4 + 2) * stream
+
+
+def test_places_on_nodes_of_four_and_eight() -> None:
+    layout = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=1, tp=4, ep=1)
+    eight, four = Topology(layout, 8), Topology(layout, 4)
+    assert (eight.nodes, four.nodes) == (4, 8)
+    assert [eight.crosses(a) for a in ("tp", "fsdp", "dp_replicate", "pp")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert [four.crosses(a) for a in ("tp", "fsdp", "dp_replicate", "pp")] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert eight.placement(experts=False)[1] == "fsdp 2: ranks 0, 4; inside a node"
+    assert four.seconds("fsdp", 1e9, H200) > 5 * eight.seconds("fsdp", 1e9, H200)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 4}, "k_proj"),
+        ({"cp": 2, "tp": 2, "seq": 6}, "seq_len 6 must be divisible by 8"),
+        ({"pp": 8}, "num_layers 4"),
+        ({"ep": 2}, "ep 2 must divide the 0 experts"),
+        ({"batch": 12}, "global_batch 12 must be divisible by 8 readers"),
+        ({"batch": 24, "micro_batch": 2}, "micro_batch 2 must divide the 3 rows"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_said(options: dict[str, Any], message: str) -> None:
+    sizes = {k: options.pop(k, v) for k, v in (("batch", 16), ("micro_batch", 1), ("seq", SEQ))}
+    with pytest.raises(ValueError, match=message):
+        make_plan(on_meta(), ParallelConfig(**options), 8, global_batch=sizes["batch"],
+                  micro_batch=sizes["micro_batch"], seq_len=sizes["seq"])  # fmt: skip
+
+
+def test_tp_leaves_its_node_only_when_told() -> None:
+    with pytest.raises(ValueError, match="inside a node"):
+        plan(on_meta(heads=16, kv_heads=16), 16, tp=16)
+    plan(on_meta(heads=16, kv_heads=16), 16, batch=1, tp=16, across_nodes=True)
+
+
+def test_a_70b_on_256_gpus_is_searched_quickly_and_told_in_words() -> None:
+    started = time.perf_counter()
+    profile = Profile(on_meta(**SIZES_70B), 4096)
+    wish = Wish(profile, ParallelConfig(compile=True), 256, 512, H200, 8, micro_batches=(1, 2))
+    best, reasons = choose(wish)
+    assert time.perf_counter() - started < 60
+    assert best.fits
+    assert best.case.layout.tp <= 8
+    assert "fastest of" in reasons[0]
+    text = render(make_plan(profile, best.case.config, 256, global_batch=512,
+                            micro_batch=best.case.micro_batch, gpus_per_node=8), [best])  # fmt: skip
+    assert "70.55 B parameters on 256 x h200, 32 nodes of 8" in text
+    assert "fits" in text
+
+
+def test_the_choice_is_the_same_each_time_and_nothing_better_is_left() -> None:
+    wish = Wish(Profile(on_meta(), SEQ), ParallelConfig(), 8, 32, H200, 8, micro_batches=(1, 2, 4))
+    ranked = search(wish)
+    assert ranked[0].score == max(c.score for c in ranked if c.fits)
+    assert choose(wish)[0].case.config == choose(wish)[0].case.config == ranked[0].case.config
+
+
+def test_too_little_memory_names_the_smallest_layout() -> None:
+    profile = Profile(on_meta(**SIZES_70B), 4096)
+    wish = Wish(profile, ParallelConfig(), 4, 64, H200, 4, micro_batches=(1,))
+    with pytest.raises(ValueError, match=r"70.6 B parameters on 4 x h200 must stay below 120 GB"):
+        choose(wish)

@@ -1,0 +1,113 @@
+"""The planner against Forge's own models: they keep, hold and count what it says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core import flops_per_token, initialise
+from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
+from forge_parallel.plan import Case, Profile, Storage, find_hardware, make_plan
+from forge_parallel.plan.memory import local_numel
+from forge_parallel.plan.trace import trace
+from forge_testing import run_on_ranks
+from forge_train.config.experts import MoESection
+from forge_train.config.schema import DenseModelConfig
+from forge_train.trainer.build import build_model
+from forge_train.trainer.mixtures import spread_experts
+
+SEQ = 64
+MOE = {"moe": MoESection(num_experts=8, top_k=2)}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "gelu": {"feed_forward": "gelu", "norm": "layer_norm"},
+    "qk_norm": {"qk_norm": True},
+    "tied": {"tie_embeddings": True},
+    "moe": MOE,
+    "moe_shared": {
+        "moe": MoESection(num_experts=8, top_k=2, num_shared_experts=1, first_dense_layers=1,
+                          z_loss_weight=1e-3, aux_loss_weight=1e-2)
+    },
+}  # fmt: skip
+
+
+def section(name: str) -> DenseModelConfig:
+    return DenseModelConfig(
+        vocab_size=256, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, **MODELS[name]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype) -> None:
+    profile = Profile(build_model(section(name), 0), SEQ)
+    found = trace(profile, dtype=dtype, rows=2)
+    blocks = sum(found.kinds[k].saved for k in profile.order)
+    model = materialise(build_model(section(name), 0), torch.device("cpu"))
+    initialise(model, 0)
+    for module in model.modules():
+        if getattr(module, "compute_dtype", None) is None:  # a router stays in fp32
+            for p in module.parameters(recurse=False):
+                p.data = p.data.to(dtype)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(torch.randint(0, 256, (2, SEQ), generator=torch.Generator().manual_seed(0)))
+    measured = sum(t.untyped_storage().nbytes() for t in saved.values())
+    said = found.first.saved + found.last.saved + found.shared + blocks
+    assert said == pytest.approx(measured, rel=0.1)
+
+
+def _held(options: dict[str, Any]) -> int:
+    config = ParallelConfig(device="cpu", **options)
+    meshes = make_meshes(config)
+    model = build_model(section("moe"), 0)
+    spread_experts(model, SimpleNamespace(model=section("moe"), parallel=config), meshes)  # type: ignore[arg-type]
+    model = parallelize(model, config, meshes)
+    return sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ep": 2}, {"ep": 4}, {"tp": 2}, {"tp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2}],
+    ids=str,
+)
+def test_experts_lie_where_the_plan_has_them(options: dict[str, Any]) -> None:
+    profile = Profile(build_model(section("moe"), 0), SEQ)
+    config = ParallelConfig(device="cpu", **options)
+    case = Case(profile, config, 4, 16, 1, find_hardware("h200"), 4, Storage())
+    parts = case.load(0).parts(profile)
+    planned = sum(local_numel(row, case) for part in parts for row in part.rows)
+    assert planned == run_on_ranks(4, _held, options)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_and_parameters_are_those_of_the_model(name: str) -> None:
+    model = build_model(section(name), 0)
+    profile = Profile(model, SEQ)
+    assert 3 * profile.flops == pytest.approx(flops_per_token(model, SEQ))
+    assert profile.numel == sum(p.numel() for p in model.parameters())
+
+
+def test_experts_travel_once_to_each_rank_that_has_some_of_theirs() -> None:
+    model = build_model(section("moe"), 0)
+
+    def received(ep: int) -> float:
+        plan = make_plan(model, ParallelConfig(ep=ep, recompute="none"), 8, global_batch=8,
+                         micro_batch=1, seq_len=SEQ)  # fmt: skip
+        return {t.axis: t.whole for t in plan.traffic}["ep"]
+
+    tokens, layers, passes = SEQ * 64 * 2, 4, 2
+    # two of eight experts: with one expert a rank always two ranks, with four a rank often one
+    assert received(8) == pytest.approx(2 * passes * layers * tokens * 2)
+    assert received(2) == pytest.approx(2 * passes * layers * tokens * 2 * (1 - 6 / 28))
