@@ -281,7 +281,7 @@ _CHOSEN = {
     "fsdp_pp_zbv": "accumulation recompute_selective moe",
     "fsdp_pp_dualpipev": "packed moe_recompute",
     "hsdp_pp": "accumulation tied_embeddings recompute_full moe",
-    "efsdp_ep": "moe moe_bias moe_global moe_recompute moe_bf16",
+    "efsdp_ep": "moe moe_bias moe_global moe_recompute",
     "hsdp_ep": "moe_bias moe_packed",
     "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed",
     "tp_whole_cp_ring": "packed qk_norm moe",

@@ -9,9 +9,6 @@ from batches import SEQ, VOCAB
 from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor, nn
 
-# private; torch.distributed.checkpoint lives on it (torch 2.11 to 2.13)
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from forge_core import Transformer, TransformerConfig
 from forge_core.model import FeedForward
 from forge_moe import MoE, MoEConfig
@@ -110,5 +107,18 @@ def _piece(tensor: Any) -> Piece:
     if not hasattr(tensor, "placements"):
         return Piece(tensor.detach().clone(), (0,) * len(shape), shape)
     assert not any(placement.is_partial() for placement in tensor.placements)
-    _, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    return Piece(tensor.to_local().detach().clone(), tuple(offset), shape)
+    return Piece(tensor.to_local().detach().clone(), _offset(tensor, shape), shape)
+
+
+def _offset(tensor: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Where this rank's part begins. FSDP2 cuts what tensor parallelism has left (its "strided" shards), so
+    plain cuts come first. torch's own function errs where the parts of tp differ by one."""
+    start, size = [0] * len(shape), list(shape)
+    axes = [(axis, p) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim")]
+    for axis, placement in sorted(axes, key=lambda each: hasattr(each[1], "split_factor")):
+        dim, ranks = placement.dim, tensor.device_mesh.size(axis)
+        each = -(-size[dim] // ranks)
+        before = min(size[dim], each * tensor.device_mesh.get_local_rank(axis))
+        start[dim], size[dim] = start[dim] + before, min(each, size[dim] - before)
+    assert size == list(tensor.to_local().shape)
+    return tuple(start)

@@ -21,7 +21,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from forge_parallel.prove.prove import BOUND, ProveError, Result, prove
+from forge_parallel.prove.prove import BOUND, Result, prove
+from forge_parallel.prove.sides import ProveError
 
 
 def main(argv: list[str] | None = None) -> int:

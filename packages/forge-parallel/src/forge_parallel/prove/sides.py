@@ -21,7 +21,8 @@ from forge_parallel.meshes import make_meshes
 from forge_parallel.parallelize import parallelize
 from forge_parallel.prove.task import IGNORED, ROWS, Batch, Cell, Task, keywords_of, layers_of
 
-STEPS, MAX_NORM, SGD = 2, 0.5, {"lr": 0.1, "momentum": 0.9}
+STEPS, MAX_NORM = 2, 0.5
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 Tensors = dict[str, Tensor]
 
 
@@ -219,7 +220,7 @@ def _watching(model: nn.Module | None) -> Iterator[dict[str, list[Tensor]]]:
 
     layers = {} if model is None else layers_of(model)
     hooks = [
-        layer.register_forward_hook(lambda m, a, output, n=name: hook(n, output))  # type: ignore[misc]
+        layer.register_forward_hook(lambda m, a, output, n=name: hook(n, output))
         for name, layer in layers.items()
     ]
     yield seen
