@@ -47,7 +47,7 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
     """Print what `config` needs on these GPUs, and what else there is. ConfigError where it cannot run."""
     gpu, per_node = _machine(config, flags)
     profile = Profile(build_model(config.model, config.run.seed), config.data.seq_len)
-    parallel, reasons = config.parallel, []
+    parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
         parallel, reasons = _chosen(_wish(config, profile, flags.gpus, per_node, gpu))
     try:

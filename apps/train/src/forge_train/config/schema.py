@@ -189,7 +189,7 @@ class SampleConfig:
     """The text that the trained model writes at the end of a run (sample.txt)."""
 
     prompt: str = _field("The ", "text to continue")
-    max_new_tokens: int = _field(200, "tokens to write; 0: none")
+    max_new_tokens: int = _field(200, "tokens to write; 0, or a model cut by tp, cp, pp: none")
     temperature: float = _field(
         0.7, "0 takes the most likely token; 1 samples the model's own odds"
     )

@@ -37,6 +37,10 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     print(f"done: step {result.step} of {trainer.total_steps}")
     if result.val_loss is not None:
         print(f"validation loss {result.val_loss:.4f} nats per token")
+    if trainer.config.sample.max_new_tokens and is_cut(trainer):
+        print(
+            "no sample: with tp, cp or pp no rank has the whole model; generate reads the checkpoint"
+        )
     if text:
         print(f"\n--- sample\n{text}\n---")
     resolved = shlex.quote(str(trainer.paths.config))
@@ -52,10 +56,16 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     )
 
 
+def is_cut(trainer: Trainer) -> bool:
+    """True where no rank could run the model by itself: its matrices, sequences or depth are cut."""
+    meshes = trainer.meshes
+    return max(meshes.tp.size, meshes.cp.size, meshes.pp.size) > 1
+
+
 def sample_text(trainer: Trainer) -> str:
     """The configured sample of the trained model, also written to sample.txt."""
     sample = trainer.config.sample
-    if not sample.max_new_tokens:
+    if not sample.max_new_tokens or is_cut(trainer):
         return ""
     sampling = SamplingConfig(temperature=sample.temperature, seed=trainer.config.run.seed)
     pieces = continuation(
