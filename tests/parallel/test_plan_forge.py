@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +17,11 @@ from forge_parallel.plan import Case, Profile, Storage, find_hardware, make_plan
 from forge_parallel.plan.memory import local_numel
 from forge_parallel.plan.trace import trace
 from forge_testing import run_on_ranks
+from forge_train import ConfigError, load_job
+from forge_train.cli import main
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import DenseModelConfig
+from forge_train.plan import choose_layout
 from forge_train.trainer.build import build_model
 from forge_train.trainer.mixtures import spread_experts
 
@@ -111,3 +117,72 @@ def test_experts_travel_once_to_each_rank_that_has_some_of_theirs() -> None:
     # two of eight experts: with one expert a rank always two ranks, with four a rank often one
     assert received(8) == pytest.approx(2 * passes * layers * tokens * 2)
     assert received(2) == pytest.approx(2 * passes * layers * tokens * 2 * (1 - 6 / 28))
+
+
+# ---- the command and layout = "auto"
+
+PRESET = Path(__file__).parents[2] / "configs" / "presets"
+
+
+def run_plan(*args: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *args])
+    return int(left.value.code or 0)
+
+
+def test_the_command_prints_tables_and_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(str(PRESET / "7b_8gpu.toml"), "--gpus", "8", "--nodes", "2") == 0
+    out = capsys.readouterr().out
+    for said in ("8.03 B parameters on 8 x h200, 2 nodes of 4", "GB per rank", "fsdp 8: ranks 0, 1",
+                 "across nodes", "a checkpoint is 96.4 GB", "MFU", "alternatives"):  # fmt: skip
+        assert said in out
+
+
+def test_too_little_memory_leaves_with_78_after_the_tables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_plan(str(PRESET / "70b_32gpu.toml"), "--gpus", "8", "--json") == 78
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"] is False
+    assert "needs 216 GB on the fullest rank and must stay below 120 of an h200; use" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--gpus", "8", "--gpu", "h900"), "must be one of h200"),
+        (("--gpus", "8", "--nodes", "3"), "--nodes 3 must divide --gpus 8"),
+        (("--gpus", "16", "--parallel.tp", "16"), "must stay inside a node of 8"),
+        (("--gpus", "48"), "global_batch 512 must be divisible by 48 readers"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan(str(PRESET / "7b_8gpu.toml"), *flags) == 78
+    assert said in capsys.readouterr().err
+
+
+def test_auto_on_cpus_is_fsdp_over_all_ranks() -> None:
+    job = load_job(PRESET / "20m_4gpu.toml", {"parallel.layout": "auto"}, with_data=False)
+    config, reasons = choose_layout(job, 4, 4)
+    assert config == replace(job.config.parallel, layout="manual")
+    assert "FSDP over all 4 ranks" in reasons[0]
+
+
+def test_auto_on_gpus_chooses_alike_each_time_and_recomputes_only_if_it_must(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("forge_train.plan._this_gpu", lambda: find_hardware("h200"))
+    recipe = PRESET.parent / "recipes" / "7b.toml"
+    options = {"parallel.layout": "auto", "parallel.compile": True, "train.micro_batch": 4}
+    job = load_job(recipe, options, with_data=False)
+    config, reasons = choose_layout(job, 8, 8)
+    assert (config.recompute, config.layout) == ("none", "manual")
+    assert reasons == choose_layout(job, 8, 8)[1]
+    large = load_job(recipe.with_name("70b.toml"), options, with_data=False)
+    tight, _ = choose_layout(large, 16, 8)
+    assert tight.recompute != "none" or tight.memory_budget is not None
+    with pytest.raises(ConfigError, match=r"parallel\.layout auto: 8\.0 B parameters on 1 x h200"):
+        choose_layout(job, 1, 1)

@@ -249,7 +249,7 @@ def test_a_70b_on_256_gpus_is_searched_quickly_and_told_in_words() -> None:
     assert time.perf_counter() - started < 60
     assert best.fits
     assert best.case.layout.tp <= 8
-    assert "fastest of" in reasons[0]
+    assert "the best of" in reasons[0]
     text = render(make_plan(profile, best.case.config, 256, global_batch=512,
                             micro_batch=best.case.micro_batch, gpus_per_node=8), [best])  # fmt: skip
     assert "70.55 B parameters on 256 x h200, 32 nodes of 8" in text

@@ -108,7 +108,7 @@ def _local(part: Part, case: Case, trained: bool) -> int:
 def _kept(case: Case, load: Load) -> float:
     """Bytes that one row of a micro-batch keeps on this rank; the mean over its stages if several."""
     c, t = case.config, case.trace
-    total = sum(part.saved for part in load.traced_ends(t)) + t.shared
+    total: float = sum(part.saved for part in load.traced_ends(t)) + t.shared
     for stage in load.stages:
         for i, kind in enumerate(stage):
             kept = t.kinds[kind]
@@ -138,27 +138,21 @@ def _gathered(case: Case, load: Load) -> tuple[float, float, float]:
     outside blocks, at the end of the backward)."""
     if not case.wrapped:
         return 0.0, 0.0, 0.0
-    s = case.storage
-    d = case.layout
-    sharded = d.dp_shard * d.cp > 1
+    s, d = case.storage, case.layout
+    sharded, several = d.dp_shard * d.cp > 1, case.num_micro_batches > 1
     sizes = sorted((whole_numel(case.profile.kinds[k], case) for k in load.kinds), reverse=True)
     outside = whole_numel(case.profile.ends(load.first, load.last), case)
     behind = whole_numel(case.profile.ends(False, True), case) if load.last else 0
-    pipeline = (
-        d.pp > 1
-    )  # torch's stages keep weights gathered, and gradients whole, to the last backward
-    here = sum(sizes) if pipeline or not case.reshards else sum(sizes[:2])
+    # torch's pipeline stages keep weights gathered, and gradients whole, to the last backward
+    here = sum(sizes[:2] if case.reshards and d.pp == 1 else sizes) + outside
+    gathered = float(here * case.compute)
     if not sharded and s.weights == case.compute:
-        here = outside = 0  # nothing to gather and nothing to cast
-    gathered = (here + outside) * case.compute
-    largest = sizes[0] if sizes else 0
-    if case.num_micro_batches > 1 and (pipeline or (s.sync_once and sharded)):
-        gathered += (sum(sizes) + outside) * (case.reduce if pipeline else case.compute)
-    buffers = largest * (case.compute + case.reduce) * sharded + behind * case.compute
-    buffers += (
-        largest * case.compute * sharded
-    )  # what an all-gather writes into before it is copied out
-    return gathered, buffers, outside * (case.compute + case.reduce)
+        gathered = 0.0  # nothing to gather and nothing to cast
+    if several and (d.pp > 1 or (s.sync_once and sharded)):
+        gathered += (sum(sizes) + outside) * (case.reduce if d.pp > 1 else case.compute)
+    # gradients, what they are reduced from, and what the next all-gather writes into
+    buffers = max(sizes, default=0) * (2 * case.compute + case.reduce) * sharded
+    return gathered, buffers + behind * case.compute, outside * (case.compute + case.reduce)
 
 
 def _loss(case: Case) -> float:

@@ -80,7 +80,7 @@ class Profile:
         patterns: dict[str, list[tuple[str, str]]] = {}
         for pattern, role in self.roles.items():  # a block is compared with its own patterns alone
             patterns.setdefault(_block(pattern, of_block), []).append((pattern, role))
-        own, rest = _own_bytes(self.model), []
+        own, rest = _own_bytes(self.model), list[Row]()
         for name, p in self.model.named_parameters():
             prefix = _block(name, of_block)
             near = [*patterns.get(prefix, ()), *patterns.get("", ())]
@@ -133,6 +133,11 @@ class Profile:
         """Experts of the smallest stack; 0 for a dense model."""
         stacks = {r.shape[0] for part in self.kinds for r in part.rows if r.role == "expert"}
         return min(stacks, default=0)
+
+    @property
+    def has_attend(self) -> bool:
+        """Whether context parallelism finds an attention to replace."""
+        return self.once("attend", lambda: any(hasattr(m, "attend") for m in self.model.modules()))
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""
@@ -192,7 +197,7 @@ def _block(name: str, prefixes: Iterable[str]) -> str:
 
 
 def _own_bytes(model: nn.Module) -> dict[str, int]:
-    found = {}
+    found: dict[str, int] = {}
     for name, module in model.named_modules():
         if (dtype := own_dtype(module)) is not None:
             size = torch.empty(0, dtype=dtype).element_size()

@@ -102,7 +102,7 @@ def render(plan: Plan, others: Sequence[Candidate] = ()) -> str:
             fits = "" if c.fits else "  does not fit"
             rows.append((describe(c.case), f"{c.peak / 1e9:.1f}",
                          f"{c.time.tokens_per_second:,.0f}", f"{c.time.mfu:.1%}{fits}"))  # fmt: skip
-        parts.append("alternatives, fastest first\n" + _table(rows))
+        parts.append("alternatives, best first\n" + _table(rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -122,7 +122,7 @@ def _head(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    names = (
+    names = [
         "weights",
         "gradients",
         "moments",
@@ -131,8 +131,8 @@ def _memory(plan: Plan) -> str:
         "gathered",
         "loss",
         "peak",
-    )
-    rows = [("GB per rank", *names, "in flight")]
+    ]
+    rows: list[tuple[str, ...]] = [("GB per rank", *names, "in flight")]
     for rank, m in enumerate(plan.memory):
         label = f"pp rank {rank}" if len(plan.memory) > 1 else "every rank"
         rows.append((label, *(_gb(getattr(m, n)) for n in names), f"{m.in_flight:g}"))

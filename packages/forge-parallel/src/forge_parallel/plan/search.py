@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import gcd, prod
+from math import prod
 from typing import Any, NamedTuple
 
 from forge_parallel.config import ParallelConfig
@@ -81,28 +81,19 @@ def problems(case: Case) -> list[str]:
     experts = p.num_experts
     if d.ep > 1 and (not experts or experts % d.ep):
         found.append(f"ep {d.ep} must divide the {experts} experts")
-    pieces = (2 * d.cp if d.cp > 1 else 1) * (
-        d.tp if d.tp > 1 and (c.sequence_parallel or experts) else 1
-    )
+    cut = d.tp > 1 and (c.sequence_parallel or experts > 0)
+    pieces = (2 * d.cp if d.cp > 1 else 1) * (d.tp if cut else 1)
     if p.seq_len % pieces:
-        found.append(
-            f"seq_len {p.seq_len} must be divisible by {pieces} with cp {d.cp} and tp {d.tp}"
-        )
-    if d.cp > 1 and not p.once(
-        "attend", lambda: any(hasattr(m, "attend") for m in p.model.modules())
-    ):
+        found.append(f"seq_len {p.seq_len} must be divisible by {pieces} (cp {d.cp}, tp {d.tp})")
+    if d.cp > 1 and not p.has_attend:
         found.append(f"cp {d.cp} needs attention with an attribute attend")
-    if d.pp > 1 and not p.cuttable:
-        found.append(f"pp {d.pp} needs a model with pipeline_parts()")
-    elif d.pp > 1:
-        found += schedule_problems(c, max(case.num_micro_batches, 0), len(p.order))
+    if d.pp > 1:
+        found += (
+            schedule_problems(c, max(case.num_micro_batches, 0), len(p.order))
+            if p.cuttable
+            else [f"pp {d.pp} needs a model with pipeline_parts()"]
+        )
     return found
-
-
-def evaluate(case: Case) -> Candidate:
-    """Peak over the pipeline's ranks, and time."""
-    memory = [stage_memory(case, rank) for rank in range(case.layout.pp)]
-    return Candidate(case, max(m.peak for m in memory), step_time(case, memory))
 
 
 def search(wish: Wish) -> list[Candidate]:
@@ -117,7 +108,9 @@ def search(wish: Wish) -> list[Candidate]:
         except ValueError:  # axes that do not multiply, or leave their node
             continue
         if not problems(case):
-            found[config, case.micro_batch] = evaluate(case)
+            memory = [stage_memory(case, rank) for rank in range(case.layout.pp)]
+            peak = max(m.peak for m in memory)
+            found[config, case.micro_batch] = Candidate(case, peak, step_time(case, memory))
     return sorted(found.values(), key=lambda c: (not c.fits, -c.score if c.fits else c.peak))
 
 
@@ -142,83 +135,78 @@ def choose(wish: Wish) -> tuple[Candidate, list[str]]:
 
 def describe(case: Case) -> str:
     """`dp_shard 8 x tp 4, micro_batch 2, recompute full`, in words of the configuration."""
-    d, c = case.layout, case.config
-    sizes = d._asdict()
-    said = [
+    c, sizes = case.config, case.layout._asdict()
+    axes = [
         f"{n} {sizes[n]}" for n in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if sizes[n] > 1
     ]
-    text = " x ".join(said) or "one rank"
-    text += f", ep {d.ep}" if d.ep > 1 else ""
-    text += f", {c.pp_schedule}" if d.pp > 1 else ""
-    budget = "" if c.memory_budget is None else f", memory_budget {c.memory_budget:g}"
-    return f"{text}, micro_batch {case.micro_batch}, recompute {c.recompute}{budget}"
+    said = [" x ".join(axes) or "one rank"]
+    said += [f"ep {case.layout.ep}"] * (case.layout.ep > 1)
+    said += [c.pp_schedule] * (case.layout.pp > 1)
+    said += [f"micro_batch {case.micro_batch}", f"recompute {c.recompute}"]
+    return ", ".join(said + ([f"memory_budget {c.memory_budget:g}"] if c.memory_budget else []))
 
 
 def _reasons(best: Candidate, ranked: Sequence[Candidate]) -> list[str]:
-    case, t = best.case, best.time
-    fitting = [c for c in ranked if c.fits]
+    case, t, d = best.case, best.time, best.case.layout
     lines = [
-        f"{describe(case)}: fastest of {len(fitting)} layouts that fit, of {len(ranked)} that are allowed; "
-        f"{t.step:.2f} s a step, {best.peak / 1e9:.0f} of {case.hardware.memory / 1e9:.0f} GB"
+        f"{describe(case)}: the best of {sum(c.fits for c in ranked)} layouts that fit, of {len(ranked)} "
+        f"that are allowed; {t.step:.2f} s a step, {best.peak / 1e9:.0f} of "
+        f"{case.hardware.memory / 1e9:.0f} GB"
     ]
     plain = [c for c in ranked if c.case.layout.tp * c.case.layout.pp * c.case.layout.cp == 1]
-    if case.layout.tp * case.layout.pp * case.layout.cp > 1:
-        if any(c.fits for c in plain):
-            lost = max(c.time.tokens_per_second for c in plain if c.fits) / t.tokens_per_second
-            lines.append(f"data parallelism alone would fit, at {lost:.0%} of its speed")
-        else:
-            least = f"{min(c.peak for c in plain) / 1e9:.0f} GB" if plain else "another batch"
-            lines.append(f"data parallelism alone would need {least} a rank")
-    waits = {k: v for k, v in t.exposed.items() if v > 0.01 * t.step}
+    if d.tp * d.pp * d.cp > 1 and plain:
+        fast = max((c.time.tokens_per_second for c in plain if c.fits), default=0.0)
+        least = min(c.peak for c in plain) / 1e9
+        alone = (
+            f"have {fast / t.tokens_per_second:.0%} of its speed"
+            if fast
+            else f"need {least:.0f} GB"
+        )
+        lines.append(f"data parallelism alone would {alone}")
+    waits = [f"{k} {v / t.step:.0%}" for k, v in t.exposed.items() if v > 0.01 * t.step]
     if waits:
-        lines.append("waits for " + ", ".join(f"{k} {v / t.step:.0%}" for k, v in waits.items()))
-    if case.config.recompute != "none":
-        same = [
-            c for c in ranked if c.case.layout == case.layout and c.case.config.recompute == "none"
-        ]
-        if same and not any(c.fits for c in same):
-            lines.append(f"recompute {case.config.recompute}, as without it "
-                         f"{min(c.peak for c in same) / 1e9:.0f} GB would be needed")  # fmt: skip
+        lines.append("waits for " + ", ".join(waits))
+    without = [c for c in ranked if c.case.layout == d and c.case.config.recompute == "none"]
+    if case.config.recompute != "none" and without and not any(c.fits for c in without):
+        least = min(c.peak for c in without) / 1e9
+        lines.append(
+            f"recompute {case.config.recompute}: without it {least:.0f} GB would be needed"
+        )
     return lines
 
 
 def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
     """Configurations of all sizes of axes; rules are checked by `problems`."""
-    world, node, p = wish.world_size, wish.gpus_per_node, wish.profile
-    inside = world if wish.config.across_nodes else min(node, world)
+    world, node, p, config = wish.world_size, wish.gpus_per_node, wish.profile, wish.config
+    inside = world if config.across_nodes else min(node, world)
     tps = [n for n in _powers(inside) if p.misfit_tp(n) is None]
     eps = [n for n in _powers(inside) if p.num_experts and p.num_experts % n == 0] or [1]
     cps = [n for n in _powers(world) if n == 1 or p.seq_len // n >= 4096]
-    pps = [n for n in _divisors(world) if n <= len(p.order)] if p.cuttable else [1]
+    pps = [n for n in range(1, len(p.order) + 1) if world % n == 0] if p.cuttable else [1]
     copies = [n for n in _powers(max(1, world // node)) if world % n == 0]
-    schedules = list(dict.fromkeys((wish.config.pp_schedule, "1f1b", "interleaved_1f1b")))
-    for tp, cp, pp, replicate, ep in product(tps, cps, pps, copies, eps):
-        if world % (tp * cp * pp * replicate) or (tp > 1 and pp > 1 and world % node):
-            continue
+    schedules = list(dict.fromkeys((config.pp_schedule, "1f1b", "interleaved_1f1b")))
+    for tp, cp, pp, replicate, ep in product(tps, cps, pps or [1], copies, eps):
         shard = world // (tp * cp * pp * replicate)
-        if gcd(wish.global_batch, replicate * shard) != replicate * shard:
+        if shard * tp * cp * pp * replicate != world or wish.global_batch % (replicate * shard):
             continue
+        sizes: Any = {
+            "dp_replicate": replicate,
+            "dp_shard": shard,
+            "tp": tp,
+            "cp": cp,
+            "pp": pp,
+            "ep": ep,
+        }
         for schedule, mode in product(schedules if pp > 1 else schedules[:1], wish.modes):
-            kept: dict[str, Any] = {"recompute": mode}
-            if wish.config.compile and mode == "selective":  # the compiler chooses what that would
-                kept = {"recompute": "none", "memory_budget": BUDGET}
-            axes: dict[str, Any] = {
-                "dp_replicate": replicate,
-                "dp_shard": shard,
-                "tp": tp,
-                "cp": cp,
-                "pp": pp,
-                "ep": ep,
-            }
+            budget = config.memory_budget if mode == config.recompute else None
+            if config.compile and mode == "selective":  # the compiler chooses what that would
+                mode, budget = "none", BUDGET
+            sizes |= {"pp_schedule": schedule, "recompute": mode, "memory_budget": budget}
             try:
-                yield replace(wish.config, layout="manual", pp_schedule=schedule, **kept, **axes)
+                yield replace(config, layout="manual", **sizes)
             except ValueError:  # options that do not go with these axes
                 continue
 
 
 def _powers(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
-
-
-def _divisors(n: int) -> Iterable[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
