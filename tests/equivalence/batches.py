@@ -12,7 +12,7 @@ import torch
 from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor
 
-STEPS, ROWS, SEQ, VOCAB = 3, 2, 16, 97  # 97: no number of ranks here divides it
+STEPS, ROWS, SEQ, VOCAB = 3, 2, 16, 99  # 99: no number of ranks here divides it
 IGNORED = -100
 # Where the documents of each row of a packed micro-batch end.
 DOCUMENT_ENDS = ((5, 6, SEQ), (11, SEQ))

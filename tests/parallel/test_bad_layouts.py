@@ -85,6 +85,12 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
         2,
         ("expert_choice", "or another router"),
     ),
+    "a vocabulary that torch misplaces": (
+        {"parallel.tp": 2, "train.global_batch": 8},
+        16,
+        16,
+        ("vocab_size 257 over parallel.tp 2 and 8 shards", "use 272"),
+    ),
     "layers and stages": (
         {"parallel.pp": 2, "train.micro_batch": 1}, 2, 2, ("num_layers 1", "or more layers")),
     "micro-batches and a schedule": (

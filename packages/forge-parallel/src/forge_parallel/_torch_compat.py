@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -105,11 +105,12 @@ def written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
-    """torch's PipelineStage, with two habits of torch 2.11 (not of 2.13) taken off.
+    """torch's PipelineStage, with two habits of torch 2.11 (not of 2.13) and one of both taken off.
 
     `_validate_fwd_outputs` holds the logits against the example of what goes from stage to stage, too; a
     caller of the loss need not know their shape. `_get_init_p2p_neighbors_ops` greets neighbours, of which in
-    a V one is the rank itself: gloo cannot send there.
+    a V one is the rank itself: gloo cannot send there. `backward_weight_one_chunk` adds the gradients of
+    micro-batches in the compute dtype, where FSDP2 was told to sum in another.
     """
     return _stage_class()(*args, **kwargs)
 
@@ -127,7 +128,29 @@ def _stage_class() -> Any:
             ops = super()._get_init_p2p_neighbors_ops()
             return [op for op in ops if op.group_peer != self.group_rank]
 
+        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().backward_weight_one_chunk(*args, **kwargs)
+            for parameter in _fsdp_parameters(self.submod):
+                if parameter.unsharded_accumulated_grad is None:
+                    parameter.to_accumulated_grad_if_needed()
+                else:
+                    parameter.accumulate_unsharded_grad_if_needed()
+            return out
+
     return Stage
+
+
+def _fsdp_parameters(model: Any) -> Iterator[Any]:
+    """FSDP2's own objects of all parameters that have been gathered (torch 2.11 to 2.13)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in groups:
+                if group is not None:
+                    yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
 
 def flash_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -317,5 +317,16 @@ class ParallelConfig:
                 )
 
 
+def lies_as_said(rows: int, tp: int, shards: int) -> bool:
+    """Whether `rows` cut over tp and then over FSDP2's shards lie where torch's DTensor says (2.11 to 2.13).
+
+    Where the tp parts differ by a row and with them the size of their shards, torch names other rows than a
+    rank has, to checkpoints too.
+    """
+    whole = -(-rows // tp)
+    parts = {max(0, min(whole, rows - rank * whole)) for rank in range(tp)}
+    return shards < 3 or len({-(-part // shards) for part in parts}) == 1
+
+
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forge_parallel.axes.fsdp import apply_fsdp, blocks_of
-from forge_parallel.config import ParallelConfig
+from forge_parallel.config import ParallelConfig, lies_as_said
 from forge_parallel.meshes import Meshes, make_meshes
 from forge_parallel.pipeline.schedule import keeps_gathered
 
@@ -98,6 +98,7 @@ def _adapt(
             roles=roles,
             async_tp=config.async_tp,
         )
+        _refuse_shards_that_torch_misplaces(model, meshes)
     if meshes.cp.size > 1:  # replaces what attention calls, which compile would have read
         from forge_parallel.axes.context import context_parallel
 
@@ -122,6 +123,17 @@ def _adapt(
             sparse=None if meshes.sparse is None else meshes.fsdp(meshes.sparse),
             experts=experts,
         )
+
+
+def _refuse_shards_that_torch_misplaces(model: nn.Module, meshes: Meshes) -> None:
+    tp, shards = meshes.tp.size, meshes.dense["dp_shard"].size()
+    for name, parameter in model.named_parameters():
+        cut = any(p.is_shard(0) for p in getattr(parameter, "placements", ()))
+        if cut and not lies_as_said(parameter.size(0), tp, shards):
+            raise ValueError(
+                f"{name}: {parameter.size(0)} rows over tp {tp} and {shards} shards must be even, as torch "
+                f"misplaces such shards; pad the vocabulary to a multiple of {tp * shards}"
+            )
 
 
 def _experts(model: nn.Module, meshes: Meshes, roles: Mapping[str, Any] | None) -> list[nn.Module]:

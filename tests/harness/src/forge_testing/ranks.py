@@ -192,6 +192,7 @@ class _Pool:
         answers: dict[int, bytes] = {}
         waiting = dict(enumerate(self.links))
         failed: list[int] = []
+        first = 0.0
         while waiting:
             ready = multiprocessing.connection.wait(
                 list(waiting.values()), max(0.0, deadline - time.monotonic())
@@ -202,8 +203,9 @@ class _Pool:
                 answers[rank] = _receive(waiting.pop(rank))
                 if answers[rank][:1] != RETURNED:
                     failed.append(rank)
-            if len(failed) == 1:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if failed:  # the others get this long after the first, however many failed at once
+                first = first or time.monotonic()
+                deadline = min(deadline, first + _GRACE_SECONDS)
         if failed or waiting:
             in_time = "" if failed else f" within {timeout:g} s"
             culprits = failed or sorted(waiting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from forge_parallel.config import V_SCHEDULES, Layout
+from forge_parallel.config import V_SCHEDULES, Layout, lies_as_said
 from forge_parallel.pipeline import schedule_problems
 from forge_train.config.schema import DenseModelConfig, JobConfig
 
@@ -100,6 +100,12 @@ def _model_problems(config: JobConfig, layout: Layout) -> list[str]:
         "num_kv_heads": model.resolved_num_kv_heads,
         "hidden_dim": model.resolved_hidden_dim,
     }
+    if not lies_as_said(model.vocab_size, layout.tp, layout.dp_shard * layout.cp):
+        whole = layout.tp * layout.dp_shard * layout.cp
+        problems.append(
+            f"model.vocab_size {model.vocab_size} over parallel.tp {layout.tp} and {whole // layout.tp} shards "
+            f"must be even, as torch misplaces such shards; use {-(-model.vocab_size // whole) * whole}"
+        )
     for name, value in widths.items():
         if value % layout.tp:
             problems.append(

@@ -72,7 +72,7 @@ class Mixtures:
         # with sequences or heads cut over ranks the tokens of one row are, too
         same_rows = tuple(axis.group for axis in (meshes.cp, meshes.tp) if axis.size > 1)
         for layer in self._layers.values():
-            layer.data_group = meshes.stage.group
+            layer.data_group = meshes.stage.group or ()
             layer.sequence_group = same_rows or None
         if self._layers:
             set_aux_scale(model, torch.tensor(share, device=meshes.device))
