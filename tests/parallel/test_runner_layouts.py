@@ -148,3 +148,52 @@ def test_saved_in_one_layout_goes_on_in_another(
     model, _, step = load_trained(tmp_path / "run")
     assert step == 12
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+
+
+class Wide(torch.nn.Module):
+    """A model of somebody else: dropout in the stream, and a head that every rank has whole."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab_size, 8)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.dropout, self.norm = torch.nn.Dropout(0.5), torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, vocab_size)
+
+    def forward(self, tokens: torch.Tensor, positions: Any, document_ids: Any) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.dropout(self.down(self.up(x).relu()))
+        return self.head(self.norm(x))
+
+    def parallel_roles(self) -> dict[str, str]:
+        roles = {"embedding.*": "vocab", "up.*": "colwise", "down.*": "rowwise"}
+        return {**roles, "norm.*": "sequence", "head.*": "opaque"}
+
+
+def wide(vocab_size: int) -> Wide:
+    return Wide(vocab_size)
+
+
+def test_a_whole_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) -> None:
+    losses = []
+    for world, layout in ((1, {}), (2, {"tp": 2, "sequence_parallel": False})):
+        job = make_job(tmp_path / str(world))
+        options = {f"parallel__{key}": value for key, value in layout.items()}
+        name = {"model__name": f"{__name__}:wide", "sample__max_new_tokens": 0, "train__steps": 4}
+        fitted = fit_on_ranks(world, job, None, **name, **options)
+        together(fitted)  # all ranks end with the same norm
+        losses.append(columns(job)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_layout_that_the_model_refuses_is_a_configuration_error(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    options = {"model__name": "forge_testing.models:bigram", "sample__max_new_tokens": 0}
+    for rank in fit_on_ranks(2, job, None, **options, parallel__tp=2):
+        assert rank.code == 78
+        assert "parallel_roles" in rank.problems[0]
+
+
+def test_counts_over_the_global_batch_with_one_rank_a_stage(tmp_path: Path, mixture: Any) -> None:
+    job = make_job(tmp_path, MOE + 'aux_scope = "global_batch"\naux_loss_weight = 1e-2\n')
+    assert together(fit_on_ranks(2, job, train__steps=2, **overrides({"pp": 2})))

@@ -85,3 +85,13 @@ def test_a_mark_on_a_part_counts_and_state_is_left_alone() -> None:
     assert list(net.state_dict()) == before
     with pytest.raises(OrderError, match="tensor must come before compile"):
         mark(copy.deepcopy(net), "tensor")
+
+
+def test_stages_may_share_what_has_no_parameters() -> None:
+    shared = nn.Dropout()
+    first, second = nn.Sequential(nn.Linear(2, 2), shared), nn.Sequential(nn.Linear(2, 2), shared)
+    for stage in (first, second):
+        mark(stage, "tensor")
+        mark(stage, "fsdp")
+    with pytest.raises(OrderError):
+        mark(first, "fsdp")

@@ -316,3 +316,45 @@ def timeouts() -> dict[str, float]:
 def test_every_group_has_the_timeout_of_the_job() -> None:
     for found in run_on_ranks(4, timeouts):
         assert found == dict.fromkeys(["host", "dp_replicate", "dp_shard", "efsdp", "ep"], 7.0)
+
+
+class Stacks(torch.nn.Module):
+    """Two experts, each token weighed by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(
+            torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.w.to_local() if hasattr(self.w, "to_local") else self.w
+        return (x @ w[0]).relu() + (x @ w[1]).square()
+
+
+def few_experts() -> tuple[tuple[int, ...], torch.Tensor]:
+    config = ParallelConfig(device="cpu", precision="fp32")
+    meshes = make_meshes(config)
+    model = parallelize(Stacks(), config, meshes)
+    shape = tuple(model.w.to_local().shape)  # type: ignore[operator]
+    model(torch.arange(32.0).view(4, 8).sin()[meshes.batch_rank :][:1]).sum().backward()
+    return shape, whole(model.w.grad)  # type: ignore[arg-type]
+
+
+def test_fewer_experts_than_ranks_are_cut_inside() -> None:
+    model = Stacks()
+    model(torch.arange(32.0).view(4, 8).sin()).sum().backward()
+    wanted = model.w.grad
+    assert wanted is not None
+    for shape, gradient in run_on_ranks(4, few_experts):
+        assert shape == (2, 2, 8)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
+def counted_once() -> float:
+    meshes = make_meshes(ParallelConfig(device="cpu", precision="fp32", tp=2))
+    return float(global_count(5 + meshes.batch_rank, meshes))
+
+
+def test_ranks_that_read_the_same_rows_count_their_labels_once() -> None:
+    assert run_on_ranks(4, counted_once) == [11.0] * 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_parallel.axes.roles import Role, check_cuts, match_roles
+from forge_parallel.axes.roles import Role, check_cuts, match_roles, role_names
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import Model
@@ -123,3 +123,24 @@ def test_a_model_of_many_layers_is_matched_quickly():
     with torch.device("meta"):
         model = Model(kinds="a" * 80)
     assert len(match_roles(model, model.parallel_roles()).leaves) == 80 * 11 + 3
+
+
+def test_one_parameter_cannot_have_two_layouts():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    good = match_roles(model, {"embedding.*": "vocab", "head.*": "gather_output"})
+    check_cuts(model, good, 2)
+    for other in ("opaque", "rowwise"):
+        with pytest.raises(ValueError, match=r"one parameter and must be cut alike"):
+            check_cuts(model, match_roles(model, {"embedding.*": "vocab", "head.*": other}), 2)
+
+
+def test_a_role_has_one_name_however_it_is_written():
+    for value in ("expert", Role("expert"), {"role": "expert"}, ("expert",)):
+        assert role_names(Small(), {"up.*": value}) == {"up.*": "expert"}
+    assert role_names(Small()) == {}

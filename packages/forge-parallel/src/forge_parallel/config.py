@@ -105,9 +105,16 @@ CAPABILITIES: tuple[Rule, ...] = (
     _positive("ep", "use 1 for no expert parallelism"),
     Rule(
         "async_tp",
-        lambda c: c["async_tp"] and (c["device"] == "cpu" or not c["compile"] or c["tp"] == 1),
-        "async_tp must have tp above 1, compile and CUDA, and tp is {tp}, compile {compile}, device "
-        "{device}",
+        lambda c: (
+            c["async_tp"]
+            and (
+                c["device"] == "cpu"
+                or not (c["compile"] and c["sequence_parallel"])
+                or c["tp"] == 1
+            )
+        ),
+        "async_tp must have tp above 1, sequence_parallel, compile and CUDA, and tp is {tp}, "
+        "sequence_parallel {sequence_parallel}, compile {compile}, device {device}",
         "use async_tp = false, or set the others",
     ),
     _one_of("cp_exchange", EXCHANGES, "use all_gather, or ring for long contexts"),
@@ -196,7 +203,7 @@ class ParallelConfig:
         "bf16", "bf16: fp32 weights and moments, bf16 forward and backward; fp32: fp32 throughout"
     )
     reduce_dtype: Literal["fp32", "bf16"] = _field(
-        "fp32", "dtype in which gradients are summed over ranks; bf16 halves the traffic"
+        "fp32", "dtype in which FSDP2 sums gradients over data ranks; bf16 halves the traffic"
     )
     layout: Literal["manual", "auto"] = _field(
         "manual", "auto: the planner chooses the axes for the ranks there are, and says why"

@@ -11,11 +11,12 @@ from forge_parallel.meshes import Meshes
 def global_count(num_valid: int, meshes: Meshes) -> torch.Tensor:
     """Labels of the whole global batch, at least 1: 0-dim fp32 on the device, equal on all ranks.
 
-    `num_valid` is this rank's number over all its micro-batches. A sum of token losses divided by it
+    `num_valid` is the number in the rows that this rank reads, over all micro-batches and before cp cuts them;
+    of the ranks that read the same rows one is counted. A sum of token losses divided by it
     gives gradients of one mean over the step, however labels lie over ranks and micro-batches. Cost:
     one all-reduce of one integer, no host sync. Usage: `loss = loss_sum / global_count(n, meshes)`.
     """
-    count = torch.tensor(num_valid, dtype=torch.int64)
+    count = torch.tensor(num_valid if meshes.speaks else 0, dtype=torch.int64)
     if meshes.device.type == "cuda":
         count = count.pin_memory().to(meshes.device, non_blocking=True)
     if meshes.world_size > 1:

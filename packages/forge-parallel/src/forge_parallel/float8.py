@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from forge_parallel.axes.roles import role_names
 from forge_parallel.order import mark
 
 RECIPES = ("tensorwise", "rowwise")
@@ -78,7 +79,7 @@ def convert_float8(
     _check(model, recipe, all_gather, place, tp)
     torchao = _torchao()
     mark(model, "float8")
-    roles = _roles_of(model) if roles is None else roles
+    roles = role_names(model) if roles is None else roles
     gains = _gains(recipe, min_dim)
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     rows = []
@@ -188,11 +189,6 @@ def _why_kept(model: nn.Module, name: str, role: str | None, keep: Sequence[str]
     if any(isinstance(getattr(m, "compute_dtype", None), torch.dtype) for m in inside):
         return "kept: computes in a dtype of its own"
     return ""
-
-
-def _roles_of(model: nn.Module) -> Mapping[str, str]:
-    offer: Any = getattr(model, "parallel_roles", None)
-    return offer() if callable(offer) else {}
 
 
 def _role(roles: Mapping[str, str], name: str) -> str | None:

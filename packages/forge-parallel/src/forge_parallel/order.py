@@ -27,7 +27,7 @@ class OrderError(RuntimeError):
 
 
 def mark(model: nn.Module, step: str) -> None:
-    """Note on every module of `model` that `step` is done; call it at the head of the step.
+    """Note on every module of `model` with parameters that `step` is done; call it at the head of the step.
 
         mark(model, "tensor")
 
@@ -35,7 +35,8 @@ def mark(model: nn.Module, step: str) -> None:
     mark is a plain attribute: not in the state dict, kept by copies. No cost beyond a walk.
     """
     place = STEPS.index(step)
-    modules = list(model.modules())
+    # what has no parameters may be shared by stages that are prepared one after another
+    modules = [m for m in model.modules() if m is model or any(True for _ in m.parameters())]
     done = {name for module in modules for name in module.__dict__.get(_MARK, ())}
     for later in (*STEPS[place + 1 :], step):
         if later in done:

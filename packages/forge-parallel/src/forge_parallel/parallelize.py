@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forge_parallel.axes.fsdp import apply_fsdp, blocks_of
+from forge_parallel.axes.roles import role_names
 from forge_parallel.config import ParallelConfig, lies_as_said
 from forge_parallel.meshes import Meshes, make_meshes
 from forge_parallel.pipeline.schedule import keeps_gathered
@@ -138,10 +139,9 @@ def _refuse_shards_that_torch_misplaces(model: nn.Module, meshes: Meshes) -> Non
 
 def _experts(model: nn.Module, meshes: Meshes, roles: Mapping[str, Any] | None) -> list[nn.Module]:
     """Modules whose parameters have the role `expert`, where they lie apart from the others."""
-    offer: Any = getattr(model, "parallel_roles", dict)
     if meshes.sparse is None:
         return []
-    patterns = [pattern for pattern, role in (roles or offer()).items() if role == "expert"]
+    patterns = [pattern for pattern, role in role_names(model, roles).items() if role == "expert"]
     names = [n for n, _ in model.named_parameters() if any(fnmatchcase(n, p) for p in patterns)]
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     return [model.get_submodule(owner) for owner in owners]

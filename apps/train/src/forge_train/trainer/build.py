@@ -103,7 +103,7 @@ def empty_batch(rows: int, seq_len: int) -> Batch:
     return Batch(
         tokens=zeros,
         labels=torch.full_like(zeros, IGNORE),
-        positions=torch.arange(seq_len).expand(rows, seq_len),
+        positions=torch.arange(seq_len).repeat(rows, 1),
         document_ids=zeros,
         instance_ids=torch.full((rows,), -1),
         digest="0" * 16,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import fields, replace
+from typing import Any
+
+import tomlkit
 
 from forge_parallel import ParallelConfig, World
 from forge_parallel.plan import Topology
 from forge_train.config.resolve import ResolvedJob
-from forge_train.config.structure import structure
 from forge_train.trainer.run_directory import RunDirectory
 
 _ORIGIN = "chosen by the planner"
@@ -43,18 +44,15 @@ def _kept(job: ResolvedJob, world_size: int, per_node: int) -> ParallelConfig | 
     """What the planner chose when this run began, if it fits."""
     path = RunDirectory(job.config.run.dir).config
     try:
-        text = path.read_text(encoding="utf-8")
-        built, _ = structure({"parallel": tomllib.loads(text)["parallel"]})
-    except (OSError, KeyError, tomllib.TOMLDecodeError):
-        return None
-    kept: ParallelConfig | None = built.get("parallel")
-    if kept is None or _ORIGIN not in text:
-        return None
-    try:
+        table: Any = tomlkit.parse(path.read_text(encoding="utf-8"))["parallel"]
+        chosen = {
+            key: item.unwrap() for key, item in table.items() if _ORIGIN in item.trivia.comment
+        }
+        kept = replace(job.config.parallel, **chosen)
         kept.axes(world_size, per_node)
-    except ValueError:
+    except (OSError, KeyError, TypeError, ValueError):  # of another version, or of other ranks
         return None
-    return kept
+    return kept if chosen else None
 
 
 def _with(job: ResolvedJob, parallel: ParallelConfig) -> ResolvedJob:

@@ -14,6 +14,7 @@ from forge_data import Batch
 from forge_data.batch import IGNORE
 from forge_parallel import Meshes, accumulate
 from forge_parallel.axes.context import cut_sequence
+from forge_parallel.axes.tensor import logits_are_cut
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_train.config.schema import DenseModelConfig, JobConfig
@@ -30,6 +31,7 @@ class Compute:
         self.model, self.meshes = model, meshes
         rows = config.train.global_batch // meshes.batch_size
         self.micro_batch = config.train.micro_batch or rows
+        self._cut_logits = logits_are_cut(model)
         self._pipeline: Any = None
         if meshes.pp.size > 1 and isinstance(config.model, DenseModelConfig):
             self._pipeline = Pipeline(
@@ -106,8 +108,8 @@ class Compute:
         return logits
 
     def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Sum over the labels; under tp each rank holds a part of the vocabulary."""
-        if self.meshes.tp.size > 1:
+        """Sum over the labels; under tp each rank may hold a part of the vocabulary."""
+        if self._cut_logits:
             return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
         return cross_entropy(logits, labels).sum
 

@@ -16,7 +16,8 @@ def layout_problems(
     try:
         layout = config.parallel.axes(world_size, ranks_per_node)
     except ValueError as error:
-        return [str(error), *_batch_problems(config, world_size)]
+        cut = config.parallel.tp * config.parallel.cp * config.parallel.pp > 1
+        return [str(error), *([] if cut else _batch_problems(config, world_size))]
     return [
         *_batch_problems(config, layout.batch_size),
         *_sequence_problems(config, layout),
@@ -98,8 +99,12 @@ def _model_problems(config: JobConfig, layout: Layout) -> list[str]:
     widths = {
         "num_heads": model.num_heads,
         "num_kv_heads": model.resolved_num_kv_heads,
-        "hidden_dim": model.resolved_hidden_dim,
     }
+    if len(model.moe_layers) < model.num_layers:  # experts are not cut
+        widths["hidden_dim"] = model.resolved_hidden_dim
+    if model.moe_layers and model.moe.num_shared_experts:
+        layer = model.moe.layer_config(model.dim, model.resolved_hidden_dim)
+        widths["moe.shared_hidden_dim"] = layer.resolved_shared_hidden_dim
     if not lies_as_said(model.vocab_size, layout.tp, layout.dp_shard * layout.cp):
         whole = layout.tp * layout.dp_shard * layout.cp
         problems.append(

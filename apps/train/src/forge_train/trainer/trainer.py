@@ -216,13 +216,16 @@ class Trainer:
         self._mixture_sizes = mixture_sizes(self.model)
         self._names = {name for name, _ in self.model.named_parameters()}
         self._names |= {name for name, _ in self.model.named_buffers()}
-        self.model = parallelize(
-            self.model,
-            config.parallel,
-            self.meshes,
-            seq_len=config.data.seq_len,
-            recompute_contexts=recompute_contexts if self._mixture_sizes else None,
-            report=print if self.meshes.rank == 0 else None,
+        shows = self.meshes.rank == 0 and config.metrics.console != "off"
+        self.model = _as_config_error(
+            lambda: parallelize(
+                self.model,
+                config.parallel,
+                self.meshes,
+                seq_len=config.data.seq_len,
+                recompute_contexts=recompute_contexts if self._mixture_sizes else None,
+                report=print if shows else None,
+            )
         )
         # an imported model keeps what its builder drew where it offers no table of its own
         _as_config_error(
@@ -230,12 +233,13 @@ class Trainer:
                 self.model, config.run.seed, strict=isinstance(config.model, DenseModelConfig)
             )
         )
-        self.compute = Compute(self.model, config, self.meshes)
+        self.compute = _as_config_error(lambda: Compute(self.model, config, self.meshes))
         self.optimizer = _as_config_error(lambda: build_optimizer(self.model, config.optimizer))
         share = self.compute.micro_batch / config.train.global_batch
         self.mixtures = Mixtures(self.model, self.meshes, share, self._mixture_sizes)
         self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
-        seed_process(config.run.seed, self.meshes.rank)
+        # ranks of a tp group hold the same stream and must drop the same of it
+        seed_process(config.run.seed, self.meshes.rank // self.meshes.tp.size)
 
     def _resume(self, store: Store) -> float:
         """Load the newest checkpoint that verifies, or start at step 0; the seconds it took."""
@@ -516,5 +520,5 @@ def _state_name(callback: Callback, taken: dict[str, Any]) -> str:
 def _as_config_error(build: Callable[[], Any]) -> Any:
     try:
         return build()
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise ConfigError(str(error).splitlines()) from error

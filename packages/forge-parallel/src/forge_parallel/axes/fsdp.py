@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ def apply_fsdp(
             mesh=its_mesh,
             mp_policy=policy,
             offload_policy=offload,
+            shard_placement_fn=partial(shard_of, shards=its_mesh.size(its_mesh.ndim - 1)),
             reshard_after_forward=(
                 reshard_after_forward and module is not model and its_mesh.size() > 1
             ),
@@ -92,6 +94,18 @@ def apply_fsdp(
     if spread:
         _prefetch(blocks_of(model))
     return model
+
+
+def shard_of(parameter: Any, shards: int) -> Any:
+    """Where FSDP2 cuts a parameter: stacks of fewer experts than `shards` inside each, the rest by rows.
+
+    By rows some ranks would hold nothing of the stack and the others several times their share.
+    """
+    from torch.distributed.tensor import Shard
+
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    few = local.dim() == 3 and local.size(0) < shards and local.size(1) % shards == 0
+    return Shard(1) if few else None
 
 
 def _prefetch(blocks: list[nn.Module]) -> None:

@@ -25,6 +25,7 @@ ROLES = (
     "expert",
     "opaque",
 )
+_BY_ROWS = ("colwise", "vocab", "gather_output")
 _LINEAR = ("colwise", "rowwise", "gather_output")
 _WITHOUT_PARAMETERS = ("gather_output", "sequence", "replicate_sum_grad", "opaque")
 
@@ -98,6 +99,17 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
     return _resolve(found, modules)
 
 
+def role_names(model: Any, roles: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """{pattern: name of its role} of `roles`, or of what the model or its Hugging Face plan says; or {}."""
+    if roles is None and hasattr(model, "parallel_roles"):
+        roles = model.parallel_roles()
+    if roles is None:
+        from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
+
+        roles = roles_of_plan(model) if has_plan(model) else {}
+    return {pattern: _row(pattern, value).role.name for pattern, value in roles.items()}
+
+
 def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
     """One ValueError that lists every linear layer and embedding that `size` ranks cannot share.
 
@@ -109,6 +121,7 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
         for name, parameter in model.named_parameters()
         if hasattr(parameter, "device_mesh") and not matched.is_expert(name)
     ]
+    problems += _tied_apart(model, matched)
     for name, role in matched.leaves.items():
         module: Any = model.get_submodule(name)
         if not any(True for _ in module.parameters(recurse=False)):
@@ -127,6 +140,21 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
                     f"{name}: {whole} ids must leave none of tp {size} ranks empty; use a smaller tp"
                 )
     _raise(problems)
+
+
+def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
+    """Parameters with several names whose roles would lay them out in different ways."""
+    roles: dict[nn.Parameter, dict[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        role = matched.leaves.get(name.rpartition(".")[0])
+        kind = "opaque" if role is None else role.name
+        roles.setdefault(parameter, {})[name] = "by rows" if kind in _BY_ROWS else kind
+    return [
+        f"{' and '.join(names)}: are one parameter and must be cut alike, not {' and '.join(names.values())}; "
+        "give an embedding 'vocab' and its head 'gather_output'"
+        for names in roles.values()
+        if len(set(names.values())) > 1
+    ]
 
 
 def _row(pattern: str, value: Any) -> _Row:

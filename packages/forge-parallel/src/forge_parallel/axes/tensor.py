@@ -98,6 +98,11 @@ def gather_vocab(logits: Tensor, axis: Any, vocab_size: int | None = None) -> Te
     return whole if vocab_size is None else whole[..., :vocab_size]
 
 
+def logits_are_cut(model: nn.Module) -> bool:
+    """Whether a head of the model (of this rank's part of it) gives a part of the vocabulary."""
+    return any("tp_width" in vars(module) for module in model.modules())
+
+
 def _table(model: Any, roles: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if roles is not None:
         return roles

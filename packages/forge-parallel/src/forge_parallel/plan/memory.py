@@ -31,16 +31,19 @@ class Memory:
 
 
 def shards(row: Row, case: Case) -> int:
-    """Over how many ranks FSDP2 cuts dim 0 of a parameter."""
+    """Over how many ranks FSDP2 cuts a parameter."""
     d = case.layout
     own = row.role == "expert" and d.ep * d.tp > 1
     return d.dp_shard * d.cp * d.tp // d.ep if own else d.dp_shard * d.cp
 
 
 def local_numel(row: Row, case: Case) -> int:
-    """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up."""
-    shape = row.local(case.layout.tp, case.layout.ep)
-    return ceil(shape[0] / shards(row, case)) * prod(shape[1:]) if shape else 1
+    """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, and cuts
+    stacks of fewer experts than shards inside each (`axes.fsdp.shard_of`)."""
+    shape, parts = row.local(case.layout.tp, case.layout.ep), shards(row, case)
+    if len(shape) == 3 and shape[0] < parts and shape[1] % parts == 0:
+        return prod(shape) // parts
+    return ceil(shape[0] / parts) * prod(shape[1:]) if shape else 1
 
 
 def whole_numel(part: Part, case: Case, experts: bool | None = None) -> int:
