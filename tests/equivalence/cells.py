@@ -268,7 +268,7 @@ _CHOSEN = {
     "pp_zbv": "packed recompute_selective moe_bias moe_selective",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
-    " moe_compile_recompute moe_bf16",
+    " moe_compile_recompute",
     "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias",
     "fsdp_tp_whole": "packed_recompute moe_bias",
     "hsdp_tp": "qk_norm accumulation moe_packed",
