@@ -103,7 +103,9 @@ class Counts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = func in _WAITING
         self.reads += read and not _of_the_host()
-        self.collectives += func.namespace == "c10d"
+        self.collectives += func.namespace == "c10d" or (
+            func.namespace == "_c10d_functional" and "wait" not in str(func)
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -155,3 +157,38 @@ def test_the_runners_step_communicates_the_same_and_waits_for_nothing(
     # with every further micro-batch FSDP gathers and scatters again; the rest is once a step
     wanted = COLLECTIVES + (2 // micro_batch - 1) * (COLLECTIVES - 2)
     assert found == [(0, wanted)] * 2
+
+
+FSDP = 3 * LAYERS + 2  # gathered twice, scattered once, per block; the root gathered once
+ONCE = 2  # the vote, and the norm with the loss
+# Per block 2 gathers and 2 scatters each way, or 2 sums; embedding, head; the loss's maxima and sums.
+TP = 8 * LAYERS + 2 + 2 + 1
+TP_WHOLE = 4 * LAYERS + 1 + 1 + 1
+NORMS = 2 * (
+    2 * LAYERS + 1
+)  # their gradients, which FSDP2 sums over tp: a scatter and a gather each
+# The router apart from its block; tokens there and back, each way, and their counts; choices for balance.
+EP = 3 * LAYERS + 5 * LAYERS + 1
+# ranks, layout, collectives, reads of values: of a step with one micro-batch (pp: two) a rank
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int]] = {
+    "tp": (2, {"tp": 2}, TP + NORMS + ONCE, 0),
+    "tp whole": (2, {"tp": 2, "sequence_parallel": False}, TP_WHOLE + ONCE, 0),
+    "fsdp tp": (4, {"tp": 2}, FSDP + TP + NORMS + ONCE, 0),
+    # keys and values gathered, their gradients scattered; ids of packed rows once, and read on the host
+    "cp": (2, {"cp": 2}, FSDP + 2 * LAYERS + 1 + ONCE, 3),
+    "ep": (2, {"ep": 2}, FSDP + EP + ONCE, 4 * LAYERS),  # reads: split sizes
+    "pp": (2, {"pp": 2}, 2 * 2 + ONCE, 0),  # each micro-batch over one border, both ways
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_communicates_and_waits_as_often_as_it_says(tmp_path: Path, layout: str) -> None:
+    world, options, collectives, reads = LAYOUTS[layout]
+    settings = {**QUIET, "model.num_layers": LAYERS, "sample.max_new_tokens": 0}
+    settings |= {f"parallel.{key}": value for key, value in options.items()}
+    if "pp" in options:
+        settings |= {"train.micro_batch": 2}
+    if "ep" in options:
+        settings |= {"model.moe.num_experts": 4}
+    found = run_on_ranks(world, count_runner, write_job(tmp_path), settings)
+    assert found == [(reads, collectives)] * world
