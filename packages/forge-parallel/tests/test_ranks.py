@@ -300,22 +300,56 @@ def test_an_attribute_that_is_no_dtype_and_a_block_that_has_one() -> None:
     assert run_on_ranks(2, strange) == [True, True]
 
 
-def timeouts() -> dict[str, float]:
+def timeouts(options: dict[str, int]) -> dict[str, float]:
     """Seconds that each group lets a collective take."""
-    config = ParallelConfig(
-        device="cpu", precision="fp32", dp_replicate=2, ep=2, dp_shard=2, timeout_seconds=7.0
-    )
+    config = ParallelConfig(device="cpu", precision="fp32", timeout_seconds=7.0, **options)  # type: ignore[arg-type]
     meshes = make_meshes(config)
-    groups = {"host": meshes.host_group}
-    for mesh in (meshes.dense, meshes.sparse):
+    groups = {"host": meshes.host_group, "cp": meshes.cp.group}
+    if meshes.pp.size > 1:  # else the whole world, which `start_process_group` makes
+        groups["stage"] = meshes.stage.group
+    for mesh in filter(None, (meshes.dense, meshes.sparse)):
         groups |= {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
-    backends = {n: g._get_backend(torch.device("cpu")) for n, g in groups.items()}
+    backends = {n: g._get_backend(torch.device("cpu")) for n, g in groups.items() if g is not None}
     return {name: b.options._timeout.total_seconds() for name, b in backends.items()}
 
 
-def test_every_group_has_the_timeout_of_the_job() -> None:
-    for found in run_on_ranks(4, timeouts):
-        assert found == dict.fromkeys(["host", "dp_replicate", "dp_shard", "efsdp", "ep"], 7.0)
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    [
+        ({"dp_replicate": 2, "ep": 2, "dp_shard": 2}, "dp_replicate dp_shard efsdp ep"),
+        ({"pp": 2, "cp": 2}, "pp dp_shard cp stage"),
+        ({"cp": 2, "tp": 2}, "dp_shard tp efsdp cp"),
+    ],
+)
+def test_every_group_has_the_timeout_of_the_job(options: dict[str, int], axes: str) -> None:
+    for found in run_on_ranks(4, timeouts, options):
+        assert found == dict.fromkeys(["host", *axes.split()], 7.0)
+
+
+def broken_axis(name: str) -> str:
+    """What a rank is told where the first collective over an axis cannot be made."""
+    real = torch.distributed.all_reduce
+
+    def fail(tensor: torch.Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        if group is not None and torch.distributed.get_world_size(group) == 2:
+            raise RuntimeError("connection refused")
+        return real(tensor, *args, group=group, **options)
+
+    torch.distributed.all_reduce = fail  # a broken network, which gloo on one host has not
+    try:
+        make_meshes(ParallelConfig(device="cpu", precision="fp32", **{name: 2}))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.distributed.all_reduce = real
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_a_group_that_cannot_talk_is_named_at_the_start(name: str) -> None:
+    for rank, said in enumerate(run_on_ranks(4, broken_axis, name)):
+        assert f"rank {rank}: the first collective over axis" in said
+        assert "connection refused" in said
 
 
 class Stacks(torch.nn.Module):
