@@ -39,11 +39,8 @@ DEEP = {"optimizer__lr": 1e-3, "model__num_layers": 4, "model__num_heads": 4, "m
         "model__qk_norm": True, "model__dim": 32}  # fmt: skip
 Layouts = dict[str, tuple[int, dict[str, Any]]]
 LAYOUTS: Layouts = {
-    "tp2": (2, {"tp": 2}),
     "tp2-whole-sequences": (2, {"tp": 2, "sequence_parallel": False}),
-    "cp2": (2, {"cp": 2}),
     "cp2-ring": (2, {"cp": 2, "cp_exchange": "ring"}),
-    "pp2": (2, {"pp": 2}),
     "fsdp2-tp2": (4, {"tp": 2}),
     "cp2-tp2": (4, {"cp": 2, "tp": 2}),
     "pp2-fsdp2": (4, {"pp": 2}),
@@ -52,10 +49,8 @@ LAYOUTS: Layouts = {
     "recomputed": (2, {"recompute": "selective"}),
 }
 MIXED: Layouts = {
-    "tp2": (2, {"tp": 2}),
     "tp2-ep2": (2, {"tp": 2, "ep": 2}),
     "cp2": (2, {"cp": 2}),
-    "pp2": (2, {"pp": 2}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
     "tp2-ep4": (4, {"tp": 2, "ep": 4}),
     "cp2-tp2-recomputed": (4, {"cp": 2, "tp": 2, "recompute": "full"}),
