@@ -45,9 +45,8 @@ def _kept(job: ResolvedJob, world_size: int, per_node: int) -> ParallelConfig | 
     path = RunDirectory(job.config.run.dir).config
     try:
         table: Any = tomlkit.parse(path.read_text(encoding="utf-8"))["parallel"]
-        chosen = {
-            key: item.unwrap() for key, item in table.items() if _ORIGIN in item.trivia.comment
-        }
+        rows = [(key.key, item) for key, item in table.value.body if key is not None]
+        chosen = {key: item.unwrap() for key, item in rows if _ORIGIN in item.trivia.comment}
         kept = replace(job.config.parallel, **chosen)
         kept.axes(world_size, per_node)
     except (OSError, KeyError, TypeError, ValueError):  # of another version, or of other ranks
