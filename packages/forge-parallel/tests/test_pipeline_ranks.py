@@ -41,12 +41,14 @@ def test_two_ranks_compute_what_one_process_computes(schedule: str) -> None:
         assert (float(rank["own"]) != 0.0) == rank["has_last"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_four_stages_deep(schedule: str) -> None:
     ranks = run_on_ranks(4, train, {"pp": 4, "pp_schedule": schedule}, {}, 8)
     assert error(ranks, one_process(8)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_shards_or_copies_on_two_ranks(schedule: str, copies: int) -> None:
@@ -56,6 +58,7 @@ def test_with_shards_or_copies_on_two_ranks(schedule: str, copies: int) -> None:
     assert all(rank["sharded"] for rank in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_recomputation_inside(schedule: str) -> None:
     kind = {"recompute": True}
@@ -63,6 +66,7 @@ def test_recomputation_inside(schedule: str) -> None:
     assert error(ranks, one_process(8)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble"])
 def test_four_stages_on_a_rank(schedule: str) -> None:
     # torch's schedule keeps three of them gathered at a time
@@ -155,6 +159,7 @@ def test_bf16_flows_between_stages(schedule: str) -> None:
     assert 1e-4 < error(ranks, one_process(8)) <= 5e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s not in SPLIT])
 def test_compiled_blocks(schedule: str) -> None:
     options = {"pp": 2, "pp_schedule": schedule}
