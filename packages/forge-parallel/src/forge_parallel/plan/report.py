@@ -102,7 +102,9 @@ def render(plan: Plan, others: Sequence[Candidate] = ()) -> str:
             fits = "" if c.fits else "  does not fit"
             rows.append((describe(c.case), f"{c.peak / 1e9:.1f}",
                          f"{c.time.tokens_per_second:,.0f}", f"{c.time.mfu:.1%}{fits}"))  # fmt: skip
-        parts.append("alternatives, best first\n" + _table(rows))
+        parts.append(
+            "alternatives, best first (every further axis must pay for itself)\n" + _table(rows)
+        )
     return "\n\n".join(parts) + "\n"
 
 
