@@ -10,7 +10,7 @@ import torch
 from forge_testing import write_job
 from forge_testing.models import Counting
 from forge_train import ConfigError, Trainer, load_job, read_run
-from forge_train.trainer.trainer import _state_name
+from forge_train.trainer.callbacks import state_name
 
 
 def test_an_imported_model_keeps_the_buffers_its_builder_made(tmp_path: Path) -> None:
@@ -21,8 +21,8 @@ def test_an_imported_model_keeps_the_buffers_its_builder_made(tmp_path: Path) ->
 
 
 def test_two_callbacks_of_one_class_have_states_of_their_own() -> None:
-    first = _state_name(Counting(), {})
-    assert _state_name(Counting(), {first: None}) != first
+    first = state_name(Counting(), {})
+    assert state_name(Counting(), {first: None}) != first
 
 
 def test_every_evaluation_and_the_last_step_have_a_row(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forge_resilience import Agreement, ExitCode
 
@@ -70,3 +70,11 @@ def share_errors(told: Sequence[list | None]) -> None:
         alone = len(told) > 1 and len(failed) < len(told)
         problems.update(dict.fromkeys(f"rank {rank}: {p}" if alone else p for p in said))
     raise kinds.get(ExitCode(first), JobError)(list(problems))
+
+
+def as_config_error(build: Callable[[], Any]) -> Any:
+    """What `build` makes of a configuration; what it refuses, or lacks a package for, as a ConfigError."""
+    try:
+        return build()
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error).splitlines()) from error

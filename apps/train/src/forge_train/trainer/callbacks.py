@@ -63,3 +63,11 @@ def load_callbacks(paths: tuple[str, ...]) -> list[Callback]:
             )  # fmt: skip
         callbacks.append(made)
     return callbacks
+
+
+def state_name(callback: Callback, taken: Mapping[str, Any]) -> str:
+    """Name of a callback's state in checkpoints: its class, numbered when there are several."""
+    kind = type(callback)
+    name = f"callback.{kind.__module__}.{kind.__qualname__}"
+    number = sum(1 for other in taken if other.split("#")[0] == name)
+    return f"{name}#{number + 1}" if number else name

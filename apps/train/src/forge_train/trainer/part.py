@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Any
+
+from torch import nn
 
 
 class PartOfState:
     """State of `owner` (a model or an optimizer) on a rank that has some of the model's tensors.
 
-    `names` are those of the whole model, `own` those of this rank. What a checkpoint holds for the others
-    is theirs to load; what it holds for nobody is still reported as a mismatch.
+    `others` are the names of what only other ranks have. What a checkpoint holds under them is theirs to
+    load; what it holds for nobody is still reported as a mismatch.
     """
 
-    def __init__(self, owner: Any, names: Collection[str], own: Collection[str]) -> None:
+    def __init__(self, owner: Any, others: Set[str]) -> None:
         self._owner = owner
-        self._others = frozenset(names) - frozenset(own)
+        self._others = frozenset(others)
 
     def state_dict(self) -> dict[str, Any]:
         """The owner's."""
@@ -29,3 +31,8 @@ class PartOfState:
     def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Of the saved paths those that are not another rank's."""
         return [path for path in saved if not self._others.intersection(path)]
+
+
+def tensor_names(model: nn.Module) -> set[str]:
+    """Names of all parameters and buffers."""
+    return {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,14 @@ from forge_parallel.compile import recompilations
 from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
-from forge_train.errors import ConfigError, DataError, JobError, StateError, together
+from forge_train.errors import (
+    ConfigError,
+    DataError,
+    JobError,
+    StateError,
+    as_config_error,
+    together,
+)
 from forge_train.metrics.meter import Meter, memory_bytes
 from forge_train.trainer.build import (
     build_loader,
@@ -49,13 +56,13 @@ from forge_train.trainer.build import (
     total_steps,
     validation_stream,
 )
-from forge_train.trainer.callbacks import Callback, load_callbacks
+from forge_train.trainer.callbacks import Callback, load_callbacks, state_name
 from forge_train.trainer.choose import placement, with_layout
 from forge_train.trainer.compute import Compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
-from forge_train.trainer.part import PartOfState
+from forge_train.trainer.part import PartOfState, tensor_names
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
@@ -94,7 +101,7 @@ class Trainer:
     """
 
     def __init__(self, job: ResolvedJob, callbacks: Sequence[Callback] = ()) -> None:
-        world = _as_config_error(find_world)
+        world = as_config_error(find_world)
         self.job, self._reasons = with_layout(job, world)
         self.config = config = self.job.config
         problems = layout_problems(config, world.world_size, world.local_world_size)
@@ -102,7 +109,7 @@ class Trainer:
             raise ConfigError(problems)
         self.callbacks = [*callbacks, *load_callbacks(config.train.callbacks)]
         self.paths = RunDirectory(config.run.dir)
-        self.device = _as_config_error(lambda: select_device(config.parallel.device))
+        self.device = as_config_error(lambda: select_device(config.parallel.device))
         self.model = build_model(config.model, config.run.seed)
         if config.sample.max_new_tokens and not hasattr(self.model, "new_cache"):
             raise ConfigError(
@@ -110,8 +117,8 @@ class Trainer:
                  f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"]
             )  # fmt: skip
         self.total_steps = total_steps(config, self.model)
-        self.schedule = _as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
-        _as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
+        self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
+        as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
         layout = config.parallel.axes(world.world_size)
         mixed = bool(mixture_sizes(self.model))
@@ -132,7 +139,7 @@ class Trainer:
     def meshes(self) -> Meshes:
         """Where this process stands among the ranks."""
         if self._meshes is None:
-            self._join(_as_config_error(lambda: make_meshes(self.config.parallel, self.device)))
+            self._join(as_config_error(lambda: make_meshes(self.config.parallel, self.device)))
         assert self._meshes is not None
         return self._meshes
 
@@ -212,12 +219,11 @@ class Trainer:
         config = self.config
         if not isinstance(config.model, DenseModelConfig):
             refuse_other_model(self.model, self.agreement)
-        _as_config_error(lambda: spread_experts(self.model, config, self.meshes))
+        as_config_error(lambda: spread_experts(self.model, config, self.meshes))
         self._mixture_sizes = mixture_sizes(self.model)
-        self._names = {name for name, _ in self.model.named_parameters()}
-        self._names |= {name for name, _ in self.model.named_buffers()}
+        self._names = tensor_names(self.model)
         shows = self.meshes.rank == 0 and config.metrics.console != "off"
-        self.model = _as_config_error(
+        self.model = as_config_error(
             lambda: parallelize(
                 self.model,
                 config.parallel,
@@ -228,13 +234,13 @@ class Trainer:
             )
         )
         # an imported model keeps what its builder drew where it offers no table of its own
-        _as_config_error(
+        as_config_error(
             lambda: initialise(
                 self.model, config.run.seed, strict=isinstance(config.model, DenseModelConfig)
             )
         )
-        self.compute = _as_config_error(lambda: Compute(self.model, config, self.meshes))
-        self.optimizer = _as_config_error(lambda: build_optimizer(self.model, config.optimizer))
+        self.compute = as_config_error(lambda: Compute(self.model, config, self.meshes))
+        self.optimizer = as_config_error(lambda: build_optimizer(self.model, config.optimizer))
         share = self.compute.micro_batch / config.train.global_batch
         self.mixtures = Mixtures(self.model, self.meshes, share, self._mixture_sizes)
         self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
@@ -253,7 +259,7 @@ class Trainer:
         }
         for callback in self.callbacks:
             if hasattr(callback, "state_dict"):
-                self.state[_state_name(callback, self.state)] = callback
+                self.state[state_name(callback, self.state)] = callback
         try:
             step = store.load(self.state)
         except CheckpointMismatch as error:
@@ -273,12 +279,7 @@ class Trainer:
         """State of the whole model, or of the part that this rank of a pipeline has."""
         if self.meshes.pp.size == 1:
             return owner
-        return PartOfState(
-            owner,
-            self._names,
-            {name for name, _ in self.model.named_parameters()}
-            | {name for name, _ in self.model.named_buffers()},
-        )
+        return PartOfState(owner, self._names - tensor_names(self.model))
 
     def _open_outputs(
         self, changes: dict[str, list[Any]], load_seconds: float, store: Store
@@ -507,18 +508,3 @@ class Trainer:
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
-
-
-def _state_name(callback: Callback, taken: dict[str, Any]) -> str:
-    """Name of a callback's state in checkpoints: its class, numbered when there are several."""
-    kind = type(callback)
-    name = f"callback.{kind.__module__}.{kind.__qualname__}"
-    number = sum(1 for other in taken if other.split("#")[0] == name)
-    return f"{name}#{number + 1}" if number else name
-
-
-def _as_config_error(build: Callable[[], Any]) -> Any:
-    try:
-        return build()
-    except (ValueError, ImportError) as error:
-        raise ConfigError(str(error).splitlines()) from error
