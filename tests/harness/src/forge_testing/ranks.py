@@ -2,7 +2,8 @@
 
 The first call of a session starts one fresh interpreter, the zygote, which imports torch once and
 then forks the ranks of each world size that is asked for (about 0.1 s). A pool whose call went well
-serves the next call of its size; after a failure it is killed and the next call forks another.
+serves the next call of its size; after a failure, and when the groups that calls left behind have become
+many, it is killed and the next call forks another.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from forge_testing.rank_process import RAISED, RETURNED, STACK_SIGNAL, Task
 _START_SECONDS = 60.0
 # Ranks that stand in a collective with one that failed would wait for ever: they get this long.
 _GRACE_SECONDS = 1.0
+# Each gloo group that a rank holds wakes a thread 100 times a second, used or not: groups of 50 layouts
+# in 12 ranks took a third of two cores.
+_MOST_THREADS = 500
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "GROUP_")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -64,7 +68,7 @@ def run_on_ranks(
     thread, and seeds are 0 on every rank. `function` is a module-level function of a module with a
     file; a rank imports it from that file under its own module name, with the caller's `sys.path`.
     `args` and results are pickled. What a function leaves behind in its process (patches, handlers,
-    limits, groups) stays there for the next call. stdout and stderr of a rank are shown only if the
+    limits, groups) stays there for the next calls, until the ranks hold too many groups. stdout and stderr of a rank are shown only if the
     call fails.
 
     Raises RankError if a rank raises, dies, or has not returned `timeout` seconds after the call was sent;
@@ -75,6 +79,7 @@ def run_on_ranks(
     task = pickle.dumps(_describe(function, args))
     with _lock:
         _end_pools_of_other_folders()
+        _end_crowded_pools()
         pool = _pools.get(world) or _fork(world)
         try:
             answers = pool.call(task, timeout)
@@ -93,6 +98,14 @@ def _end_pools_of_other_folders() -> None:
         for world in list(_pools):
             _pools.pop(world).end()
         _folder = folder
+
+
+def _end_crowded_pools() -> None:
+    """On Linux; elsewhere nobody counts."""
+    pids = [pid for pool in _pools.values() for pid in pool.pids]
+    if sum(len(list(Path(f"/proc/{pid}/task").glob("*"))) for pid in pids) > _MOST_THREADS:
+        for world in list(_pools):
+            _pools.pop(world).end()
 
 
 def _describe(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
