@@ -69,12 +69,12 @@ def test_models_have_the_sizes_of_their_names() -> None:
 
 @pytest.mark.slow
 def test_presets_step_at_full_size_under_a_fake_group() -> None:
-    chosen = [f"configs/presets/{name}.toml" for name in ("20m_4gpu", "7b_8gpu", "moe_64_8gpu")]
+    chosen = [f"configs/presets/{name}.toml" for name in ("7b_8gpu", "moe_64_8gpu")]
     done = subprocess.run(
         [sys.executable, "scripts/step_presets.py", *chosen],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["ok"] for row in rows] == [True] * 3
-    assert rows[1]["parameters"] == 8_030_261_248 // 8  # every dim 0 divides
+    assert [row["ok"] for row in rows] == [True] * 2
+    assert rows[0]["parameters"] == 8_030_261_248 // 8  # every dim 0 divides

@@ -42,14 +42,12 @@ LAYOUTS: Layouts = {
     "tp2-whole-sequences": (2, {"tp": 2, "sequence_parallel": False}),
     "cp2-ring": (2, {"cp": 2, "cp_exchange": "ring"}),
     "fsdp2-tp2": (4, {"tp": 2}),
-    "cp2-tp2": (4, {"cp": 2, "tp": 2}),
     "pp2-fsdp2": (4, {"pp": 2}),
     "pp2-tp2-interleaved": (4, {"pp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"}),
     "pp2-cp2-zero-bubble": (4, {"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}),
     "recomputed": (2, {"recompute": "selective"}),
 }
 MIXED: Layouts = {
-    "tp2-ep2": (2, {"tp": 2, "ep": 2}),
     "cp2": (2, {"cp": 2}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
     "tp2-ep4": (4, {"tp": 2, "ep": 4}),

@@ -40,7 +40,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
     assert columns(run_dir) == columns(reference)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_sigkill_at_random_steps_then_the_same_command_gives_the_same_bits(
     tmp_path: Path, undisturbed: Path, seed: int
 ) -> None:
