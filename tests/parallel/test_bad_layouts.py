@@ -40,6 +40,9 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
     "float8 all-gather": (
         {"parallel.float8_all_gather": True, "parallel.precision": "bf16",
          "parallel.float8": "rowwise"}, 2, 2, ("float8 is rowwise", "tensorwise")),
+    "float8 and few tokens": (
+        {"parallel.device": "auto", "parallel.precision": "bf16", "parallel.float8": "tensorwise",
+         "parallel.cp": 2, "data.seq_len": 20, "train.micro_batch": 1}, 2, 2, ("they are 10", "divisible by 32")),
     "unknown recomputation": ({"parallel.recompute": "some"}, 2, 2, ("some", "none")),
     "every 0th": ({"parallel.recompute_every": 0}, 2, 2, ("recompute_every 0", "use 1")),
     "every 2nd of none": (

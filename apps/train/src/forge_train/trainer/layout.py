@@ -21,6 +21,7 @@ def layout_problems(
     return [
         *_batch_problems(config, layout.batch_size),
         *_sequence_problems(config, layout),
+        *_float8_problems(config, layout),
         *_model_problems(config, layout),
     ]
 
@@ -73,6 +74,24 @@ def _sequence_problems(config: JobConfig, layout: Layout) -> list[str]:
     return [
         f"data.seq_len {length} must be divisible by {pieces} with parallel.cp {layout.cp} and "
         f"parallel.tp {layout.tp}; use {max(1, round(length / pieces)) * pieces}"
+    ]
+
+
+def _float8_problems(config: JobConfig, layout: Layout) -> list[str]:
+    """Float8 kernels sum gradients of weights over the tokens of a rank in pieces of 16; emulation does not."""
+    if config.parallel.float8 == "none" or config.parallel.device == "cpu":
+        return []
+    micro = config.train.micro_batch or config.train.global_batch // layout.batch_size
+    ranks = layout.cp * (
+        layout.tp if _experts(config) else 1
+    )  # shared experts see a tp rank's part
+    tokens = micro * config.data.seq_len // ranks
+    if tokens % 16 == 0:
+        return []
+    return [
+        f"parallel.float8 {config.parallel.float8!r} must have a multiple of 16 tokens of a micro-batch on each "
+        f"rank, and they are {tokens} ({micro} x {config.data.seq_len} over {ranks}); use a data.seq_len "
+        f"divisible by {16 * ranks}, or float8 = 'none'"
     ]
 
 
