@@ -75,12 +75,12 @@ class Memory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held: list[Tensor] = []
-        self.kept: list[Any] = []
+        self.records: list[Any] = []
         make = recompute_file.selective_contexts
 
         def selective_contexts() -> Any:
             pair = make()
-            self.kept.append(pair[0].kept)  # type: ignore[attr-defined]
+            self.records.append(pair[0])
             return pair
 
         monkeypatch.setattr(recompute_file, "selective_contexts", selective_contexts)
@@ -94,7 +94,8 @@ class Memory:
 
     def bytes(self, model: nn.Module) -> int:
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        tensors = [*self.held, *(t for kept in self.kept for t in kept.tensors())]
+        outputs = [o for r in self.records for calls in r.outputs.values() for o in calls]
+        tensors = [*self.held, *(t for o in outputs for t in recompute_file._tensors(o.value))]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(size for place, size in sizes.items() if place not in own)
 

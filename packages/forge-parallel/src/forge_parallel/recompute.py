@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +58,10 @@ def recompute(
 
     "full" keeps a block's inputs alone and costs one more forward of it. "selective" also keeps the
     outputs of matrix products, attention and functional collectives other than gathers, and recomputes the
-    rest. Gradients
-    are the same bits as without. `contexts` makes a (record, replay) pair for each forward: what must not
-    be decided again, such as routes of experts. A backward in two halves (zero-bubble schedules)
-    recomputes twice, and may. Random numbers are drawn as in the forward; shapes, dtypes and devices of
-    what comes out again are checked against the forward. Without grad a block runs as it is.
+    rest. Gradients are the same bits as without. `contexts` makes a (record, replay) pair for each forward:
+    what must not be decided again, such as routes of experts. A backward in two halves (zero-bubble
+    schedules) recomputes twice, and may. Random numbers are drawn as in the forward; shapes, dtypes and
+    devices of what comes out again are checked against the forward. Without grad a block runs as it is.
 
     Names of parameters stay. Inside FSDP2 a block is recomputed after its weights are gathered for the
     backward. Returns how many blocks recompute. Raises ValueError for an unknown mode or `every` < 1.
@@ -103,48 +101,38 @@ class Recomputed:
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-class _Together(AbstractContextManager["_Together"]):
+class _Together:
     """Several contexts as one, which may be entered again after it was left."""
 
     def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
         self.contexts = contexts
         self.stacks: list[ExitStack] = []
 
-    def __enter__(self) -> _Together:
+    def __enter__(self) -> None:
         with ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context)
             self.stacks.append(stack.pop_all())
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stacks.pop().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.stacks.pop().__exit__(*error)
 
 
-class _Kept:
-    """Outputs of one forward by operator, in the order of its calls, with the shapes of their inputs."""
+class _Output(NamedTuple):
+    """What one call of an operator gave, with what tells whether it is still that."""
 
-    def __init__(self) -> None:
-        self.outputs: dict[Any, list[tuple[Any, Any, list[int]]]] = defaultdict(list)
-        self.memory: set[int] = set()
-
-    def tensors(self) -> list[Tensor]:
-        """All that is held."""
-        entries = (entry for entries in self.outputs.values() for entry in entries)
-        return [t for out, _, _ in entries for t in _tensors(out)]
+    value: Any
+    shapes: list[torch.Size]  # of the call's inputs
+    versions: list[int]
 
 
 class _Keep(DispatchMode):
-    """Runs a forward and keeps what the operators of `_KEPT` give."""
+    """Runs a forward and keeps what the operators of `_KEPT` give, in the order of their calls."""
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kept = kept
+        self.outputs: dict[Any, list[_Output]] = defaultdict(list)
+        self.memory: set[int] = set()
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -152,14 +140,14 @@ class _Keep(DispatchMode):
         kwargs = kwargs or {}
         for place, name in written(operator):
             target = args[place] if place < len(args) else kwargs.get(name)
-            if any(memory_of(t) in self.kept.memory for t in _tensors(target)):
+            if any(memory_of(t) in self.memory for t in _tensors(target)):
                 raise RuntimeError(_CHANGED.format(operator))
         out = operator(*args, **kwargs)
         if _is_kept(operator):
             held = _map(alias, out)
             versions = [t._version for t in _tensors(held)]
-            self.kept.outputs[operator].append((held, _shapes(args), versions))
-            self.kept.memory.update(memory_of(t) for t in _tensors(held))
+            self.outputs[operator].append(_Output(held, _shapes(args), versions))
+            self.memory.update(memory_of(t) for t in _tensors(held))
         return out
 
 
@@ -169,9 +157,9 @@ class _Reuse(DispatchMode):
     torch's own selective checkpoint gives each tensor once, which a backward in two halves does not bear.
     """
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, record: _Keep) -> None:
         super().__init__()
-        self.kept = kept
+        self.outputs = record.outputs
         self.place: Counter[Any] = Counter()
 
     def __enter__(self) -> Any:
@@ -183,23 +171,23 @@ class _Reuse(DispatchMode):
     ) -> Any:
         if not _is_kept(operator):
             return operator(*args, **(kwargs or {}))
-        entries, place = self.kept.outputs[operator], self.place[operator]
+        outputs, place = self.outputs[operator], self.place[operator]
         self.place[operator] += 1
-        if place >= len(entries) or entries[place][1] != _shapes(args):
+        if place >= len(outputs) or outputs[place].shapes != _shapes(args):
             raise RuntimeError(
                 f"recomputation calls {operator} with {_shapes(args)} at place {place}, where the forward "
                 "did something else; a block must do the same each time"
             )
-        held, _, versions = entries[place]
-        if [t._version for t in _tensors(held)] != versions:
+        held = outputs[place]
+        if [t._version for t in _tensors(held.value)] != held.versions:
             raise RuntimeError(_CHANGED.format("something"))
-        return _map(alias, held)
+        return _map(alias, held.value)
 
 
 def selective_contexts() -> Pair:
-    """A (record, replay) pair that keeps what selective recomputation keeps; `record.kept.tensors()`."""
-    kept = _Kept()
-    return _Keep(kept), _Reuse(kept)
+    """A (record, replay) pair that keeps what selective recomputation keeps."""
+    record = _Keep()
+    return record, _Reuse(record)
 
 
 @cache
