@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 from forge_parallel._rules import Rule, check
 
 DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("bf16", "fp32")
-EXCHANGES = ("all_gather", "ring")
 #: Stages per rank of each schedule; the interleaved ones may have more.
 SCHEDULES = {
     "gpipe": 1,
@@ -51,7 +49,12 @@ def _one_of(name: str, known: tuple[str, ...], fix: str) -> Rule:
 
 
 def _positive(name: str, fix: str) -> Rule:
-    return Rule(name, lambda c: c[name] < 1, f"{name} {{{name}}} must be at least 1", fix)
+    return Rule(
+        name,
+        lambda c: c[name] is not None and c[name] < 1,
+        f"{name} {{{name}}} must be at least 1",
+        fix,
+    )
 
 
 def _seconds(name: str, fix: str) -> Rule:
@@ -74,8 +77,8 @@ def _stages_misfit(c: Mapping[str, Any]) -> bool:
 
 CAPABILITIES: tuple[Rule, ...] = (
     _one_of("device", DEVICES, "use auto"),
-    _one_of("precision", DTYPES, "use bf16 (fp32 weights, bf16 compute) or fp32"),
-    _one_of("reduce_dtype", DTYPES, "use fp32"),
+    _one_of("precision", ("bf16", "fp32"), "use bf16 (fp32 weights, bf16 compute) or fp32"),
+    _one_of("reduce_dtype", ("bf16", "fp32"), "use fp32"),
     Rule(
         "reduce_dtype needs bf16",
         lambda c: (c["reduce_dtype"], c["precision"]) == ("bf16", "fp32"),
@@ -117,7 +120,7 @@ CAPABILITIES: tuple[Rule, ...] = (
         "sequence_parallel {sequence_parallel}, compile {compile}, device {device}",
         "use async_tp = false, or set the others",
     ),
-    _one_of("cp_exchange", EXCHANGES, "use all_gather, or ring for long contexts"),
+    _one_of("cp_exchange", ("all_gather", "ring"), "use all_gather, or ring for long contexts"),
     _one_of("pp_schedule", tuple(SCHEDULES), "use 1f1b"),
     Rule(
         "pp_stages_per_rank",
@@ -174,12 +177,7 @@ CAPABILITIES: tuple[Rule, ...] = (
         "compile is {compile}, recompute {recompute}",
         "use compile = true and recompute = 'none', or leave memory_budget out",
     ),
-    Rule(
-        "gpus_per_node",
-        lambda c: c["gpus_per_node"] is not None and c["gpus_per_node"] < 1,
-        "gpus_per_node {gpus_per_node} must be at least 1",
-        "leave it out: the launcher knows",
-    ),
+    _positive("gpus_per_node", "leave it out: the launcher knows"),
     _seconds("timeout_seconds", "use 600"),
     _seconds("start_timeout_seconds", "use 300"),
 )

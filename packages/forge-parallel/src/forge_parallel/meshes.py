@@ -86,7 +86,9 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     if not dist.is_initialized():
         start_process_group(_ALONE, device)
     rank = dist.get_rank()
-    dense = _dense(config, device, layout)
+    shards = {"dp_shard": layout.dp_shard * layout.cp, "tp": layout.tp}
+    lenders = {"efsdp": layout.dp_shard * layout.cp * layout.tp // layout.ep, "ep": layout.ep}
+    dense = _mesh(config, device, layout, shards)
     meshes = Meshes(
         device=device,
         rank=rank,
@@ -94,7 +96,7 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         batch_rank=rank // (layout.cp * layout.tp) % layout.batch_size,
         batch_size=layout.batch_size,
         dense=dense,
-        sparse=_sparse(config, device, layout) if max(layout.ep, layout.tp) > 1 else None,
+        sparse=_mesh(config, device, layout, lenders) if max(layout.ep, layout.tp) > 1 else None,
         pp=_axis_of(dense, "pp"),
         tp=_axis_of(dense, "tp"),
         cp=_groups(config, layout.cp, lambda r: (r // (layout.cp * layout.tp), r % layout.tp)),
@@ -105,22 +107,15 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     return meshes
 
 
-def _dense(config: ParallelConfig, device: torch.device, layout: Layout) -> Any:
-    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
-    axes = {name: size for name, size in sizes.items() if size > 1}
-    axes["dp_shard"] = layout.dp_shard * layout.cp
-    return _mesh(config, device, axes | ({"tp": layout.tp} if layout.tp > 1 else {}))
+def _mesh(
+    config: ParallelConfig, device: torch.device, layout: Layout, last: Mapping[str, int]
+) -> Any:
+    """A mesh of pp, dp_replicate and `last`, whose groups have the job's timeout, not torch's half hour.
 
-
-def _sparse(config: ParallelConfig, device: torch.device, layout: Layout) -> Any:
-    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
-    axes = {name: size for name, size in sizes.items() if size > 1}
-    axes["efsdp"] = layout.dp_shard * layout.cp * layout.tp // layout.ep
-    return _mesh(config, device, axes | ({"ep": layout.ep} if layout.ep > 1 else {}))
-
-
-def _mesh(config: ParallelConfig, device: torch.device, axes: Mapping[str, int]) -> Any:
-    """A mesh whose groups have the job's timeout, not torch's half hour."""
+    Axes of one rank are left out, but that over which FSDP2 shards.
+    """
+    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, **last}
+    axes = {n: size for n, size in sizes.items() if size > 1 or n in ("dp_shard", "efsdp")}
     # imported late: half a second that an fp32 run of one process does not need
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -153,8 +148,6 @@ def _stages(config: ParallelConfig, layout: Layout, world_size: int) -> Axis:
     if layout.pp == 1:
         return Axis(dist.get_rank(), world_size, dist.group.WORLD)
     size = world_size // layout.pp
-    if size == 1:
-        return Axis()
     return _groups(config, size, lambda rank: rank // size)
 
 
