@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forge_parallel.axes.fsdp import apply_fsdp, blocks_of
+from forge_parallel.axes.host_inputs import keep_on_host
 from forge_parallel.axes.roles import role_names
 from forge_parallel.config import ParallelConfig, lies_as_said
 from forge_parallel.meshes import Meshes, make_meshes
@@ -124,6 +125,7 @@ def _adapt(
             sparse=None if meshes.sparse is None else meshes.fsdp(meshes.sparse),
             experts=experts,
         )
+        keep_on_host(model)
 
 
 def _refuse_shards_that_torch_misplaces(model: nn.Module, meshes: Meshes) -> None:

@@ -121,7 +121,9 @@ class Compute:
                 n: cut_sequence(getattr(batch, n), self.meshes.cp) for n in names
             }
             batch = replace(batch, **pieces, num_valid=-1)
-        return batch.to(self.meshes.device)
+        here = batch.to(self.meshes.device)
+        on_host = {n: getattr(batch, n) for n in getattr(self.model, "host_inputs", ())}
+        return replace(here, **on_host)
 
     def _mine(self, value: Tensor) -> Tensor:
         """What several ranks of a tp group hold alike counts on the first."""

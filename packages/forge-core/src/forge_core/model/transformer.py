@@ -78,6 +78,9 @@ class Transformer(nn.Module):
     `to_empty` and `initialise`. There are no buffers.
     """
 
+    #: Keywords of forward that the host reads; who moves the others to an accelerator leaves them.
+    host_inputs = ("document_ids",)
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -191,7 +194,7 @@ class Transformer(nn.Module):
             positions = default_positions(size, document_ids, tokens.device, past, first)
         return TokenContext(
             token_ids=token_ids,
-            valid=_not_padding(document_ids),
+            valid=_not_padding(document_ids, tokens.device),
             document_ids=document_ids,
             positions=positions,
         )
@@ -239,12 +242,14 @@ class Transformer(nn.Module):
         return head + sum(_flops(block, seq_len) for block in self.blocks())
 
 
-def _not_padding(document_ids: Tensor | None) -> Tensor | None:
+def _not_padding(document_ids: Tensor | None, device: torch.device) -> Tensor | None:
     """True where a document is (ids from 0 up); None where the host can see that it is everywhere."""
     if document_ids is None:
         return None
     valid = document_ids >= 0
-    return None if valid.device.type == "cpu" and bool(valid.all()) else valid
+    if valid.device.type == "cpu" and bool(valid.all()):
+        return None
+    return valid.to(device, non_blocking=True)
 
 
 def _dense(config: TransformerConfig) -> FeedForward:
