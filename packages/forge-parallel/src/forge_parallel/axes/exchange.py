@@ -74,7 +74,7 @@ def token_dim(x: Tensor) -> int:
 def _exchange(x: Tensor, ranks: Ranks, dim: int, there: str, back: str) -> Tensor:
     if ranks.size == 1:
         return x
-    out: Tensor = _Exchange.apply(x, *ranks, dim, there, back)
+    out: Tensor = _Exchange.apply(x, ranks, dim, there, back)
     return out
 
 
@@ -82,49 +82,47 @@ class _Exchange(torch.autograd.Function):
     """One of `_WAYS` forward, another backward."""
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, x: Tensor, name: str, size: int, rank: int, dim: int, there: str, back: str
-    ) -> Tensor:
-        ctx.where, ctx.back = (name, size, rank, dim), back
-        return _WAYS[there](x, name, size, rank, dim)
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, there: str, back: str) -> Tensor:
+        ctx.ranks, ctx.dim, ctx.back = ranks, dim, back
+        return _WAYS[there](x, ranks, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[no-untyped-def]
-        return _WAYS[ctx.back](grad, *ctx.where), None, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _WAYS[ctx.back](grad, ctx.ranks, ctx.dim), None, None, None, None
 
 
-def _same(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
+def _same(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
-    return all_reduce(x, name)
+def _sum(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    return all_reduce(x, ranks.name)
 
 
-def _join(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
-    whole = all_gather(x, size, name)  # parts one after another on dim 0
+def _join(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    whole = all_gather(x, ranks.size, ranks.name)  # parts one after another on dim 0
     if dim == 0:
         return whole
     if x.shape[:dim].numel() == 1 and not torch.compiler.is_compiling():
         return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])  # they lie right already
-    return torch.cat(whole.chunk(size), dim)  # the form that async tp looks for
+    return torch.cat(whole.chunk(ranks.size), dim)  # the form that async tp looks for
 
 
-def _sum_cut(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
-    check_cut(x.shape, dim, size)
+def _sum_cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    _check_cut(x.shape, dim, ranks.size)
     if dim and (x.shape[:dim].numel() > 1 or torch.compiler.is_compiling()):
-        return reduce_scatter(torch.cat(x.chunk(size, dim)), size, name)
-    part = (*x.shape[:dim], x.size(dim) // size, *x.shape[dim + 1 :])
-    return reduce_scatter(x.flatten(0, dim), size, name).view(part)
+        return reduce_scatter(torch.cat(x.chunk(ranks.size, dim)), ranks.size, ranks.name)
+    part = (*x.shape[:dim], x.size(dim) // ranks.size, *x.shape[dim + 1 :])
+    return reduce_scatter(x.flatten(0, dim), ranks.size, ranks.name).view(part)
 
 
-def _cut(x: Tensor, name: str, size: int, rank: int, dim: int) -> Tensor:
-    check_cut(x.shape, dim, size)
-    return x.chunk(size, dim)[rank].contiguous()
+def _cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    _check_cut(x.shape, dim, ranks.size)
+    return x.chunk(ranks.size, dim)[ranks.rank].contiguous()
 
 
-def check_cut(shape: torch.Size, dim: int, size: int) -> None:
+def _check_cut(shape: torch.Size, dim: int, size: int) -> None:
     """ValueError unless the tokens of (..., tokens, width) divide over the ranks."""
     if shape[dim] % size:
         raise ValueError(
@@ -133,7 +131,7 @@ def check_cut(shape: torch.Size, dim: int, size: int) -> None:
         )
 
 
-_WAYS: dict[str, Callable[[Tensor, str, int, int, int], Tensor]] = {
+_WAYS: dict[str, Callable[[Tensor, Ranks, int], Tensor]] = {
     "same": _same,
     "sum": _sum,
     "join": _join,

@@ -47,7 +47,7 @@ def vocab_cross_entropy(
     valid = ids != ignore_index  # (N,)
     if type(ids) is Tensor and ids.device.type == "cpu":
         _check_labels(ids[valid], flat.size(1) * ranks.size)
-    total: Tensor = _VocabCrossEntropy.apply(flat, ids, valid, *ranks)
+    total: Tensor = _VocabCrossEntropy.apply(flat, ids, valid, ranks)
     return total, valid.sum()
 
 
@@ -55,15 +55,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
     """(N, W) logits, (N,) labels, (N,) bool -> 0-dim fp32 sum."""
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, logits: Tensor, labels: Tensor, valid: Tensor, name: str, size: int, rank: int
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, ranks: Ranks) -> Tensor:
         width = logits.size(1)
-        local = labels - rank * width
+        local = labels - ranks.rank * width
         mine = valid.clone()
-        if rank:
+        if ranks.rank:
             mine &= local >= 0
-        if rank < size - 1:  # an id beyond all of them fails in the last rank's gather
+        if ranks.rank < ranks.size - 1:  # an id beyond all of them fails in the last rank's gather
             mine &= local < width
         target = local.where(mine, 0)[:, None]  # (N, 1)
         parts = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
@@ -72,22 +70,22 @@ class _VocabCrossEntropy(torch.autograd.Function):
             parts[0, rows] = wide.logsumexp(dim=-1)
             parts[1, rows] = wide.gather(1, target[rows])[:, 0]
         parts[1] = parts[1].where(mine, 0.0)
-        if size > 1:
-            parts = all_gather(parts, size, name).view(size, 2, -1)
+        if ranks.size > 1:
+            parts = all_gather(parts, ranks.size, ranks.name).view(ranks.size, 2, -1)
             parts = torch.stack((parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)))
         ctx.save_for_backward(logits, parts[0], target, mine, valid)
         return (parts[0] - parts[1]).where(valid, 0.0).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         logits, total, target, mine, valid = ctx.saved_tensors
         scale = (grad * valid)[:, None]  # (N, 1)
         out = torch.empty_like(logits)
         for rows in _blocks(logits):
             p = (logits[rows].float() - total[rows, None]).exp_().mul_(scale[rows])  # (R, W)
             out[rows] = p.scatter_add_(1, target[rows], -scale[rows] * mine[rows, None])
-        return out, None, None, None, None, None
+        return out, None, None, None
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
