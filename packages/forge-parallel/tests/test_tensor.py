@@ -96,7 +96,7 @@ def _f07():
         one_process(reference, tokens, labels)
         tensor_parallel(model, mesh["tp"], sequence_parallel=False)
         for norm in (model.layers[0].mixer.q_norm, model.layers[0].mixer.k_norm):
-            use_local(norm, {"weight": placements})
+            use_local(norm, "weight", placements)
         shard(model, mesh["dp_shard"])
         total, count = vocab_cross_entropy(model(tokens), labels, mesh["tp"])
         (total / count).backward()

@@ -32,7 +32,7 @@ def test_use_local_refuses_what_is_no_parameter():
     with pytest.raises(
         ValueError, match="'scale' must be a parameter of Linear; it has weight, bias"
     ):
-        use_local(nn.Linear(2, 2), {"scale": None})
+        use_local(nn.Linear(2, 2), "scale")
 
 
 def _local_weight():
@@ -42,7 +42,7 @@ def _local_weight():
         norm = nn.RMSNorm(4)
         weight = DTensor.from_local(torch.ones(4), tp, [Replicate()], run_check=False)
         norm.register_parameter("weight", nn.Parameter(weight))
-        use_local(norm, {"weight": placements})
+        use_local(norm, "weight", placements)
         assert type(norm.weight) is torch.Tensor
         fully_shard(norm, mesh=mesh["dp"])
         norm.set_gradient_divide_factor(1.0)

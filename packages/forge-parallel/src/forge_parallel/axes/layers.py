@@ -88,17 +88,9 @@ class Logits(Colwise):
 
 
 class Rowwise(nn.Module):
-    """This rank's inputs in, the sum over ranks out."""
+    """This rank's inputs in, the sum over ranks out; the bias is added once, to the sum."""
 
     tp: Place
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tp.leave(super().forward(x))
-
-
-class RowwiseBias(Rowwise):
-    """Adds the bias once, to the sum."""
-
     tp_summing = False
 
     @property
@@ -108,9 +100,11 @@ class RowwiseBias(Rowwise):
         return local_part(self, "bias", (Partial(),) if self.tp.tokens_cut else None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._parameters.get("bias") is None:
+            return self.tp.leave(super().forward(x))
         self.tp_summing = True
         try:
-            out = super().forward(x)
+            out = self.tp.leave(super().forward(x))
         finally:
             self.tp_summing = False
         return out + self.bias  # type: ignore[operator]

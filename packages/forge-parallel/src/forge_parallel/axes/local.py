@@ -7,7 +7,6 @@ recomputation, compile) sees an ordinary module.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,33 +27,33 @@ def swap(module: nn.Module, mixin: type) -> None:
     module.__class__ = _joined(mixin, cls)
 
 
-def use_local(module: nn.Module, names: Mapping[str, tuple[Placement, ...] | None]) -> None:
-    """Let the code of `module` see its own rank's part of the named DTensor parameters, in place.
+def use_local(
+    module: nn.Module, name: str, grad_placements: tuple[Placement, ...] | None = None
+) -> None:
+    """Let the code of `module` see its own rank's part of a DTensor parameter, in place.
 
-        use_local(norm, {"weight": (Partial(),)})   # gradients of the ranks add up
-        use_local(linear, {"weight": None})         # the gradient lies as the parameter does
+        use_local(norm, "weight", (Partial(),))     # gradients of the ranks add up
+        use_local(linear, "weight")                 # the gradient lies as the parameter does
 
     `module.weight` is then `parameter.to_local(grad_placements=...)`, while `named_parameters`, the
     state dict and optimizers see the DTensor. Under FSDP2 this holds inside its forward, where a
     parameter is a DTensor of one mesh axis; one of several axes (its sharded state) and a plain
     tensor are returned as they are. Raises ValueError for a name that is no parameter of the module.
     """
-    for name in names:
-        if name not in module._parameters:
-            raise ValueError(
-                f"{name!r} must be a parameter of {type(module).__name__}; it has "
-                f"{', '.join(module._parameters) or 'none'}"
-            )
-    rows = tuple((n, None if g is None else tuple(g)) for n, g in sorted(names.items()))
+    if name not in module._parameters:
+        raise ValueError(
+            f"{name!r} must be a parameter of {type(module).__name__}; it has "
+            f"{', '.join(module._parameters) or 'none'}"
+        )
     cls: Any = type(module)
-    module.__class__ = _with_local(cls, rows)
+    module.__class__ = _with_local(cls, name, grad_placements)
 
 
 def local_part(
     module: nn.Module, name: str, grad_placements: tuple[Placement, ...] | None
 ) -> Tensor | None:
-    """What `use_local` shows of a parameter."""
-    parameter = module._parameters[name]
+    """What `use_local` shows of a parameter; None where there is none."""
+    parameter = module._parameters.get(name)
     if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
         local: Tensor = parameter.to_local(grad_placements=grad_placements)
         return local
@@ -67,10 +66,6 @@ def _joined(mixin: type, cls: type) -> type:
 
 
 @functools.cache
-def _with_local(cls: type, rows: tuple[tuple[str, tuple[Placement, ...] | None], ...]) -> type:
-    found = {name: _local_property(name, placements) for name, placements in rows}
-    return type(cls.__name__, (cls,), {**found, "__module__": cls.__module__})
-
-
-def _local_property(name: str, grad_placements: tuple[Placement, ...] | None) -> property:
-    return property(lambda self: local_part(self, name, grad_placements))
+def _with_local(cls: type, name: str, grad_placements: tuple[Placement, ...] | None) -> type:
+    part = property(lambda module: local_part(module, name, grad_placements))
+    return type(cls.__name__, (cls,), {name: part, "__module__": cls.__module__})

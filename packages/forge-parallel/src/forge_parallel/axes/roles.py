@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
+
 ROLES = (
     "colwise",
     "rowwise",
@@ -25,7 +27,7 @@ ROLES = (
     "expert",
     "opaque",
 )
-_BY_ROWS = ("colwise", "vocab", "gather_output")
+BY_ROWS = ("colwise", "vocab", "gather_output")
 _LINEAR = ("colwise", "rowwise", "gather_output")
 _WITHOUT_PARAMETERS = ("gather_output", "sequence", "replicate_sum_grad", "opaque")
 
@@ -99,15 +101,20 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
     return _resolve(found, modules)
 
 
-def role_names(model: Any, roles: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """{pattern: name of its role} of `roles`, or of what the model or its Hugging Face plan says; or {}."""
-    if roles is None and hasattr(model, "parallel_roles"):
-        roles = model.parallel_roles()
-    if roles is None:
-        from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
+def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """`roles`, or what `model.parallel_roles()` or the plan of a Hugging Face model says, or nothing."""
+    if roles is not None:
+        return roles
+    if hasattr(model, "parallel_roles"):
+        table: Mapping[str, Any] = model.parallel_roles()
+        return table
+    return roles_of_plan(model) if has_plan(model) else {}
 
-        roles = roles_of_plan(model) if has_plan(model) else {}
-    return {pattern: _row(pattern, value).role.name for pattern, value in roles.items()}
+
+def role_names(model: Any, roles: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """{pattern: name of its role} of `table_of`."""
+    rows = table_of(model, roles).items()
+    return {pattern: _row(pattern, value).role.name for pattern, value in rows}
 
 
 def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
@@ -148,7 +155,7 @@ def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = matched.leaves.get(name.rpartition(".")[0])
         kind = "opaque" if role is None else role.name
-        roles.setdefault(parameter, {})[name] = "by rows" if kind in _BY_ROWS else kind
+        roles.setdefault(parameter, {})[name] = "by rows" if kind in BY_ROWS else kind
     return [
         f"{' and '.join(names)}: are one parameter and must be cut alike, not {' and '.join(names.values())}; "
         "give an embedding 'vocab' and its head 'gather_output'"

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from forge_parallel._torch_compat import overlap_matmuls
 from forge_parallel.axes.exchange import Ranks, join
-from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
+from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.layers import (
     Colwise,
     Embedding,
@@ -33,11 +33,10 @@ from forge_parallel.axes.layers import (
     Place,
     Routed,
     Rowwise,
-    RowwiseBias,
     Siblings,
 )
 from forge_parallel.axes.local import swap, use_local
-from forge_parallel.axes.roles import Matched, check_cuts, match_roles
+from forge_parallel.axes.roles import BY_ROWS, Matched, check_cuts, match_roles, table_of
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -78,14 +77,29 @@ def tensor_parallel(
     planned = roles is None and not hasattr(model, "parallel_roles") and has_plan(model)
     if sequence_parallel is None:
         sequence_parallel = not planned
-    matched = match_roles(model, _table(model, roles), strict=roles is not None)
+    table = table_of(model, roles)
+    if not table:
+        raise ValueError(
+            f"{type(model).__name__} must say the roles of its parameters; give it a method "
+            "parallel_roles(), or pass roles"
+        )
+    matched = match_roles(model, table, strict=roles is not None)
     check_cuts(model, matched, ranks.size)
-    _logit_widths(model, matched, ranks.size)
-    _check_options(model, mesh, planned and sequence_parallel, async_tp, sequence_parallel)
+    widths = _logit_widths(model, matched, ranks.size)
+    if planned and sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel must be off for a tp_plan ({type(model).__name__} reads lengths off the stream); "
+            "use sequence_parallel = false"
+        )
+    if async_tp and (mesh.device_type != "cuda" or not sequence_parallel):
+        raise ValueError(
+            f"async_tp must have CUDA and sequence parallelism, and the device is {mesh.device_type}, "
+            f"sequence_parallel {sequence_parallel}; use async_tp = false"
+        )
     mark(model, "tensor")
     if async_tp:
         overlap_matmuls()
-    _cut_model(model, mesh, ranks, sequence_parallel, matched)
+    _cut_model(model, mesh, sequence_parallel, matched, widths)
     return model
 
 
@@ -103,65 +117,40 @@ def logits_are_cut(model: nn.Module) -> bool:
     return any("tp_width" in vars(module) for module in model.modules())
 
 
-def _table(model: Any, roles: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if roles is not None:
-        return roles
-    if hasattr(model, "parallel_roles"):
-        table: Mapping[str, Any] = model.parallel_roles()
-        return table
-    if has_plan(model):
-        return roles_of_plan(model)
-    raise ValueError(
-        f"{type(model).__name__} must say the roles of its parameters; give it a method parallel_roles(), or "
-        "pass roles"
-    )
-
-
-def _check_options(
-    model: nn.Module, mesh: DeviceMesh, planned_sp: bool, async_tp: bool, sequence_parallel: bool
-) -> None:
-    if planned_sp:
-        raise ValueError(
-            f"sequence_parallel must be off for a tp_plan ({type(model).__name__} reads lengths off the stream); "
-            "use sequence_parallel = false"
-        )
-    if async_tp and (mesh.device_type != "cuda" or not sequence_parallel):
-        raise ValueError(
-            f"async_tp must have CUDA and sequence parallelism, and the device is {mesh.device_type}, "
-            f"sequence_parallel {sequence_parallel}; use async_tp = false"
-        )
-
-
 _SUMMED: tuple[Placement, ...] = (Partial(),)
-_MIXINS: dict[str, type] = {"colwise": Colwise, "gather_output": Logits, "vocab": Embedding}
+_MIXINS: dict[str, type] = {
+    "colwise": Colwise,
+    "rowwise": Rowwise,
+    "gather_output": Logits,
+    "vocab": Embedding,
+}
 
 
 def _cut_model(
-    model: nn.Module, mesh: DeviceMesh, ranks: Ranks, sequence_parallel: bool, matched: Matched
+    model: nn.Module,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    matched: Matched,
+    widths: Mapping[str, int],
 ) -> None:
+    ranks = Ranks.of(mesh)
     kept: dict[nn.Parameter, nn.Parameter] = {}  # what was tied stays tied
     families = _families(model, matched)
-    widths = _logit_widths(model, matched, ranks.size)
     for name, role in matched.leaves.items():
         module: Any = model.get_submodule(name)
         tokens_cut = sequence_parallel or matched.is_routed(name)
         module.tp = Place(ranks, tokens_cut, families.get(name))
-        for key in list(module._parameters):
-            _cut_parameter(module, key, role.name, tokens_cut, mesh, kept)
+        _cut_parameters(module, role.name, tokens_cut, mesh, kept)
         if role.name == "vocab":
             _keep_ids(module, ranks)
         elif role.name == "gather_output":
             module.tp_width = widths[name]
-        mixin = _MIXINS.get(role.name)
-        if role.name == "rowwise":
-            mixin = Rowwise if module._parameters.get("bias") is None else RowwiseBias
-        if mixin is not None:
-            swap(module, mixin)
+        if role.name in _MIXINS:
+            swap(module, _MIXINS[role.name])
     for name in matched.opaque:
         module = model.get_submodule(name)
         for below in module.modules():
-            for key in list(below._parameters):
-                _cut_parameter(below, key, "opaque", False, mesh, kept)
+            _cut_parameters(below, "opaque", False, mesh, kept)
         if sequence_parallel:
             module.tp = Place(ranks, True)
             swap(module, Opaque)
@@ -171,36 +160,36 @@ def _cut_model(
         swap(module, Routed)
 
 
-def _cut_parameter(
+def _cut_parameters(
     module: nn.Module,
-    name: str,
     role: str,
     tokens_cut: bool,
     mesh: DeviceMesh,
     kept: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Put this rank's slice of a parameter in its place, and say how its gradient lies over tp."""
-    whole = module._parameters[name]
-    if whole is None:
-        return
-    placement, summed = _placement(role, name, tokens_cut)
-    if whole not in kept:
-        here = whole.detach()
-        if isinstance(placement, Shard):
-            ranks, rank = mesh.size(), mesh.get_local_rank()
-            here = here.chunk(ranks, placement.dim)[rank].clone().contiguous()  # frees the rest
-        # shape and stride of the whole: uneven parts do not tell them
-        part = DTensor.from_local(
-            here, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-        kept[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-    module.register_parameter(name, kept[whole])
-    use_local(module, {name: _SUMMED if summed else None})
+    """Put this rank's slices of a module's own parameters in their place, and say how their gradients
+    lie over tp."""
+    for name, whole in list(module._parameters.items()):
+        if whole is None:
+            continue
+        placement, summed = _placement(role, name, tokens_cut)
+        if whole not in kept:
+            here = whole.detach()
+            if isinstance(placement, Shard):
+                ranks, rank = mesh.size(), mesh.get_local_rank()
+                here = here.chunk(ranks, placement.dim)[rank].clone().contiguous()  # frees the rest
+            # shape and stride of the whole: uneven parts do not tell them
+            part = DTensor.from_local(
+                here, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            kept[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+        module.register_parameter(name, kept[whole])
+        use_local(module, name, _SUMMED if summed else None)
 
 
 def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]:
     """Where a parameter lies, and whether its gradients on the ranks are parts of a sum."""
-    if role in _MIXINS:
+    if role in BY_ROWS:
         return Shard(0), False
     if role == "rowwise" and name == "weight":
         return Shard(1), False
