@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 
 from forge_parallel.start import slurm
-from forge_parallel.start.variables import Environ, integer, port
-from forge_parallel.start.world import LOOPBACK, Launcher, World, is_loopback
+from forge_parallel.start.world import (
+    LOOPBACK,
+    Environ,
+    Launcher,
+    World,
+    integer,
+    is_loopback,
+    port,
+)
 
 _FIX = (
     "start every rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or use torchrun or srun"

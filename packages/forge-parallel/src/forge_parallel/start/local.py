@@ -12,21 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from forge_parallel.start.variables import Environ
-from forge_parallel.start.world import LOOPBACK
+from forge_parallel.start.world import LOOPBACK, STORE_FD, Environ
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_STORE_FD = "FORGE_STORE_FD"  # read by store.py; this module imports no torch
 _REQUEUE = 75
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 _PR_SET_PDEATHSIG = 1
 
-Events = queue.SimpleQueue[tuple[str, int, int]]
-"""("end", rank, exit code as of subprocess) or ("signal", -1, its number)."""
+Events = queue.SimpleQueue[tuple[int | None, int]]
+"""(rank, exit code as of subprocess) of one that ended, or (None, number of a signal to pass on)."""
 
 
 def run_local_workers(
@@ -71,62 +69,58 @@ class _Job:
     """The running workers and what has become of them."""
 
     def __init__(self, workers: list[subprocess.Popen[bytes]], grace_seconds: float) -> None:
-        self.workers = workers
-        self.grace_seconds = grace_seconds
+        self.workers, self.grace_seconds = workers, grace_seconds
+        self.left = list(range(len(workers)))
         self.codes: dict[int, int] = {}  # by rank, in the order of their ends
         self.failed: int | None = None
         self.forwarded: set[int] = set()
         self.next_at: float | None = None  # when to be harder on those that are left
-        self.killed = False
 
     def run(self, events: Events) -> int:
-        """Follow `events` until every worker has ended, or cannot be ended."""
-        while len(self.codes) < len(self.workers):
+        """Follow `events` until every worker has ended, or cannot be ended; the job's exit code."""
+        killed = False
+        while self.left:
+            seconds = None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
             try:
-                kind, who, value = events.get(timeout=self._seconds_left())
+                rank, value = events.get(timeout=seconds)
             except queue.Empty:
-                if self.killed:
-                    self._say(self._left(), "cannot be killed and is left behind")
+                if killed:
+                    self._say(self.left, "cannot be killed and is left behind")
                     break
                 self._say(
-                    self._left(), f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
+                    self.left, f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
                 )
                 self._send(signal.SIGKILL)
-                self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
+                killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
                 continue
-            if kind == "signal":
+            if rank is None:
                 self.forwarded.add(value)
                 self._send(value)
             else:
-                self._ended(who, value)
+                self._ended(rank, value)
         return self._exit_code()
 
-    def _seconds_left(self) -> float | None:
-        return None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
-
     def _ended(self, rank: int, code: int) -> None:
+        self.left.remove(rank)
         self.codes[rank] = code
         if code in (0, _REQUEUE) or self.failed is not None or self._was_asked(code):
             return
         self.failed = rank
         self.next_at = time.monotonic() + self.grace_seconds
-        rest = len(self._left())
-        self._say([rank], _cause(code) + (f"; stopping the other {rest}" if rest else ""))
+        rest = f"; stopping the other {len(self.left)}" if self.left else ""
+        self._say([rank], _cause(code) + rest)
         self._send(signal.SIGTERM)
 
     def _was_asked(self, code: int) -> bool:
         """Died by a signal that all were sent, before it could handle it: it was told to stop, and did."""
         return code < 0 and -code in self.forwarded
 
-    def _left(self) -> list[int]:
-        return [rank for rank in range(len(self.workers)) if rank not in self.codes]
-
     def _say(self, ranks: list[int], what: str) -> None:
         for rank in ranks:
             print(f"rank {rank} (pid {self.workers[rank].pid}) {what}", file=sys.stderr, flush=True)
 
     def _send(self, number: int) -> None:
-        for rank in self._left():
+        for rank in self.left:
             with contextlib.suppress(ProcessLookupError):
                 self.workers[rank].send_signal(number)
 
@@ -149,12 +143,8 @@ def _cause(code: int) -> str:
     return f"died by {signal.Signals(-code).name}{hint}"
 
 
-def _wait(
-    rank: int,
-    worker: subprocess.Popen[bytes],
-    events: Events,
-) -> None:
-    events.put(("end", rank, worker.wait()))
+def _wait(rank: int, worker: subprocess.Popen[bytes], events: Events) -> None:
+    events.put((rank, worker.wait()))
 
 
 @contextlib.contextmanager
@@ -162,7 +152,7 @@ def _forwarding(events: Events) -> Iterator[None]:
     """Turn signals into events while open; one that comes before the workers do waits for them."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        events.put(("signal", -1, number))  # SimpleQueue.put may be called from a handler
+        events.put((None, number))  # SimpleQueue.put may be called from a handler
 
     before: dict[signal.Signals, Any] = {}
     try:
@@ -174,24 +164,19 @@ def _forwarding(events: Events) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _start(
-    command: list[str], nproc: int, environ: Mapping[str, str]
-) -> list[subprocess.Popen[bytes]]:
+def _start(command: list[str], nproc: int, environ: Environ) -> list[subprocess.Popen[bytes]]:
     workers: list[subprocess.Popen[bytes]] = []
     with socket.create_server((LOOPBACK, 0)) as listening:
         shared = _shared_environ(environ, nproc, listening.getsockname()[1])
+        host_of_store = {STORE_FD: str(listening.fileno())}
         try:
             for rank in range(nproc):
-                mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                descriptors: tuple[int, ...] = ()
-                if rank == 0:
-                    mine[_STORE_FD] = str(listening.fileno())
-                    descriptors = (listening.fileno(),)
+                mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 worker = subprocess.Popen(
                     command,
-                    env=mine,
+                    env=shared | mine | (host_of_store if rank == 0 else {}),
                     stdin=None if rank == 0 else subprocess.DEVNULL,
-                    pass_fds=descriptors,
+                    pass_fds=(listening.fileno(),) if rank == 0 else (),
                     preexec_fn=_end_with_parent(),
                 )
                 workers.append(worker)
@@ -203,7 +188,7 @@ def _start(
     return workers
 
 
-def _shared_environ(environ: Mapping[str, str], nproc: int, port: int) -> dict[str, str]:
+def _shared_environ(environ: Environ, nproc: int, port: int) -> dict[str, str]:
     """What all workers see; nothing of an outer torchrun, whose ranks these are not."""
     kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
     kept.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))

@@ -9,15 +9,12 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from forge_parallel.start.errors import StartError
-from forge_parallel.start.interface import choose_interface, release_interface
-from forge_parallel.start.store import open_store, within
+from forge_parallel.start.store import StartError, open_store, within
 from forge_parallel.start.world import World
 
 _GRACE_SECONDS = 10.0  # rank 0's verdict on who is missing comes this long before others give up
@@ -25,108 +22,73 @@ _GOODBYE_SECONDS = 5.0
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
 
 
-@dataclass
-class Meeting:
-    """A store on which all ranks have met, with what this rank needs to speak of it."""
-
-    world: World
-    store: Store
-    host: str
-    interface_set: bool = False
-
-    def describe(self, cause: str) -> str:
-        """`cause` after the rank, the host and the address that it happened to."""
-        return _describe(self.world, self.host, cause)
-
-    def release(self) -> None:
-        """Undo what the start set in this process's environment."""
-        if self.interface_set:
-            release_interface()
-
-    def end(self, wait: bool = True) -> None:
-        """Say goodbye; rank 0 waits a moment for the others' goodbyes, since it hosts the store."""
-        self.release()
-        if self.world.world_size == 1 or not wait:
-            return
-        deadline = time.monotonic() + _GOODBYE_SECONDS
-        with contextlib.suppress(RuntimeError):  # somebody died: the job is ending anyhow
-            within(_GOODBYE_SECONDS, lambda: self._goodbye(deadline), "")
-
-    def _goodbye(self, deadline: float) -> None:
-        self.store.add("gone", 1)
-        if self.world.rank == 0:
-            _poll(lambda: self.store.add("gone", 0) >= self.world.world_size, deadline)
-
-
-def meet(world: World, device: torch.device, seconds: float, facts: Mapping[str, str]) -> Meeting:
+def meet(
+    world: World, device: torch.device, seconds: float, facts: Mapping[str, str]
+) -> tuple[Store, str | None]:
     """Wait until every rank has come and compare what they say. Raises StartError on all that came.
 
-    What is exchanged is JSON. May set GLOO_SOCKET_IFNAME (see `choose_interface`): neither one host
-    nor several need a host name that resolves to the right address.
+    Returns a store of this meeting alone, and where other hosts reach rank 0: None if all ranks are on
+    one. What is exchanged is JSON.
     """
-    host = socket.gethostname()
     if world.world_size == 1:
-        return Meeting(world, HashStore(), host, choose_interface(None))
+        return HashStore(), None
     try:
         tcp_store = open_store(world, seconds)
-        store = _own_keys(world, tcp_store)
-        mine = {**_about_me(world, device, host, facts), "reached": tcp_store.host}
+        # groups meet there one after the other, in torchrun's store also those before a restart
+        _attempts[world.where] += 1
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"forge/{restarts}/{_attempts[world.where]}", tcp_store)
+        mine = {**_about_me(world, device, facts), "reached": tcp_store.host}
         verdict = within(
             seconds + 2 * _GRACE_SECONDS,
             lambda: _check_in(world, store, mine, seconds),
             "the store stopped answering; is rank 0's process stopped?",
         )
-        if verdict["error"]:
-            raise StartError(verdict["error"])
-    except StartError as error:
-        raise StartError(_describe(world, host, str(error))) from error
+    except StartError:
+        raise
     except RuntimeError as error:
         cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
-        raise StartError(_describe(world, host, cause)) from error
-    return Meeting(world, store, host, choose_interface(verdict["rank_0"]))
+        raise StartError(cause) from error
+    if verdict["error"]:
+        raise StartError(verdict["error"])
+    return store, verdict["rank_0"]
 
 
-def _own_keys(world: World, store: Store) -> Store:
-    """The store, keyed by what differs between groups that meet there one after the other."""
-    _attempts[world.where] += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store survives them
-    return PrefixStore(f"forge/{restarts}/{_attempts[world.where]}", store)
+def part(world: World, store: Store) -> None:
+    """Say goodbye; rank 0 waits a moment for the others' goodbyes, since it hosts the store."""
+    deadline = time.monotonic() + _GOODBYE_SECONDS
+
+    def goodbye() -> None:
+        store.add("gone", 1)
+        if world.rank == 0:
+            _poll(lambda: store.add("gone", 0) >= world.world_size, deadline)
+
+    with contextlib.suppress(RuntimeError):  # somebody died: the job is ending anyhow
+        within(_GOODBYE_SECONDS, goodbye, "")
 
 
-def _describe(world: World, host: str, cause: str) -> str:
-    return (
-        f"rank {world.rank} of {world.world_size} on host {host}, meeting at {world.where}: {cause}"
-    )
-
-
-def _about_me(
-    world: World, device: torch.device, host: str, facts: Mapping[str, str]
-) -> dict[str, Any]:
+def _about_me(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
+    host, gpu = socket.gethostname(), None
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    try:  # equal for two processes that reach each other over the loopback interface
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            place = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        place = host
     common = {
         "torch": torch.__version__,
         "world size": str(world.world_size),
         "device": device.type,
     }
-    gpu = None
-    if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
     return {
         "host": host,
         "pid": os.getpid(),
-        "place": _place(host),
+        "place": place,
         "device": str(device),
         "gpu": gpu,
         "facts": common | {str(name): str(value) for name, value in facts.items()},
     }
-
-
-def _place(host: str) -> str:
-    """Equal for two processes that reach each other over the loopback interface."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return host
 
 
 def _check_in(world: World, store: Store, mine: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -161,9 +123,10 @@ def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
     came = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     absent = [rank for rank in range(world.world_size) if rank not in came]
     causes = [_absence(absent, world)] if absent else []
+    reached = [one["reached"] for one in came.values() if one["place"] != came[0]["place"]]
     verdict = {
         "error": "; ".join(causes + differences(came)),
-        "rank_0": _outer_address(came),
+        "rank_0": reached[0] if reached else None,
         "world_size": world.world_size,
     }
     store.set("verdict", json.dumps(verdict))
@@ -171,12 +134,6 @@ def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
         others = store.add("arrived", 0) - 1
         _poll(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
     return verdict
-
-
-def _outer_address(came: Mapping[int, dict[str, Any]]) -> str | None:
-    """Where other hosts reach rank 0; None if all ranks are on one."""
-    others = [one["reached"] for one in came.values() if one["place"] != came[0]["place"]]
-    return others[0] if others else None
 
 
 def _absence(absent: list[int], world: World) -> str:

@@ -11,8 +11,7 @@ import re
 import socket
 import subprocess
 
-from forge_parallel.start.variables import Environ, integer, port
-from forge_parallel.start.world import LOOPBACK, World
+from forge_parallel.start.world import LOOPBACK, Environ, World, integer, port
 
 _FIX = "start the ranks with srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
 _PORTS = (20000, 10007)  # the first, and how many: below Linux's ephemeral ports, a prime
@@ -65,9 +64,7 @@ def step_port(environ: Environ) -> int:
     """
     job = integer(environ, "SLURM_JOB_ID", _FIX)
     step = integer(environ, "SLURM_STEP_ID", _FIX)
-    restarts = 0
-    if "SLURM_RESTART_COUNT" in environ:
-        restarts = integer(environ, "SLURM_RESTART_COUNT", _FIX)
+    restarts = integer({"SLURM_RESTART_COUNT": "0", **environ}, "SLURM_RESTART_COUNT", _FIX)
     first, count = _PORTS
     return first + (7 * job + step + 3 * restarts) % count
 

@@ -7,21 +7,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from forge_parallel.start.errors import StartError
-from forge_parallel.start.world import LOOPBACK, World, is_loopback
+from forge_parallel.start.world import LOOPBACK, STORE_FD, World, is_loopback
 
 T = TypeVar("T")
 
-STORE_FD = "FORGE_STORE_FD"
-"""Set by `run_local_workers` for rank 0: a descriptor that listens on MASTER_PORT already."""
-
 _SURE_SECONDS = 30.0  # an unknown name, or a rank 0 that cannot reach itself, stays so after this
 _open: dict[tuple[str, int], TCPStore] = {}
+
+
+class StartError(RuntimeError):
+    """The ranks of a job did not find each other. The message names host, rank, address and cause.
+
+    A runner maps it to an exit code of its own; nothing was computed and nothing written.
+    """
 
 
 def open_store(world: World, seconds: float) -> TCPStore:
@@ -33,7 +37,8 @@ def open_store(world: World, seconds: float) -> TCPStore:
     key = (world.address, world.port)
     if key not in _open:
         deadline = time.monotonic() + seconds
-        listening = _listen(world) if world.rank == 0 and not _agent_hosts() else None
+        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        listening = _listen(world) if world.rank == 0 and not agent_hosts else None
         address = _reach(world, deadline)
         _open[key] = within(
             max(1.0, deadline - time.monotonic()),
@@ -49,27 +54,19 @@ def within(seconds: float, function: Callable[[], T], otherwise: str) -> T:
 
     For calls into torch that have no timeout. The main thread goes on handling signals.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
 
     def call() -> None:
         try:
-            results.append(function())
+            future.set_result(function())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=call, name="forge-start", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise StartError(otherwise)
-    return results[0]
-
-
-def _agent_hosts() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    threading.Thread(target=call, name="forge-start", daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        raise StartError(otherwise) from None
 
 
 def _connect(
@@ -98,13 +95,13 @@ def _listen(world: World) -> socket.socket:
     given = _given(world.port)
     if given is not None:
         return given
+    if is_loopback(world.address):
+        host, both = world.address.replace("localhost", LOOPBACK), False
+    else:
+        host, both = "", socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     try:
-        if is_loopback(world.address):
-            return _loopback_server(world)
-        if socket.has_dualstack_ipv6():
-            everywhere = ("", world.port)
-            return socket.create_server(everywhere, family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", world.port))
+        return socket.create_server((host, world.port), family=family, dualstack_ipv6=both)
     except OSError as error:
         cause = os.strerror(error.errno or 0)
         raise StartError(
@@ -113,30 +110,17 @@ def _listen(world: World) -> socket.socket:
         ) from error
 
 
-def _loopback_server(world: World) -> socket.socket:
-    if ":" in world.address:
-        return socket.create_server((world.address, world.port), family=socket.AF_INET6)
-    address = LOOPBACK if world.address == "localhost" else world.address
-    return socket.create_server((address, world.port))
-
-
 def _given(number: int) -> socket.socket | None:
     """The launcher's listening socket, once; None if there is none or it was lost on the way."""
-    descriptor = os.environ.pop(STORE_FD, "")
-    if not descriptor.isdecimal():
-        return None
     try:
-        listening = socket.socket(fileno=int(descriptor))
-    except OSError:
+        listening = socket.socket(fileno=int(os.environ.pop(STORE_FD, "")))
+    except (ValueError, OSError):
         return None
-    try:
-        if listening.getsockname()[1] == number:
-            listening.set_inheritable(False)
-            return listening
-    except (OSError, IndexError):
-        pass
-    listening.detach()  # somebody else's descriptor: not ours to close
-    return None
+    if listening.getsockname()[1:2] != (number,):
+        listening.detach()  # somebody else's descriptor: not ours to close
+        return None
+    listening.set_inheritable(False)
+    return listening
 
 
 def _reach(world: World, deadline: float) -> str:
