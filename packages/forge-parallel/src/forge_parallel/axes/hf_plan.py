@@ -36,6 +36,8 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
     refused, as are unknown styles, by name.
     """
     plan = _plan(model)
+    offer: Any = getattr(model, "get_input_embeddings", None)
+    embedding = None if offer is None else offer()  # of ids, not of positions
     found: dict[str, str] = {}
     beside = set()
     problems = []
@@ -62,7 +64,8 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
                 f"{owner}: has no tp style and must have one beside colwise layers, where ranks have "
                 "different heads; pass roles for this model"
             )
-        ids = isinstance(model.get_submodule(owner), nn.Embedding) and _reads_ids(model, owner)
+        module = model.get_submodule(owner)
+        ids = isinstance(module, nn.Embedding) and module is embedding
         found[name] = "vocab" if ids else "opaque"
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
@@ -77,9 +80,3 @@ def _plan(model: Any) -> dict[str, str]:
     rows = {dot + pattern: style for pattern, style in config_rows.items()}
     own = getattr(model, "_tp_plan", None) or {}
     return rows | {pattern: style for pattern, style in own.items() if pattern not in rows}
-
-
-def _reads_ids(model: Any, name: str) -> bool:
-    """Whether an embedding is the one of token ids, not of positions."""
-    offer = getattr(model, "get_input_embeddings", None)
-    return offer is not None and offer() is model.get_submodule(name)

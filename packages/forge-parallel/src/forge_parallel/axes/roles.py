@@ -8,9 +8,9 @@ a module that is to see whole tokens, "expert" a stack of experts, whose parent 
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -56,13 +56,6 @@ class Matched(NamedTuple):
         return any(_within(name, region) for region in self.experts)
 
 
-class _Row(NamedTuple):
-    pattern: str
-    role: Role
-    literal: str  # what stands before the first wildcard
-    fits: re.Pattern[str]
-
-
 def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = False) -> Matched:
     """The role of every module of `model` that a table speaks of; nothing is changed.
 
@@ -72,33 +65,31 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
     values a role, a `Role`, or {"role": ..., "multiple_of": ...}. Raises one ValueError that lists every
     parameter without a row or with two, and unknown roles; with `strict` also rows that fit nothing.
     """
-    rows = [_row(pattern, value) for pattern, value in table.items()]
-    modules = dict(model.named_modules())
-    found: dict[str, _Row] = {}
+    rows = {pattern: _role(pattern, value) for pattern, value in table.items()}
+    found: dict[str, str] = {}  # name: pattern
     problems: list[str] = []
     used: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
-        fits = [row for row in rows if name.startswith(row.literal) and row.fits.match(name)]
-        used.update(row.pattern for row in fits)
+        fits = [pattern for pattern in rows if fnmatchcase(name, pattern)]
+        used.update(fits)
         if len(fits) == 1:
             found[name] = fits[0]
         elif fits:
-            listed = " and ".join(repr(row.pattern) for row in fits)
+            listed = " and ".join(repr(pattern) for pattern in fits)
             problems.append(f"{name}: must match one row, and {listed} do; make one narrower")
         else:
             problems.append(f"{name}: no row matches it; add one with a role of {', '.join(ROLES)}")
-    bare = {n: m for n, m in modules.items() if n and not any(True for _ in m.parameters())}
-    for row in rows:
-        named = [n for n in bare if row.fits.match(n)] if row.pattern not in used else []
-        found |= {f"{name}.": row for name in named}
-        if named and row.role.name not in _WITHOUT_PARAMETERS:
-            problems.append(
-                f"{named[0]}: role {row.role.name!r} must have parameters, and it has none"
-            )
-        if strict and not named and row.pattern not in used and not _is_pruned(model, row.literal):
-            problems.append(f"row {row.pattern!r} matches no parameter; remove or correct it")
+    bare = [n for n, m in model.named_modules() if n and not any(True for _ in m.parameters())]
+    for pattern in [pattern for pattern in rows if pattern not in used]:
+        named = [name for name in bare if fnmatchcase(name, pattern)]
+        found |= {f"{name}.": pattern for name in named}
+        role = rows[pattern].name
+        if named and role not in _WITHOUT_PARAMETERS:
+            problems.append(f"{named[0]}: role {role!r} must have parameters, and it has none")
+        if strict and not named and not _is_pruned(model, pattern):
+            problems.append(f"row {pattern!r} matches no parameter; remove or correct it")
     _raise(problems)
-    return _resolve(found, modules)
+    return _resolve(found, rows)
 
 
 def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -114,7 +105,7 @@ def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str,
 def role_names(model: Any, roles: Mapping[str, Any] | None = None) -> dict[str, str]:
     """{pattern: name of its role} of `table_of`."""
     rows = table_of(model, roles).items()
-    return {pattern: _row(pattern, value).role.name for pattern, value in rows}
+    return {pattern: _role(pattern, value).name for pattern, value in rows}
 
 
 def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
@@ -164,7 +155,7 @@ def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
     ]
 
 
-def _row(pattern: str, value: Any) -> _Row:
+def _role(pattern: str, value: Any) -> Role:
     if isinstance(value, Mapping):
         unknown = set(value) - {"role", "multiple_of"}
         if unknown or "role" not in value:
@@ -178,26 +169,25 @@ def _row(pattern: str, value: Any) -> _Row:
         raise ValueError(f"row {pattern!r}: role {role.name!r} is unknown; use {', '.join(ROLES)}")
     if role.multiple_of < 1:
         raise ValueError(f"row {pattern!r}: multiple_of {role.multiple_of} must be at least 1")
-    literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-    return _Row(pattern, role, literal, re.compile(fnmatch.translate(pattern)))
+    return role
 
 
-def _resolve(found: Mapping[str, _Row], modules: Mapping[str, nn.Module]) -> Matched:
+def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> Matched:
     """From parameters to modules: owners, and the modules that opaque and expert rows name."""
     leaves: dict[str, Role] = {}
     opaque: dict[str, None] = {}
     experts: dict[str, None] = {}
     problems = []
-    for name, row in found.items():
-        owner = name.rpartition(".")[0]
-        if row.role.name == "opaque":
-            opaque[_named(name, row.pattern)] = None
-        elif row.role.name == "expert":
-            experts[_named(name, row.pattern)] = None
-        elif leaves.setdefault(owner, row.role) != row.role:
+    for name, pattern in found.items():
+        owner, role = name.rpartition(".")[0], rows[pattern]
+        if role.name == "opaque":
+            opaque[_named(name, pattern)] = None
+        elif role.name == "expert":
+            experts[_named(name, pattern)] = None
+        elif leaves.setdefault(owner, role) != role:
             problems.append(
                 f"{owner}: its parameters must have one role, and have {leaves[owner].name!r} and "
-                f"{row.role.name!r}; name the module in one row"
+                f"{role.name!r}; name the module in one row"
             )
     routed = dict.fromkeys(name.rpartition(".")[0] for name in experts)
     for region in opaque:
@@ -222,7 +212,7 @@ def _named(parameter: str, pattern: str) -> str:
     parts = parameter.split(".")[:-1]
     if pattern.endswith(".*"):
         for depth in range(1, len(parts) + 1):
-            if fnmatch.fnmatchcase(".".join(parts[:depth]), pattern[:-2]):
+            if fnmatchcase(".".join(parts[:depth]), pattern[:-2]):
                 return ".".join(parts[:depth])
     return ".".join(parts) if pattern != "*" else ""
 
@@ -269,9 +259,9 @@ def _within(name: str, region: str) -> bool:
     return region in ("", name) or name.startswith(f"{region}.")
 
 
-def _is_pruned(model: Any, literal: str) -> bool:
-    """Whether a path leads to something that is None: a part that another pipeline stage has."""
-    for key in literal.split("."):
+def _is_pruned(model: Any, pattern: str) -> bool:
+    """Whether a pattern leads to something that is None: a part that another pipeline stage has."""
+    for key in re.split(r"[*?\[]", pattern, maxsplit=1)[0].split("."):
         model = getattr(model, key, model)
         if model is None:
             return True
