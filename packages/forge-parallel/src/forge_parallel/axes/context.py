@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from forge_parallel._torch_compat import not_compiled, start_all_gather
 from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
-from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, joined
+from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, joined, part_of
 from forge_parallel.axes.local import swap
 from forge_parallel.order import mark
 
@@ -45,8 +45,7 @@ def cut_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
         raise ValueError(
             f"sequence length {size} must be divisible by 2 x cp = {chunks}; use {near}, or another cp"
         )
-    parts = x.chunk(chunks, dim)
-    return torch.cat([parts[n] for n in chunks_of(axis.rank, axis.size)], dim)
+    return part_of(x, axis.rank, axis.size, dim)
 
 
 def join_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
@@ -92,8 +91,9 @@ def context_parallel(
     attention = ContextAttention(axis, exchange)
     for module in found:
         module.attend = attention  # type: ignore[assignment]  # a callable, not a module
-    kind: Any = type(model)
-    if _parameters_with_positions(kind):
+    arguments = _arguments_with_positions(model)
+    if arguments:
+        model.__dict__["_forge_arguments"] = arguments
         swap(model, _GivenPositions)
     return model
 
@@ -161,12 +161,7 @@ def documents(ids: Tensor) -> list[list[tuple[int, int]]]:
 @functools.lru_cache(maxsize=16)
 def whole_rows_plan(length: int, rank: int, size: int, exchange: str) -> Plan:
     """Plan of rows that are one document, `length` tokens of each here."""
-    chunk = length // 2
-    spans = [
-        Span(None, n * chunk, chunk, place * chunk, 0)
-        for n, place in enumerate(chunks_of(rank, size))
-    ]
-    return Plan(_PARTS[exchange](spans, chunk, rank, size))
+    return _plan_of({None: [(0, length * size)]}, length, rank, size, exchange)
 
 
 def packed_plan(
@@ -175,12 +170,19 @@ def packed_plan(
     """Plan of rows given as the begins and ends of their documents, `length` tokens of each here."""
     if all(len(row) == 1 for row in rows):
         return whole_rows_plan(length, rank, size, exchange)
+    return _plan_of(dict(enumerate(rows)), length, rank, size, exchange)
+
+
+def _plan_of(
+    rows: Mapping[Any, Sequence[tuple[int, int]]], length: int, rank: int, size: int, exchange: str
+) -> Plan:
+    """`rows` by number, or None for all of them alike."""
     chunk = length // 2
     spans = []
     for n, place in enumerate(chunks_of(rank, size)):
         low, high = place * chunk, (place + 1) * chunk
-        for row, cuts in enumerate(rows):
-            for first, end in cuts:
+        for row, documents in rows.items():
+            for first, end in documents:
                 start, stop = max(first, low), min(end, high)
                 if start < stop:
                     spans.append(Span(row, n * chunk + start - low, stop - start, start, first))
@@ -234,8 +236,7 @@ class _GivenPositions:
     """A model whose rows begin elsewhere than at 0."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kind: Any = type(self)
-        given = dict(zip(_parameters_with_positions(kind), args)) | kwargs
+        given = dict(zip(self.__dict__["_forge_arguments"], args)) | kwargs
         if given.get("positions") is None and given.get("cache") is None:
             raise ValueError(
                 "positions must be given where a row is spread over ranks, as they do not count from "
@@ -244,18 +245,11 @@ class _GivenPositions:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-@functools.cache
-def _parameters_with_positions(model: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the parameters of its forward, without self, if `positions` is among them.
+def _arguments_with_positions(model: nn.Module) -> list[str]:
+    """Names of its forward's arguments, if `positions` is among them.
 
-    Subclasses that only wrap (`swap`, FSDP2) take anything and say nothing: the class below counts.
+    Subclasses that only wrap (`swap`) take anything and say nothing: the class below counts.
     """
-    for cls in model.__mro__:
-        names = (
-            tuple(inspect.signature(vars(cls)["forward"]).parameters)
-            if "forward" in vars(cls)
-            else ()
-        )
-        if "positions" in names:
-            return names[1:]
-    return ()
+    written = (vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls))
+    named = (list(inspect.signature(forward).parameters)[1:] for forward in written)
+    return next((names for names in named if "positions" in names), [])

@@ -23,6 +23,12 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
+def part_of(rows: Tensor, rank: int, size: int, dim: int) -> Tensor:
+    """The tokens (..., s, ...) of a rank in rows (..., S, ...); dim is that of S."""
+    chunks = rows.chunk(2 * size, dim)
+    return torch.cat([chunks[n] for n in chunks_of(rank, size)], dim)
+
+
 def joined(parts: Tensor, dim: int) -> Tensor:
     """Parts of all ranks (W, ..., s, ...) -> rows (..., S, ...); dim is that of s in a part."""
     first, second = (half.unbind(0) for half in parts.chunk(2, dim + 1))
@@ -31,9 +37,7 @@ def joined(parts: Tensor, dim: int) -> Tensor:
 
 def dealt(rows: Tensor, size: int, dim: int) -> Tensor:
     """Rows (..., S, ...) -> parts of all ranks (W, ..., s, ...), the inverse of `joined`."""
-    chunks = rows.chunk(2 * size, dim)
-    hands = (chunks_of(rank, size) for rank in range(size))
-    return torch.stack([torch.cat([chunks[n] for n in hand], dim) for hand in hands])
+    return torch.stack([part_of(rows, rank, size, dim) for rank in range(size)])
 
 
 class AllGather:
@@ -59,9 +63,7 @@ class AllGather:
         size = self.axis.size
         parts = dealt(gradient(1, kept), size, 2).flatten(0, 1)
         coming = start_reduce_scatter(parts, size, self.axis.group.group_name)
-        chunks = kept.chunk(2 * size, 2)
-        here = torch.cat([chunks[n] for n in chunks_of(self.axis.rank, size)], 2)
-        return gradient(0, here).add_(coming())
+        return gradient(0, part_of(kept, self.axis.rank, size, 2)).add_(coming())
 
 
 class Ring:
