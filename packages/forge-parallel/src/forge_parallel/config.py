@@ -279,20 +279,18 @@ class ParallelConfig:
     def axes(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
         """The axes on `world_size` ranks. ValueError unless they multiply to it, `ep` divides the ranks it
         borrows, and tp and ep stay inside a node of `ranks_per_node` (or `gpus_per_node`)."""
-        model = self.tp * self.cp * self.pp
-        replicate, shard = self.dp_replicate, self.dp_shard
+        fixed, shard = self.dp_replicate * self.tp * self.cp * self.pp, self.dp_shard
         if shard == -1:
-            if world_size % (replicate * model):
+            if world_size % fixed:
                 raise ValueError(
                     f"parallel: {self._product(shard)} must divide the {world_size} ranks of the job; "
                     f"use {_divisors(world_size)}"
                 )
-            shard = world_size // (replicate * model)
-        if replicate * shard * model != world_size:
+            shard = world_size // fixed
+        if fixed * shard != world_size:
             raise ValueError(
-                f"parallel: {self._product(shard)} = {replicate * shard * model} must be the "
-                f"{world_size} ranks of the job; use dp_shard = -1 or start "
-                f"{replicate * shard * model} processes"
+                f"parallel: {self._product(shard)} = {fixed * shard} must be the {world_size} ranks of "
+                f"the job; use dp_shard = -1 or start {fixed * shard} processes"
             )
         lenders = shard * self.cp * self.tp
         if lenders % self.ep:
@@ -300,7 +298,7 @@ class ParallelConfig:
                 f"parallel: ep {self.ep} must divide dp_shard x cp x tp = {lenders}, whose ranks it "
                 f"borrows; use {_divisors(lenders)}"
             )
-        layout = Layout(self.pp, replicate, shard, self.cp, self.tp, self.ep)
+        layout = Layout(self.pp, self.dp_replicate, shard, self.cp, self.tp, self.ep)
         self._check_nodes(world_size, self.gpus_per_node or ranks_per_node)
         return layout
 
