@@ -25,11 +25,7 @@ def mutated(name: str | None) -> Any:
         yield
         return
     target, attribute, wrong = MUTATIONS[name]
-    if isinstance(target, dict):
-        patch: Any = mock.patch.dict(target, {attribute: wrong})
-    else:
-        patch = mock.patch.object(target, attribute, wrong)
-    with patch:
+    with mock.patch.object(target, attribute, wrong):
         yield
 
 
@@ -80,11 +76,11 @@ class _OwnPart:
         output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[rank])
 
 
-def _twice(x: Tensor, name: str, *where: int) -> Tensor:
-    return _reduced(_reduced(x, name, *where), name, *where)
+def _twice(x: Tensor, ranks: exchange.Ranks, dim: int) -> Tensor:
+    return _reduced(_reduced(x, ranks, dim), ranks, dim)
 
 
-_reduced = exchange._WAYS["sum"]
+_reduced = exchange._sum
 
 
 def _tied_twice(model: Any, meshes: Meshes) -> None:
@@ -105,7 +101,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "another seed on one rank": (candidate, "_seed", _other_seed),
     "a norm without the last stage": (candidate, "global_grad_norm", _norm_without_last_stage),
     "experts' gradients not summed": (fsdp, "sum_gradients", _keep_expert_gradients),
-    "a sum over tp made twice": (exchange._WAYS, "sum", _twice),
+    "a sum over tp made twice": (exchange, "_sum", _twice),
     "gradients of head norms not summed": (tensor, "_SUMMED", (Replicate(),)),
     "tied ends synchronised twice": (candidate, "sync_tied_gradients", _tied_twice),
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),

@@ -34,36 +34,39 @@ class Ranks(NamedTuple):
         return cls("" if axis.group is None else axis.group.group_name, axis.size, axis.rank)
 
 
+_Way = Callable[[Tensor, Ranks, int], Tensor]
+
+
 def copy(x: Tensor, ranks: Ranks) -> Tensor:
     """x as it is; its gradient is the sum over ranks: one all-reduce in backward."""
-    return _exchange(x, ranks, 0, "same", "sum")
+    return _exchange(x, ranks, 0, _same, _sum)
 
 
 def reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of x over ranks, one all-reduce; the gradient, equal on all of them, passes."""
-    return _exchange(x, ranks, 0, "sum", "same")
+    return _exchange(x, ranks, 0, _sum, _same)
 
 
 def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Parts joined along dim, an all-gather; the gradients that ranks have of all tokens are summed
     and cut again, a reduce-scatter."""
-    return _exchange(x, ranks, dim, "join", "sum_cut")
+    return _exchange(x, ranks, dim, _join, _sum_cut)
 
 
 def scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """The sum of x over ranks, of which each keeps a part: reduce-scatter, all-gather in backward."""
-    return _exchange(x, ranks, dim, "sum_cut", "join")
+    return _exchange(x, ranks, dim, _sum_cut, _join)
 
 
 def cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """This rank's part of an x that all hold: sends nothing; all-gather in backward."""
-    return _exchange(x, ranks, dim, "cut", "join")
+    return _exchange(x, ranks, dim, _cut, _join)
 
 
 def join(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Parts joined along dim by an all-gather, for use that is equal on all ranks: its gradient is
     too, and each takes its part of it, sending nothing."""
-    return _exchange(x, ranks, dim, "join", "cut")
+    return _exchange(x, ranks, dim, _join, _cut)
 
 
 def token_dim(x: Tensor) -> int:
@@ -71,7 +74,7 @@ def token_dim(x: Tensor) -> int:
     return max(x.dim() - 2, 0)
 
 
-def _exchange(x: Tensor, ranks: Ranks, dim: int, there: str, back: str) -> Tensor:
+def _exchange(x: Tensor, ranks: Ranks, dim: int, there: _Way, back: _Way) -> Tensor:
     if ranks.size == 1:
         return x
     out: Tensor = _Exchange.apply(x, ranks, dim, there, back)
@@ -79,17 +82,17 @@ def _exchange(x: Tensor, ranks: Ranks, dim: int, there: str, back: str) -> Tenso
 
 
 class _Exchange(torch.autograd.Function):
-    """One of `_WAYS` forward, another backward."""
+    """One way forward, another backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, there: str, back: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, there: _Way, back: _Way) -> Tensor:
         ctx.ranks, ctx.dim, ctx.back = ranks, dim, back
-        return _WAYS[there](x, ranks, dim)
+        return there(x, ranks, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _WAYS[ctx.back](grad, ctx.ranks, ctx.dim), None, None, None, None
+        return ctx.back(grad, ctx.ranks, ctx.dim), None, None, None, None
 
 
 def _same(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -129,12 +132,3 @@ def _check_cut(shape: torch.Size, dim: int, size: int) -> None:
             f"{shape[dim]} tokens (dim {dim} of {tuple(shape)}) must be divisible by tp {size}; use rows of "
             f"a multiple of {size} tokens, or sequence_parallel = false and no experts"
         )
-
-
-_WAYS: dict[str, Callable[[Tensor, Ranks, int], Tensor]] = {
-    "same": _same,
-    "sum": _sum,
-    "join": _join,
-    "sum_cut": _sum_cut,
-    "cut": _cut,
-}
