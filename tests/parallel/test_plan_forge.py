@@ -73,6 +73,11 @@ def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype
     assert said == pytest.approx(measured, rel=0.1)
 
 
+def test_a_tied_head_sees_all_tokens_under_tensor_parallelism() -> None:
+    tied, own = (trace(Profile(build_model(section(n), 0), SEQ), tp=2) for n in ("tied", "dense"))
+    assert (tied.logits, tied.last.sent) == (own.logits, own.last.sent)
+
+
 def _held(options: dict[str, Any]) -> int:
     config = ParallelConfig(device="cpu", **options)
     meshes = make_meshes(config)

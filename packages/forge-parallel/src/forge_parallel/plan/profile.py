@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import nn
 
 from forge_parallel.axes.fsdp import blocks_of, own_dtype
-from forge_parallel.axes.roles import check_cuts, match_roles
+from forge_parallel.axes.roles import Matched, check_cuts, match_roles
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import parts_of
 
@@ -21,13 +20,12 @@ _USUAL_LAST = ("norm", "lm_head", "head", "output")
 
 
 class Row(NamedTuple):
-    """One parameter; `own`: bytes of an element in the forward where its module insists on a dtype."""
+    """One parameter."""
 
     name: str
     shape: tuple[int, ...]
     role: str
     trains: bool
-    own: int | None
 
     def local(self, tp: int, ep: int) -> tuple[int, ...]:
         """Shape on the first rank of its tp group, or of its ep group for an expert."""
@@ -56,17 +54,19 @@ class Profile:
     """Parameters and FLOPs of `model` in rows of `seq_len` tokens, block by block.
 
     `order` gives the kind of each block of `model.blocks()`: blocks of equal modules and shapes are of one
-    kind, of which `samples` holds up to two. Reads shapes only: a model on the meta device will do.
+    kind. `samples` holds the names and kinds of the first two of each. Reads shapes only: a model on the
+    meta device will do.
     """
 
     def __init__(self, model: nn.Module, seq_len: int) -> None:
         self.model, self.seq_len = model, seq_len
         self._found: dict[Any, Any] = {}
-        self.block_modules = blocks_of(model)
-        table: Any = getattr(model, "parallel_roles", dict)()
-        self.roles = {pattern: _role(value) for pattern, value in table.items()}
-        names = {id(m): f"{n}." for n, m in model.named_modules()}
-        self._sort(*self._rows([names[id(block)] for block in self.block_modules]))
+        self.roles: Any = getattr(model, "parallel_roles", dict)()
+        try:
+            self.matched = match_roles(model, self.roles)
+        except ValueError:  # all is opaque then, and `misfit_tp` says why
+            self.matched = Matched({}, (), (), ())
+        self._find_kinds()
         offer: Any = getattr(model, "pipeline_parts", None)
         self.cuttable = callable(offer)
         said = offer() if self.cuttable else {"first": (), "last": _USUAL_LAST}
@@ -74,47 +74,50 @@ class Profile:
         blocks = sum(self.kinds[k].flops for k in self.order)
         self.head_flops = max(forward_flops(model, seq_len) - blocks, 0.0)
 
-    def _rows(self, prefixes: list[str]) -> tuple[list[list[Row]], list[Row]]:
-        """Parameters of each block, under names of their own, and those outside."""
-        of_block: dict[str, list[Row]] = {prefix: [] for prefix in prefixes}
-        patterns: dict[str, list[tuple[str, str]]] = {}
-        for pattern, role in self.roles.items():  # a block is compared with its own patterns alone
-            patterns.setdefault(_block(pattern, of_block), []).append((pattern, role))
-        own, rest = _own_bytes(self.model), list[Row]()
-        for name, p in self.model.named_parameters():
-            prefix = _block(name, of_block)
-            near = [*patterns.get(prefix, ()), *patterns.get("", ())]
-            role = next((r for q, r in near if fnmatchcase(name, q)), "opaque")
-            row = Row(name[len(prefix):], tuple(p.shape), role, p.requires_grad, own.get(name))  # fmt: skip
-            (of_block[prefix] if prefix else rest).append(row)
-        return list(of_block.values()), rest
-
-    def _sort(self, rows: list[list[Row]], rest: list[Row]) -> None:
-        seen: dict[Any, int] = {}
-        self._rest, self.order = rest, list[int]()
-        self.kinds, self.samples = list[Part](), list[list[nn.Module]]()
-        for block, own in zip(self.block_modules, rows):
-            key = (tuple((n, type(m)) for n, m in block.named_modules()), tuple(own))
-            kind = seen.setdefault(key, len(seen))
+    def _find_kinds(self) -> None:
+        self.kinds, self.order, self.samples = list[Part](), list[int](), dict[str, int]()
+        names = {id(module): name for name, module in self.model.named_modules()}
+        known: dict[Any, int] = {}
+        taken: set[int] = set()
+        for block in blocks_of(self.model):
+            name = names[id(block)]
+            rows = self._rows(name, block, taken)
+            modules = tuple((n, type(m), own_dtype(m)) for n, m in block.named_modules())
+            kind = known.setdefault((modules, rows), len(known))
             if kind == len(self.kinds):
-                self.kinds.append(Part(tuple(own), forward_flops(block, self.seq_len)))
-                self.samples.append([])
+                self.kinds.append(Part(rows, forward_flops(block, self.seq_len)))
             self.order.append(kind)
-            self.samples[kind] += [block] if len(self.samples[kind]) < 2 else []
+            if self.order.count(kind) <= 2:
+                self.samples[name] = kind
+        self._rest = self._rows("", self.model, taken)
+
+    def _rows(self, name: str, module: nn.Module, taken: set[int]) -> tuple[Row, ...]:
+        """Parameters of the module of that name, under names of its own, but those that are `taken`."""
+        own = {n: p for n, p in module.named_parameters() if id(p) not in taken}
+        taken.update(map(id, own.values()))
+        dot = f"{name}." if name else ""
+        return tuple(
+            Row(n, tuple(p.shape), self.role(dot + n), p.requires_grad) for n, p in own.items()
+        )
+
+    def role(self, parameter: str) -> str:
+        """What the model says of a parameter; "opaque" if nothing."""
+        if self.matched.is_expert(parameter):
+            return "expert"
+        role = self.matched.leaves.get(parameter.rpartition(".")[0])
+        return role.name if role else "opaque"
 
     def ends(self, first: bool, last: bool) -> Part:
         """What stands before the blocks, after them, or both; a tied embedding is on either end."""
+        before, after = self._ends
+
+        def stands(name: str) -> bool:
+            behind = name.startswith(after)
+            return (last and behind) or (first and (name.startswith(before) or not behind))
 
         def make() -> Part:
-            before, after = self._ends
-            wanted = (before if first else ()) + (after if last else ())
-            rows = [
-                row
-                for row in self._rest
-                if row.name.startswith(wanted)
-                or (first and not row.name.startswith((*before, *after)))
-            ]
-            return Part(tuple(rows), self.head_flops if last else 0.0)
+            rows = tuple(row for row in self._rest if stands(row.name))
+            return Part(rows, self.head_flops if last else 0.0)
 
         return self.once(("ends", first, last), make)
 
@@ -134,17 +137,16 @@ class Profile:
         stacks = {r.shape[0] for part in self.kinds for r in part.rows if r.role == "expert"}
         return min(stacks, default=0)
 
-    @property
+    @cached_property
     def has_attend(self) -> bool:
         """Whether context parallelism finds an attention to replace."""
-        return self.once("attend", lambda: any(hasattr(m, "attend") for m in self.model.modules()))
+        return any(hasattr(module, "attend") for module in self.model.modules())
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""
         if key not in self._found:
             self._found[key] = make()
-        value: T = self._found[key]
-        return value
+        return self._found[key]
 
     def misfit_tp(self, tp: int) -> str | None:
         """Why tensor parallelism over `tp` ranks cannot cut this model, or None."""
@@ -153,8 +155,7 @@ class Profile:
             if not self.roles:
                 return f"tp {tp} needs a model with parallel_roles()"
             try:
-                matched = self.once("roles", lambda: match_roles(self.model, self.roles))
-                check_cuts(self.model, matched, tp)
+                check_cuts(self.model, match_roles(self.model, self.roles), tp)
             except ValueError as error:
                 return str(error).splitlines()[0]
             return None
@@ -178,28 +179,3 @@ def forward_flops(module: nn.Module, seq_len: int) -> float:
     if isinstance(module, nn.Linear):
         return 2.0 * module.weight.numel()
     return sum(forward_flops(child, seq_len) for child in module.children())
-
-
-def _role(value: Any) -> str:
-    """A table may give a role, a `Role`, or a table with the key role."""
-    if isinstance(value, str):
-        return value
-    return str(value["role"] if isinstance(value, Mapping) else value[0])
-
-
-def _block(name: str, prefixes: Iterable[str]) -> str:
-    """The prefix of the block that `layers.3.mixer.weight` lies in, or nothing."""
-    parts = name.split(".")
-    for n in range(1, len(parts)):
-        if (prefix := ".".join(parts[:n]) + ".") in prefixes:
-            return prefix
-    return ""
-
-
-def _own_bytes(model: nn.Module) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if (dtype := own_dtype(module)) is not None:
-            size = torch.empty(0, dtype=dtype).element_size()
-            found |= {f"{name}.{own}": size for own, _ in module.named_parameters()}
-    return found

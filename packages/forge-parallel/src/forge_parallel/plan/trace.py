@@ -10,20 +10,22 @@ Shapes: B rows, S tokens of a row here, D width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_parallel.plan.profile import Profile
-from forge_parallel.recompute import _is_kept
+from forge_parallel._torch_compat import DispatchMode, memory_of
+from forge_parallel.axes.fsdp import blocks_of, own_dtype
+from forge_parallel.plan.profile import Profile, Row
+from forge_parallel.recompute import _is_kept, _tensors
 
 
 @dataclass
@@ -39,12 +41,12 @@ class Kept:
     inputs: int = 0
     selective: int = 0
     largest: int = 0
-    sent: dict[str, int] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)
 
     @property
     def slots(self) -> int:
         """Experts for each token."""
-        return max(1, round(self.sent.get("rows", 0) / self.inputs)) if self.inputs else 1
+        return max(1, round(self.sent["rows"] / self.inputs)) if self.inputs else 1
 
 
 @dataclass
@@ -75,13 +77,11 @@ def trace(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # private, torch 2.0 to 2.13
 
-    tracer = _Tracer(profile, tp, cp, sequence_parallel, gather_keys)
-    model = _copy(profile)
-    with FakeTensorMode(), _Kernels(tracer):
-        _shrink(model, profile, tp, dtype)
-        tracer.attach(model)
+    with FakeTensorMode():
+        model = _part_of_a_rank(profile, tp, dtype)
+        tracer = _Tracer(profile, model, {"tp": tp, "cp": cp}, sequence_parallel)
         tokens = torch.zeros(rows, profile.seq_len // cp, dtype=torch.int64)
-        with tracer.watching():
+        with tracer.watching(gather_keys):
             out = model(tokens)
         logits = out if isinstance(out, Tensor) else next(iter(out.values()), out)
     return tracer.result(logits)
@@ -94,56 +94,28 @@ class _Skip(nn.Module):
         return x
 
 
-def _copy(profile: Profile) -> nn.Module:
-    """The model on the meta device, third and later blocks of a kind replaced by `_Skip`."""
-    kept = {id(b) for blocks in profile.samples for b in blocks}
-    memo: dict[int, Any] = {id(b): _Skip() for b in profile.block_modules if id(b) not in kept}
-    for tensor in [*profile.model.parameters(), *profile.model.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(profile.model, memo)
-
-
-def _shrink(model: nn.Module, profile: Profile, tp: int, dtype: torch.dtype) -> None:
-    """Fake parameters of one rank: cut by their roles, in the dtype of the forward."""
-    rows = {r.name: r for r in profile.ends(True, True).rows}
-    names = {id(b): n for n, b in profile.model.named_modules()}
-    for kind, blocks in enumerate(profile.samples):
-        for block in blocks:
-            prefix = names[id(block)]
-            rows |= {f"{prefix}.{r.name}": r for r in profile.kinds[kind].rows}
-    made: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            row = rows.get(f"{prefix}.{name}" if prefix else name)
-            if id(parameter) not in made:
-                shape = row.local(tp, 1) if row else tuple(parameter.shape)
-                own = torch.float32 if row and row.own == 4 else dtype
-                made[id(parameter)] = nn.Parameter(
-                    torch.empty(shape, dtype=own), parameter.requires_grad
-                )
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+def _part_of_a_rank(profile: Profile, tp: int, dtype: torch.dtype) -> nn.Module:
+    """A copy with empty parameters, cut by their roles and in the dtype of the forward, and with `_Skip` for
+    the third and later blocks of a kind."""
+    model = profile.model
+    samples = [model.get_submodule(name) for name in profile.samples]
+    copies: dict[int, Any] = {id(b): _Skip() for b in blocks_of(model) if b not in samples}
+    own = {id(p): d for m in model.modules() if (d := own_dtype(m)) for p in m.parameters()}
+    for name, p in model.named_parameters():
+        shape = Row(name, tuple(p.shape), profile.role(name), p.requires_grad).local(tp, ep=1)
+        empty = torch.empty(shape, dtype=own.get(id(p), dtype))
+        copies[id(p)] = nn.Parameter(empty, p.requires_grad)
+    for buffer in model.buffers():
+        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(model, copies)
 
 
 class _Resize(torch.autograd.Function):
-    """A collective without values: one dim has another size; nothing is kept."""
+    """A collective without values: dim -2 has another size, nothing is kept. No backward ever runs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int) -> Tensor:
-        ctx.shape = x.shape
-        shape = list(x.shape)
-        shape[dim] = size
-        return x.new_empty(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].new_empty(ctx.shape), None, None
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        return x.new_empty((*x.shape[:-2], size, x.size(-1)))
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -154,35 +126,31 @@ class _FusedNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
         return torch.empty_like(x)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = ctx.saved_tensors[1]
-        return torch.empty_like(grads[0]), None if weight is None else torch.empty_like(weight)
-
 
 class _Kernels(TorchFunctionMode):
-    """A GPU's kernels where the CPU has a chain of operators; whole keys under context parallelism."""
+    """A GPU's kernels where the CPU has a chain of operators; whole keys under context parallelism, which
+    attention keeps if they were gathered at once."""
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: _Tracer, gather_keys: bool) -> None:
         super().__init__()
-        self.tracer = tracer
+        self.tracer, self.gather_keys = tracer, gather_keys
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.rms_norm:
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
             return _FusedNorm.apply(args[0], weight)
-        if func is F.scaled_dot_product_attention and self.tracer.cp > 1:
+        if func is F.scaled_dot_product_attention and self.tracer.sizes["cp"] > 1:
             q, *keys = args[:3]
-            keys = [self.tracer.send("cp", k, -2, k.size(-2) * self.tracer.cp) for k in keys]
+            keys = [self.tracer.gather("cp", k) for k in keys]
             kwargs = {**kwargs, "is_causal": False}  # the length of q is not that of k
-            if self.tracer.gather_keys:
+            if self.gather_keys:
                 args = (q, *keys, *args[3:])
         return func(*args, **kwargs)
 
 
-class _Outputs(TorchDispatchMode):
-    """Notes the outputs of products for selective recomputation."""
+class _Products(DispatchMode):
+    """Notes what selective recomputation keeps."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -191,72 +159,88 @@ class _Outputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if _is_kept(func):
-            for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, Tensor):
-                    self.tracer.products[_key(tensor)] = _bytes(tensor)
-                    self.tracer.alive.append(tensor)
+            for tensor in _tensors(out):
+                self.tracer.note(tensor, self.tracer.products)
         return out
 
 
 class _Tracer:
-    """Hooks on the copy, and what they saw."""
+    """Hooks on the copy, and what they saw of the part in which the forward is (`here`)."""
 
     def __init__(
-        self, profile: Profile, tp: int, cp: int, sequence_parallel: bool, gather_keys: bool
+        self, profile: Profile, model: nn.Module, sizes: dict[str, int], sequence_parallel: bool
     ) -> None:
-        self.profile, self.tp, self.cp = profile, tp, cp
-        self.sequence_parallel, self.gather_keys = sequence_parallel, gather_keys
+        self.sizes, self.sequence_parallel = sizes, sequence_parallel
         self.first, self.last = Kept(), Kept()
-        self.seen: list[list[tuple[Kept, dict[int, int]]]] = [[] for _ in profile.kinds]
         self.here = self.first
+        self.seen: list[list[tuple[Kept, dict[int, int]]]] = [[] for _ in profile.kinds]
         self.saved: dict[int, int] = {}
         self.products: dict[int, int] = {}
-        self.parameters: set[int] = set()
         self.alive: list[Tensor] = []
-        self._gathered: tuple[Tensor, Tensor] | None = None
+        self.parameters = {memory_of(t) for t in [*model.parameters(), *model.buffers()]}
+        self._entering: tuple[Tensor, Tensor] | None = None  # a layer's input, and all of it
+        self._attach(profile, model)
+
+    def _attach(self, profile: Profile, model: nn.Module) -> None:
+        """Hooks on blocks and experts, and on the layers where tensor parallelism communicates."""
+        for name, kind in profile.samples.items():
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            block.register_forward_hook(partial(self._leave, kind))
+        matched = profile.matched
+        for name, module in model.named_modules():
+            if name in matched.experts:
+                module.register_forward_pre_hook(self._count_rows)
+            if self.sizes["tp"] == 1:
+                continue
+            if name in matched.routed and not self.sequence_parallel:
+                module.register_forward_pre_hook(self._cut)
+                module.register_forward_hook(self._uncut)
+            # a mixture has its tokens cut over tp always, so its shared experts gather them
+            cut = self.sequence_parallel or matched.is_routed(name)
+            role = matched.leaves[name].name if name in matched.leaves else None
+            if role in ("colwise", "gather_output"):
+                module.register_forward_pre_hook(self._gather if cut else self._sum_gradients)
+            elif role in ("rowwise", "vocab"):
+                module.register_forward_hook(self._scatter if cut else self._sum)
 
     # ---- what is kept
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), _Outputs(self):
+    def watching(self, gather_keys: bool) -> Iterator[None]:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        with _Kernels(self, gather_keys), hooks, _Products(self):
             yield
-        self._close(self.here)
+        self._close()
+
+    def note(self, tensor: Tensor, where: dict[int, int]) -> None:
+        where[memory_of(tensor)] = _bytes(tensor)
+        self.alive.append(tensor)  # so that no later storage gets its address
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        key = _key(tensor)
-        if key not in self.parameters:
-            self.saved[key] = _bytes(tensor)
-            self.alive.append(tensor)  # so that no later storage gets its address
+        if memory_of(tensor) not in self.parameters:
+            self.note(tensor, self.saved)
         return tensor
 
-    def _close(self, part: Kept) -> dict[int, int]:
-        """Book what was saved since the last border on `part`."""
-        saved, self.saved = self.saved, {}
+    def _close(self) -> dict[int, int]:
+        """Book what was saved since the last border on the part that ends here."""
+        part, saved = self.here, self.saved
         part.saved += sum(saved.values())
         part.selective += sum(self.products.values())
-        self.products = {}
         part.largest = max([part.largest, *saved.values()])
-        self._gathered = None
+        self.saved, self.products, self._entering = {}, {}, None
         return saved
 
-    def _enter(self, kind: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._close(self.here)
-            self.here = Kept()
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            self.here.inputs = sum(_bytes(t) for t in tensors)
-            self.alive += tensors
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._close()
+        tensors = _tensors((*args, *kwargs.values()))
+        self.here = Kept(inputs=sum(map(_bytes, tensors)))
+        self.alive += tensors
 
-        return hook
-
-    def _leave(self, kind: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            self.here.selective += self.here.inputs
-            self.seen[kind].append((self.here, self._close(self.here)))
-            self.here = self.last
-
-        return hook
+    def _leave(self, kind: int, *_: Any) -> None:
+        self.here.selective += self.here.inputs
+        self.seen[kind].append((self.here, self._close()))
+        self.here = self.last
 
     def result(self, logits: Any) -> Trace:
         shared: dict[int, int] = {}
@@ -268,91 +252,47 @@ class _Tracer:
                 kept.saved -= sum(both.values())
                 shared |= both
             kinds.append(kept)
-        return Trace(kinds, self.first, self.last, sum(shared.values()),
-                     logits.numel() if isinstance(logits, Tensor) else 0)  # fmt: skip
+        numel = logits.numel() if isinstance(logits, Tensor) else 0
+        return Trace(kinds, self.first, self.last, sum(shared.values()), numel)
 
     # ---- what is sent
 
-    def attach(self, model: nn.Module) -> None:
-        """Hooks on blocks, and on the layers where tensor parallelism communicates."""
-        self.parameters = {_key(t) for t in [*model.parameters(), *model.buffers()]}
-        names = {id(b): n for n, b in self.profile.model.named_modules()}
-        for kind, blocks in enumerate(self.profile.samples):
-            for block in blocks:
-                module = model.get_submodule(names[id(block)])
-                module.register_forward_pre_hook(self._enter(kind), with_kwargs=True, prepend=True)
-                module.register_forward_hook(self._leave(kind), with_kwargs=True)
-        experts = [n for n, r in self.profile.roles.items() if r == "expert"]
-        for name, module in model.named_modules():
-            if any(fnmatchcase(f"{name}.", pattern) for pattern in experts):
-                module.register_forward_pre_hook(self._count_rows)
-        if self.tp > 1:
-            self._attach_tp(model)
+    def gather(self, axis: str, x: Tensor) -> Tensor:
+        return self._send(axis, x, x.size(-2) * self.sizes[axis])
 
-    def _attach_tp(self, model: nn.Module) -> None:
-        roles = self.profile.roles
-        stacks = [n.rpartition(".")[0] for n, r in roles.items() if r == "expert"]
-        mixtures = {name.rpartition(".")[0] for name in stacks}
-        for name, module in model.named_modules():
-            if name in mixtures and not self.sequence_parallel:
-                module.register_forward_pre_hook(self._cut)
-                module.register_forward_hook(self._uncut)
-            whole = name in roles or (bool(module._parameters) and not list(module.children()))
-            role = next((r for n, r in roles.items() if fnmatchcase(f"{name}.weight", n)), None)
-            if not whole or role not in ("colwise", "gather_output", "rowwise", "vocab"):
-                continue
-            enters = role in ("colwise", "gather_output")
-            # a mixture has its tokens cut over tp always, so its shared experts gather them
-            if self.sequence_parallel or any(name.startswith(f"{m}.") for m in mixtures):
-                hook: Any = self._gather if enters else self._scatter
-            else:
-                hook = self._sum_gradients if enters else self._sum
-            if enters:
-                module.register_forward_pre_hook(hook)
-            else:
-                module.register_forward_hook(hook)
-
-    def send(self, axis: str, x: Tensor, dim: int, size: int) -> Tensor:
-        """x with another size of `dim`, as a collective leaves it; the larger side is counted."""
-        out: Tensor = _Resize.apply(x, dim, size)
-        self.products[_key(out)] = _bytes(
-            out
-        )  # selective recomputation keeps what collectives gave
-        self.alive.append(out)
-        self.here.sent[axis] = self.here.sent.get(axis, 0) + max(_bytes(x), _bytes(out))
+    def _send(self, axis: str, x: Tensor, size: int) -> Tensor:
+        """x as a collective leaves it; the larger side is counted."""
+        out: Tensor = _Resize.apply(x, size)
+        self.note(out, self.products)  # selective recomputation keeps what collectives gave
+        self.here.sent[axis] += max(_bytes(x), _bytes(out))
         return out
 
     def _gather(self, module: nn.Module, args: Any) -> Any:
-        x = args[0]
-        if self._gathered is None or self._gathered[0] is not x:  # once for siblings
-            self._gathered = (x, self.send("tp", x, -2, x.size(-2) * self.tp))
-        return (self._gathered[1], *args[1:])
+        if self._entering is None or self._entering[0] is not args[0]:  # once for siblings
+            self._entering = (args[0], self.gather("tp", args[0]))
+        return (self._entering[1], *args[1:])
 
     def _scatter(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return self.send("tp", out, -2, out.size(-2) // self.tp)
+        return self._send("tp", out, out.size(-2) // self.sizes["tp"])
 
     def _sum(self, module: nn.Module, args: Any, out: Tensor) -> None:
         """An all-reduce in the forward alone: the bytes of a gather and a scatter, every second pass."""
-        self.here.sent["tp"] = self.here.sent.get("tp", 0) + _bytes(out)
+        self.here.sent["tp"] += _bytes(out)
 
     def _sum_gradients(self, module: nn.Module, args: Any) -> None:
         """One in the backward alone, once for siblings."""
-        if self._gathered is None or self._gathered[0] is not args[0]:
-            self._gathered = (args[0], args[0])
-            self.here.sent["tp"] = self.here.sent.get("tp", 0) + _bytes(args[0])
+        if self._entering is None or self._entering[0] is not args[0]:
+            self._entering = (args[0], args[0])
+            self.here.sent["tp"] += _bytes(args[0])
 
     def _cut(self, module: nn.Module, args: Any) -> Any:
-        return (self.send("tp", args[0], -2, args[0].size(-2) // self.tp), None)
+        return (self._scatter(module, args, args[0]), None)
 
     def _uncut(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return self.send("tp", out, -2, out.size(-2) * self.tp)
+        return self.gather("tp", out)
 
     def _count_rows(self, module: nn.Module, args: Any) -> None:
-        self.here.sent["rows"] = self.here.sent.get("rows", 0) + _bytes(args[0])
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+        self.here.sent["rows"] += _bytes(args[0])
 
 
 def _bytes(tensor: Tensor) -> int:

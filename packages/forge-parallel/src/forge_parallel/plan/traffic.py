@@ -96,7 +96,7 @@ def _streams(case: Case, load: Load) -> dict[str, float]:
     parts += [(part, 2.0) for part in load.traced_ends(case.trace)]
     for kept, times in parts:
         for axis in ("tp", "cp"):
-            found[axis] += times * case.micro_batch * kept.sent.get(axis, 0)
+            found[axis] += times * case.micro_batch * kept.sent[axis]
         found["ep"] += times * case.micro_batch * _travel(case, kept)
     found["tp"] *= case.storage.gathers
     return found
@@ -108,7 +108,7 @@ def _travel(case: Case, kept: Kept) -> float:
     A token goes once to each rank that holds experts of it; with balanced choices of K among E experts that
     is ep (1 - C(E - E/ep, K) / C(E, K)) ranks.
     """
-    rows, ep = kept.sent.get("rows", 0), case.layout.ep
+    rows, ep = kept.sent["rows"], case.layout.ep
     if not rows or ep == 1:
         return 0.0
     slots, experts = kept.slots, case.profile.num_experts
