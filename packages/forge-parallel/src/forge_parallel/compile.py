@@ -16,7 +16,7 @@ from torch import nn
 from forge_parallel._torch_compat import allow_graphs, compiler, count_compilations
 from forge_parallel.axes.fsdp import blocks_of
 from forge_parallel.order import mark
-from forge_parallel.recompute import COMPILED, Recomputed
+from forge_parallel.recompute import COMPILED, Trained, is_selective
 
 
 def compile_blocks(
@@ -49,7 +49,7 @@ def compile_blocks(
             f"memory_budget {memory_budget} must be above 0 and at most 1; use 0.5 for half"
         )
     blocks = blocks_of(model) or [model]
-    if any(m.__dict__.get("_recompute_mode") == "selective" for b in blocks for m in b.modules()):
+    if any(is_selective(module) for block in blocks for module in block.modules()):
         raise ValueError(
             "recompute selective must go without compile, which chooses what to recompute by itself; use "
             "recompute = 'none' with memory_budget = 0.7, or recompute = 'full'"
@@ -59,27 +59,16 @@ def compile_blocks(
     mark(model, "compile")
     graphs = compiler(backend, memory_budget)
     ready: dict[Any, Callable[..., Any]] = {}  # blocks of one class share what was compiled
-    parts = [part for block in blocks for part in _parts(block)]
+    parts: list[Any] = [part for block in blocks for part in _parts(block)]
     allow_graphs(max(64, len(parts) + 8))  # each block may be of its own kind
     for part in parts:
-        if not isinstance(part, Recomputed):
-            swap(part, Compiled)
-        mixin: Any = Recomputed if isinstance(part, Recomputed) else Compiled
-        forward = super(mixin, part).forward.__func__
+        if not isinstance(part, Trained):
+            swap(part, Trained)
+        forward = super(Trained, part).forward.__func__
         if forward not in ready:
             ready[forward] = torch.compile(forward, backend=graphs, dynamic=False)
         part.__dict__[COMPILED] = ready[forward]
     return model
-
-
-class Compiled:
-    """Mixin of a module whose forward is compiled while there is a graph to build."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        # by function, not bound: a copy of the module runs on its own parameters
-        return self.__dict__[COMPILED](self, *args, **kwargs)
 
 
 def recompilations() -> dict[str, int]:

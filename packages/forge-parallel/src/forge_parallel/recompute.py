@@ -22,8 +22,8 @@ from forge_parallel.order import mark
 
 Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MODES = ("none", "full", "selective")
-COMPILED = "_forge_compiled"
-"""Where `compile_blocks` leaves the compiled forward of a block that recomputes."""
+# Where a block has the contexts of its recomputation, and `compile_blocks` leaves its compiled forward.
+CONTEXTS, COMPILED = "_forge_recompute_contexts", "_forge_compiled"
 
 # Names and not operators: which of them exist depends on the version, the build and what was imported.
 _KEPT = {
@@ -78,27 +78,33 @@ def recompute(
     factories = [f for f in (contexts, selective_contexts if mode == "selective" else None) if f]
     for block in chosen:
         mark(block, "recompute")
-        block.__dict__["_recompute_mode"] = mode
-        block.__dict__["_recompute_contexts"] = factories
-        swap(block, Recomputed)
+        block.__dict__[CONTEXTS] = factories
+        swap(block, Trained)
     return len(chosen)
 
 
-class Recomputed:
-    """Mixin of a block whose forward is a checkpoint."""
+class Trained:
+    """Mixin of a module whose forward is compiled, a checkpoint, or both, while there is a graph to build."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if COMPILED in self.__dict__:
+        if COMPILED in self.__dict__:  # by function, not bound: a copy runs on its own parameters
             run = partial(self.__dict__[COMPILED], self)
+        if CONTEXTS not in self.__dict__:
+            return run(*args, **kwargs)
 
         def contexts() -> Pair:
-            pairs = [make() for make in self.__dict__["_recompute_contexts"]]
+            pairs = [make() for make in self.__dict__[CONTEXTS]]
             return _Together([p[0] for p in pairs]), _Together([p[1] for p in pairs])
 
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def is_selective(block: nn.Module) -> bool:
+    """Whether a block recomputes selectively."""
+    return selective_contexts in block.__dict__.get(CONTEXTS, ())
 
 
 class _Together:
