@@ -83,15 +83,12 @@ class Runs:
 
     def borders(self, rows: int, device: torch.device) -> tuple[Tensor, int]:
         """Cumulative lengths (N + 1,) int32, and the longest; `rows` is the B of slices."""
-        longest = max(self.lengths)
-        if self.everywhere:
-            ends = torch.arange(0, rows * longest + 1, longest, dtype=torch.int32, device=device)
-            return ends, longest
-        key = ("borders", device)
+        lengths = self.lengths * rows if self.everywhere else self.lengths
+        key = ("borders", device, len(lengths))
         if key not in self._indices:
-            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             self._indices[key] = ends.to(device, non_blocking=True)
-        return self._indices[key], longest
+        return self._indices[key], max(lengths)
 
 
 class Group:

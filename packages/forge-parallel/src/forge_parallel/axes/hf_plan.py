@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -43,8 +43,7 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
     problems = []
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        styles = {s for pattern, s in plan.items() if fnmatch.fnmatchcase(owner, pattern)}
-        styles |= {s for pattern, s in plan.items() if fnmatch.fnmatchcase(name, pattern)}
+        styles = {s for p, s in plan.items() if fnmatchcase(owner, p) or fnmatchcase(name, p)}
         unknown = styles - set(STYLES)
         if unknown or len(styles) > 1:
             listed = ", ".join(sorted(styles))
