@@ -97,7 +97,7 @@ def test_experts_lie_where_the_plan_has_them(options: dict[str, Any]) -> None:
     profile = Profile(build_model(section("moe"), 0), SEQ)
     config = ParallelConfig(device="cpu", **options)
     case = Case(profile, config, 4, 16, 1, find_hardware("h200"), 4, Storage())
-    parts = case.load(0).parts(profile)
+    parts = case.load(0).parts
     planned = sum(local_numel(row, case) for part in parts for row in part.rows)
     assert planned == run_on_ranks(4, _held, options)[0]
 

@@ -138,7 +138,7 @@ def _shards(options: dict[str, Any]) -> dict[str, int]:
 )
 def test_parameters_of_the_first_rank_are_exact(options: dict[str, Any]) -> None:
     case = case_of(on_meta(vocab=93), 4, **options)
-    parts = case.load(0).parts(case.profile)
+    parts = case.load(0).parts
     planned = sum(local_numel(row, case) for part in parts for row in part.rows)
     assert planned == sum(run_on_ranks(4, _shards, options)[0].values())
 

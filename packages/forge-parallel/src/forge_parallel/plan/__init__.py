@@ -1,9 +1,9 @@
 """What a layout will need and how long a step will take, before any GPU is asked."""
 
-from forge_parallel.plan.case import Case, Storage
+from forge_parallel.plan.case import Case, Storage, Wish, describe
 from forge_parallel.plan.profile import Profile
 from forge_parallel.plan.report import Plan, make_plan, render
-from forge_parallel.plan.search import Candidate, Wish, choose, describe, search
+from forge_parallel.plan.search import Candidate, choose, search
 from forge_parallel.plan.topology import HARDWARE, Hardware, Topology, find_hardware
 
 __all__ = [

@@ -1,18 +1,20 @@
-"""One way to run a model: its layout, batch and hardware, and how bytes are stored."""
+"""One way to run a model: its layout, batch and hardware, how bytes are stored, and whether it is allowed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from forge_parallel.config import Layout, ParallelConfig
-from forge_parallel.pipeline.schedule import splits_backward, stages_on
+from forge_parallel.pipeline.schedule import schedule_problems, splits_backward, stages_on
 from forge_parallel.plan.profile import Part, Profile
 from forge_parallel.plan.topology import Hardware, Topology
 from forge_parallel.plan.trace import Kept, Trace, trace
 
+MODES = ("none", "selective", "full")
 _BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -35,6 +37,30 @@ class Storage:
     gathers: float = 1.0
     whole_logits: bool = False
     compiled_tp: bool = True
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a layout is wanted for. `micro_batches` and `modes` (of recomputation) may be chosen from."""
+
+    profile: Profile
+    config: ParallelConfig
+    world_size: int
+    global_batch: int
+    hardware: Hardware
+    gpus_per_node: int
+    micro_batches: Sequence[int | None] = (None,)
+    modes: Sequence[str] = MODES
+    storage: Storage = field(default_factory=Storage)
+
+    def case(self, config: ParallelConfig, micro_batch: int | None) -> Case:
+        """One way; without a micro_batch a rank's whole share. ValueError, a line for each broken rule."""
+        rows = self.global_batch // config.axes(self.world_size, self.gpus_per_node).batch_size
+        case = Case(self.profile, config, self.world_size, self.global_batch,
+                    micro_batch or max(rows, 1), self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
+        if broken := _problems(case):
+            raise ValueError("\n".join(broken))
+        return case
 
 
 @dataclass(frozen=True)
@@ -86,52 +112,85 @@ class Case:
     @property
     def reshards(self) -> bool:
         """Whether blocks free their gathered weights after the forward."""
-        d = self.layout
-        return (
-            self.config.reshard_after_forward
-            and not splits_backward(self.config)
-            and d.dp_shard * d.cp > 1
-        )
+        sharded = self.layout.dp_shard * self.layout.cp > 1
+        return sharded and self.config.reshard_after_forward and not splits_backward(self.config)
 
     @cached_property
     def trace(self) -> Trace:
         """For one row; made once per shape of a rank."""
         c, d = self.config, self.layout
-        key = (d.tp, d.cp, d.tp > 1 and c.sequence_parallel, c.precision, c.cp_exchange)
         dtype = torch.bfloat16 if c.precision == "bf16" else torch.float32
-        gather = c.cp_exchange == "all_gather"
-        return self.profile.once(
-            key, lambda: trace(self.profile, tp=d.tp, cp=d.cp, dtype=dtype, gather_keys=gather,
-                               sequence_parallel=c.sequence_parallel)
-        )  # fmt: skip
+        shape = (d.tp, d.cp, c.sequence_parallel, dtype, c.cp_exchange == "all_gather")
+        return self.profile.once(shape, lambda: trace(self.profile, *shape))
 
     def load(self, pp_rank: int) -> Load:
         """What a pipeline rank holds."""
-        stages = stages_on(self.config, pp_rank) if self.layout.pp > 1 else [0]
-        count = self.layout.pp * (self.config.stages_per_rank if self.layout.pp > 1 else 1)
+        piped = self.layout.pp > 1
+        stages = stages_on(self.config, pp_rank) if piped else [0]
+        count = self.layout.pp * self.config.stages_per_rank if piped else 1
         ranges = self.profile.stage_ranges(count)
-        return Load(
-            [[self.profile.order[i] for i in ranges[stage]] for stage in stages],
-            0 in stages,
-            count - 1 in stages,
-        )
+        kinds = [[self.profile.order[i] for i in ranges[stage]] for stage in stages]
+        first, last = 0 in stages, count - 1 in stages
+        blocks = [self.profile.kinds[kind] for stage in kinds for kind in stage]
+        return Load(kinds, first, last, blocks, self.profile.ends(first, last))
 
 
 @dataclass(frozen=True)
 class Load:
-    """Kinds of the blocks in each stage of a pipeline rank, and whether it has the ends of the model."""
+    """Kinds of the blocks in each stage of a pipeline rank, whether it has the ends of the model, and the
+    parameters of both."""
 
     stages: list[list[int]]
     first: bool
     last: bool
+    blocks: list[Part]
+    ends: Part
 
     @property
     def kinds(self) -> list[int]:
         return [kind for stage in self.stages for kind in stage]
 
-    def parts(self, profile: Profile) -> list[Part]:
-        """Its blocks and what it has besides."""
-        return [*(profile.kinds[k] for k in self.kinds), profile.ends(self.first, self.last)]
+    @property
+    def parts(self) -> list[Part]:
+        return [*self.blocks, self.ends]
 
     def traced_ends(self, trace: Trace) -> list[Kept]:
         return [trace.first] * self.first + [trace.last] * self.last
+
+
+def describe(case: Case) -> str:
+    """`dp_shard 8 x tp 4, micro_batch 2, recompute full`, in words of the configuration."""
+    c, d = case.config, case.layout
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+    axes = [f"{name} {getattr(d, name)}" for name in names if getattr(d, name) > 1]
+    said = [" x ".join(axes) or "one rank"]
+    said += [f"ep {d.ep}"] * (d.ep > 1) + [c.pp_schedule] * (d.pp > 1)
+    said += [f"micro_batch {case.micro_batch}", f"recompute {c.recompute}"]
+    return ", ".join(said + ([f"memory_budget {c.memory_budget:g}"] if c.memory_budget else []))
+
+
+def _problems(case: Case) -> list[str]:
+    """Why a layout cannot run this model and batch, each as value and rule; empty if it can."""
+    d, p, c = case.layout, case.profile, case.config
+    found = []
+    rows, uneven = divmod(case.global_batch, d.batch_size)
+    if uneven:
+        found.append(
+            f"global_batch {case.global_batch} must be divisible by {d.batch_size} readers"
+        )
+    elif rows % case.micro_batch:
+        found.append(f"micro_batch {case.micro_batch} must divide the {rows} rows of a rank")
+    if (misfit := p.misfit_tp(d.tp)) is not None:
+        found.append(misfit)
+    experts = p.num_experts
+    if d.ep > 1 and (not experts or experts % d.ep):
+        found.append(f"ep {d.ep} must divide the {experts} experts")
+    cut = d.tp > 1 and (c.sequence_parallel or experts > 0)
+    pieces = (2 * d.cp if d.cp > 1 else 1) * (d.tp if cut else 1)
+    if p.seq_len % pieces:
+        found.append(f"seq_len {p.seq_len} must be divisible by {pieces} (cp {d.cp}, tp {d.tp})")
+    if d.cp > 1 and not p.has_attend:
+        found.append(f"cp {d.cp} needs attention with an attribute attend")
+    if d.pp > 1 and not p.cuttable:
+        return [*found, f"pp {d.pp} needs a model with pipeline_parts()"]
+    return found + schedule_problems(c, case.num_micro_batches, len(p.order))

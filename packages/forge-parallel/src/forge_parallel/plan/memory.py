@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 from forge_parallel.plan.case import Case, Load
 from forge_parallel.plan.profile import Part, Row
@@ -26,46 +27,62 @@ class Memory:
     recomputed: float
     gathered: float
     loss: float
-    in_flight: float
     peak: float
+    in_flight: float
 
 
-def shards(row: Row, case: Case) -> int:
-    """Over how many ranks FSDP2 cuts a parameter."""
-    d = case.layout
-    own = row.role == "expert" and d.ep * d.tp > 1
-    return d.dp_shard * d.cp * d.tp // d.ep if own else d.dp_shard * d.cp
+class Held(NamedTuple):
+    """Elements of a part on a rank: `local` shards, those of them that are `trained`, and what is gathered of
+    `dense` parameters and of `experts`, cut by tp and ep, with what FSDP2 rounds up on all ranks."""
+
+    local: int
+    trained: int
+    dense: int
+    experts: int
+
+    @property
+    def whole(self) -> int:
+        return self.dense + self.experts
+
+
+def held(part: Part, case: Case) -> Held:
+    """Counted once for all cases of a shape."""
+
+    def count() -> Held:
+        local = [(row, local_numel(row, case)) for row in part.rows]
+        whole = [(row.role == "expert", numel * _shards(row, case)) for row, numel in local]
+        return Held(
+            sum(numel for _, numel in local),
+            sum(numel for row, numel in local if row.trains),
+            sum(numel for expert, numel in whole if not expert),
+            sum(numel for expert, numel in whole if expert),
+        )
+
+    return case.profile.once(("held", id(part), case.layout[2:]), count)
 
 
 def local_numel(row: Row, case: Case) -> int:
     """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, and cuts
     stacks of fewer experts than shards inside each (`axes.fsdp.shard_of`)."""
-    shape, parts = row.local(case.layout.tp, case.layout.ep), shards(row, case)
+    shape, parts = row.local(case.layout.tp, case.layout.ep), _shards(row, case)
     if len(shape) == 3 and shape[0] < parts and shape[1] % parts == 0:
         return prod(shape) // parts
     return ceil(shape[0] / parts) * prod(shape[1:]) if shape else 1
 
 
-def whole_numel(part: Part, case: Case, experts: bool | None = None) -> int:
-    """Elements of a part as the rank gathers it: cut by tp and ep, with what FSDP2 rounds up on all ranks."""
-
-    def count() -> int:
-        rows = (r for r in part.rows if experts is None or (r.role == "expert") == experts)
-        return sum(local_numel(row, case) * shards(row, case) for row in rows)
-
-    return case.profile.once(("whole", id(part), case.layout[2:], experts), count)
+def _shards(row: Row, case: Case) -> int:
+    """Over how many ranks FSDP2 cuts a parameter."""
+    return case.topology.axes()["efsdp" if row.role == "expert" else "fsdp"][0]
 
 
 def stage_memory(case: Case, pp_rank: int = 0) -> Memory:
     """Memory of a rank of pipeline stage(s) `pp_rank`."""
     load, s = case.load(pp_rank), case.storage
-    held = load.parts(case.profile)
-    numel = sum(_local(part, case, trained=False) for part in held)
-    trained = sum(_local(part, case, trained=True) for part in held)
+    local, trained, *_ = (sum(numbers) for numbers in zip(*(held(p, case) for p in load.parts)))
     on_device = 0 if case.config.cpu_offload else 1
     weights, gradients, moments = (
         on_device * n * b
-        for n, b in ((numel, s.weights), (trained, s.gradients), (trained, s.moments))
+        for n, b in ((local, s.weights), (trained, s.gradients), (trained, s.moments))
     )
     in_flight = micro_batches_in_flight(case, pp_rank)
     activations = case.micro_batch * in_flight * _kept(case, load)
@@ -75,37 +92,29 @@ def stage_memory(case: Case, pp_rank: int = 0) -> Memory:
     static = weights + gradients + moments + gathered
     peak = static + max(activations + loss, activations + recomputed + buffers, ends)
     return Memory(weights, gradients, moments, activations, recomputed,
-                  gathered + buffers, loss, in_flight, peak)  # fmt: skip
+                  gathered + buffers, loss, peak, in_flight)  # fmt: skip
 
 
 def micro_batches_in_flight(case: Case, pp_rank: int) -> float:
     """Micro-batches of which a rank keeps activations at once; halves where it has two stages.
 
     GPipe keeps all, 1F1B as many as there are ranks from this one on, the interleaved ones their warm-up
-    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), those in a V about pp on every rank.
+    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), with zero bubbles pp more, whose weights'
+    gradients wait; those in a V about pp on every rank.
     """
     pp, m, name = case.layout.pp, case.num_micro_batches, case.config.pp_schedule
     if pp == 1:
         return 1.0
-    v = case.config.stages_per_rank
-    if name == "gpipe":
-        return m
-    if name == "1f1b":
-        return min(m, pp - pp_rank)
-    if name.startswith("interleaved"):
-        passes = 2 * (pp - pp_rank - 1) + (v - 1) * pp + 1
-        if (
-            name == "interleaved_zero_bubble"
-        ):  # weights' gradients wait, and what they need with them
-            passes += pp
-        return min(m, passes / v)
-    return min(m, pp + (1 if name == "dualpipev" else 0))
-
-
-def _local(part: Part, case: Case, trained: bool) -> int:
-    rows = (row for row in part.rows if row.trains or not trained)
-    key = ("local", id(part), trained, case.layout[2:])
-    return case.profile.once(key, lambda: sum(local_numel(row, case) for row in rows))
+    stages = case.config.stages_per_rank
+    warm_up = 2 * (pp - pp_rank - 1) + (stages - 1) * pp + 1
+    return min(m, {
+        "gpipe": m,
+        "1f1b": pp - pp_rank,
+        "interleaved_1f1b": warm_up / stages,
+        "interleaved_zero_bubble": (warm_up + pp) / stages,
+        "zbv_zero_bubble": pp,
+        "dualpipev": pp + 1,
+    }[name])  # fmt: skip
 
 
 def _kept(case: Case, load: Load) -> float:
@@ -115,13 +124,10 @@ def _kept(case: Case, load: Load) -> float:
     for stage in load.stages:
         for i, kind in enumerate(stage):
             kept = t.kinds[kind]
-            again = c.recompute != "none" and i % c.recompute_every == 0
             if c.memory_budget is not None:
                 total += kept.inputs + c.memory_budget * (kept.saved - kept.inputs)
-            elif not again:
-                total += kept.saved
             else:
-                total += kept.inputs if c.recompute == "full" else kept.selective
+                total += kept.under("none" if i % c.recompute_every else c.recompute)
         if case.layout.pp > 1 and stage:
             total += t.kinds[stage[-1]].inputs  # its output waits for its gradient
     return total
@@ -129,11 +135,9 @@ def _kept(case: Case, load: Load) -> float:
 
 def _transient(case: Case, load: Load) -> float:
     """Per row: what a block makes again, and two gradients of its largest tensor."""
-    c, t = case.config, case.trace
-    kinds = [t.kinds[k] for k in set(load.kinds)]
-    again = {"none": lambda k: 0, "full": lambda k: k.saved - k.inputs,
-             "selective": lambda k: max(0, k.saved - k.selective)}[c.recompute]  # fmt: skip
-    return max((again(k) + 2 * k.largest for k in kinds), default=0)
+    kinds = [case.trace.kinds[k] for k in set(load.kinds)]
+    again = (max(0, k.saved - k.under(case.config.recompute)) + 2 * k.largest for k in kinds)
+    return max(again, default=0)
 
 
 def _gathered(case: Case, load: Load) -> tuple[float, float, float]:
@@ -143,9 +147,9 @@ def _gathered(case: Case, load: Load) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     s, d = case.storage, case.layout
     sharded, several = d.dp_shard * d.cp > 1, case.num_micro_batches > 1
-    sizes = sorted((whole_numel(case.profile.kinds[k], case) for k in load.kinds), reverse=True)
-    outside = whole_numel(case.profile.ends(load.first, load.last), case)
-    behind = whole_numel(case.profile.ends(False, True), case) if load.last else 0
+    sizes = sorted((held(block, case).whole for block in load.blocks), reverse=True)
+    outside = held(load.ends, case).whole
+    behind = held(case.profile.ends(False, load.last), case).whole
     # torch's pipeline stages keep weights gathered, and gradients whole, to the last backward
     here = sum(sizes[:2] if case.reshards and d.pp == 1 else sizes) + outside
     gathered = float(here * case.compute)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -45,15 +43,11 @@ class Part(NamedTuple):
     rows: tuple[Row, ...]
     flops: float
 
-    @property
-    def numel(self) -> int:
-        return sum(prod(row.shape) for row in self.rows)
-
 
 class Profile:
     """Parameters and FLOPs of `model` in rows of `seq_len` tokens, block by block.
 
-    `order` gives the kind of each block of `model.blocks()`: blocks of equal modules and shapes are of one
+    `numel` counts parameters once each, `flops` and `head_flops` are of a token's forward. `order` gives the kind of each block of `model.blocks()`: blocks of equal modules and shapes are of one
     kind. `samples` holds the names and kinds of the first two of each. Reads shapes only: a model on the
     meta device will do.
     """
@@ -71,8 +65,11 @@ class Profile:
         self.cuttable = callable(offer)
         said = offer() if self.cuttable else {"first": (), "last": _USUAL_LAST}
         self._ends = [tuple(f"{name}." for name in said[end]) for end in ("first", "last")]
+        self.has_attend = any(hasattr(module, "attend") for module in model.modules())
+        self.numel = sum(p.numel() for p in model.parameters())
         blocks = sum(self.kinds[k].flops for k in self.order)
-        self.head_flops = max(forward_flops(model, seq_len) - blocks, 0.0)
+        self.flops = max(forward_flops(model, seq_len), blocks)
+        self.head_flops = self.flops - blocks
 
     def _find_kinds(self) -> None:
         self.kinds, self.order, self.samples = list[Part](), list[int](), dict[str, int]()
@@ -122,25 +119,10 @@ class Profile:
         return self.once(("ends", first, last), make)
 
     @property
-    def numel(self) -> int:
-        """Parameters, each once."""
-        return self.ends(True, True).numel + sum(self.kinds[k].numel for k in self.order)
-
-    @property
-    def flops(self) -> float:
-        """Forward FLOPs per token."""
-        return self.head_flops + sum(self.kinds[k].flops for k in self.order)
-
-    @property
     def num_experts(self) -> int:
         """Experts of the smallest stack; 0 for a dense model."""
         stacks = {r.shape[0] for part in self.kinds for r in part.rows if r.role == "expert"}
         return min(stacks, default=0)
-
-    @cached_property
-    def has_attend(self) -> bool:
-        """Whether context parallelism finds an attention to replace."""
-        return any(hasattr(module, "attend") for module in self.model.modules())
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from forge_parallel.config import ParallelConfig
-from forge_parallel.plan.case import Case, Storage
+from forge_parallel.plan.case import Case, Storage, Wish, describe
 from forge_parallel.plan.memory import Memory, stage_memory
 from forge_parallel.plan.profile import Profile
-from forge_parallel.plan.search import Candidate, describe, problems
 from forge_parallel.plan.time import FELT, HIDDEN, Time, step_time
 from forge_parallel.plan.topology import Hardware, find_hardware
 from forge_parallel.plan.traffic import Traffic, stage_traffic
@@ -20,13 +20,33 @@ from forge_parallel.plan.traffic import Traffic, stage_traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a rank of each pipeline stage, traffic of the one that sends most, and the step's time."""
+    """A case with its numbers, which are computed when they are first asked for."""
 
     case: Case
-    memory: tuple[Memory, ...]
-    traffic: tuple[Traffic, ...]
-    time: Time
-    checkpoint: float
+
+    @cached_property
+    def memory(self) -> list[Memory]:
+        """Of a rank of each pipeline stage."""
+        return [stage_memory(self.case, rank) for rank in range(self.case.layout.pp)]
+
+    @cached_property
+    def _sent(self) -> list[list[Traffic]]:
+        return [stage_traffic(self.case, rank) for rank in range(self.case.layout.pp)]
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """Of the pipeline rank that sends most."""
+        return max(self._sent, key=lambda rows: sum(row.seconds for row in rows))
+
+    @cached_property
+    def time(self) -> Time:
+        """Of a step."""
+        return step_time(self.case, self.memory, self._sent)
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes of a checkpoint: weights and moments."""
+        return self.case.profile.numel * (self.case.storage.weights + self.case.storage.moments)
 
     @property
     def peak(self) -> float:
@@ -36,7 +56,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether that is within the usable part of the GPU's memory."""
-        return self.peak <= self.case.hardware.memory * self.case.hardware.usable
+        return self.peak <= self.case.hardware.limit
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, as JSON takes them."""
@@ -76,24 +96,12 @@ def make_plan(
     """
     profile = model if isinstance(model, Profile) else Profile(model, seq_len)
     gpu = find_hardware(hardware) if isinstance(hardware, str) else hardware
-    rows = global_batch // config.axes(world_size, gpus_per_node).batch_size
-    case = Case(profile, config, world_size, global_batch, micro_batch or max(rows, 1), gpu,
-                gpus_per_node, storage or Storage())  # fmt: skip
-    if broken := problems(case):
-        raise ValueError("\n".join(broken))
-    ranks = range(case.layout.pp)
-    sent = [stage_traffic(case, rank) for rank in ranks]
-    s = case.storage
-    return Plan(
-        case,
-        tuple(stage_memory(case, rank) for rank in ranks),
-        tuple(max(sent, key=lambda rows: sum(row.seconds for row in rows))),
-        step_time(case),
-        profile.numel * (s.weights + s.moments),
-    )
+    wish = Wish(profile, config, world_size, global_batch, gpu, gpus_per_node,
+                storage=storage or Storage())  # fmt: skip
+    return Plan(wish.case(config, micro_batch))
 
 
-def render(plan: Plan, others: Sequence[Candidate] = ()) -> str:
+def render(plan: Plan, others: Sequence[Plan] = ()) -> str:
     """Plain text: memory, axes, step, and `others` as a ranked table."""
     parts = [_head(plan), _memory(plan), _axes(plan), _step(plan)]
     if others:
@@ -109,35 +117,25 @@ def render(plan: Plan, others: Sequence[Candidate] = ()) -> str:
 
 
 def _head(plan: Plan) -> str:
-    case, p = plan.case, plan.case.profile
+    case, p, gpu = plan.case, plan.case.profile, plan.case.hardware
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    limit = case.hardware.memory * case.hardware.usable
     return "\n".join((
-        f"{p.numel / 1e9:.2f} B parameters on {case.world_size} x {case.hardware.name}, "
+        f"{p.numel / 1e9:.2f} B parameters on {case.world_size} x {gpu.name}, "
         f"{case.topology.nodes} nodes of {case.gpus_per_node}: {describe(case)}",
         f"{case.tokens:,} tokens a step: {case.global_batch} rows of {p.seq_len}, "
         f"{case.num_micro_batches} micro-batches of {case.micro_batch} on each of "
         f"{case.layout.batch_size} data ranks",
-        f"{verdict}: {_gb(plan.peak)} of {_gb(limit)} GB usable ({_gb(case.hardware.memory)} in all); "
+        f"{verdict}: {_gb(plan.peak)} of {_gb(gpu.limit)} GB usable ({_gb(gpu.memory)} in all); "
         f"a checkpoint is {_gb(plan.checkpoint)} GB",
     ))  # fmt: skip
 
 
 def _memory(plan: Plan) -> str:
-    names = [
-        "weights",
-        "gradients",
-        "moments",
-        "activations",
-        "recomputed",
-        "gathered",
-        "loss",
-        "peak",
-    ]
-    rows: list[tuple[str, ...]] = [("GB per rank", *names, "in flight")]
-    for rank, m in enumerate(plan.memory):
+    rows = [("GB per rank", *(f.name.replace("_", " ") for f in fields(Memory)))]
+    for rank, memory in enumerate(plan.memory):
         label = f"pp rank {rank}" if len(plan.memory) > 1 else "every rank"
-        rows.append((label, *(_gb(getattr(m, n)) for n in names), f"{m.in_flight:g}"))
+        *sizes, in_flight = asdict(memory).values()
+        rows.append((label, *map(_gb, sizes), f"{in_flight:g}"))
     return _table(rows)
 
 
@@ -151,16 +149,16 @@ def _axes(plan: Plan) -> str:
 
 
 def _step(plan: Plan) -> str:
-    case, t = plan.case, plan.time
+    case, t, gpu = plan.case, plan.time, plan.case.hardware
     waits = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in t.exposed.items()) or "nothing"
-    share = case.hardware.compiled if case.config.compile else case.hardware.eager
+    share = gpu.compiled if case.config.compile else gpu.eager
     return "\n".join((
         f"step {t.step:.2f} s: products {t.products:.2f}, waiting for {waits}, bubble {t.bubble:.2f}, "
         f"update {t.update:.2f}",
         f"{t.tokens_per_second:,.0f} tokens/s ({t.tokens_per_second / case.world_size:,.0f} per GPU), "
         f"MFU {t.mfu:.1%}",
-        f"assumed: products at {share:.1%} of {case.hardware.peak / 1e12:.0f} TFLOP/s, "
-        f"{case.hardware.intra / 1e9:.0f} GB/s inside a node, {case.hardware.inter / 1e9:.0f} between; "
+        f"assumed: products at {share:.1%} of {gpu.peak / 1e12:.0f} TFLOP/s, "
+        f"{gpu.intra / 1e9:.0f} GB/s inside a node, {gpu.inter / 1e9:.0f} between; "
         f"tp, cp, ep are waited for; FSDP hides behind {HIDDEN:.0%} of the products, {FELT:.0%} of it is "
         "felt in any case; activations as an eager GPU keeps them",
     ))  # fmt: skip
@@ -171,13 +169,9 @@ def _gb(number: float) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths))
-        ]
-        cells[-1] = row[-1]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    """Columns side by side: the first to the left, the last as it is, the others to the right."""
+    first, *others, _ = (max(map(len, column)) for column in zip(*rows))
+    return "\n".join(
+        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:-1], others), row[-1]]).rstrip()
+        for row in rows
+    )

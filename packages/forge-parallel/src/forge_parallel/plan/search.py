@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from forge_parallel.config import ParallelConfig
-from forge_parallel.pipeline.schedule import schedule_problems
-from forge_parallel.plan.case import Case, Storage
-from forge_parallel.plan.memory import stage_memory
-from forge_parallel.plan.profile import Profile
-from forge_parallel.plan.time import Time, step_time
-from forge_parallel.plan.topology import Hardware
+from forge_parallel.plan.case import Wish, describe
+from forge_parallel.plan.report import Plan
 
 #: What an axis more must bring to be worth its groups, its seams and its failures; a pipeline, which no
 #: published sweep measures, a sixth.
 WORTH = {"dp_replicate": 0.97, "tp": 0.97, "cp": 0.97, "ep": 0.97, "pp": 0.85}
 #: The share of activations with which compiled blocks keep about what selective recomputation does.
 BUDGET = 0.7
-MODES = ("none", "selective", "full")
 
 
-class Candidate(NamedTuple):
-    """One allowed way, its fullest rank's bytes and its time."""
-
-    case: Case
-    peak: float
-    time: Time
-
-    @property
-    def fits(self) -> bool:
-        """Whether the fullest rank stays below the usable part of its memory."""
-        return self.peak <= self.case.hardware.memory * self.case.hardware.usable
+class Candidate(Plan):
+    """A plan that is compared with others."""
 
     @property
     def score(self) -> float:
@@ -42,58 +28,6 @@ class Candidate(NamedTuple):
         sizes = self.case.layout._asdict()
         worth = prod(share for axis, share in WORTH.items() if sizes[axis] > 1)
         return self.time.tokens_per_second * worth
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What a layout is wanted for. `micro_batches` and `modes` (of recomputation) may be chosen from."""
-
-    profile: Profile
-    config: ParallelConfig
-    world_size: int
-    global_batch: int
-    hardware: Hardware
-    gpus_per_node: int
-    micro_batches: Sequence[int | None] = (None,)
-    modes: Sequence[str] = MODES
-    storage: Storage = field(default_factory=Storage)
-
-    def case(self, config: ParallelConfig, micro_batch: int | None) -> Case:
-        """One way; without a micro_batch a rank's whole share. ValueError where axes do not multiply."""
-        rows = self.global_batch // config.axes(self.world_size, self.gpus_per_node).batch_size
-        return Case(self.profile, config, self.world_size, self.global_batch,
-                    micro_batch or max(rows, 1), self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
-
-
-def problems(case: Case) -> list[str]:
-    """Why a layout cannot run this model and batch, each as value and rule; empty if it can."""
-    d, p, c = case.layout, case.profile, case.config
-    found = []
-    if case.global_batch % d.batch_size:
-        found.append(
-            f"global_batch {case.global_batch} must be divisible by {d.batch_size} readers"
-        )
-    elif case.global_batch // d.batch_size % case.micro_batch:
-        rows = case.global_batch // d.batch_size
-        found.append(f"micro_batch {case.micro_batch} must divide the {rows} rows of a rank")
-    if (misfit := p.misfit_tp(d.tp)) is not None:
-        found.append(misfit)
-    experts = p.num_experts
-    if d.ep > 1 and (not experts or experts % d.ep):
-        found.append(f"ep {d.ep} must divide the {experts} experts")
-    cut = d.tp > 1 and (c.sequence_parallel or experts > 0)
-    pieces = (2 * d.cp if d.cp > 1 else 1) * (d.tp if cut else 1)
-    if p.seq_len % pieces:
-        found.append(f"seq_len {p.seq_len} must be divisible by {pieces} (cp {d.cp}, tp {d.tp})")
-    if d.cp > 1 and not p.has_attend:
-        found.append(f"cp {d.cp} needs attention with an attribute attend")
-    if d.pp > 1:
-        found += (
-            schedule_problems(c, max(case.num_micro_batches, 0), len(p.order))
-            if p.cuttable
-            else [f"pp {d.pp} needs a model with pipeline_parts()"]
-        )
-    return found
 
 
 def search(wish: Wish) -> list[Candidate]:
@@ -105,12 +39,9 @@ def search(wish: Wish) -> list[Candidate]:
     for config, micro_batch in product(_layouts(wish), wish.micro_batches):
         try:
             case = wish.case(config, micro_batch)
-        except ValueError:  # axes that do not multiply, or leave their node
+        except ValueError:  # a rule is broken
             continue
-        if not problems(case):
-            memory = [stage_memory(case, rank) for rank in range(case.layout.pp)]
-            peak = max(m.peak for m in memory)
-            found[config, case.micro_batch] = Candidate(case, peak, step_time(case, memory))
+        found[config, case.micro_batch] = Candidate(case)
     return sorted(found.values(), key=lambda c: (not c.fits, -c.score if c.fits else c.peak))
 
 
@@ -124,26 +55,13 @@ def choose(wish: Wish) -> tuple[Candidate, list[str]]:
         )
     best = ranked[0]
     if not best.fits:
-        least, limit = best.peak / 1e9, wish.hardware.memory * wish.hardware.usable / 1e9
         raise ValueError(
             f"{wish.profile.numel / 1e9:.1f} B parameters on {wish.world_size} x {wish.hardware.name} must "
-            f"stay below {limit:.0f} GB a rank, and the smallest layout ({describe(best.case)}) needs "
-            f"{least:.0f}; use more ranks, shorter rows or recompute = 'full'"
+            f"stay below {wish.hardware.limit / 1e9:.0f} GB a rank, and the smallest layout "
+            f"({describe(best.case)}) needs {best.peak / 1e9:.0f}; use more ranks, shorter rows or "
+            "recompute = 'full'"
         )
     return best, _reasons(best, ranked)
-
-
-def describe(case: Case) -> str:
-    """`dp_shard 8 x tp 4, micro_batch 2, recompute full`, in words of the configuration."""
-    c, sizes = case.config, case.layout._asdict()
-    axes = [
-        f"{n} {sizes[n]}" for n in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if sizes[n] > 1
-    ]
-    said = [" x ".join(axes) or "one rank"]
-    said += [f"ep {case.layout.ep}"] * (case.layout.ep > 1)
-    said += [c.pp_schedule] * (case.layout.pp > 1)
-    said += [f"micro_batch {case.micro_batch}", f"recompute {c.recompute}"]
-    return ", ".join(said + ([f"memory_budget {c.memory_budget:g}"] if c.memory_budget else []))
 
 
 def _reasons(best: Candidate, ranked: Sequence[Candidate]) -> list[str]:
@@ -155,28 +73,24 @@ def _reasons(best: Candidate, ranked: Sequence[Candidate]) -> list[str]:
     ]
     plain = [c for c in ranked if c.case.layout.tp * c.case.layout.pp * c.case.layout.cp == 1]
     if d.tp * d.pp * d.cp > 1 and plain:
-        fast = max((c.time.tokens_per_second for c in plain if c.fits), default=0.0)
-        least = min(c.peak for c in plain) / 1e9
-        alone = (
-            f"have {fast / t.tokens_per_second:.0%} of its speed"
-            if fast
-            else f"need {least:.0f} GB"
-        )
+        alone = f"need {plain[0].peak / 1e9:.0f} GB"
+        if plain[0].fits:
+            fast = max(c.time.tokens_per_second for c in plain if c.fits)
+            alone = f"have {fast / t.tokens_per_second:.0%} of its speed"
         lines.append(f"data parallelism alone would {alone}")
     waits = [f"{k} {v / t.step:.0%}" for k, v in t.exposed.items() if v > 0.01 * t.step]
     if waits:
         lines.append("waits for " + ", ".join(waits))
     without = [c for c in ranked if c.case.layout == d and c.case.config.recompute == "none"]
-    if case.config.recompute != "none" and without and not any(c.fits for c in without):
-        least = min(c.peak for c in without) / 1e9
-        lines.append(
-            f"recompute {case.config.recompute}: without it {least:.0f} GB would be needed"
-        )
+    mode = case.config.recompute
+    if mode != "none" and without and not without[0].fits:
+        least = without[0].peak / 1e9
+        lines.append(f"recompute {mode}: without it {least:.0f} GB would be needed")
     return lines
 
 
 def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
-    """Configurations of all sizes of axes; rules are checked by `problems`."""
+    """Configurations of all sizes of axes; most rules are left to `Wish.case`."""
     world, node, p, config = wish.world_size, wish.gpus_per_node, wish.profile, wish.config
     inside = world if config.across_nodes else min(node, world)
     tps = [n for n in _powers(inside) if p.misfit_tp(n) is None]
@@ -186,24 +100,20 @@ def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
     copies = [n for n in _powers(max(1, world // node)) if world % n == 0]
     schedules = list(dict.fromkeys((config.pp_schedule, "1f1b", "interleaved_1f1b")))
     for tp, cp, pp, replicate, ep in product(tps, cps, pps or [1], copies, eps):
-        shard = world // (tp * cp * pp * replicate)
-        if shard * tp * cp * pp * replicate != world or wish.global_batch % (replicate * shard):
+        shard, rest = divmod(world, tp * cp * pp * replicate)
+        if rest or wish.global_batch % (replicate * shard):
             continue
-        sizes: Any = {
-            "dp_replicate": replicate,
-            "dp_shard": shard,
-            "tp": tp,
-            "cp": cp,
-            "pp": pp,
-            "ep": ep,
-        }
+        sizes: Any = dict(
+            dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, layout="manual"
+        )
         for schedule, mode in product(schedules if pp > 1 else schedules[:1], wish.modes):
-            budget = config.memory_budget if mode == config.recompute else None
+            sizes |= dict(pp_schedule=schedule, recompute=mode, memory_budget=None)
+            if mode == config.recompute:
+                sizes["memory_budget"] = config.memory_budget
             if config.compile and mode == "selective":  # the compiler chooses what that would
-                mode, budget = "none", BUDGET
-            sizes |= {"pp_schedule": schedule, "recompute": mode, "memory_budget": budget}
+                sizes |= dict(recompute="none", memory_budget=BUDGET)
             try:
-                yield replace(config, layout="manual", **sizes)
+                yield replace(config, **sizes)
             except ValueError:  # options that do not go with these axes
                 continue
 

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from forge_parallel.pipeline.schedule import splits_backward
 from forge_parallel.plan.case import Case, Load
-from forge_parallel.plan.memory import Memory, stage_memory
-from forge_parallel.plan.traffic import stage_traffic
+from forge_parallel.plan.memory import Memory
+from forge_parallel.plan.traffic import Traffic
 
 #: Share of the products' time that hides FSDP's collectives, and the share of these that is felt anyway.
 HIDDEN, FELT = 0.3, 0.5
@@ -40,44 +41,30 @@ class Time:
     mfu: float
 
 
-def step_time(case: Case, memory: Sequence[Memory] = ()) -> Time:
-    """The step as the slowest pipeline rank sees it; `memory` of each, if known."""
-    memory = memory or [stage_memory(case, rank) for rank in range(case.layout.pp)]
-    ranks = [_rank_time(case, rank, held) for rank, held in enumerate(memory)]
-    products, exposed, update = max(ranks, key=lambda t: t[0] + sum(t[1].values()) + t[2])
-    bubble = (products + sum(exposed.values())) * bubble_share(case)
-    step = products + sum(exposed.values()) + bubble + update
+def step_time(case: Case, memory: Sequence[Memory], traffic: Sequence[Sequence[Traffic]]) -> Time:
+    """The step as the slowest pipeline rank sees it, from what each of them holds and sends."""
+    ranks = []
+    for rank, (held, sent) in enumerate(zip(memory, traffic)):
+        products = _products(case, case.load(rank))
+        exposed = {row.axis: _exposed(row, case, products) for row in sent}
+        touched = 2 * (held.weights + held.moments) + held.gradients
+        busy = products + sum(exposed.values())
+        ranks.append((busy, products, exposed, touched / case.hardware.memory_speed))
+    busy, products, exposed, update = max(ranks, key=lambda t: t[0] + t[3])
+    idle = (case.layout.pp - 1) / (case.num_micro_batches * case.config.stages_per_rank)
+    bubble = busy * (idle / 3 if splits_backward(case.config) else idle)
+    step = busy + bubble + update
     ideal = 3 * case.profile.flops * case.tokens / case.world_size / case.hardware.peak
     return Time(products, exposed, bubble, update, step, case.tokens / step, ideal / step)
 
 
-def bubble_share(case: Case) -> float:
-    """Idle time over busy time of a pipeline."""
-    pp, m = case.layout.pp, case.num_micro_batches
-    if pp == 1:
-        return 0.0
-    name = case.config.pp_schedule
-    share = (pp - 1) / (m * (1 if name in ("gpipe", "1f1b") else case.config.stages_per_rank))
-    return (
-        share / 3 if name in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev") else share
-    )
-
-
-def _rank_time(case: Case, pp_rank: int, memory: Memory) -> tuple[float, dict[str, float], float]:
-    load = case.load(pp_rank)
-    products = _products(case, load)
-    exposed = {}
-    for row in stage_traffic(case, pp_rank):
-        seconds = row.seconds
-        if row.axis in ("fsdp", "efsdp", "dp_replicate"):
-            seconds = max(seconds - HIDDEN * products, FELT * seconds)
-        elif row.axis == "tp" and case.config.async_tp:
-            seconds *= 0.5
-        elif row.axis == "pp":
-            seconds *= 0.5  # sent while the next micro-batch is computed
-        exposed[row.axis] = seconds
-    touched = 2 * (memory.weights + memory.moments) + memory.gradients
-    return products, exposed, touched / case.hardware.memory_speed
+def _exposed(row: Traffic, case: Case, products: float) -> float:
+    """Seconds of an axis that are waited for."""
+    if row.axis in ("fsdp", "efsdp", "dp_replicate"):
+        return max(row.seconds - HIDDEN * products, FELT * row.seconds)
+    # a pipeline sends while the next micro-batch is computed
+    beside = row.axis == "pp" or (row.axis == "tp" and case.config.async_tp)
+    return row.seconds * (0.5 if beside else 1.0)
 
 
 def _slow_experts(case: Case, kind: int) -> float:
@@ -95,9 +82,8 @@ def _slow_experts(case: Case, kind: int) -> float:
 def _products(case: Case, load: Load) -> float:
     """Seconds of forward, backward and recomputation of all micro-batches of a rank."""
     c, p = case.config, case.profile
-    tokens = (
-        case.num_micro_batches * case.micro_batch * p.seq_len / (case.layout.cp * case.layout.tp)
-    )
+    rows = case.num_micro_batches * case.micro_batch
+    tokens = rows * p.seq_len / (case.layout.cp * case.layout.tp)
     again = {"none": 0.0, "full": 1.0, "selective": 0.05}[c.recompute] / c.recompute_every
     if c.memory_budget is not None:
         again = max(0.0, 1 - c.memory_budget / 0.7)  # what is cheap comes first

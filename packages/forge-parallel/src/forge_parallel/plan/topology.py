@@ -6,6 +6,7 @@ Bandwidths are bytes per second of one GPU in one direction.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from forge_parallel.config import Layout
 
@@ -26,6 +27,11 @@ class Hardware:
     compiled: float = 0.655
     eager: float = 0.515
     usable: float = 0.85
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a plan may fill."""
+        return self.memory * self.usable
 
 
 #: Peaks, memory and link speeds are NVIDIA's datasheets (dense, SXM; NVLink 4: 450 GB/s a direction,
@@ -65,13 +71,9 @@ class Topology:
     gpus_per_node: int
 
     @property
-    def world_size(self) -> int:
-        d = self.layout
-        return d.pp * d.dp_replicate * d.dp_shard * d.cp * d.tp
-
-    @property
     def nodes(self) -> int:
-        return -(-self.world_size // self.gpus_per_node)
+        *axes, _ = self.layout  # ep borrows its ranks from them
+        return -(-prod(axes) // self.gpus_per_node)
 
     def axes(self) -> dict[str, tuple[int, int]]:
         """name -> (ranks of a group, distance between neighbours in it)."""
@@ -87,11 +89,6 @@ class Topology:
             "pp": (d.pp, copy * d.dp_replicate),
         }
 
-    def in_node(self, axis: str) -> int:
-        """Ranks of one group of `axis` that share a node."""
-        size, step = self.axes()[axis]
-        return max(1, min(size, self.gpus_per_node // step))
-
     def crosses(self, axis: str) -> bool:
         """Whether a group of `axis` spans nodes."""
         size, step = self.axes()[axis]
@@ -103,9 +100,8 @@ class Topology:
         Inside a node each rank moves (n - 1) / n of them over NVLink; between nodes what lies elsewhere
         comes in over the network cards of those members that share a node.
         """
-        size, together = self.axes()[axis][0], self.in_node(axis)
-        if size == 1:
-            return 0.0
+        size, step = self.axes()[axis]
+        together = max(1, min(size, self.gpus_per_node // step))
         near = whole * (together - 1) / together / hardware.intra
         far = whole * (1 - together / size) / (together * hardware.inter)
         return max(near, far)

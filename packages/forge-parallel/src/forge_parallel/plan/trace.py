@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,12 +46,16 @@ class Kept:
         """Experts for each token."""
         return max(1, round(self.sent["rows"] / self.inputs)) if self.inputs else 1
 
+    def under(self, mode: str) -> int:
+        """Bytes that a mode of recomputation keeps."""
+        return {"none": self.saved, "full": self.inputs, "selective": self.selective}[mode]
+
 
 @dataclass
 class Trace:
     """`kinds` as in Profile; `shared` is kept once by all blocks (rotary tables); `logits` elements."""
 
-    kinds: list[Kept]
+    kinds: dict[int, Kept]
     first: Kept
     last: Kept
     shared: int
@@ -62,7 +64,6 @@ class Trace:
 
 def trace(
     profile: Profile,
-    *,
     tp: int = 1,
     cp: int = 1,
     sequence_parallel: bool = True,
@@ -79,12 +80,15 @@ def trace(
 
     with FakeTensorMode():
         model = _part_of_a_rank(profile, tp, dtype)
-        tracer = _Tracer(profile, model, {"tp": tp, "cp": cp}, sequence_parallel)
+        tracer = _Tracer(profile, model, tp, cp, sequence_parallel, gather_keys)
         tokens = torch.zeros(rows, profile.seq_len // cp, dtype=torch.int64)
-        with tracer.watching(gather_keys):
+        keep = torch.autograd.graph.saved_tensors_hooks(tracer.keep, lambda t: t)
+        with tracer, keep, _Products(tracer):
             out = model(tokens)
-        logits = out if isinstance(out, Tensor) else next(iter(out.values()), out)
-    return tracer.result(logits)
+    tracer.close()
+    logits = out if isinstance(out, Tensor) else next(iter(out.values()))
+    shared = sum(tracer.shared.values())
+    return Trace(tracer.kinds, tracer.first, tracer.last, shared, logits.numel())
 
 
 class _Skip(nn.Module):
@@ -127,28 +131,6 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
-class _Kernels(TorchFunctionMode):
-    """A GPU's kernels where the CPU has a chain of operators; whole keys under context parallelism, which
-    attention keeps if they were gathered at once."""
-
-    def __init__(self, tracer: _Tracer, gather_keys: bool) -> None:
-        super().__init__()
-        self.tracer, self.gather_keys = tracer, gather_keys
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.rms_norm:
-            weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            return _FusedNorm.apply(args[0], weight)
-        if func is F.scaled_dot_product_attention and self.tracer.sizes["cp"] > 1:
-            q, *keys = args[:3]
-            keys = [self.tracer.gather("cp", k) for k in keys]
-            kwargs = {**kwargs, "is_causal": False}  # the length of q is not that of k
-            if self.gather_keys:
-                args = (q, *keys, *args[3:])
-        return func(*args, **kwargs)
-
-
 class _Products(DispatchMode):
     """Notes what selective recomputation keeps."""
 
@@ -164,22 +146,49 @@ class _Products(DispatchMode):
         return out
 
 
-class _Tracer:
-    """Hooks on the copy, and what they saw of the part in which the forward is (`here`)."""
+class _Tracer(TorchFunctionMode):
+    """What a forward of `model`, a copy, keeps and sends, booked on the part that it is in (`here`).
+
+    As a mode it puts a GPU's kernels where the CPU has a chain of operators, and under context parallelism
+    the keys of all ranks, which attention keeps if they come at once.
+    """
 
     def __init__(
-        self, profile: Profile, model: nn.Module, sizes: dict[str, int], sequence_parallel: bool
+        self,
+        profile: Profile,
+        model: nn.Module,
+        tp: int,
+        cp: int,
+        sequence_parallel: bool,
+        gather_keys: bool,
     ) -> None:
-        self.sizes, self.sequence_parallel = sizes, sequence_parallel
+        super().__init__()
+        self.sizes, self.sequence_parallel = {"tp": tp, "cp": cp}, sequence_parallel
+        self.gather_keys = gather_keys
         self.first, self.last = Kept(), Kept()
         self.here = self.first
-        self.seen: list[list[tuple[Kept, dict[int, int]]]] = [[] for _ in profile.kinds]
-        self.saved: dict[int, int] = {}
+        self.kinds: dict[int, Kept] = {}
+        self.shared: dict[int, int] = {}
         self.products: dict[int, int] = {}
-        self.alive: list[Tensor] = []
-        self.parameters = {memory_of(t) for t in [*model.parameters(), *model.buffers()]}
+        self._saved: dict[int, int] = {}
+        self._saved_by: dict[int, dict[int, int]] = {}  # the last block of a kind
+        self._alive: list[Tensor] = []
+        self._parameters = {memory_of(t) for t in [*model.parameters(), *model.buffers()]}
         self._entering: tuple[Tensor, Tensor] | None = None  # a layer's input, and all of it
         self._attach(profile, model)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.rms_norm:
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            return _FusedNorm.apply(args[0], weight)
+        if func is F.scaled_dot_product_attention and self.sizes["cp"] > 1:
+            q, *keys = args[:3]
+            keys = [self._gathered("cp", k) for k in keys]
+            kwargs = {**kwargs, "is_causal": False}  # the length of q is not that of k
+            if self.gather_keys:
+                args = (q, *keys, *args[3:])
+        return func(*args, **kwargs)
 
     def _attach(self, profile: Profile, model: nn.Module) -> None:
         """Hooks on blocks and experts, and on the layers where tensor parallelism communicates."""
@@ -206,58 +215,43 @@ class _Tracer:
 
     # ---- what is kept
 
-    @contextmanager
-    def watching(self, gather_keys: bool) -> Iterator[None]:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
-        with _Kernels(self, gather_keys), hooks, _Products(self):
-            yield
-        self._close()
-
     def note(self, tensor: Tensor, where: dict[int, int]) -> None:
         where[memory_of(tensor)] = _bytes(tensor)
-        self.alive.append(tensor)  # so that no later storage gets its address
+        self._alive.append(tensor)  # so that no later storage gets its address
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if memory_of(tensor) not in self.parameters:
-            self.note(tensor, self.saved)
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The hook on what autograd saves."""
+        if memory_of(tensor) not in self._parameters:
+            self.note(tensor, self._saved)
         return tensor
 
-    def _close(self) -> dict[int, int]:
+    def close(self) -> dict[int, int]:
         """Book what was saved since the last border on the part that ends here."""
-        part, saved = self.here, self.saved
+        part, saved = self.here, self._saved
         part.saved += sum(saved.values())
         part.selective += sum(self.products.values())
         part.largest = max([part.largest, *saved.values()])
-        self.saved, self.products, self._entering = {}, {}, None
+        self._saved, self._entering = {}, None
+        self.products.clear()
         return saved
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._close()
+        self.close()
         tensors = _tensors((*args, *kwargs.values()))
         self.here = Kept(inputs=sum(map(_bytes, tensors)))
-        self.alive += tensors
+        self._alive += tensors
 
     def _leave(self, kind: int, *_: Any) -> None:
+        saved, before = self.close(), self._saved_by.get(kind, {})
+        both = {key: size for key, size in saved.items() if key in before}  # there once for all
+        self.here.saved -= sum(both.values())
         self.here.selective += self.here.inputs
-        self.seen[kind].append((self.here, self._close()))
-        self.here = self.last
-
-    def result(self, logits: Any) -> Trace:
-        shared: dict[int, int] = {}
-        kinds = []
-        for runs in self.seen:
-            kept, saved = runs[-1]
-            if len(runs) > 1:  # what both of a kind keep is there once for all
-                both = {k: n for k, n in saved.items() if k in runs[0][1]}
-                kept.saved -= sum(both.values())
-                shared |= both
-            kinds.append(kept)
-        numel = logits.numel() if isinstance(logits, Tensor) else 0
-        return Trace(kinds, self.first, self.last, sum(shared.values()), numel)
+        self.shared |= both
+        self._saved_by[kind], self.kinds[kind], self.here = saved, self.here, self.last
 
     # ---- what is sent
 
-    def gather(self, axis: str, x: Tensor) -> Tensor:
+    def _gathered(self, axis: str, x: Tensor) -> Tensor:
         return self._send(axis, x, x.size(-2) * self.sizes[axis])
 
     def _send(self, axis: str, x: Tensor, size: int) -> Tensor:
@@ -269,7 +263,7 @@ class _Tracer:
 
     def _gather(self, module: nn.Module, args: Any) -> Any:
         if self._entering is None or self._entering[0] is not args[0]:  # once for siblings
-            self._entering = (args[0], self.gather("tp", args[0]))
+            self._entering = (args[0], self._gathered("tp", args[0]))
         return (self._entering[1], *args[1:])
 
     def _scatter(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -289,7 +283,7 @@ class _Tracer:
         return (self._scatter(module, args, args[0]), None)
 
     def _uncut(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return self.gather("tp", out)
+        return self._gathered("tp", out)
 
     def _count_rows(self, module: nn.Module, args: Any) -> None:
         self.here.sent["rows"] += _bytes(args[0])

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from math import comb
 
 from forge_parallel.plan.case import Case, Load
-from forge_parallel.plan.memory import whole_numel
+from forge_parallel.plan.memory import held
 from forge_parallel.plan.trace import Kept
 
-#: Collectives of a block in a forward and backward, and the least that one takes; twice that between nodes.
-CALLS = {"fsdp": 3, "efsdp": 3, "tp": 8, "cp": 4, "ep": 6}
+#: The least that a collective takes; twice that between nodes.
 LATENCY = 25e-6
 
 
@@ -30,76 +29,67 @@ class Traffic:
 def stage_traffic(case: Case, pp_rank: int = 0) -> list[Traffic]:
     """The axes with more than one rank, on a rank of pipeline stage(s) `pp_rank`."""
     load, m = case.load(pp_rank), case.num_micro_batches
-    streams = _streams(case, load)
-    rows = {
-        "fsdp": ("all-gather of weights, reduce-scatter of gradients", _weights(case, load, False)),
-        "efsdp": ("the same of experts", _weights(case, load, True)),
-        "dp_replicate": ("all-reduce of gradient shards", _copies(case, load)),
-        "tp": ("all-gather and reduce-scatter of tokens", streams["tp"] * m),
-        "cp": ("keys and values", streams["cp"] * m),
-        "ep": ("tokens to their experts and back", streams["ep"] * m),
-        "pp": ("activations and their gradients", _boundaries(case, load) * m),
-    }
-    found, passes = [], m * len(load.kinds)
-    calls = {"pp": 4 * m * len(load.stages), "dp_replicate": len(load.kinds)}
-    for axis, (what, whole) in rows.items():
-        size = case.topology.axes()[axis][0]
-        if size == 1 or not whole:
-            continue
-        crosses = case.topology.crosses(axis)
-        seconds = case.topology.seconds(axis, whole, case.hardware)
-        seconds += calls.get(axis, CALLS.get(axis, 0) * passes) * LATENCY * (1 + crosses)
-        share = 1.0 if axis == "pp" else (size - 1) / size
-        found.append(Traffic(axis, what, whole, whole * share, crosses, seconds))
+    fsdp, efsdp = _weights(case, load)
+    tp, cp, ep = _streams(case, load)
+    blocks = len(load.blocks)
+    rows = (  # axis, what, whole bytes, collectives of a forward and backward of all blocks
+        ("fsdp", "all-gather of weights, reduce-scatter of gradients", fsdp, 3 * m * blocks),
+        ("efsdp", "the same of experts", efsdp, 3 * m * blocks),
+        ("dp_replicate", "all-reduce of gradient shards", _copies(case, load), blocks),
+        ("tp", "all-gather and reduce-scatter of tokens", tp * m, 8 * m * blocks),
+        ("cp", "keys and values", cp * m, 4 * m * blocks),
+        ("ep", "tokens to their experts and back", ep * m, 6 * m * blocks),
+        ("pp", "activations and their gradients", _boundaries(case, load) * m, 4 * m * len(load.stages)),
+    )  # fmt: skip
+    found = []
+    for axis, what, whole, calls in rows:
+        size, crosses = case.topology.axes()[axis][0], case.topology.crosses(axis)
+        if size > 1 and whole:
+            seconds = case.topology.seconds(axis, whole, case.hardware)
+            seconds += calls * LATENCY * (1 + crosses)
+            received = whole if axis == "pp" else whole * (size - 1) / size
+            found.append(Traffic(axis, what, whole, received, crosses, seconds))
     return found
 
 
-def forwards_and_backwards(case: Case) -> float:
-    """Passes through a block's collectives per micro-batch: two, and one more where all is recomputed."""
-    again = case.config.recompute == "full"
-    return 2.0 + (1.0 / case.config.recompute_every if again else 0.0)
-
-
-def _weights(case: Case, load: Load, experts: bool) -> float:
-    """Whole bytes of FSDP's gathers and reductions in a step."""
+def _weights(case: Case, load: Load) -> tuple[float, float]:
+    """Whole bytes of FSDP's gathers and reductions in a step, and those of experts where they lie apart."""
     if not case.wrapped:
-        return 0.0
-    apart = case.layout.ep * case.layout.tp > 1
-    if experts and not apart:
-        return 0.0
-    which = experts if apart else None
-    kinds = sum(whole_numel(case.profile.kinds[k], case, which) for k in load.kinds)
-    ends = whole_numel(case.profile.ends(load.first, load.last), case, which)
+        return 0.0, 0.0
     m = case.num_micro_batches
     once = case.layout.pp > 1  # torch's stages leave weights gathered and sum gradients at the end
     gathers = (m if case.reshards else 1) if once else m * (2 if case.reshards else 1)
     reduces = 1 if once or case.storage.sync_once else m
     wire = 1 if case.config.float8_all_gather else case.compute
-    whole = kinds * (gathers * wire + reduces * case.reduce)
-    return whole + ends * ((1 if once else m) * case.compute + reduces * case.reduce)
+    of_block = gathers * wire + reduces * case.reduce
+    of_ends = (1 if once else m) * case.compute + reduces * case.reduce
+    ends = held(load.ends, case)
+    dense, experts = of_ends * ends.dense, of_ends * ends.experts
+    for block in load.blocks:
+        dense += of_block * held(block, case).dense
+        experts += of_block * held(block, case).experts
+    apart = case.layout.ep * case.layout.tp > 1
+    return (dense, experts) if apart else (dense + experts, 0.0)
 
 
 def _copies(case: Case, load: Load) -> float:
     """An all-reduce is a reduce-scatter and an all-gather, of a shard, once a step."""
-    d, held = case.layout, load.parts(case.profile)
-    shards = d.dp_shard * d.cp
-    lenders = shards * d.tp / d.ep if d.ep * d.tp > 1 else shards
-    dense, experts = (sum(whole_numel(p, case, which) for p in held) for which in (False, True))
-    return 2 * case.reduce * (dense / shards + experts / lenders)
+    axes, numbers = case.topology.axes(), [held(part, case) for part in load.parts]
+    dense, experts = (sum(n.dense for n in numbers), sum(n.experts for n in numbers))
+    return 2 * case.reduce * (dense / axes["fsdp"][0] + experts / axes["efsdp"][0])
 
 
-def _streams(case: Case, load: Load) -> dict[str, float]:
-    """Whole bytes of tp, cp and ep for one micro-batch, all passes."""
-    found = dict.fromkeys(("tp", "cp", "ep"), 0.0)
-    passes = forwards_and_backwards(case)
-    parts = [(case.trace.kinds[k], passes) for k in load.kinds]
-    parts += [(part, 2.0) for part in load.traced_ends(case.trace)]
-    for kept, times in parts:
-        for axis in ("tp", "cp"):
-            found[axis] += times * case.micro_batch * kept.sent[axis]
-        found["ep"] += times * case.micro_batch * _travel(case, kept)
-    found["tp"] *= case.storage.gathers
-    return found
+def _streams(case: Case, load: Load) -> tuple[float, float, float]:
+    """Whole bytes of tp, cp and ep for one micro-batch, all passes: a forward, a backward, and one more of
+    what is recomputed in full."""
+    again = 1.0 / case.config.recompute_every if case.config.recompute == "full" else 0.0
+    parts = [(case.trace.kinds[k], (2.0 + again) * case.micro_batch) for k in load.kinds]
+    parts += [(part, 2.0 * case.micro_batch) for part in load.traced_ends(case.trace)]
+    return (
+        case.storage.gathers * sum(times * kept.sent["tp"] for kept, times in parts),
+        sum(times * kept.sent["cp"] for kept, times in parts),
+        sum(times * _travel(case, kept) for kept, times in parts),
+    )
 
 
 def _travel(case: Case, kept: Kept) -> float:
