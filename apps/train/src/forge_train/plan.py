@@ -11,8 +11,8 @@ import torch
 
 from forge_parallel import ParallelConfig
 from forge_parallel.plan import (
+    HARDWARE,
     Hardware,
-    Plan,
     Profile,
     Storage,
     Wish,
@@ -23,7 +23,6 @@ from forge_parallel.plan import (
     render,
     search,
 )
-from forge_parallel.plan.topology import HARDWARE
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError
 from forge_train.trainer.build import build_model
@@ -47,9 +46,10 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
     """Print what `config` needs on these GPUs, and what else there is. ConfigError where it cannot run."""
     gpu, per_node = _machine(config, flags)
     profile = Profile(build_model(config.model, config.run.seed), config.data.seq_len)
+    wish = _wish(config, profile, flags.gpus, per_node, gpu)
     parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
-        parallel, reasons = _chosen(_wish(config, profile, flags.gpus, per_node, gpu))
+        parallel, reasons = _chosen(wish)
     try:
         plan = make_plan(
             profile,
@@ -59,12 +59,12 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
             micro_batch=config.train.micro_batch,
             hardware=gpu,
             gpus_per_node=per_node,
-            storage=_storage(config),
+            storage=wish.storage,
         )
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
-    wish = _wish(config, profile, flags.gpus, per_node, gpu)
-    others = search(replace(wish, micro_batches=_micro_batches(config), config=parallel))
+    sizes = dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8))
+    others = search(replace(wish, micro_batches=tuple(sizes), config=parallel))
     if flags.json:
         rows = [{"layout": describe(c.case), "peak": c.peak, "fits": c.fits,
                  "tokens_per_second": c.time.tokens_per_second} for c in others[:_SHOWN]]  # fmt: skip
@@ -72,7 +72,12 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
     else:
         print("\n".join([*reasons, render(plan, others[:_SHOWN])]), end="")
     if not plan.fits:
-        raise ConfigError([_too_large(plan, describe(others[0].case) if others[0].fits else "")])
+        allowed = (describe(c.case) for c in others if c.fits)
+        fix = next(allowed, "more GPUs, shorter rows or a smaller model")
+        raise ConfigError([
+            f"parallel: {describe(plan.case)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must "
+            f"stay below {gpu.limit / 1e9:.0f} of an {gpu.name}; use {fix}"
+        ])  # fmt: skip
 
 
 def choose_layout(
@@ -94,29 +99,19 @@ def choose_layout(
 
 def _chosen(wish: Wish) -> tuple[ParallelConfig, list[str]]:
     try:
-        return _config(*choose(replace(wish, modes=(wish.config.recompute,))))
+        best, reasons = choose(replace(wish, modes=(wish.config.recompute,)))
     except ValueError:
         try:
-            return _config(*choose(wish))
+            best, reasons = choose(wish)
         except ValueError as error:
             raise ConfigError([f"parallel.layout auto: {error}"]) from error
-
-
-def _config(best: Any, reasons: list[str]) -> tuple[ParallelConfig, list[str]]:
     return best.case.config, reasons
 
 
 def _wish(config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware) -> Wish:
+    storage = Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0))
     return Wish(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
-                per_node, (config.train.micro_batch,), storage=_storage(config))  # fmt: skip
-
-
-def _storage(config: JobConfig) -> Storage:
-    return Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0))
-
-
-def _micro_batches(config: JobConfig) -> tuple[int | None, ...]:
-    return tuple(dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8)))
+                per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
 
 
 def _machine(config: JobConfig, flags: argparse.Namespace) -> tuple[Hardware, int]:
@@ -142,12 +137,3 @@ def _this_gpu() -> Hardware:
     known = [h for h in sorted(HARDWARE, key=len, reverse=True) if h in name]
     memory = float(torch.cuda.get_device_properties(0).total_memory)
     return replace(HARDWARE[known[0] if known else "h100"], memory=memory)
-
-
-def _too_large(plan: Plan, better: str) -> str:
-    limit = plan.case.hardware.memory * plan.case.hardware.usable
-    fix = better or "more GPUs, shorter rows or a smaller model"
-    return (
-        f"parallel: {describe(plan.case)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must stay "
-        f"below {limit / 1e9:.0f} of an {plan.case.hardware.name}; use {fix}"
-    )
