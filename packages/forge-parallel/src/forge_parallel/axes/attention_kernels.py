@@ -7,7 +7,7 @@ kernel is ragged, pieces of any lengths lie end to end with N = 1, and the group
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,25 +56,53 @@ def _folded(grad: Tensor, kv_heads: int) -> Tensor:
     )
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    keys, values = (_repeated(t, q.size(2)) for t in (k, v))
-    out, lse = flash_cpu(q.transpose(1, 2), keys, values, group.causal)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+def _by_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
+    """The kernel of functions on (N, H, L, D) whose keys and values have as many heads as queries."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        keys, values = (_repeated(t, q.size(2)) for t in (k, v))
+        out, lse = forward(q.transpose(1, 2), keys, values, group.causal)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+
+    def run_back(
+        grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = (_repeated(t, q.size(2)) for t in (k, v))
+        grad, q, out, lse = (t.transpose(1, 2) for t in (grad, q, out, lse))
+        dq, dk, dv = backward(grad, q, keys, values, out, lse, group.causal)
+        return dq.transpose(1, 2), _folded(dk, k.size(2)), _folded(dv, k.size(2))
+
+    return Kernel(run, run_back, ragged=False)
 
 
-def _cpu_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Scaled scores (N, H, Lq, Lk), at least in fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).mT * q.size(-1) ** -0.5
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal)
+    return scores.softmax(-1) @ v.to(scores.dtype), scores.logsumexp(-1)
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = (_repeated(t, q.size(2)) for t in (k, v))
-    grad, q, out, lse = (t.transpose(1, 2) for t in (grad, q, out, lse))
-    dq, dk, dv = flash_cpu_backward(grad, q, keys, values, out, lse, group.causal)
-    return dq.transpose(1, 2), _folded(dk, k.size(2)), _folded(dv, k.size(2))
+    weights = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
+    grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
+    slope = grad @ v.mT - (grad * out).sum(-1, keepdim=True)
+    slope = weights * slope * q.size(-1) ** -0.5
+    return slope @ k, slope.mT @ q, weights.mT @ grad
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     borders = group.borders(q.size(0), q.device)
-    flat = [t.flatten(0, 1) for t in (q, k, v)]
-    out, lse = flash_varlen(flat[0], flat[1], flat[2], borders, group.causal)
+    out, lse = flash_varlen(*(t.flatten(0, 1) for t in (q, k, v)), borders, group.causal)
     return out.view(q.shape), lse.t().unflatten(0, q.shape[:2])
 
 
@@ -82,43 +110,11 @@ def _varlen_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     borders, sums = group.borders(q.size(0), q.device), lse.flatten(0, 1).t().contiguous()
-    flat = [t.flatten(0, 1) for t in (grad, q, k, v, out)]
-    dq, dk, dv = flash_varlen_backward(
-        flat[0], flat[1], flat[2], flat[3], flat[4], sums, borders, group.causal
-    )
+    flat = (t.flatten(0, 1) for t in (grad, q, k, v, out))
+    dq, dk, dv = flash_varlen_backward(*flat, sums, borders, group.causal)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def _plain_scores(q: Tensor, k: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled scores (N, H, Lq, Lk), with q (N, H, Lq, D) and k (N, H, Lk, D) at least in fp32."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    keys, queries = _repeated(k, q.size(2)).to(wide), q.transpose(1, 2).to(wide)
-    scores = queries @ keys.transpose(-1, -2) * q.size(-1) ** -0.5
-    if group.causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return scores, queries, keys
-
-
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    scores, _, _ = _plain_scores(q, k, group)
-    out = scores.softmax(-1) @ _repeated(v, q.size(2)).to(scores.dtype)
-    return out.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
-
-
-def _plain_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores, queries, keys = _plain_scores(q, k, group)
-    weights = (scores - lse.transpose(1, 2).unsqueeze(-1)).exp()
-    values = _repeated(v, q.size(2)).to(scores.dtype)
-    grad, out = (t.transpose(1, 2).to(scores.dtype) for t in (grad, out))
-    slope = grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
-    slope = weights * slope * q.size(-1) ** -0.5
-    dq, dk, dv = slope @ keys, slope.mT @ queries, weights.mT @ grad
-    return dq.transpose(1, 2), _folded(dk, k.size(2)), _folded(dv, k.size(2))
-
-
-_FLASH_CPU = Kernel(_cpu_forward, _cpu_backward, ragged=False)
+_FLASH_CPU = _by_heads(flash_cpu, flash_cpu_backward)
 _FLASH_VARLEN = Kernel(_varlen_forward, _varlen_backward, ragged=True)
-_PLAIN = Kernel(_plain_forward, _plain_backward, ragged=False)
+_PLAIN = _by_heads(_plain_forward, _plain_backward)
