@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -63,20 +63,17 @@ def stage_ranges(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def _best_ends(
-    sums: Sequence[float], num_stages: int, limit: float, join: Any
+    sums: Sequence[float], num_stages: int, limit: float, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """The cut with the least `join` over its stages' costs, none above `limit`: (value, ends)."""
-    count = len(sums) - 1
-    none: tuple[float, list[int]] = (math.inf, [])
-    best = [(0.0, none[1])] + [none] * count
-    for stage in range(1, num_stages + 1):
-        # stages still to come need a block each
-        found = [none] * (count + 1)
-        for end in range(stage, count - (num_stages - stage) + 1):
-            for start in range(stage - 1, end):
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the end of the last stage so far
+    for _ in range(num_stages):
+        found: dict[int, tuple[float, list[int]]] = {}
+        for start, (so_far, ends) in best.items():
+            for end in range(start + 1, len(sums)):
                 own = sums[end] - sums[start]
-                value = join(best[start][0], own)
-                if own <= limit and value < found[end][0]:
-                    found[end] = (value, [*best[start][1], end])
+                value = join(so_far, own)
+                if own <= limit and (end not in found or value < found[end][0]):
+                    found[end] = (value, [*ends, end])
         best = found
-    return best[count]
+    return best[len(sums) - 1]

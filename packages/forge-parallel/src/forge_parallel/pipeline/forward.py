@@ -31,31 +31,30 @@ def run_forward(
     """
     last = num_stages(config) - 1
     waiting: dict[tuple[int, int], Tensor] = {}
-    starts = {stage: _start(config, stage, len(batches)) for stage in range(last + 1)}
+    starts = [_start(config, stage, len(batches)) for stage in range(last + 1)]
     for tick in range(starts[last] + len(batches)):
-        ops = []
+        moves: list[tuple[Any, Tensor, int]] = []  # what is sent or received, and the other stage
         for stage, module in stages.items():
             i = tick - starts[stage]
-            if 0 <= i < len(batches):
-                tokens, kwargs = batches[i]
-                out = module(tokens if stage == 0 else waiting.pop((stage, i)), **kwargs)
-                if stage == last:
-                    finish(out, i)
-                elif stage + 1 in stages and rank_of(config, stage + 1) == axis.rank:
-                    waiting[stage + 1, i] = out
-                else:
-                    to = rank_of(config, stage + 1)
-                    ops.append(
-                        dist.P2POp(dist.isend, out.contiguous(), group=axis.group, group_peer=to)
-                    )
+            if not 0 <= i < len(batches):
+                continue
+            tokens, kwargs = batches[i]
+            out = module(tokens if stage == 0 else waiting.pop((stage, i)), **kwargs)
+            if stage == last:
+                finish(out, i)
+            elif stage + 1 in stages:
+                waiting[stage + 1, i] = out
+            else:
+                moves.append((dist.isend, out.contiguous(), stage + 1))
         for stage in stages:
-            i = tick - starts.get(stage - 1, tick + 1)
-            source = rank_of(config, stage - 1) if stage else axis.rank
-            if 0 <= i < len(batches) and source != axis.rank:
+            i = tick - starts[stage - 1]
+            if stage > 0 and stage - 1 not in stages and 0 <= i < len(batches):
                 waiting[stage, i] = torch.empty_like(stream)
-                ops.append(
-                    dist.P2POp(dist.irecv, waiting[stage, i], group=axis.group, group_peer=source)
-                )
+                moves.append((dist.irecv, waiting[stage, i], stage - 1))
+        ops = [
+            dist.P2POp(kind, tensor, group=axis.group, group_peer=rank_of(config, other))
+            for kind, tensor, other in moves
+        ]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
 

@@ -62,32 +62,29 @@ class Pipeline:
         self.length, self.cut = seq_len // config.cp, cut
         if dtype is None:
             dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        shape = (micro_batch, self.length // cut, dim)
-        self._stream = torch.empty(
-            shape, dtype=dtype, device="meta", requires_grad=True
-        )  # (B, S, D)
+        shape = (micro_batch, self.length // cut, dim)  # (B, S, D)
+        self._stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         self._loss: Loss | None = None
         self.stages = dict(zip(stages_on(config, meshes.pp.rank), stages_of(model), strict=True))
-        self.has_first, self.has_last = 0 in self.stages, num_stages(config) - 1 in self.stages
+        self.has_last = num_stages(config) - 1 in self.stages
         self._schedule = self._make_schedule()
 
     def _make_schedule(self) -> Any:
         tokens = torch.empty(self.micro_batch, self.length, dtype=torch.int64, device="meta")
-        stages = []
+        count, stages = num_stages(self.config), []
         for index, module in self.stages.items():
-            if index < num_stages(self.config) - 1:
+            if index < count - 1:
                 module.register_forward_hook(self._check_stream)
-            stages.append(
-                pipeline_stage(
-                    module,
-                    index,
-                    num_stages(self.config),
-                    self.meshes.device,
-                    input_args=self._stream if index else tokens,
-                    output_args=self._stream,
-                    group=self.meshes.pp.group,
-                )
+            stage = pipeline_stage(
+                module,
+                index,
+                count,
+                self.meshes.device,
+                input_args=self._stream if index else tokens,
+                output_args=self._stream,
+                group=self.meshes.pp.group,
             )
+            stages.append(stage)
         loss = lambda output, labels: self._loss(output, labels)  # type: ignore[misc]  # noqa: E731
         return make_schedule(self.config, stages, self.num_micro_batches, loss)
 
@@ -104,15 +101,13 @@ class Pipeline:
         its modules say, keeps unsharded gradients until the last micro-batch, then reduces them once.
         """
         follow_mode(self.model)
-        self._loss = loss_fn
-        losses: list[Tensor] = []
         kwargs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
-        mine: dict[str, Any] = {"target": labels, "losses": losses} if self.has_last else {}
-        try:
-            first = (tokens,) if self.has_first else ()
-            self._schedule.step(*first, return_outputs=False, **mine, **kwargs)
-        finally:
-            self._loss = None
+        losses: list[Tensor] = []
+        first = (tokens,) if 0 in self.stages else ()
+        last: dict[str, Any] = {"target": labels, "losses": losses} if self.has_last else {}
+        self._loss = loss_fn
+        self._schedule.step(*first, return_outputs=False, **last, **kwargs)
+        self._loss = None  # what it holds may be large
         return self._total(losses)
 
     @torch.no_grad()
@@ -125,20 +120,15 @@ class Pipeline:
         follow_mode(self.model)
         count = max(1, tokens.size(0) // self.micro_batch)
         kwargs = self._keywords(tokens, labels, count, kwargs)
-        cut = {name: value.chunk(count) for name, value in kwargs.items()}
-        batches = [
-            (part, {name: values[i] for name, values in cut.items()})
-            for i, part in enumerate(tokens.chunk(count))
-        ]
+        rows = [slice(i * self.micro_batch, (i + 1) * self.micro_batch) for i in range(count)]
         losses: list[Tensor] = []
-        targets = labels.chunk(count)
         run_forward(
             self.config,
             self.meshes.pp,
             self.stages,
-            batches,
+            [(tokens[cut], {name: value[cut] for name, value in kwargs.items()}) for cut in rows],
             torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False),
-            lambda output, i: losses.append(loss_fn(output, targets[i])),
+            lambda output, i: losses.append(loss_fn(output, labels[rows[i]])),
         )
         for module in {m for stage in self.stages.values() for m in stage.modules()}:
             if hasattr(module, "set_requires_gradient_sync"):  # an FSDP2 module
@@ -160,11 +150,8 @@ class Pipeline:
         if self.cut > 1 and not given:  # a stage sees a part of each row, and must know where it is
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
-            if (
-                not isinstance(value, Tensor)
-                or value.dim() == 0
-                or value.size(0) not in (1, shape[0])
-            ):
+            rows = tuple(value.shape[:1]) if isinstance(value, Tensor) else ()
+            if rows not in ((1,), shape[:1]):
                 what = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
                     f"{name} {what} must be a tensor with {shape[0]} rows or 1, to be cut into micro-batches; "
@@ -174,22 +161,18 @@ class Pipeline:
 
     def _check_stream(self, module: nn.Module, _: Any, output: Any) -> None:
         """What leaves a stage must be what the next one waits for: else it would read other bytes."""
-        want = self._stream
-        if not isinstance(output, Tensor) or (output.shape, output.dtype) != (
-            want.shape,
-            want.dtype,
-        ):
-            got = (
-                f"{tuple(output.shape)} {output.dtype}"
-                if isinstance(output, Tensor)
-                else type(output)
-            )
+        wanted, got = _kind(self._stream), _kind(output)
+        if got != wanted:
             raise ValueError(
-                f"stage {module.pipeline_stage} gives {got}, and the next one waits for "
-                f"{tuple(want.shape)} {want.dtype}; give Pipeline the stream's dim and dtype"
+                f"stage {module.pipeline_stage} gives {got}, and the next one waits for {wanted}; give "
+                "Pipeline the stream's dim and dtype"
             )
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         if not losses:
             return torch.zeros((), device=self.meshes.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def _kind(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(type(value))

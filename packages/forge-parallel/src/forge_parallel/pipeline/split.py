@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -88,9 +87,8 @@ def _prune(model: nn.Module, parts: Parts, ends: set[str], blocks: set[str]) -> 
 class _Children(dict[str, Any]):
     """The children of a view; what is put in place of one is put into the whole model, too."""
 
-    def __init__(self, whole: dict[str, Any], names: Iterable[str]) -> None:
-        kept = set(names)
-        super().__init__((name, child) for name, child in whole.items() if name in kept)
+    def __init__(self, whole: dict[str, Any], kept: dict[str, Any]) -> None:
+        super().__init__(kept)
         self.whole = whole
 
     def __setitem__(self, name: str, child: Any) -> None:
@@ -99,17 +97,14 @@ class _Children(dict[str, Any]):
 
 
 def _view(model: nn.Module, parts: Parts, ends: set[str], blocks: set[str]) -> nn.Module:
-    everywhere = set(model._modules) - set(parts.ends)
-    view = _twin(model, ends | everywhere)
-    for name in set(parts.ends) - ends:
-        dict.__setitem__(view._modules, name, None)
-    container = _twin(getattr(model, parts.blocks), blocks)
-    dict.__setitem__(view._modules, parts.blocks, container)
-    return view
+    mine = {key: block for key, block in blocks_by_key(model, parts).items() if key in blocks}
+    container = _twin(getattr(model, parts.blocks), mine)
+    absent = dict.fromkeys(set(parts.ends) - ends)
+    return _twin(model, {**model._modules, **absent, parts.blocks: container})
 
 
-def _twin(module: nn.Module, children: Iterable[str]) -> nn.Module:
-    """A module of the same class and attributes with some of the children and hooks of its own."""
+def _twin(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    """A module of the same class and attributes, with hooks of its own and other children."""
     twin = object.__new__(type(module))
     for name, value in module.__dict__.items():
         own = name.startswith("_") and name != "_buffers" and isinstance(value, dict | set)
