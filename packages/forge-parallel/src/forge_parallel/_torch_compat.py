@@ -1,4 +1,4 @@
-"""Private torch names in use, each with the versions it was seen in."""
+"""Private torch names in use; seen in torch 2.11 to 2.13 where nothing else is said."""
 
 from __future__ import annotations
 
@@ -18,72 +18,66 @@ Borders = tuple[Tensor, Tensor, int, int]
 
 
 def foreach_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
-    """Norm of each tensor in fp32, one fused launch per device and dtype (torch 2.11 to 2.13)."""
+    """Norm of each tensor in fp32, one fused launch per device and dtype."""
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32))
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor in place by a 0-dim tensor (torch 2.11 to 2.13)."""
+    """Multiply each tensor in place by a 0-dim tensor."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def set_timeout(group: Any, seconds: float) -> None:
-    """Bound each later collective of a process group that torch made with its default (2.11 to 2.13)."""
+    """Bound each later collective of a process group that torch made with its default."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
-    """Parts of all ranks one after another on dim 0, by the ops that compile and fake groups know
-    (torch 2.11 to 2.13)."""
+def all_reduce(x: Tensor, group_name: str) -> Tensor:
+    """A new tensor with the sum over ranks, by the ops that compile and fake groups know."""
     ops = torch.ops._c10d_functional
-    out: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), size, group_name))
-    return out
-
-
-def all_reduce(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
-    """A new tensor with the sum ("max", ...) over ranks (torch 2.11 to 2.13)."""
-    ops = torch.ops._c10d_functional
-    out: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), op, group_name))
-    return out
-
-
-def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
-    """The sum over ranks, of which each keeps its part of dim 0 (torch 2.11 to 2.13)."""
-    ops = torch.ops._c10d_functional
-    found = ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group_name)
-    out: Tensor = ops.wait_tensor(found)
+    out: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group_name))
     return out
 
 
 def start_all_gather(x: Tensor, size: int, group_name: str) -> Callable[[], Tensor]:
-    """`all_gather` that runs until the returned function is called (torch 2.11 to 2.13)."""
+    """Parts of all ranks one after another on dim 0, once the returned function is called."""
     ops = torch.ops._c10d_functional
     pending = ops.all_gather_into_tensor(x.contiguous(), size, group_name)
     return lambda: cast(Tensor, ops.wait_tensor(pending))
 
 
+def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
+    """`start_all_gather`, waited for."""
+    return start_all_gather(x, size, group_name)()
+
+
 def start_reduce_scatter(x: Tensor, size: int, group_name: str) -> Callable[[], Tensor]:
-    """`reduce_scatter` that runs until the returned function is called (torch 2.11 to 2.13)."""
+    """The sum over ranks, of which each keeps its part of dim 0, once the returned function is called."""
     ops = torch.ops._c10d_functional
     pending = ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group_name)
     return lambda: cast(Tensor, ops.wait_tensor(pending))
 
 
+def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
+    """`start_reduce_scatter`, waited for."""
+    return start_reduce_scatter(x, size, group_name)()
+
+
 def overlap_matmuls() -> None:
-    """Let inductor split tensor-parallel matmuls to overlap their collectives (async tp; torch 2.11 to 2.13)."""
+    """Let inductor split tensor-parallel matmuls to overlap their collectives (async tp)."""
     from torch._inductor import config
 
     config._micro_pipeline_tp = True
 
 
-#: What sees every operator under autograd; public in practice, kept in a private module (2.0 to 2.13).
+#: What sees every operator under autograd; public in practice, kept in a private module.
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """`tensor` without its graph, sharing memory and version counter, made below autograd (2.1 to 2.13).
+    """`tensor` without its graph, sharing memory and version counter, made below autograd.
 
     There a plain `detach` gives a counter of its own, so that a later change in place would not show.
     """
@@ -92,15 +86,15 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Which memory a tensor lies in, fake tensors too: the same number for all its views (2.1 to 2.13)."""
+    """Which memory a tensor lies in, fake tensors too: the same number for all its views."""
     return tensor.untyped_storage()._cdata
 
 
 @functools.cache
 def written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of each argument that an operator changes (torch 2.1 to 2.13)."""
-    schema: Any = getattr(operator, "_schema", None)  # a higher-order operator has none
-    arguments = enumerate(() if schema is None else schema.arguments)
+    """Place and name of each argument that an operator changes."""
+    schema = getattr(operator, "_schema", None)  # a higher-order operator has none
+    arguments = enumerate(getattr(schema, "arguments", ()))
     return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
@@ -112,11 +106,6 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
     a V one is the rank itself: gloo cannot send there. `backward_weight_one_chunk` adds the gradients of
     micro-batches in the compute dtype, where FSDP2 was told to sum in another.
     """
-    return _stage_class()(*args, **kwargs)
-
-
-@functools.cache
-def _stage_class() -> Any:
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
@@ -137,24 +126,23 @@ def _stage_class() -> Any:
                     parameter.accumulate_unsharded_grad_if_needed()
             return out
 
-    return Stage
+    return Stage(*args, **kwargs)
 
 
 def _fsdp_parameters(model: Any) -> Iterator[Any]:
-    """FSDP2's own objects of all parameters that have been gathered (torch 2.11 to 2.13)."""
+    """FSDP2's own objects of all parameters that have been gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in groups:
-                if group is not None:
-                    yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+            group = state._fsdp_param_group
+            if group is not None:
+                yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
 
 def flash_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention (N, H, L, D) and its log-sum-exp (N, H, L) on the CPU (torch 2.11 to 2.13)."""
+    """Attention (N, H, L, D) and its log-sum-exp (N, H, L) on the CPU."""
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return found[0], found[1]
 
@@ -162,7 +150,7 @@ def flash_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Te
 def flash_cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v (N, H, L, D) for any out and lse that hold these keys (torch 2.11 to 2.13)."""
+    """Gradients of q, k, v (N, H, L, D) for any out and lse that hold these keys."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     found: tuple[Tensor, Tensor, Tensor] = backward(grad, q, k, v, out, lse, 0.0, causal)
     return found
@@ -202,15 +190,11 @@ def not_compiled(function: F) -> F:
 
     The decorator itself imports the compiler, half a second that everybody who imports us would pay for.
     """
-    disabled: list[Any] = []
+    disabled = functools.cache(lambda: torch.compiler.disable(function))
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args)
+        return disabled()(*args) if "torch._dynamo" in sys.modules else function(*args)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
     return cast(F, call)
@@ -218,7 +202,7 @@ def not_compiled(function: F) -> F:
 
 @functools.cache
 def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
-    """A backend for torch.compile with options of its own (torch 2.11 to 2.13).
+    """A backend for torch.compile with options of its own.
 
     They are read while a graph is cut into forward and backward, so they hold for its graphs alone. Kept,
     since torch asks for the same object before it reuses a graph.
@@ -226,12 +210,12 @@ def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 
-    options: dict[str, Any] = {}
-    if memory_budget is not None:
-        options["activation_memory_budget"] = memory_budget
+    budget: dict[str, Any] = (
+        {} if memory_budget is None else {"activation_memory_budget": memory_budget}
+    )
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
-        with config.patch(**options):
+        with config.patch(**budget):
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
@@ -239,7 +223,7 @@ def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
 
 def count_compilations() -> tuple[int, int]:
     """Graphs that torch.compile made in this process, and how often it met code that it had compiled
-    before (torch 2.11 to 2.13)."""
+    before."""
     if "torch._dynamo" not in sys.modules:
         return 0, 0
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
