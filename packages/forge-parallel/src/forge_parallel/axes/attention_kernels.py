@@ -100,9 +100,13 @@ def _plain_backward(
     return slope @ k, slope.mT @ q, weights.mT @ grad
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)  # (T, H, D)
+
+
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     borders = group.borders(q.size(0), q.device)
-    out, lse = flash_varlen(*(t.flatten(0, 1) for t in (q, k, v)), borders, group.causal)
+    out, lse = flash_varlen(_flat(q), _flat(k), _flat(v), borders, group.causal)
     return out.view(q.shape), lse.t().unflatten(0, q.shape[:2])
 
 
@@ -110,8 +114,9 @@ def _varlen_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     borders, sums = group.borders(q.size(0), q.device), lse.flatten(0, 1).t().contiguous()
-    flat = (t.flatten(0, 1) for t in (grad, q, k, v, out))
-    dq, dk, dv = flash_varlen_backward(*flat, sums, borders, group.causal)
+    dq, dk, dv = flash_varlen_backward(
+        _flat(grad), _flat(q), _flat(k), _flat(v), _flat(out), sums, borders, group.causal
+    )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
