@@ -20,7 +20,7 @@ from dataclasses import asdict
 for name, path in (("forge_parallel", root), ("forge_parallel.start", root + "/start")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-from forge_parallel.start.find import find_world
+from forge_parallel.start.world import find_world
 sys.stdout.write(json.dumps(asdict(find_world())) + "\\n")
 """
 _MEET = """

@@ -9,7 +9,7 @@ import pytest
 import forge_parallel.start
 from forge_parallel.start import World, find_world
 from forge_parallel.start.meeting import differences, ranks
-from forge_parallel.start.slurm import first_host, tasks_per_node
+from forge_parallel.start.world import first_host, tasks_per_node
 
 RANKS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 # task 3 of `srun -N2 -n4` in job 812, as Slurm 22.05 sets it (numbers of the job differ on purpose)
@@ -121,7 +121,7 @@ import sys, types
 for name, path in (("forge_parallel", {str(folder.parent)!r}), ("forge_parallel.start", {str(folder)!r})):
     sys.modules[name] = types.ModuleType(name)  # in place of an __init__ that imports everything
     sys.modules[name].__path__ = [path]
-from forge_parallel.start.find import find_world
+from forge_parallel.start.world import find_world
 from forge_parallel.start.local import run_local_workers
 assert find_world({{}}).world_size == 1
 assert "torch" not in sys.modules

@@ -1,10 +1,9 @@
 """Start-up: which rank of how many this process is, and the process group of all of them."""
 
-from forge_parallel.start.find import find_world
 from forge_parallel.start.group import end_process_group, leave, start_process_group
 from forge_parallel.start.local import run_local_workers
 from forge_parallel.start.store import StartError
-from forge_parallel.start.world import World
+from forge_parallel.start.world import World, find_world
 
 __all__ = [
     "StartError",

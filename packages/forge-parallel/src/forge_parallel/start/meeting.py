@@ -68,26 +68,21 @@ def part(world: World, store: Store) -> None:
 
 
 def _about_me(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
-    host, gpu = socket.gethostname(), None
-    if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    host = socket.gethostname()
     try:  # equal for two processes that reach each other over the loopback interface
         with open("/proc/sys/kernel/random/boot_id") as file:
             place = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         place = host
-    common = {
-        "torch": torch.__version__,
-        "world size": str(world.world_size),
-        "device": device.type,
-    }
+    cuda = device.type == "cuda"
+    common = {"torch": torch.__version__, "world size": world.world_size, "device": device.type}
     return {
         "host": host,
         "pid": os.getpid(),
         "place": place,
         "device": str(device),
-        "gpu": gpu,
-        "facts": common | {str(name): str(value) for name, value in facts.items()},
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
+        "facts": {str(name): str(value) for name, value in {**common, **facts}.items()},
     }
 
 
