@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,23 @@ from forge_parallel.prove.sides import ProveError
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
-    options = _parser().parse_args(argv)
+    options = vars(_parser().parse_args(argv))
     sys.path.insert(0, os.getcwd())
     print(f"{'cell':26}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}", flush=True)
     try:
         results = prove(
-            options.build,
-            args=dict(map(_pair, options.args)),
-            roles=_roles(options.roles),
-            worlds=[int(world) for world in options.world.split(",")],
-            only=options.only,
-            vocab_size=options.vocab_size,
-            seq_len=options.seq_len,
-            seed=options.seed,
-            bound=options.bound,
-            timeout=options.timeout,
+            options.pop("build"),
+            args=dict(map(_pair, options.pop("args"))),
+            roles=_roles(options.pop("roles")),
+            worlds=[int(world) for world in options.pop("world").split(",")],
             say=_say,
+            **options,  # the others are named as in prove
         )
     except ValueError as error:
         print(f"cannot be run: {error}", file=sys.stderr)
         return 2
-    count = {v: sum(r.verdict == v for r in results) for v in ("green", "red", "refused")}
-    print(", ".join(f"{number} {verdict}" for verdict, number in count.items() if number))
+    count = Counter(result.verdict for result in results)
+    print(", ".join(f"{count[v]} {v}" for v in ("green", "red", "refused") if count[v]))
     return int(count["red"] > 0)
 
 
@@ -102,8 +98,7 @@ def _roles(path: Path | None) -> dict[str, Any] | None:
         raise ProveError(f"--roles {path} must be a TOML file ({error}); mend it") from error
     if set(table) != {"roles"} or not isinstance(table["roles"], dict):
         raise ProveError(f"--roles {path} must hold one table [roles]; write [roles] first")
-    found: dict[str, Any] = table["roles"]
-    return found
+    return table["roles"]
 
 
 if __name__ == "__main__":

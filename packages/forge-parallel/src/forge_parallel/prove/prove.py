@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from forge_parallel.prove.processes import Outcome, on_ranks
-from forge_parallel.prove.sides import Finding, ProveError, Values, one_process, rank_of_cell
+from forge_parallel.prove.sides import Place, ProveError, Truth, one_process, rank_of_cell
 from forge_parallel.prove.task import CELLS, Cell, Task
 
 BOUND = 1e-5
@@ -75,7 +78,7 @@ def prove(
     if dist.is_initialized():
         raise ProveError("prove must be called outside of a process group; end it first")
     made = _import(build) if isinstance(build, str) else build
-    task = Task(made, dict(args or {}), roles, vocab_size, seq_len, seed)
+    task = Task(partial(made, **(args or {})), roles, vocab_size, seq_len, seed)
     worlds = tuple(worlds)
     cells = [cell for cell in CELLS if cell.world in worlds and only in cell.name]
     if not cells:
@@ -84,37 +87,31 @@ def prove(
         )
     for module in ("fsdp", "tensor", "pipelining"):  # once here instead of in every rank: a second
         importlib.import_module(f"torch.distributed.{module}")
-    wanted = _truth(task, timeout)
+    truth = _truth(task, timeout)
     results = []
     for cell in cells:
         began = time.perf_counter()
-        outcomes = on_ranks(cell.world, lambda c=cell: rank_of_cell(task, c, wanted), timeout)  # type: ignore[misc]
-        results.append(_judge(cell, outcomes, wanted, bound, time.perf_counter() - began))
+        outcomes = on_ranks(cell.world, lambda c=cell: rank_of_cell(task, c, truth), timeout)  # type: ignore[misc]
+        results.append(_judge(cell, outcomes, truth, bound, time.perf_counter() - began))
         if say is not None:
             say(results[-1])
     return results
 
 
 def _import(name: str) -> Callable[..., nn.Module]:
-    module, _, attribute = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ProveError(
             f"{name!r} must be module:function, and cannot be imported ({error}); run where it can be, as "
             "my_lab.model:build"
         ) from error
-    made: Callable[..., nn.Module] = found
-    return made
 
 
-def _truth(task: Task, timeout: float) -> Values:
+def _truth(task: Task, timeout: float) -> Truth:
     (outcome,) = on_ranks(1, lambda: one_process(task), timeout)
     if outcome.how == "returned":
-        values: Values = outcome.value
-        return values
+        return outcome.value
     if outcome.how == "ProveError":
         raise ProveError(outcome.value)
     raise ProveError(
@@ -124,25 +121,28 @@ def _truth(task: Task, timeout: float) -> Values:
 
 
 def _judge(
-    cell: Cell, outcomes: list[Outcome], wanted: Values, bound: float, seconds: float
+    cell: Cell, outcomes: list[Outcome], truth: Truth, bound: float, seconds: float
 ) -> Result:
     result = Result(cell.name, cell.world, "green", seconds=seconds)
     failed = [(o.at, rank, o) for rank, o in enumerate(outcomes) if o.how != "returned"]
     if failed:  # the first to fail knows why; the others have lost their connection
-        _, rank, first = min(failed, key=lambda f: f[:2])
+        _, rank, first = min(failed)
         if first.how == "ProveError":
             raise ProveError(first.value)
         if first.how == "Refused":
             return replace(result, verdict="refused", message=first.value)
         message = f"on rank {rank} {_said(first)}"
         return replace(result, verdict="red", message=message, trace=first.trace)
-    findings = [finding for outcome in outcomes for finding in outcome.value]
-    for finding in findings:
-        errors = result.errors
-        errors[finding.quantity] = max(errors.get(finding.quantity, 0.0), finding.error)
-    if red := sorted(f for f in findings if not f.error <= bound):
-        return replace(result, verdict="red", **_where(red, list(wanted.streams), bound))
-    if nowhere := sorted(set(wanted.start) - {f.name for f in findings}):
+    off = {place: 0.0 for place in truth.places}  # in the order of their computation
+    held = set()
+    for place, error in chain.from_iterable(outcome.value.items() for outcome in outcomes):
+        _, quantity, name = place
+        off[place] = max(error, off[place])
+        result.errors[quantity] = max(error, result.errors.get(quantity, 0.0))
+        held.add(name)
+    if red := [place for place, error in off.items() if error > bound]:
+        return replace(result, verdict="red", **_where(red, off, bound))
+    if nowhere := sorted(truth.start.keys() - held):
         message = f"no rank holds {nowhere[0]}"
         return replace(result, verdict="red", message=message, parameter=nowhere[0])
     return result
@@ -150,28 +150,27 @@ def _judge(
 
 def _said(outcome: Outcome) -> str:
     lost = outcome.how == "lost"
-    return str(outcome.value) if lost else f"it raised {outcome.how}: {outcome.value}"
+    return outcome.value if lost else f"it raised {outcome.how}: {outcome.value}"
 
 
-def _where(red: list[Finding], layers: list[str], bound: float) -> dict[str, Any]:
+def _where(red: list[Place], off: dict[Place, float], bound: float) -> dict[str, Any]:
     """Message, parameter and layer of the first value that is off. The parameter is the one whose gradient
     is computed first; where the stream is off already, of those in that layer."""
-    first = red[0]
-    off = [f for f in red if f.quantity in ("gradient", "weight")]
-    if first.quantity == "stream":
-        off = [f for f in off if f.name.startswith(f"{first.name}.")]
-    of = f" {'behind' if first.quantity == 'stream' else 'of'} {first.name}" if first.name else ""
+    step, quantity, name = red[0]
+    of = f" {'behind' if quantity == 'stream' else 'of'} {name}" if name else ""
     message = (
-        f"{first.quantity}{of} in step {first.place[0] + 1} parts first, by {first.error:.1e} (bound "
-        f"{bound:g})"
+        f"{quantity}{of} in step {step + 1} parts first, by {off[red[0]]:.1e} (bound {bound:g})"
     )
-    if not off:
-        return {"message": message, "layer": first.name or None}
-    parameter = off[0].name
-    if first is not off[0]:
-        message += f"; then {off[0].quantity} of {parameter}, by {off[0].error:.1e}"
-    others = len({f.name for f in off}) - 1
+    inside = f"{name}." if quantity == "stream" else ""
+    parameters = [p for p in red if p[1] in ("gradient", "weight") and p[2].startswith(inside)]
+    if not parameters:
+        return {"message": message, "layer": name or None}
+    _, quantity, parameter = parameters[0]
+    if parameters[0] != red[0]:
+        message += f"; then {quantity} of {parameter}, by {off[parameters[0]]:.1e}"
+    others = len({p[2] for p in parameters}) - 1
     message += f"; {others} more parameters" if others else ""
-    inside = [name for name in layers if parameter.startswith(f"{name}.")]
-    layer = inside[0] if inside else parameter.rpartition(".")[0]
+    layers = [name for _, quantity, name in off if quantity == "stream"]
+    owner = parameter.rpartition(".")[0]
+    layer = next((layer for layer in layers if parameter.startswith(f"{layer}.")), owner)
     return {"message": message, "parameter": parameter, "layer": layer}

@@ -5,25 +5,31 @@ Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_parallel.axes.context import cut_sequence
 from forge_parallel.axes.fsdp import accumulate, blocks_of
+from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.config import ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.grad_norm import clip_grads_, global_grad_norm
 from forge_parallel.meshes import make_meshes
 from forge_parallel.parallelize import parallelize
+from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_parallel.prove.task import IGNORED, ROWS, Batch, Cell, Task, keywords_of, layers_of
 
 STEPS, MAX_NORM = 2, 0.5
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 Tensors = dict[str, Tensor]
+Place = tuple[int, str, str]
+"""Step, quantity and name of a value."""
 
 
 class ProveError(ValueError):
@@ -34,32 +40,25 @@ class Refused(Exception):
     """forge_parallel does not offer this layout for this model, and says so."""
 
 
-class Values(NamedTuple):
-    """What one process saw: weights at the start and the end, the stream (B, S, D) behind each layer in the
-    first step, and of each step loss, gradients and norm; `width` V is that of the logits."""
+class Truth(NamedTuple):
+    """What one process saw: weights at the start, and in the order of their computation `values` by step and
+    quantity: the stream (B, S, D) behind each layer in the first step, of each step loss, gradients and norm,
+    weights at the end. `width` V is that of the logits."""
 
     start: Tensors
-    streams: Tensors
-    losses: list[Tensor]
-    gradients: list[Tensors]
-    norms: list[Tensor]
-    weights: Tensors
+    values: dict[tuple[int, str], Tensors]
     width: int
 
-
-class Finding(NamedTuple):
-    """How far a value is off: `place` (step, phase, number) orders findings as they are computed."""
-
-    place: tuple[int, int, int]
-    quantity: str
-    name: str
-    error: float
+    @property
+    def places(self) -> list[Place]:
+        """All values in their order."""
+        return [(*when, name) for when, tensors in self.values.items() for name in tensors]
 
 
-def one_process(task: Task) -> Values:
+def one_process(task: Task) -> Truth:
     """The truth: the global batch in one forward. ProveError for a model that has no truth."""
     model, again = task.model(), task.model()
-    names, start = keywords_of(model), _whole(dict(model.named_parameters()))
+    names, start = keywords_of(model), _weights(model)
     _same_start(again, start, "called twice with the same seed")
     batch = task.batch(0, names)
     with torch.no_grad():
@@ -69,74 +68,78 @@ def one_process(task: Task) -> Values:
                 "without dropout"
             )
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    streams, losses, gradients, norms = {}, [], [], []
+    values: dict[tuple[int, str], Tensors] = {}
     for step in range(STEPS):
         batch = task.batch(step, names)
-        with _watching(model if step == 0 else None) as seen:
+        with _watching(model) as seen:
             logits = _logits(model(batch.tokens, **batch.keywords))
-        streams.update({name: parts[0] for name, parts in seen.items()})
+        if step == 0:
+            values[step, "stream"] = {name: parts[0] for name, parts in seen.items()}
         loss = _token_loss(logits, batch.labels) / max(1, batch.num_valid)
         loss.backward()
-        losses.append(loss.detach())
-        gradients.append(_gradients(model))
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
+        values[step, "loss"] = {"": loss.detach()}
+        values[step, "gradient"] = _gradients(model)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        values[step, "norm"] = {"": norm.detach()}
         optimizer.step()
         optimizer.zero_grad()
-    weights = _whole(dict(model.named_parameters()))
-    return Values(start, streams, losses, gradients, norms, weights, logits.size(-1))
+    values[STEPS - 1, "weight"] = _weights(model)
+    return Truth(start, values, logits.size(-1))
 
 
-def rank_of_cell(task: Task, cell: Cell, wanted: Values) -> list[Finding]:
-    """The same steps on a rank of a layout, each value compared. Refused where the layout is."""
+def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
+    """The same steps on a rank of a layout: how far each value is off. Refused where the layout is."""
     try:
-        side = _Side(task, cell, wanted)
+        side = _Side(task, cell, truth)
     except ProveError:
         raise
     except ValueError as error:
         raise Refused(str(error)) from error
-    model, found = side.model, []
-    number = {name: -index for index, name in enumerate(wanted.start)}  # backward begins at the end
+    model = side.model
+    errors: dict[Place, float] = {}
+
+    def compare(step: int, quantity: str, got: Tensors) -> None:
+        wanted = truth.values[step, quantity]
+        largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+        for name, value in got.items():
+            errors[step, quantity, name] = _error(value, wanted[name], largest)
+
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     for step in range(STEPS):
-        with _watching(model if step == 0 else None) as seen:
+        with _watching(model) as seen:
             share = side.forward_backward(task.batch(step, side.names))
-        for index, name in enumerate(name for name in seen if name in wanted.streams):
-            off = side.stream_error(seen[name], wanted.streams[name])
-            found.append(Finding((step, 0, index), "stream", name, off))
+        for name, whole in truth.values.get((step, "stream"), {}).items():
+            if name in seen:
+                errors[step, "stream", name] = side.stream_error(seen[name], whole)
         norm, sums = global_grad_norm(side.counted, sums=share.reshape(1))
         assert sums is not None
-        off = _error(sums[0], wanted.losses[step])
-        found.append(Finding((step, 1, 0), "loss", "", off))
-        for name, off in _errors(_gradients(model), wanted.gradients[step]):
-            found.append(Finding((step, 2, number[name]), "gradient", name, off))
-        found.append(Finding((step, 3, 0), "norm", "", _error(norm, wanted.norms[step])))
+        compare(step, "loss", {"": sums[0]})
+        compare(step, "gradient", _gradients(model))
+        compare(step, "norm", {"": norm})
         clip_grads_(model.parameters(), norm, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    for name, off in _errors(_whole(dict(model.named_parameters())), wanted.weights):
-        found.append(Finding((STEPS - 1, 4, number[name]), "weight", name, off))
-    return found
+    compare(STEPS - 1, "weight", _weights(model))
+    return errors
 
 
 class _Side:
     """A model in its layout, and the way of a batch through it."""
 
-    def __init__(self, task: Task, cell: Cell, wanted: Values) -> None:
+    def __init__(self, task: Task, cell: Cell, truth: Truth) -> None:
         self.model = task.model()
         self.names = keywords_of(self.model)  # before a step changes its class
-        _same_start(self.model, wanted.start, "built on another rank")
+        _same_start(self.model, truth.start, "built on another rank")
         config = ParallelConfig(device="cpu", precision="fp32", **cell.layout)
         _refuse(self.model, config, self.names)
         self.meshes = make_meshes(config)
-        self.width, self.all_rows = wanted.width, ROWS // self.meshes.batch_size
+        self.width, self.all_rows = truth.width, ROWS // self.meshes.batch_size
         self.rows = self.all_rows // cell.micro_batches
         self.pipeline: Any = None
         parallelize(self.model, config, self.meshes, seq_len=task.seq_len)
         self.counted = list(self.model.parameters())
         if config.pp == 1:
             return
-        from forge_parallel.pipeline import Pipeline, tied_copies
-
         self.pipeline = Pipeline(
             self.model,
             config,
@@ -144,7 +147,7 @@ class _Side:
             num_micro_batches=cell.micro_batches,
             micro_batch=self.rows,
             seq_len=task.seq_len,
-            dim=next(iter(wanted.streams.values())).size(-1),
+            dim=next(iter(truth.values[0, "stream"].values())).size(-1),
         )
         twice = tied_copies(self.model, self.meshes)
         self.counted = [p for p in self.counted if p not in twice]
@@ -153,8 +156,9 @@ class _Side:
         """This rank's share of the loss; gradients of the whole step are in place."""
         first = self.meshes.batch_rank * self.all_rows
         mine = batch.map(lambda x: x[first : first + self.all_rows])
-        valid = global_count(mine.num_valid * self.meshes.speaks, self.meshes)
-        mine, shares = mine.map(self._here), [torch.zeros(())]
+        valid = global_count(mine.num_valid, self.meshes)
+        shares = [torch.zeros(())]
+        mine = mine.map(lambda x: cut_sequence(x, self.meshes.cp))
 
         def loss_of(output: Any, labels: Tensor) -> Tensor:
             loss, share = self._loss(_logits(output), labels)
@@ -162,8 +166,6 @@ class _Side:
             return loss / valid
 
         if self.pipeline is not None:
-            from forge_parallel.pipeline import sync_tied_gradients
-
             self.pipeline.step(mine.tokens, mine.labels, loss_of, **mine.keywords)
             sync_tied_gradients(self.model, self.meshes)
             return torch.stack(shares).sum()
@@ -182,18 +184,8 @@ class _Side:
         if logits.size(-1) == self.width:
             loss = _token_loss(logits, labels)
         else:
-            from forge_parallel.axes.vocab import vocab_cross_entropy
-
             loss = vocab_cross_entropy(logits, labels, tp)[0]
         return loss, loss.detach() * (tp.rank == 0)
-
-    def _here(self, x: Tensor) -> Tensor:
-        """This rank's tokens of each row."""
-        if self.meshes.cp.size == 1:
-            return x
-        from forge_parallel.axes.context import cut_sequence
-
-        return cut_sequence(x, self.meshes.cp)
 
     def stream_error(self, parts: list[Tensor], whole: Tensor) -> float:
         """Of what a layer gave in each micro-batch; 0 where shapes do not say which part it is."""
@@ -201,7 +193,7 @@ class _Side:
         worst = 0.0
         for index, part in enumerate(parts):
             start = first + index * self.rows
-            right = self._here(whole[start : start + self.rows])
+            right = cut_sequence(whole[start : start + self.rows], self.meshes.cp)
             if part.size(1) * tp.size == right.size(1):
                 right = right.chunk(tp.size, 1)[tp.rank]
             worst = max(worst, _error(part, right) if part.shape == right.shape else 0.0)
@@ -209,23 +201,20 @@ class _Side:
 
 
 @contextmanager
-def _watching(model: nn.Module | None) -> Iterator[dict[str, list[Tensor]]]:
+def _watching(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """What each layer hands on in the block, (B, S, D), by name; one for each forward."""
     seen: dict[str, list[Tensor]] = {}
 
-    def hook(name: str, output: Any) -> None:
+    def note(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         stream = output[0] if isinstance(output, tuple) and output else output
         if isinstance(stream, Tensor) and stream.dim() == 3:
             seen.setdefault(name, []).append(stream.detach().clone())
 
-    layers = {} if model is None else layers_of(model)
-    hooks = [
-        layer.register_forward_hook(lambda m, a, output, n=name: hook(n, output))
-        for name, layer in layers.items()
-    ]
+    layers = layers_of(model).items()
+    hooks = [layer.register_forward_hook(partial(note, name)) for name, layer in layers]
     yield seen
-    for each in hooks:
-        each.remove()
+    for hook in hooks:
+        hook.remove()
 
 
 def _error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
@@ -235,11 +224,6 @@ def _error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
     scale = largest if scale < 1e-5 * largest else scale
     error = 0.0 if off == 0 else off / scale if scale else torch.inf
     return error if error == error else torch.inf
-
-
-def _errors(got: Tensors, wanted: Tensors) -> Iterator[tuple[str, float]]:
-    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
-    return ((name, _error(value, wanted[name], largest)) for name, value in got.items())
 
 
 def _refuse(model: nn.Module, config: ParallelConfig, names: Container[str]) -> None:
@@ -275,15 +259,20 @@ def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+def _weights(model: nn.Module) -> Tensors:
+    """Copies, whole, those first that a backward reaches first."""
+    return _whole(reversed([*model.named_parameters()]))
+
+
 def _gradients(model: nn.Module) -> Tensors:
-    """Zero where there is none."""
-    named = model.named_parameters()
-    return _whole({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
+    """In the same order; zero where there is none."""
+    named = reversed([*model.named_parameters()])
+    return _whole((n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in named)
 
 
-def _whole(tensors: dict[str, Any]) -> Tensors:
+def _whole(tensors: Iterable[tuple[str, Any]]) -> Tensors:
     """Copies; all of a DTensor. Of what several ranks hold each gets its own."""
     return {
         name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
-        for name, t in tensors.items()
+        for name, t in tensors
     }

@@ -63,8 +63,7 @@ class Batch(NamedTuple):
 class Task:
     """A model by its builder, and what it is given."""
 
-    build: Callable[..., nn.Module]
-    args: Mapping[str, Any]
+    build: Callable[[], nn.Module]
     roles: Mapping[str, Any] | None
     vocab_size: int
     seq_len: int
@@ -76,7 +75,7 @@ class Task:
         torch.manual_seed(self.seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(self.seed)
-        model = self.build(**self.args)
+        model = self.build()
         if self.roles is not None:
             table = dict(self.roles)
             model.parallel_roles = lambda: table  # type: ignore[assignment]
