@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel._torch_compat import pipeline_stage
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes
-from forge_parallel.pipeline.forward import run_forward
 from forge_parallel.pipeline.schedule import (
+    forward_starts,
     make_schedule,
     num_stages,
+    rank_of,
     schedule_problems,
     stages_on,
 )
@@ -121,19 +123,51 @@ class Pipeline:
         count = max(1, tokens.size(0) // self.micro_batch)
         kwargs = self._keywords(tokens, labels, count, kwargs)
         rows = [slice(i * self.micro_batch, (i + 1) * self.micro_batch) for i in range(count)]
-        losses: list[Tensor] = []
-        run_forward(
-            self.config,
-            self.meshes.pp,
-            self.stages,
-            [(tokens[cut], {name: value[cut] for name, value in kwargs.items()}) for cut in rows],
-            torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False),
-            lambda output, i: losses.append(loss_fn(output, labels[rows[i]])),
-        )
+        batches = [(tokens[part], {n: v[part] for n, v in kwargs.items()}) for part in rows]
+        losses = [loss_fn(output, labels[rows[i]]) for i, output in self._forward(batches)]
         for module in {m for stage in self.stages.values() for m in stage.modules()}:
             if hasattr(module, "set_requires_gradient_sync"):  # an FSDP2 module
                 module.reshard()  # type: ignore[operator]
         return self._total(losses)
+
+    def _forward(
+        self, batches: Sequence[tuple[Tensor, dict[str, Any]]]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Send every micro-batch (tokens, kwargs) through all stages: (number, output) behind the last one.
+
+        The clock is common to all: at each tick a rank runs at most one stage on one micro-batch and hands
+        the result on. A rank runs one of its stages on all micro-batches before the next, so that it waits
+        only where the pipe fills. Memory: the results of one stage for all micro-batches.
+        """
+        stages, count = self.stages, len(batches)
+        stream = torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False)
+        waiting: dict[tuple[int, int], Tensor] = {}
+        starts = forward_starts(self.config, count)
+        for tick in range(starts[-1] + count):
+            ops = []
+            for stage, module in stages.items():
+                i = tick - starts[stage]
+                if not 0 <= i < count:
+                    continue
+                tokens, kwargs = batches[i]
+                output = module(tokens if stage == 0 else waiting.pop((stage, i)), **kwargs)
+                if stage == len(starts) - 1:
+                    yield i, output
+                elif stage + 1 in stages:
+                    waiting[stage + 1, i] = output
+                else:
+                    ops.append(self._move(dist.isend, output.contiguous(), stage + 1))
+            for stage in stages:
+                i = tick - starts[stage - 1]
+                if stage > 0 and stage - 1 not in stages and 0 <= i < count:
+                    waiting[stage, i] = torch.empty_like(stream)
+                    ops.append(self._move(dist.irecv, waiting[stage, i], stage - 1))
+            for work in dist.batch_isend_irecv(ops) if ops else ():
+                work.wait()
+
+    def _move(self, kind: Any, tensor: Tensor, stage: int) -> dist.P2POp:
+        peer = rank_of(self.config, stage)
+        return dist.P2POp(kind, tensor, group=self.meshes.pp.group, group_peer=peer)
 
     def _keywords(
         self, tokens: Tensor, labels: Tensor, count: int, kwargs: dict[str, Any]

@@ -9,14 +9,6 @@ from torch import Tensor
 
 from forge_parallel.config import V_SCHEDULES, ParallelConfig
 
-_CLASSES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
-    "zbv_zero_bubble": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
 _IN_HALVES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 
 
@@ -50,6 +42,13 @@ def rank_of(config: ParallelConfig, stage: int) -> int:
 def stages_on(config: ParallelConfig, rank: int) -> list[int]:
     """The stages of a pp rank, in order of depth."""
     return [stage for stage in range(num_stages(config)) if rank_of(config, stage) == rank]
+
+
+def forward_starts(config: ParallelConfig, count: int) -> list[int]:
+    """The tick of each stage's first of `count` forwards without a backward; the others follow at once."""
+    # a V comes back over the same ranks, the last one first
+    turn = count + config.pp - 1 if config.pp_schedule in V_SCHEDULES else max(count, config.pp)
+    return [stage // config.pp * turn + stage % config.pp for stage in range(num_stages(config))]
 
 
 def schedule_problems(config: ParallelConfig, num_micro_batches: int, num_layers: int) -> list[str]:
@@ -97,10 +96,8 @@ def make_schedule(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
     """torch's schedule over this rank's PipelineStages; gradients are summed, never scaled (F05)."""
-    import torch.distributed.pipelining as pipelining
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
-    kind = getattr(pipelining, _CLASSES[config.pp_schedule])
-    one = config.pp_schedule in ("gpipe", "1f1b")
-    return kind(
-        stages[0] if one else list(stages), num_micro_batches, loss_fn=loss_fn, scale_grads=False
-    )
+    kind = get_schedule_class(config.pp_schedule.replace("_", ""))  # "interleaved1f1b"
+    one_or_all = stages[0] if config.stages_per_rank == 1 else list(stages)
+    return kind(one_or_all, num_micro_batches, loss_fn=loss_fn, scale_grads=False)

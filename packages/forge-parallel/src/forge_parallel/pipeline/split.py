@@ -57,8 +57,7 @@ def split(
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
     """The stages of this rank as `split` returned them, or the model alone."""
-    found: list[nn.Module] = model.__dict__.get("pipeline_stages", [model])
-    return found
+    return model.__dict__.get("pipeline_stages", [model])
 
 
 def follow_mode(model: nn.Module) -> None:

@@ -32,8 +32,7 @@ def sync_tied_gradients(model: nn.Module, meshes: Meshes) -> None:
             parameter.grad = torch.zeros_like(parameter)
     mine = [_local(parameter.grad) for parameter in tied]
     theirs = [torch.empty_like(gradient) for gradient in mine]
-    peer = meshes.pp.size - 1 - meshes.pp.rank
-    group = meshes.pp.group
+    peer, group = meshes.pp.size - 1 - meshes.pp.rank, meshes.pp.group
     ops = [dist.P2POp(dist.isend, t.contiguous(), group=group, group_peer=peer) for t in mine]
     ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t in theirs]
     for work in dist.batch_isend_irecv(ops):
@@ -61,5 +60,4 @@ def _tied_parameters(model: nn.Module, meshes: Meshes) -> Iterator[nn.Parameter]
 
 
 def _local(gradient: Any) -> Tensor:
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
