@@ -37,8 +37,8 @@ def open_store(world: World, seconds: float) -> TCPStore:
     key = (world.address, world.port)
     if key not in _open:
         deadline = time.monotonic() + seconds
-        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        listening = _listen(world) if world.rank == 0 and not agent_hosts else None
+        hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        listening = (_given(world.port) or _listen(world)) if hosts else None
         address = _reach(world, deadline)
         _open[key] = within(
             max(1.0, deadline - time.monotonic()),
@@ -87,14 +87,11 @@ def _connect(
 
 
 def _listen(world: World) -> socket.socket:
-    """A socket on the world's port: the launcher's if it gave one, else a new one.
+    """A new socket on the world's port.
 
     Ours rather than the store's own, for the exact cause of a failure; on loopback if the job is on
     this host alone, since a store lets in whoever reaches it.
     """
-    given = _given(world.port)
-    if given is not None:
-        return given
     if is_loopback(world.address):
         host, both = world.address.replace("localhost", LOOPBACK), False
     else:
