@@ -37,15 +37,14 @@ def set_timeout(group: Any, seconds: float) -> None:
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """A new tensor with the sum over ranks, by the ops that compile and fake groups know."""
     ops = torch.ops._c10d_functional
-    out: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group_name))
-    return out
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group_name))
 
 
 def start_all_gather(x: Tensor, size: int, group_name: str) -> Callable[[], Tensor]:
     """Parts of all ranks one after another on dim 0, once the returned function is called."""
     ops = torch.ops._c10d_functional
     pending = ops.all_gather_into_tensor(x.contiguous(), size, group_name)
-    return lambda: cast(Tensor, ops.wait_tensor(pending))
+    return lambda: ops.wait_tensor(pending)
 
 
 def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
@@ -57,7 +56,7 @@ def start_reduce_scatter(x: Tensor, size: int, group_name: str) -> Callable[[], 
     """The sum over ranks, of which each keeps its part of dim 0, once the returned function is called."""
     ops = torch.ops._c10d_functional
     pending = ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group_name)
-    return lambda: cast(Tensor, ops.wait_tensor(pending))
+    return lambda: ops.wait_tensor(pending)
 
 
 def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
@@ -152,8 +151,7 @@ def flash_cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v (N, H, L, D) for any out and lse that hold these keys."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found: tuple[Tensor, Tensor, Tensor] = backward(grad, q, k, v, out, lse, 0.0, causal)
-    return found
+    return backward(grad, q, k, v, out, lse, 0.0, causal)
 
 
 def flash_varlen(
@@ -179,10 +177,9 @@ def flash_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `flash_varlen` for any out and lse that hold these keys. Not run by us."""
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+    return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *borders, 0.0, causal, seed, q.new_empty(0)
     )
-    return found
 
 
 def not_compiled(function: F) -> F:
