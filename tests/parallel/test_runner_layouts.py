@@ -179,6 +179,15 @@ def test_a_whole_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) 
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_replicas_drop_alike_after_another_layout(tmp_path: Path, before: int) -> None:
+    job = make_job(tmp_path)
+    name = {"model__name": f"{__name__}:wide", "sample__max_new_tokens": 0}
+    fit_on_ranks(before, job, None, **name, train__steps=2)
+    layout = {"parallel__tp": 2, "parallel__sequence_parallel": False}
+    together(fit_on_ranks(2, job, None, **name, **layout, train__steps=4))
+
+
 def test_a_layout_that_the_model_refuses_is_a_configuration_error(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     options = {"model__name": "forge_testing.models:bigram", "sample__max_new_tokens": 0}

@@ -112,6 +112,30 @@ def test_streams_are_those_of_the_group(tmp_path):
     assert run_on_ranks(4, in_halves, str(tmp_path)) == [(True, names)] * 4
 
 
+def pairs(root, step):
+    """Neighbours draw alike; step 0 saves."""
+    torch.manual_seed(dist.get_rank() // 2)
+    random.seed(dist.get_rank() // 2)
+    with Store(root) as store:
+        if step == 0:
+            store.save(1, {"rng": RNGState(alike=2)})
+        else:
+            store.load({"rng": RNGState(alike=2)})
+    return draw()
+
+
+@pytest.mark.distributed
+def test_ranks_that_draw_alike_share_a_stream_whatever_saved_it(tmp_path):
+    saved = run_on_ranks(4, pairs, str(tmp_path), 0)
+    assert saved[0] == saved[1] != saved[2] == saved[3]
+    assert run_on_ranks(4, pairs, str(tmp_path), 1) == saved
+    two = run_on_ranks(2, pairs, str(tmp_path), 1)
+    assert two[0] == two[1] not in saved
+    run_on_ranks(2, save, str(tmp_path / "other"))
+    back = run_on_ranks(4, pairs, str(tmp_path / "other"), 1)
+    assert back[0] == back[1] != back[2] == back[3]
+
+
 def test_numpy_continues_too(tmp_path):
     numpy = pytest.importorskip("numpy")
     with Store(tmp_path) as store:

@@ -21,10 +21,12 @@ class RNGState:
     store's, where it has one), else of the default group; one process is rank 0 of 1. One process
     keeps the generators of all CUDA devices that it sees, a rank of several that of its current one.
 
-    On as many ranks as saved, each gets its own state back and continues bit-equal. On another
-    number, every rank gets a new stream: seeds from the sha256 of (the saved stream of rank
-    ``rank % saved``, the number of ranks now, the rank). So all differ, also from those of any other
-    number of ranks, and the same move gives the same streams again.
+    ``alike`` neighbouring ranks draw the same numbers (a tensor parallel group does, for dropout) and
+    share a stream: there are ``ranks / alike`` of them.
+
+    With as many streams as saved, each continues bit-equal. With another number, all are new: seeds
+    from the sha256 of (the saved stream ``stream % saved``, the number of streams now, the stream). So
+    all differ, also from those of any other number, and the same move gives the same streams again.
 
     Torch's states are uint8 tensors, the others plain tuples. A load reads one saved stream.
     Reading the state costs no device sync of consequence and draws no number.
@@ -33,39 +35,45 @@ class RNGState:
     # The saved structure (ranks, devices, numpy) may differ from this one: take it as it was saved.
     load_replaces = True
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alike: int = 1) -> None:
+        self._group, self._alike = group, alike
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"world_size": n, "streams": {rank: stream}}`` with this rank's stream only.
+        """``{"world_size": n, "streams": {number: stream}}`` with this rank's stream only; n streams in all.
 
         A stream is ``{"python", "torch", "cuda": {device: state} | None, "numpy": tuple | None}``.
         """
-        rank, size = self._place()
-        return {"world_size": size, "streams": {rank: _stream(alone=size == 1)}}
+        stream, streams = self._place()
+        return {"world_size": streams, "streams": {stream: _stream(alone=_alone())}}
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
         """Of the saved paths, those that this rank loads: one stream, its own where there is one."""
-        ranks = {path[1] for path in saved if path[0] == "streams"}
-        if not ranks:
+        streams = {path[1] for path in saved if path[0] == "streams"}
+        if not streams:
             return saved  # format of 0.1: one stream
-        source = self._place()[0] % len(ranks)
+        source = self._place()[0] % len(streams)
         return [path for path in saved if path[0] != "streams" or path[1] == source]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the saved stream, or begin one that is derived from it (see the class)."""
-        rank, size = self._place()
+        number, count = self._place()
         saved = state_dict.get("world_size", 1)
-        stream = state_dict["streams"][rank % saved] if "streams" in state_dict else state_dict
-        if saved == size:
-            _continue(stream, alone=size == 1)
+        stream = state_dict["streams"][number % saved] if "streams" in state_dict else state_dict
+        if saved == count:
+            _continue(stream, alone=_alone())
         else:
-            _begin(stream, rank, size)
+            _begin(stream, number, count)
 
     def _place(self) -> tuple[int, int]:
+        """(number of this rank's stream, number of streams)."""
         if not (dist.is_available() and dist.is_initialized()):
             return 0, 1
-        return dist.get_rank(self._group), dist.get_world_size(self._group)
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        return rank // self._alike, size // self._alike
+
+
+def _alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def _stream(alone: bool) -> dict[str, Any]:
@@ -102,8 +110,8 @@ def _continue(stream: dict[str, Any], alone: bool) -> None:
         sys.modules["numpy"].random.set_state(stream["numpy"])
 
 
-def _begin(stream: dict[str, Any], rank: int, size: int) -> None:
-    digest = hashlib.sha256(f"forge-ckpt stream {rank} of {size}\n".encode())
+def _begin(stream: dict[str, Any], number: int, count: int) -> None:
+    digest = hashlib.sha256(f"forge-ckpt stream {number} of {count}\n".encode())
     digest.update(repr(stream["python"]).encode())
     digest.update(bytes(stream["torch"].tolist()))
     seed = digest.digest()

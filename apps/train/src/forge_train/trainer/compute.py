@@ -111,6 +111,12 @@ class Compute:
         """Sum over the labels; under tp each rank may hold a part of the vocabulary."""
         if self._cut_logits:
             return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
+        if self.meshes.tp.size > 1 and logits.shape[:2] != labels.shape:
+            raise ValueError(
+                f"logits {tuple(logits.shape)} must be of the tokens {tuple(labels.shape)}, and a head that "
+                "each tp rank has whole gives those of its part of the rows; use parallel.sequence_parallel = "
+                "false, or give the head the role gather_output"
+            )
         return cross_entropy(logits, labels).sum
 
     def _here(self, batch: Batch) -> Batch:

@@ -255,7 +255,7 @@ class Trainer:
             "optimizer": self._part(self.optimizer),
             "loader": self.loader,
             "progress": self.progress,
-            "rng": RNGState(),
+            "rng": RNGState(alike=self.meshes.tp.size),
         }
         for callback in self.callbacks:
             if hasattr(callback, "state_dict"):
