@@ -154,46 +154,44 @@ class _Side:
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """This rank's share of the loss; gradients of the whole step are in place."""
-        first = self.meshes.batch_rank * self.all_rows
-        mine = batch.map(lambda x: x[first : first + self.all_rows])
-        valid = global_count(mine.num_valid, self.meshes)
+        mine = batch.map(self._rows)
+        valid, tp = global_count(mine.num_valid, self.meshes), self.meshes.tp
+        mine = mine.map(self._tokens)
         shares = [torch.zeros(())]
-        mine = mine.map(lambda x: cut_sequence(x, self.meshes.cp))
 
         def loss_of(output: Any, labels: Tensor) -> Tensor:
-            loss, share = self._loss(_logits(output), labels)
-            shares.append(share / valid)
+            logits, counts = _logits(output), tp.rank == 0  # where all of tp have the same sum
+            if tp.size > 1 and logits.size(1) * tp.size == labels.size(1):  # tokens are still cut
+                labels, counts = labels.chunk(tp.size, 1)[tp.rank], True
+            whole = logits.size(-1) == self.width
+            loss = (
+                _token_loss(logits, labels) if whole else vocab_cross_entropy(logits, labels, tp)[0]
+            )
+            shares.append(loss.detach() * counts / valid)
             return loss / valid
 
-        if self.pipeline is not None:
+        if self.pipeline is None:
+            for start in range(0, self.all_rows, self.rows):
+                accumulate(self.model, last=start + self.rows == self.all_rows)
+                part = mine.map(lambda x, at=start: x[at : at + self.rows])  # type: ignore[misc]
+                loss_of(self.model(part.tokens, **part.keywords), part.labels).backward()
+        else:
             self.pipeline.step(mine.tokens, mine.labels, loss_of, **mine.keywords)
             sync_tied_gradients(self.model, self.meshes)
-            return torch.stack(shares).sum()
-        for start in range(0, self.all_rows, self.rows):
-            accumulate(self.model, last=start + self.rows == self.all_rows)
-            part = mine.map(lambda x, at=start: x[at : at + self.rows])  # type: ignore[misc]
-            loss_of(self.model(part.tokens, **part.keywords), part.labels).backward()
         return torch.stack(shares).sum()
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss for the backward, this rank's share of the sum over all ranks)."""
-        tp = self.meshes.tp
-        if tp.size > 1 and logits.size(1) * tp.size == labels.size(1):  # the tokens are still cut
-            loss = _token_loss(logits, labels.chunk(tp.size, 1)[tp.rank])
-            return loss, loss.detach()
-        if logits.size(-1) == self.width:
-            loss = _token_loss(logits, labels)
-        else:
-            loss = vocab_cross_entropy(logits, labels, tp)[0]
-        return loss, loss.detach() * (tp.rank == 0)
+    def _rows(self, x: Tensor) -> Tensor:
+        """Those of all micro-batches of this rank."""
+        first = self.meshes.batch_rank * self.all_rows
+        return x[first : first + self.all_rows]
+
+    def _tokens(self, rows: Tensor) -> Tensor:
+        return cut_sequence(rows, self.meshes.cp)
 
     def stream_error(self, parts: list[Tensor], whole: Tensor) -> float:
         """Of what a layer gave in each micro-batch; 0 where shapes do not say which part it is."""
-        first, tp = self.meshes.batch_rank * self.all_rows, self.meshes.tp
-        worst = 0.0
-        for index, part in enumerate(parts):
-            start = first + index * self.rows
-            right = cut_sequence(whole[start : start + self.rows], self.meshes.cp)
+        tp, worst = self.meshes.tp, 0.0
+        for part, right in zip(parts, self._tokens(self._rows(whole)).split(self.rows)):
             if part.size(1) * tp.size == right.size(1):
                 right = right.chunk(tp.size, 1)[tp.rank]
             worst = max(worst, _error(part, right) if part.shape == right.shape else 0.0)
