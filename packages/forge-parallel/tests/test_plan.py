@@ -235,6 +235,24 @@ def test_what_does_not_fit_is_said(options: dict[str, Any], message: str) -> Non
                   micro_batch=sizes["micro_batch"], seq_len=sizes["seq"])  # fmt: skip
 
 
+def test_a_model_without_parts_is_planned_without_a_pipeline() -> None:
+    model: Any = on_meta()
+    model.pipeline_parts = None
+    with pytest.raises(ValueError, match="pp 2: Llama must offer pipeline_parts"):
+        plan(model, 4, pp=2)
+    found = search(Wish(Profile(model, SEQ), ParallelConfig(), 4, 32, H200, 4))
+    assert {c.case.layout.pp for c in found} == {1}
+
+
+def test_a_part_of_a_layer_must_be_the_multiple_that_its_role_says() -> None:
+    model: Any = on_meta()
+    roles = model.parallel_roles() | {
+        "layers.*.gate_proj.*": {"role": "colwise", "multiple_of": 160}
+    }
+    model.parallel_roles = lambda: roles
+    assert "gate_proj" in str(Profile(model, SEQ).misfit_tp(2))
+
+
 def test_tp_leaves_its_node_only_when_told() -> None:
     with pytest.raises(ValueError, match="inside a node"):
         plan(on_meta(heads=16, kv_heads=16), 16, tp=16)

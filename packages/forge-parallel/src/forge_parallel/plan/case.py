@@ -24,8 +24,7 @@ class Storage:
 
     moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, their
     gradient by default; workspace: of the loss, at most. sync_once: gradients are kept whole until the last
-    micro-batch; gathers: how often a whole input is gathered under tp where Forge does it once for
-    siblings; whole_logits: logits are gathered; compiled_tp: tp does not break compilation.
+    micro-batch; whole_logits: logits are gathered; compiled_tp: tp does not break compilation.
     """
 
     weights: int = 4
@@ -34,7 +33,6 @@ class Storage:
     loss: float = 2
     workspace: float = 2**30
     sync_once: bool = False
-    gathers: float = 1.0
     whole_logits: bool = False
     compiled_tp: bool = True
 
@@ -191,6 +189,6 @@ def _problems(case: Case) -> list[str]:
         found.append(f"seq_len {p.seq_len} must be divisible by {pieces} (cp {d.cp}, tp {d.tp})")
     if d.cp > 1 and not p.has_attend:
         found.append(f"cp {d.cp} needs attention with an attribute attend")
-    if d.pp > 1 and not p.cuttable:
-        return [*found, f"pp {d.pp} needs a model with pipeline_parts()"]
+    if d.pp > 1 and p.uncuttable:
+        return [*found, f"pp {d.pp}: {p.uncuttable}"]
     return found + schedule_problems(c, case.num_micro_batches, len(p.order))

@@ -7,7 +7,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from forge_parallel.plan.case import Case, Load
-from forge_parallel.plan.profile import Part, Row
+from forge_parallel.plan.profile import Part, Row, local_shape
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ def held(part: Part, case: Case) -> Held:
     """Counted once for all cases of a shape."""
 
     def count() -> Held:
-        local = [(row, local_numel(row, case)) for row in part.rows]
-        whole = [(row.role == "expert", numel * _shards(row, case)) for row, numel in local]
-        return Held(
-            sum(numel for _, numel in local),
-            sum(numel for row, numel in local if row.trains),
-            sum(numel for expert, numel in whole if not expert),
-            sum(numel for expert, numel in whole if expert),
-        )
+        local = trained = dense = experts = 0
+        for row in part.rows:
+            numel, is_expert = local_numel(row, case), row.role == "expert"
+            local += numel
+            trained += numel * row.trains
+            dense += numel * _shards(row, case) * (not is_expert)
+            experts += numel * _shards(row, case) * is_expert
+        return Held(local, trained, dense, experts)
 
     return case.profile.once(("held", id(part), case.layout[2:]), count)
 
@@ -64,7 +64,10 @@ def held(part: Part, case: Case) -> Held:
 def local_numel(row: Row, case: Case) -> int:
     """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, and cuts
     stacks of fewer experts than shards inside each (`axes.fsdp.shard_of`)."""
-    shape, parts = row.local(case.layout.tp, case.layout.ep), _shards(row, case)
+    shape, parts = (
+        local_shape(row.shape, row.role, case.layout.tp, case.layout.ep),
+        _shards(row, case),
+    )
     if len(shape) == 3 and shape[0] < parts and shape[1] % parts == 0:
         return prod(shape) // parts
     return ceil(shape[0] / parts) * prod(shape[1:]) if shape else 1
@@ -75,15 +78,13 @@ def _shards(row: Row, case: Case) -> int:
     return case.topology.axes()["efsdp" if row.role == "expert" else "fsdp"][0]
 
 
-def stage_memory(case: Case, pp_rank: int = 0) -> Memory:
+def stage_memory(case: Case, pp_rank: int) -> Memory:
     """Memory of a rank of pipeline stage(s) `pp_rank`."""
     load, s = case.load(pp_rank), case.storage
-    local, trained, *_ = (sum(numbers) for numbers in zip(*(held(p, case) for p in load.parts)))
-    on_device = 0 if case.config.cpu_offload else 1
-    weights, gradients, moments = (
-        on_device * n * b
-        for n, b in ((local, s.weights), (trained, s.gradients), (trained, s.moments))
-    )
+    parts = [] if case.config.cpu_offload else [held(part, case) for part in load.parts]
+    trained = sum(part.trained for part in parts)
+    weights = sum(part.local for part in parts) * s.weights
+    gradients, moments = trained * s.gradients, trained * s.moments
     in_flight = micro_batches_in_flight(case, pp_rank)
     activations = case.micro_batch * in_flight * _kept(case, load)
     recomputed = case.micro_batch * _transient(case, load)

@@ -10,7 +10,7 @@ from torch import nn
 from forge_parallel.axes.fsdp import blocks_of, own_dtype
 from forge_parallel.axes.roles import Matched, check_cuts, match_roles
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import parts_of
+from forge_parallel.pipeline.parts import Parts, parts_of
 
 T = TypeVar("T")
 #: What stands behind the blocks of a model that does not say so.
@@ -25,17 +25,6 @@ class Row(NamedTuple):
     role: str
     trains: bool
 
-    def local(self, tp: int, ep: int) -> tuple[int, ...]:
-        """Shape on the first rank of its tp group, or of its ep group for an expert."""
-        whole = self.shape
-        if self.role == "expert":
-            return (-(-whole[0] // ep), *whole[1:])
-        if self.role in ("colwise", "gather_output", "vocab"):
-            return (-(-whole[0] // tp), *whole[1:])
-        if self.role == "rowwise" and len(whole) > 1:
-            return (whole[0], -(-whole[1] // tp))
-        return whole
-
 
 class Part(NamedTuple):
     """Parameters that lie and are gathered together, and their forward FLOPs per token."""
@@ -47,9 +36,10 @@ class Part(NamedTuple):
 class Profile:
     """Parameters and FLOPs of `model` in rows of `seq_len` tokens, block by block.
 
-    `numel` counts parameters once each, `flops` and `head_flops` are of a token's forward. `order` gives the kind of each block of `model.blocks()`: blocks of equal modules and shapes are of one
-    kind. `samples` holds the names and kinds of the first two of each. Reads shapes only: a model on the
-    meta device will do.
+    `numel` counts each parameter once; `flops` are of one token's forward, `head_flops` those outside blocks.
+    `order` gives the kind of each block of `model.blocks()`: blocks of equal modules and shapes are of one
+    kind. `samples` holds the names and kinds of the first two of each. `uncuttable` says why there can be no
+    pipeline, if so. Reads shapes only: a model on the meta device will do.
     """
 
     def __init__(self, model: nn.Module, seq_len: int) -> None:
@@ -61,10 +51,11 @@ class Profile:
         except ValueError:  # all is opaque then, and `misfit_tp` says why
             self.matched = Matched({}, (), (), ())
         self._find_kinds()
-        offer: Any = getattr(model, "pipeline_parts", None)
-        self.cuttable = callable(offer)
-        said = offer() if self.cuttable else {"first": (), "last": _USUAL_LAST}
-        self._ends = [tuple(f"{name}." for name in said[end]) for end in ("first", "last")]
+        self.uncuttable: str | None = None
+        try:
+            self.parts = parts_of(model)
+        except ValueError as error:
+            self.parts, self.uncuttable = Parts((), "", _USUAL_LAST), str(error)
         self.has_attend = any(hasattr(module, "attend") for module in model.modules())
         self.numel = sum(p.numel() for p in model.parameters())
         blocks = sum(self.kinds[k].flops for k in self.order)
@@ -106,7 +97,8 @@ class Profile:
 
     def ends(self, first: bool, last: bool) -> Part:
         """What stands before the blocks, after them, or both; a tied embedding is on either end."""
-        before, after = self._ends
+        before = tuple(f"{name}." for name in self.parts.first)
+        after = tuple(f"{name}." for name in self.parts.last)
 
         def stands(name: str) -> bool:
             behind = name.startswith(after)
@@ -148,9 +140,20 @@ class Profile:
         """The blocks of each pipeline stage, as `forge_parallel.pipeline.split` cuts them."""
 
         def cut() -> list[range]:
-            return stage_ranges(block_costs(self.model, parts_of(self.model), self.seq_len), stages)
+            return stage_ranges(block_costs(self.model, self.parts, self.seq_len), stages)
 
         return [range(len(self.order))] if stages == 1 else self.once(("stages", stages), cut)
+
+
+def local_shape(whole: tuple[int, ...], role: str, tp: int, ep: int = 1) -> tuple[int, ...]:
+    """That of a parameter on the first rank of its tp group, or of its ep group for an expert."""
+    if role == "expert":
+        return (-(-whole[0] // ep), *whole[1:])
+    if role in ("colwise", "gather_output", "vocab"):
+        return (-(-whole[0] // tp), *whole[1:])
+    if role == "rowwise" and len(whole) > 1:
+        return (whole[0], -(-whole[1] // tp))
+    return whole
 
 
 def forward_flops(module: nn.Module, seq_len: int) -> float:

@@ -96,7 +96,7 @@ def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
     tps = [n for n in _powers(inside) if p.misfit_tp(n) is None]
     eps = [n for n in _powers(inside) if p.num_experts and p.num_experts % n == 0] or [1]
     cps = [n for n in _powers(world) if n == 1 or p.seq_len // n >= 4096]
-    pps = [n for n in range(1, len(p.order) + 1) if world % n == 0] if p.cuttable else [1]
+    pps = [n for n in range(1, len(p.order) + 1) if world % n == 0 and not p.uncuttable]
     copies = [n for n in _powers(max(1, world // node)) if world % n == 0]
     schedules = list(dict.fromkeys((config.pp_schedule, "1f1b", "interleaved_1f1b")))
     for tp, cp, pp, replicate, ep in product(tps, cps, pps or [1], copies, eps):

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from forge_parallel._torch_compat import DispatchMode, memory_of
 from forge_parallel.axes.fsdp import blocks_of, own_dtype
-from forge_parallel.plan.profile import Profile, Row
+from forge_parallel.plan.profile import Profile, local_shape
 from forge_parallel.recompute import _is_kept, _tensors
 
 
@@ -106,7 +106,7 @@ def _part_of_a_rank(profile: Profile, tp: int, dtype: torch.dtype) -> nn.Module:
     copies: dict[int, Any] = {id(b): _Skip() for b in blocks_of(model) if b not in samples}
     own = {id(p): d for m in model.modules() if (d := own_dtype(m)) for p in m.parameters()}
     for name, p in model.named_parameters():
-        shape = Row(name, tuple(p.shape), profile.role(name), p.requires_grad).local(tp, ep=1)
+        shape = local_shape(tuple(p.shape), profile.role(name), tp)
         empty = torch.empty(shape, dtype=own.get(id(p), dtype))
         copies[id(p)] = nn.Parameter(empty, p.requires_grad)
     for buffer in model.buffers():

@@ -26,7 +26,7 @@ class Traffic:
     seconds: float
 
 
-def stage_traffic(case: Case, pp_rank: int = 0) -> list[Traffic]:
+def stage_traffic(case: Case, pp_rank: int) -> list[Traffic]:
     """The axes with more than one rank, on a rank of pipeline stage(s) `pp_rank`."""
     load, m = case.load(pp_rank), case.num_micro_batches
     fsdp, efsdp = _weights(case, load)
@@ -85,11 +85,8 @@ def _streams(case: Case, load: Load) -> tuple[float, float, float]:
     again = 1.0 / case.config.recompute_every if case.config.recompute == "full" else 0.0
     parts = [(case.trace.kinds[k], (2.0 + again) * case.micro_batch) for k in load.kinds]
     parts += [(part, 2.0 * case.micro_batch) for part in load.traced_ends(case.trace)]
-    return (
-        case.storage.gathers * sum(times * kept.sent["tp"] for kept, times in parts),
-        sum(times * kept.sent["cp"] for kept, times in parts),
-        sum(times * _travel(case, kept) for kept, times in parts),
-    )
+    tp, cp = (sum(times * kept.sent[axis] for kept, times in parts) for axis in ("tp", "cp"))
+    return tp, cp, sum(times * _travel(case, kept) for kept, times in parts)
 
 
 def _travel(case: Case, kept: Kept) -> float:
