@@ -79,7 +79,7 @@ def convert_float8(
     _check(model, recipe, all_gather, place, tp)
     torchao = _torchao()
     mark(model, "float8")
-    roles = role_names(model) if roles is None else roles
+    roles = _roles(model, tp) if roles is None else roles
     gains = _gains(recipe, min_dim)
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     rows = []
@@ -189,6 +189,16 @@ def _why_kept(model: nn.Module, name: str, role: str | None, keep: Sequence[str]
     if any(isinstance(getattr(m, "compute_dtype", None), torch.dtype) for m in inside):
         return "kept: computes in a dtype of its own"
     return ""
+
+
+def _roles(model: nn.Module, tp: int) -> Mapping[str, str]:
+    """What the model says; nothing where tp does not cut it and its plan is in words that we do not know."""
+    try:
+        return role_names(model)
+    except ValueError:
+        if tp > 1:
+            raise
+        return {}
 
 
 def _role(roles: Mapping[str, str], name: str) -> str | None:

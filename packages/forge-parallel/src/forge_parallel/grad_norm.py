@@ -62,7 +62,11 @@ def global_grad_norm(
     if norm_type == math.inf:
         both = extra.double()
         if many:
-            dist.all_reduce(local, dist.ReduceOp.MAX, group)
+            # a maximum over ranks may lose a NaN, so it travels as a number of its own
+            nan = local.isnan()
+            largest = torch.stack([local.masked_fill(nan, 0.0), nan.double()])
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            local = largest[0].masked_fill(largest[1] > 0, math.nan)
             if sums is not None:
                 dist.all_reduce(both, group=group)
         return local.float(), None if sums is None else both.to(extra.dtype)

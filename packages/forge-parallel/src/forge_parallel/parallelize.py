@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch import nn
 
 from forge_parallel.axes.fsdp import apply_fsdp, blocks_of
 from forge_parallel.axes.host_inputs import keep_on_host
-from forge_parallel.axes.roles import role_names
+from forge_parallel.axes.roles import match_roles, rows_of
 from forge_parallel.config import ParallelConfig, lies_as_said
 from forge_parallel.meshes import Meshes, make_meshes
 from forge_parallel.pipeline.schedule import keeps_gathered
+from forge_parallel.suits import check_model, expert_names
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -40,7 +40,11 @@ def parallelize(
     offered, names the modules that are wrapped, recomputed and compiled one by one. tp needs a table of
     `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
     `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts are spread before, by whoever made them. A model with values must have
-    the same values on all ranks: each keeps its share of them, nothing is sent.
+    the same values on all ranks: each keeps its share of them, nothing is sent. Parameters in 16 bits become
+    fp32, which is what is updated.
+
+    Raises ValueError, before anything is changed, for a model that the layout would compute wrongly: experts
+    that lie on no ranks of ep, a parameter in several blocks, recomputation without blocks.
 
     `seq_len` weighs attention when the depth is cut; `recompute_contexts` are of what must be replayed in
     a recomputation (forge_moe has one for routes). `report` is called with a table of what computes in
@@ -50,10 +54,23 @@ def parallelize(
     """
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
+    check_model(model, config, meshes, roles)
+    _make_masters(model)
+    if roles is not None and meshes.tp.size > 1:
+        match_roles(
+            model, roles, strict=True
+        )  # by the whole model: a stage has a part of the names
     for part in _stages(model, config, meshes, seq_len):
-        _adapt(part, config, meshes, roles, recompute_contexts, report)
+        _adapt(part, config, meshes, rows_of(part, roles), recompute_contexts, report)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)
+
+
+def _make_masters(model: nn.Module) -> None:
+    """What came in 16 bits (a downloaded model) is kept and updated in fp32."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
 
 
 def _stages(
@@ -143,9 +160,7 @@ def _experts(model: nn.Module, meshes: Meshes, roles: Mapping[str, Any] | None) 
     """Modules whose parameters have the role `expert`, where they lie apart from the others."""
     if meshes.sparse is None:
         return []
-    patterns = [pattern for pattern, role in role_names(model, roles).items() if role == "expert"]
-    names = [n for n, _ in model.named_parameters() if any(fnmatchcase(n, p) for p in patterns)]
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in expert_names(model, roles))
     return [model.get_submodule(owner) for owner in owners]
 
 

@@ -123,9 +123,11 @@ def _prefetch(blocks: list[nn.Module]) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """`model.blocks()`, or nothing where it offers none."""
+    """`model.blocks()`, or the children of a container of that name; nothing where there is none."""
     offer: Any = getattr(model, "blocks", None)
-    return list(offer()) if callable(offer) else []
+    if isinstance(offer, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return list(offer.children())
+    return list(offer()) if callable(offer) and not isinstance(offer, nn.Module) else []
 
 
 def _is_spread(module: nn.Module) -> bool:

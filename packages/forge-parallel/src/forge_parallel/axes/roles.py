@@ -8,7 +8,6 @@ a module that is to see whole tokens, "expert" a stack of experts, whose parent 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -86,10 +85,18 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
         role = rows[pattern].name
         if named and role not in _WITHOUT_PARAMETERS:
             problems.append(f"{named[0]}: role {role!r} must have parameters, and it has none")
-        if strict and not named and not _is_pruned(model, pattern):
+        if strict and not named:
             problems.append(f"row {pattern!r} matches no parameter; remove or correct it")
     _raise(problems)
     return _resolve(found, rows)
+
+
+def rows_of(part: nn.Module, table: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The rows of a table that speak of a part of the model that it is about."""
+    if table is None:
+        return None
+    names = [n for n, _ in part.named_parameters()] + [n for n, _ in part.named_modules()]
+    return {row: role for row, role in table.items() if any(fnmatchcase(n, row) for n in names)}
 
 
 def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -257,15 +264,6 @@ def _uneven(name: str, role: str, whole: int, unit: int, size: int) -> str:
 
 def _within(name: str, region: str) -> bool:
     return region in ("", name) or name.startswith(f"{region}.")
-
-
-def _is_pruned(model: Any, pattern: str) -> bool:
-    """Whether a pattern leads to something that is None: a part that another pipeline stage has."""
-    for key in re.split(r"[*?\[]", pattern, maxsplit=1)[0].split("."):
-        model = getattr(model, key, model)
-        if model is None:
-            return True
-    return False
 
 
 def _raise(problems: list[str]) -> None:
