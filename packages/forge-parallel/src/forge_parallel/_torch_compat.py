@@ -34,6 +34,31 @@ def set_timeout(group: Any, seconds: float) -> None:
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+def reduce_what_waits(module: Any) -> None:
+    """Let an FSDP2 module's gradients of earlier micro-batches be reduced if the last one does not use it.
+
+    HSDP's sum over copies waits for the last micro-batch, and torch forgets what waits in a module that
+    gets no gradient there, until a later step finds it. Such a module then reduces zeros, and with them the rest.
+    """
+    state = module._get_fsdp_state()
+    finish = state._root_post_backward_final_callback
+
+    def first_reduce() -> None:
+        for other in state._state_ctx.all_states:
+            for group in getattr(other, "_fsdp_param_groups", None) or [other._fsdp_param_group]:
+                if group is None or group._partial_reduce_output is None or not group.all_reduce_grads:
+                    continue
+                for parameter in group.fsdp_params:
+                    if parameter.sharded_param.requires_grad:
+                        dtype = group._reduce_dtype or parameter.unsharded_param.dtype
+                        zeros = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
+                        parameter.unsharded_accumulated_grad = zeros
+                group.post_backward()
+        finish()
+
+    state._root_post_backward_final_callback = first_reduce
+
+
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """A new tensor with the sum over ranks, by the ops that compile and fake groups know."""
     ops = torch.ops._c10d_functional

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from forge_parallel._torch_compat import reduce_what_waits
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def apply_fsdp(
             ),
         )
         sum_gradients(module)
+        if its_mesh.ndim > 1:
+            reduce_what_waits(module)
         for name in getattr(module, "forward_methods", ()):
             register_fsdp_forward_method(module, name)
     if spread:
