@@ -1,0 +1,258 @@
+"""Models that a layout would compute wrongly are refused before anything is changed, on every rank alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+from forge_parallel import (
+    ParallelConfig,
+    accumulate,
+    global_grad_norm,
+    make_meshes,
+    parallelize,
+)
+from forge_testing import run_on_ranks
+
+ROLES = {"*emb.*": "vocab", "layers.*": "opaque", "norm.*": "sequence", "head.*": "gather_output"}
+
+
+class Net(nn.Module):
+    """Embedding, four blocks, norm and head, which say what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 16, bias=False)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        return {"first": ("emb",), "blocks": "layers", "last": ("norm", "head")}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens if tokens.is_floating_point() else self.emb(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x if self.norm is None else self.head(self.norm(x))
+
+
+def tied() -> Net:
+    net = Net()
+    net.head.weight = net.emb.weight
+    return net
+
+
+def one_block_four_times() -> Net:
+    net = Net()
+    net.layers = nn.ModuleList([nn.Linear(8, 8)] * 4)
+    return net
+
+
+def a_bias_in_two_blocks() -> Net:
+    net = Net()
+    net.layers[1].bias = net.layers[0].bias
+    return net
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8, 8))
+
+
+def experts() -> Net:
+    net = Net()
+    net.layers = nn.ModuleList(Stack() for _ in range(2))
+    return net
+
+
+def experts_beside_their_router() -> Net:
+    net = experts()
+    for layer in net.layers:
+        layer.router = nn.Linear(8, 4)
+    return net
+
+
+def no_blocks() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8))
+
+
+EXPERTS = {**ROLES, "layers.*": "expert"}
+BESIDE = {
+    **ROLES,
+    "layers.*": "replicate_sum_grad",
+    "layers.?.weight": "expert",
+}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
+    "ends tied by assignment": (
+        tied, {"pp": 2}, None, "emb.weight and head.weight: are one parameter"),
+    "a block used four times, in a pipeline": (
+        one_block_four_times, {"pp": 2}, None, "layers.0.weight and layers.1.weight"),
+    "a parameter of two blocks": (
+        a_bias_in_two_blocks, {}, None, "layers.0.bias and layers.1.bias: are one parameter"),
+    "experts on no rank of ep": (
+        experts, {"ep": 2}, EXPERTS, "ep 2 must have experts that lie on its ranks, and layers.0.weight"),
+    "ep without experts": (Net, {"ep": 2}, ROLES, "no parameter has the role expert"),
+    "experts beside a router": (
+        experts_beside_their_router, {"tp": 2}, BESIDE, "layers.0: holds experts and layers.0.router"),
+    "recomputation without blocks": (
+        no_blocks, {"recompute": "full"}, None, "Sequential offers none"),
+}  # fmt: skip
+
+
+def refusal(make: Callable[[], nn.Module], layout: dict[str, Any], roles: Any) -> str:
+    config = ParallelConfig(device="cpu", precision="fp32", **layout)
+    meshes, model = make_meshes(config), make()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    try:
+        parallelize(model, config, meshes, roles=roles)
+    except ValueError as error:
+        assert {name: id(p) for name, p in model.named_parameters()} == before
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind: str) -> None:
+    *job, says = REFUSED[kind]
+    for said in run_on_ranks(2, refusal, *job):
+        assert says in said
+
+
+@pytest.mark.distributed
+def test_a_block_used_four_times_is_one_unit_of_fsdp() -> None:
+    assert run_on_ranks(2, refusal, one_block_four_times, {}, None) == [""] * 2
+    assert run_on_ranks(2, refusal, tied, {}, None) == [""] * 2
+
+
+@pytest.mark.distributed
+def test_stages_take_the_rows_of_a_table_that_are_theirs() -> None:
+    numbered = {f"layers.{i}.*": "opaque" for i in range(4)}
+    table = {row: role for row, role in ROLES.items() if row != "layers.*"} | numbered
+    for roles in (ROLES, table):
+        assert run_on_ranks(4, refusal, Net, {"pp": 2, "tp": 2}, roles) == [""] * 4
+    for said in run_on_ranks(4, refusal, Net, {"pp": 2, "tp": 2}, {**table, "gone.*": "opaque"}):
+        assert "'gone.*' matches no parameter" in said
+
+
+def half(precision: str) -> tuple[set[torch.dtype], torch.dtype]:
+    model = Net().bfloat16()
+    model.norm.float()
+    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    parallelize(model, config, make_meshes(config))
+    return {p.dtype for p in model.parameters()}, model(torch.zeros(2, 3).long()).dtype
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_comes_in_bf16_is_updated_in_fp32(ranks: int) -> None:
+    assert run_on_ranks(ranks, half, "fp32")[0] == ({torch.float32}, torch.float32)
+    assert run_on_ranks(ranks, half, "bf16")[0] == ({torch.float32}, torch.bfloat16)
+
+
+class Blocks(nn.Module):
+    """A container in the place of the method, as in many models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+def wrapped() -> list[str]:
+    config = ParallelConfig(device="cpu")
+    model = parallelize(Blocks(), config, make_meshes(config))
+    model(torch.ones(2, 8)).sum().backward()
+    return [type(block).__name__ for block in model.blocks]
+
+
+@pytest.mark.distributed
+def test_blocks_may_be_a_list_of_modules() -> None:
+    assert run_on_ranks(2, wrapped)[0] == ["FSDPLinear"] * 2
+
+
+def largest(bad: int) -> float:
+    import torch.distributed as dist
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = torch.full((2,), math.nan if dist.get_rank() == bad else 1.0)
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))
+    parameter.grad = DTensor.from_local(part, mesh, [Shard(0)])
+    return float(global_grad_norm([parameter], math.inf)[0])
+
+
+@pytest.mark.distributed
+def test_a_nan_of_any_rank_is_in_the_maximum() -> None:
+    for bad in range(3):
+        assert all(math.isnan(norm) for norm in run_on_ranks(3, largest, bad))
+    assert run_on_ranks(3, largest, -1) == [1.0] * 3
+
+
+class Sometimes(nn.Module):
+    """Its middle block is left out at times, as pictures are in some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.first, self.middle, self.last]
+
+    def forward(self, x: Tensor, middle: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x + torch.tanh(self.middle(x)) if middle else x)
+
+
+STEPS = [(True, False), (True, True), (False, False), (True, False)]
+
+
+def gradients(model: nn.Module, rank: int, ranks: int) -> list[dict[str, Tensor | None]]:
+    """Of each step of two micro-batches, in which the middle is used as STEPS says."""
+    found: list[dict[str, Tensor | None]] = []
+    for step, used in enumerate(STEPS):
+        rows = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(step))
+        for micro, middle in enumerate(used):
+            accumulate(model, last=micro == 1)
+            model(rows[micro].chunk(ranks)[rank], middle).square().sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        found.append(
+            {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        )
+        model.zero_grad()
+    return found
+
+
+def spread(layout: dict[str, int]) -> list[dict[str, Tensor | None]]:
+    config = ParallelConfig(device="cpu", precision="fp32", **layout)  # type: ignore[arg-type]
+    meshes = make_meshes(config)
+    model = parallelize(Sometimes(), config, meshes)
+    return gradients(model, meshes.batch_rank, meshes.batch_size)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [{}, {"dp_replicate": 2}, {"dp_replicate": 4}], ids=str)
+def test_a_block_that_the_last_micro_batch_leaves_out_keeps_its_gradients(
+    layout: dict[str, int],
+) -> None:
+    wanted = gradients(Sometimes(), 0, 1)
+    for got in run_on_ranks(4, spread, layout):
+        for mine, theirs in zip(got, wanted, strict=True):
+            for name, gradient in theirs.items():
+                if gradient is None:
+                    assert mine[name] is None, name
+                else:
+                    torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-5)
