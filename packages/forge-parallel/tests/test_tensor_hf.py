@@ -108,4 +108,4 @@ def _cut_stream():
 
 def test_sequence_parallelism_of_a_plan_is_refused():
     message = run_on_ranks(2, _cut_stream)[0]
-    assert "sequence_parallel must be off for a tp_plan (LlamaForCausalLM reads lengths" in message
+    assert "must be off for a model of Hugging Face (LlamaForCausalLM reads lengths" in message

@@ -46,7 +46,11 @@ def reduce_what_waits(module: Any) -> None:
     def first_reduce() -> None:
         for other in state._state_ctx.all_states:
             for group in getattr(other, "_fsdp_param_groups", None) or [other._fsdp_param_group]:
-                if group is None or group._partial_reduce_output is None or not group.all_reduce_grads:
+                if (
+                    group is None
+                    or group._partial_reduce_output is None
+                    or not group.all_reduce_grads
+                ):
                     continue
                 for parameter in group.fsdp_params:
                     if parameter.sharded_param.requires_grad:
@@ -89,10 +93,15 @@ def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
     return start_reduce_scatter(x, size, group_name)()
 
 
-def overlap_matmuls() -> None:
-    """Let inductor split tensor-parallel matmuls to overlap their collectives (async tp)."""
-    from torch._inductor import config
+def overlap_matmuls(group_name: Any) -> None:
+    """Let inductor split matmuls to overlap their collectives over a group (async tp); unrun on a GPU.
 
+    It leaves groups alone whose ranks have not been given symmetric memory.
+    """
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group_name)
     config._micro_pipeline_tp = True
 
 

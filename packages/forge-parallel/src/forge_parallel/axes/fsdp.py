@@ -130,7 +130,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     offer: Any = getattr(model, "blocks", None)
     if isinstance(offer, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return list(offer.children())
-    return list(offer()) if callable(offer) and not isinstance(offer, nn.Module) else []
+    named = callable(offer) and not isinstance(offer, nn.Module)
+    return list(dict.fromkeys(offer())) if named else []  # one that is used twice, once
 
 
 def _is_spread(module: nn.Module) -> bool:

@@ -32,8 +32,20 @@ class Inputs:
 
     def __init__(self) -> None:
         self.open = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing."""
         self.given: Tensor | None = None
         self.whole: Tensor | None = None
+        self.state: tuple[int, bool] | None = None
+
+    def of(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
+        """`enter(x)`, or what the last sibling got for the same x: not written to since, of the same grad mode."""
+        state = (-1 if x.is_inference() else x._version, torch.is_grad_enabled())
+        if self.whole is None or self.given is not x or self.state != state:
+            self.given, self.whole, self.state = x, enter(x), state
+        return self.whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +59,7 @@ class Place:
     def enter(self, x: Tensor) -> Tensor:
         """Whole tokens for a layer cut by outputs."""
         shared = self.inputs
-        if shared is None or not shared.open:
-            return self._enter(x)
-        if shared.given is not x or shared.whole is None:
-            shared.given, shared.whole = x, self._enter(x)
-        return shared.whole
+        return shared.of(x, self._enter) if shared is not None and shared.open else self._enter(x)
 
     def _enter(self, x: Tensor) -> Tensor:
         return gather(x, self.ranks, token_dim(x)) if self.tokens_cut else copy(x, self.ranks)
@@ -133,11 +141,13 @@ class Siblings(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.tp_inputs
-        inputs.open, inputs.given, inputs.whole = True, None, None
+        inputs.open = True
+        inputs.clear()
         try:
             return super().forward(*args, **kwargs)
         finally:
-            inputs.open, inputs.given, inputs.whole = False, None, None
+            inputs.open = False
+            inputs.clear()
 
 
 class Opaque(nn.Module):
@@ -146,14 +156,16 @@ class Opaque(nn.Module):
     tp: Place
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        ranks = self.tp.ranks
-        args, kwargs = _first(args, kwargs, lambda x: join(x, ranks, token_dim(x)))
+        whole = _join_streams((*args, *kwargs.values()), self.tp.ranks)
+        args = tuple(whole.get(id(a), a) for a in args)
+        kwargs = {key: whole.get(id(a), a) for key, a in kwargs.items()}
         out = super().forward(*args, **kwargs)
-        one = isinstance(out, Tensor)
-        (out, *more), _ = _first(
-            (out,) if one else tuple(out), {}, lambda y: cut(y, ranks, token_dim(y))
-        )
-        return out if one else (out, *more)
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        stream = next((i for i, value in enumerate(outs) if _is_stream(value)), None)
+        if stream is None:
+            raise ValueError("an opaque module must return the stream as a float tensor")
+        outs[stream] = cut(outs[stream], self.tp.ranks, token_dim(outs[stream]))
+        return outs[0] if isinstance(out, Tensor) else tuple(outs)
 
 
 class Routed(nn.Module):
@@ -172,17 +184,18 @@ class Routed(nn.Module):
         return join(out, place.ranks, dim)
 
 
-def _first(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with their first float tensor changed: the stream."""
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return (*args[:i], change(value), *args[i + 1 :]), kwargs
-    for key, value in kwargs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return args, {**kwargs, key: change(value)}
-    raise ValueError("an opaque module must take and return the stream as a float tensor")
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _join_streams(values: tuple[Any, ...], ranks: Ranks) -> dict[int, Tensor]:
+    """{id: whole tokens} of the first float tensor and of those with as many tokens (queries, keys, values)."""
+    floats = [value for value in values if _is_stream(value)]
+    if not floats:
+        raise ValueError("an opaque module must take the stream as a float tensor")
+    first, dim = floats[0], token_dim(floats[0])
+    streams = {id(x): x for x in floats if x.shape[: dim + 1] == first.shape[: dim + 1]}
+    return {key: join(x, ranks, dim) for key, x in streams.items()}
 
 
 def _cut_context(value: Any, ranks: Ranks, tokens: int) -> Any:

@@ -196,6 +196,7 @@ def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> Matched:
                 f"{owner}: its parameters must have one role, and have {leaves[owner].name!r} and "
                 f"{role.name!r}; name the module in one row"
             )
+    opaque = {r: None for r in opaque if not any(r != o and _within(r, o) for o in opaque)}
     routed = dict.fromkeys(name.rpartition(".")[0] for name in experts)
     for region in opaque:
         inside = [n for n in (*leaves, *routed) if _within(n, region)]

@@ -15,7 +15,7 @@ under sequence parallelism, routers) are declared as sums over tp, which FSDP2 c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -69,14 +69,14 @@ def tensor_parallel(
     given disjoint tokens either way. `async_tp` lets inductor overlap matmuls and collectives.
 
     FSDP2 must follow, on one rank too: it carries out the sums over tp that gradients wait for. Dropout
-    between layers must draw alike on all ranks without sequence parallelism, apart with it.
+    between layers must draw alike on all ranks without sequence parallelism.
 
     Raises ValueError before anything is changed: a parameter without a role, dims that do not divide.
     """
     ranks = Ranks.of(mesh)
-    planned = roles is None and not hasattr(model, "parallel_roles") and has_plan(model)
+    foreign = not hasattr(model, "parallel_roles") and has_plan(model)
     if sequence_parallel is None:
-        sequence_parallel = not planned
+        sequence_parallel = not foreign
     table = table_of(model, roles)
     if not table:
         raise ValueError(
@@ -86,10 +86,10 @@ def tensor_parallel(
     matched = match_roles(model, table, strict=roles is not None)
     check_cuts(model, matched, ranks.size)
     widths = _logit_widths(model, matched, ranks.size)
-    if planned and sequence_parallel:
+    if foreign and sequence_parallel:
         raise ValueError(
-            f"sequence_parallel must be off for a tp_plan ({type(model).__name__} reads lengths off the stream); "
-            "use sequence_parallel = false"
+            f"sequence_parallel must be off for a model of Hugging Face ({type(model).__name__} reads lengths off "
+            "the stream); use sequence_parallel = false"
         )
     if async_tp and (mesh.device_type != "cuda" or not sequence_parallel):
         raise ValueError(
@@ -98,7 +98,7 @@ def tensor_parallel(
         )
     mark(model, "tensor")
     if async_tp:
-        overlap_matmuls()
+        overlap_matmuls(ranks.name)
     _cut_model(model, mesh, sequence_parallel, matched, widths)
     return model
 
@@ -136,8 +136,9 @@ def _cut_model(
     ranks = Ranks.of(mesh)
     kept: dict[nn.Parameter, nn.Parameter] = {}  # what was tied stays tied
     families = _families(model, matched)
-    for name, role in matched.leaves.items():
-        module: Any = model.get_submodule(name)
+    module: Any
+    for module, name in _once(model, matched.leaves).items():
+        role = matched.leaves[name]
         tokens_cut = sequence_parallel or matched.is_routed(name)
         module.tp = Place(ranks, tokens_cut, families.get(name))
         _cut_parameters(module, role.name, tokens_cut, mesh, kept)
@@ -147,17 +148,23 @@ def _cut_model(
             module.tp_width = widths[name]
         if role.name in _MIXINS:
             swap(module, _MIXINS[role.name])
-    for name in matched.opaque:
-        module = model.get_submodule(name)
+    for module in _once(model, matched.opaque):
         for below in module.modules():
             _cut_parameters(below, "opaque", False, mesh, kept)
         if sequence_parallel:
             module.tp = Place(ranks, True)
             swap(module, Opaque)
-    for name in matched.routed:
-        module = model.get_submodule(name)
+    for module in _once(model, matched.routed):
         module.tp = Place(ranks, sequence_parallel)
         swap(module, Routed)
+
+
+def _once(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, str]:
+    """The modules of these names, one that has several of them by the first."""
+    found: dict[nn.Module, str] = {}
+    for name in names:
+        found.setdefault(model.get_submodule(name), name)
+    return found
 
 
 def _cut_parameters(
@@ -199,8 +206,8 @@ def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]
 def _families(model: nn.Module, matched: Matched) -> dict[str, Inputs]:
     """One `Inputs` for the colwise layers of each parent that has several; the parents are swapped."""
     children: dict[str, list[str]] = {}
-    for name, role in matched.leaves.items():
-        if role.name == "colwise":
+    for name in _once(model, matched.leaves).values():
+        if matched.leaves[name].name == "colwise":
             parent = name.rpartition(".")[0]
             while parent and type(model.get_submodule(parent)).forward is nn.Module.forward:
                 parent = parent.rpartition(".")[0]  # a list or a dict of modules
