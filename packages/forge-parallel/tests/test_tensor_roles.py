@@ -89,12 +89,6 @@ def test_regions_that_cross_are_refused():
         match_roles(outer, roles)
 
 
-def test_a_part_that_another_stage_has_needs_no_parameter():
-    model = Small()
-    model.up = None
-    match_roles(model, {"up.*": "colwise", "down.*": "rowwise"}, strict=True)
-
-
 @pytest.mark.parametrize(
     ("module", "role", "message"),
     [

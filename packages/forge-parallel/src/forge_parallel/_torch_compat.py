@@ -105,6 +105,11 @@ def overlap_matmuls(group_name: Any) -> None:
     config._micro_pipeline_tp = True
 
 
+def in_backward() -> bool:
+    """Whether the autograd engine runs right now, as in a recomputed forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 #: What sees every operator under autograd; public in practice, kept in a private module.
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
 

@@ -51,12 +51,18 @@ def _shared(model: nn.Module, meshes: Meshes) -> list[str]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return [
-        f"{' and '.join(same)}: are one parameter, and {type(model).__name__} holds it in several of its blocks "
-        "and ends, each of which would get its own; let one module outside of the blocks hold it, in a "
-        "pipeline one that `first` and `last` name alike"
+    apart = [
+        same
         for same in names.values()
         if any(len({_place(name, view) for name in same}) > 1 for view in views)
+    ]
+    if not apart:
+        return []
+    more = f" (so are those of {len(apart) - 1} more)" if len(apart) > 1 else ""
+    return [
+        f"{' and '.join(apart[0])}: are one parameter{more}, and {type(model).__name__} holds it in several of "
+        "its blocks and ends, each of which would get its own; let one module outside of the blocks hold it, in "
+        "a pipeline one that `first` and `last` name alike"
     ]
 
 

@@ -91,7 +91,7 @@ def context_parallel(
     attention = ContextAttention(axis, exchange)
     for module in found:
         module.attend = attention  # type: ignore[assignment]  # a callable, not a module
-    arguments = _arguments_with_positions(model)
+    arguments = arguments_with_positions(model)
     if arguments:
         model.__dict__["_forge_arguments"] = arguments
         swap(model, _GivenPositions)
@@ -245,7 +245,7 @@ class _GivenPositions:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _arguments_with_positions(model: nn.Module) -> list[str]:
+def arguments_with_positions(model: nn.Module) -> list[str]:
     """Names of its forward's arguments, if `positions` is among them.
 
     Subclasses that only wrap (`swap`) take anything and say nothing: the class below counts.

@@ -42,7 +42,8 @@ class Inputs:
 
     def of(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
         """`enter(x)`, or what the last sibling got for the same x: not written to since, of the same grad mode."""
-        state = (-1 if x.is_inference() else x._version, torch.is_grad_enabled())
+        untold = torch.compiler.is_compiling() or x.is_inference()
+        state = (0 if untold else x._version, torch.is_grad_enabled())
         if self.whole is None or self.given is not x or self.state != state:
             self.given, self.whole, self.state = x, enter(x), state
         return self.whole

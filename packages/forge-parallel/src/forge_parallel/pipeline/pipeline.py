@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel._torch_compat import pipeline_stage
+from forge_parallel.axes.context import arguments_with_positions
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.schedule import (
@@ -181,7 +182,9 @@ class Pipeline:
                     f"{self.micro_batch} rows; give all rows of the step, cut by cp alone"
                 )
         given = {name: value for name, value in kwargs.items() if value is not None}
-        if self.cut > 1 and not given:  # a stage sees a part of each row, and must know where it is
+        if (
+            self.cut > 1 and not given and arguments_with_positions(self.model)
+        ):  # a stage sees a part of each row, and must know where it is
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
             rows = tuple(value.shape[:1]) if isinstance(value, Tensor) else ()

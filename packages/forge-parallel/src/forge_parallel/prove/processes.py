@@ -90,6 +90,8 @@ def _be_rank(
             limit = timedelta(minutes=10)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         outcome = Outcome("returned", function())
+        if world > 1:
+            dist.barrier()  # who leaves first would reset connections that others still read from
     except BaseException as error:
         kind, text = type(error).__name__, str(error)
         outcome = Outcome(kind, text, time.monotonic(), traceback.format_exc())

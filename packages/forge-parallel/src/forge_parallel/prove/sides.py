@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_parallel._torch_compat import in_backward
 from forge_parallel.axes.context import cut_sequence
 from forge_parallel.axes.fsdp import accumulate, blocks_of
 from forge_parallel.axes.vocab import vocab_cross_entropy
@@ -147,7 +148,7 @@ class _Side:
             num_micro_batches=cell.micro_batches,
             micro_batch=self.rows,
             seq_len=task.seq_len,
-            dim=next(iter(truth.values[0, "stream"].values())).size(-1),
+            dim=_width_of(truth),
         )
         twice = tied_copies(self.model, self.meshes)
         self.counted = [p for p in self.counted if p not in twice]
@@ -198,14 +199,24 @@ class _Side:
         return worst
 
 
+def _width_of(truth: Truth) -> int:
+    """D of the stream that stages hand on."""
+    for stream in truth.values[0, "stream"].values():
+        return stream.size(-1)
+    raise Refused(
+        "pp must have blocks that hand on the stream as one float tensor (B, S, D), and no block does; "
+        "pipeline_parts() says which are the blocks"
+    )
+
+
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """What each layer hands on in the block, (B, S, D), by name; one for each forward."""
+    """What each layer hands on in the block, (B, S, D), by name; one for each forward, not for recomputations."""
     seen: dict[str, list[Tensor]] = {}
 
     def note(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         stream = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(stream, Tensor) and stream.dim() == 3:
+        if isinstance(stream, Tensor) and stream.dim() == 3 and not in_backward():
             seen.setdefault(name, []).append(stream.detach().clone())
 
     layers = layers_of(model).items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_parallel.axes.fsdp import blocks_of
+
 ROWS, IGNORED = 8, -100
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,11 @@ CELLS = (
     Cell("cp", 2, {"cp": 2}),
     Cell("pp", 2, {"pp": 2}, micro_batches=2),
     Cell("hsdp", 4, {"dp_replicate": 2}),
+    Cell("hsdp, accumulation", 4, {"dp_replicate": 2}, micro_batches=2),
     Cell("fsdp x tp", 4, {"tp": 2}),
     Cell("fsdp x tp, whole stream", 4, {"tp": 2, "sequence_parallel": False}),
+    Cell("fsdp x pp", 4, {"pp": 2}, micro_batches=2),
+    Cell("tp x pp", 4, {"tp": 2, "pp": 2}, micro_batches=2),
 )
 
 
@@ -103,9 +110,22 @@ def keywords_of(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the model's longest container, by their full names."""
-    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    found = [(name, m) for name, m in model.named_modules() if name and isinstance(m, lists)]
-    name, longest = max(found, key=lambda pair: len(pair[1]._modules), default=("", nn.Module()))
-    return {f"{name}.{key}": m for key, m in longest._modules.items() if m is not None}
+def layers_of(model: Any) -> dict[str, nn.Module]:
+    """The blocks of the model by their full names, but those that are used twice.
+
+    They are those of `pipeline_parts()`, else of `blocks()`, else the children of the longest container.
+    """
+    named = list(model.named_modules(remove_duplicate=False))
+    if hasattr(model, "pipeline_parts"):
+        within = model.pipeline_parts()["blocks"]
+        found = [(n, m) for n, m in named if n.rpartition(".")[0] == within]
+    elif blocks := blocks_of(model):
+        found = [(n, m) for n, m in named if m in blocks]
+    else:
+        lists = [(n, m) for n, m in named if n and isinstance(m, CONTAINERS)]
+        name, longest = max(
+            lists, key=lambda pair: len(pair[1]._modules), default=("", nn.Module())
+        )
+        found = [(f"{name}.{key}", m) for key, m in longest._modules.items() if m is not None]
+    times = Counter(module for _, module in found)
+    return {name: module for name, module in found if times[module] == 1}
