@@ -64,12 +64,19 @@ class Context(SimpleNamespace):
         return kept[key]
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    return dense(q, k, v, ctx.document_ids)
+
+
+attend.is_causal = True  # type: ignore[attr-defined]
+
+
 class Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.o = nn.Linear(M, H * D), nn.Linear(H * D, M)
         self.k, self.v = nn.Linear(M, K * D), nn.Linear(M, K * D)
-        self.attend = lambda q, k, v, ctx: dense(q, k, v, ctx.document_ids)
+        self.attend = attend
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, D)) for m in (self.q, self.k, self.v))
@@ -282,6 +289,10 @@ def test_what_cannot_work_is_refused() -> None:
             cut_sequence(torch.zeros(1, size), axis)
     with pytest.raises(ValueError, match=r"Sequential has no module with an attribute attend"):
         context_parallel(nn.Sequential(nn.Linear(2, 2)), axis)
+    other = Model()
+    other.layers[1].attend = lambda q, k, v, ctx: dense(q, k, v, None)
+    with pytest.raises(ValueError, match=r"layers.1.attend must be causal .* is_causal = True"):
+        context_parallel(other, axis)
     with pytest.raises(ValueError, match=r"'tree' is unknown; use all_gather or ring"):
         context_parallel(Model(), axis, "tree")
     model = context_parallel(Model(), axis)

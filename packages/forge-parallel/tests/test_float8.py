@@ -276,3 +276,12 @@ def test_under_tensor_parallelism(recipe: str) -> None:
     for alone, cut in run_on_ranks(2, cut_over_ranks, recipe):
         assert 0.005 < alone < 0.1
         assert 0.005 < cut < 1.5 * alone
+
+
+def test_a_plan_of_unknown_words_matters_where_tp_cuts_alone() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    model._tp_plan = {"0": "packed_colwise"}  # type: ignore[assignment]
+    model.config = object()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="tp style packed_colwise must be one of"):
+        convert_float8(model, min_dim=1, tp=2)
+    assert [row.converted for row in convert_float8(model, min_dim=1)] == [True]

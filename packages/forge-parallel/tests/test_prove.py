@@ -52,6 +52,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
+attend.is_causal = True  # type: ignore[attr-defined]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

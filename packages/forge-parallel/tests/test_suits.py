@@ -161,6 +161,16 @@ def test_a_model_that_comes_in_bf16_is_updated_in_fp32(ranks: int) -> None:
     assert run_on_ranks(ranks, half, "bf16")[0] == ({torch.float32}, torch.bfloat16)
 
 
+def test_a_layout_that_nobody_has_chosen_and_ranks_that_nobody_has_joined_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="layout auto must become a layout first"):
+        make_meshes(ParallelConfig(device="cpu", layout="auto"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2 and this process stands alone"):
+        make_meshes(ParallelConfig(device="cpu"))
+
+
 class Blocks(nn.Module):
     """A container in the place of the method, as in many models."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,17 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     is used once, so that a broken network shows here and names its axis. Raises ValueError when the axes do
     not multiply to the world size. Usage: `meshes = make_meshes(config)`.
     """
+    if config.layout == "auto":
+        raise ValueError(
+            "parallel: layout auto must become a layout first; forge-train does that, and "
+            "forge_parallel.plan.choose gives its keys"
+        )
+    told = os.environ.get("WORLD_SIZE", "1")
+    if not dist.is_initialized() and told != "1":
+        raise ValueError(
+            f"WORLD_SIZE is {told} and this process stands alone: each would train by itself; use "
+            "`with launch(config) as meshes`, or torch.distributed.init_process_group"
+        )
     device = select_device(config.device) if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     layout = config.axes(world_size)

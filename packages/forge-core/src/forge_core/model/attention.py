@@ -30,6 +30,10 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tenso
     return causal(q, k, v) if plan is None else within_segments(q, k, v, plan)
 
 
+#: Says that another implementation of the same may stand in: scores by D ** -0.5, no window, no bias.
+attend_causally.is_causal = True  # type: ignore[attr-defined]
+
+
 class Attention(nn.Module):
     """Causal self-attention of a decoder block.
 

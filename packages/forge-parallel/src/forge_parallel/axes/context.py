@@ -69,13 +69,15 @@ def context_parallel(
 
     Sets `module.attend` on every module that has this attribute: a callable (q (B, s, H, D), k, v
     (B, s, K, D), ctx) -> like q that is causal within the row, or within the document of
-    `ctx.document_ids` (B, s), which are cut as tokens are. Costs of each attention: `AllGather` is one
+    `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5, no window, no bias. What was
+    there must be the same and say so by `is_causal = True`. Nothing else may mix the tokens of a row. Costs of each attention: `AllGather` is one
     all-gather and one reduce-scatter, `Ring` W - 1 exchanges in forward and 2 W - 1 in backward. With
     document ids there is one more all-gather of (B, s) integers and a host copy per forward, shared by
     the layers through `ctx.once(key, make)`; without `once`, per layer. Recomputation repeats forward's.
 
     If the model's forward has a parameter `positions`, they must be given with each call: a row's own
-    do not count from 0 here. Raises ValueError where no module has `attend`, or an exchange is unknown.
+    do not count from 0 here. Raises ValueError where no module has `attend` or one is not said to be causal,
+    or an exchange is unknown.
     """
     if exchange not in _EXCHANGES:
         raise ValueError(f"exchange {exchange!r} is unknown; use {' or '.join(_EXCHANGES)}")
@@ -85,6 +87,12 @@ def context_parallel(
             f"{type(model).__name__} has no module with an attribute attend(q, k, v, ctx), so its "
             "attention cannot reach over ranks; give its attention one, or use cp 1"
         )
+    for name, module in model.named_modules():
+        if hasattr(module, "attend") and not getattr(module.attend, "is_causal", False):
+            raise ValueError(
+                f"{name}.attend must be causal attention inside of documents with scores by D ** -0.5, which cp "
+                "puts in its place, and does not say so; give the function is_causal = True if it is, or use cp 1"
+            )
     if axis.size == 1:
         return model
     mark(model, "context")
