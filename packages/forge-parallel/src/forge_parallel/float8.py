@@ -78,8 +78,8 @@ def convert_float8(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(model, recipe, all_gather, place, tp)
     torchao = _torchao()
-    mark(model, "float8")
     roles = _roles(model, tp) if roles is None else roles
+    mark(model, "float8")
     gains = _gains(recipe, min_dim)
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     rows = []
