@@ -236,6 +236,7 @@ def sharded(mode: str) -> tuple[float, dict[str, int]]:
     return error, since(before)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_under_fsdp(mode: str) -> None:

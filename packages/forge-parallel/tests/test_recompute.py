@@ -320,6 +320,7 @@ def cut_over_tp(mode: str, compiled: bool, sequence_parallel: bool) -> float:
     return max(tensor_models.errors(model, reference).values())
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mode", "compiled", "sequence_parallel"),

@@ -253,6 +253,7 @@ def spread(layout: dict[str, int]) -> list[dict[str, Tensor | None]]:
     return gradients(model, meshes.batch_rank, meshes.batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{}, {"dp_replicate": 2}, {"dp_replicate": 4}], ids=str)
 def test_a_block_that_the_last_micro_batch_leaves_out_keeps_its_gradients(

@@ -11,7 +11,7 @@ from forge_parallel._torch_compat import overlap_matmuls
 from forge_parallel.prove import prove
 from forge_testing import run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 WIDTH = 16
 ROLES = {
     "emb.*": "vocab",
