@@ -69,6 +69,10 @@ class Stack(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 8, 8))
 
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return x @ weight.sum(0).to(x.dtype)
+
 
 def experts() -> Net:
     net = Net()
@@ -104,13 +108,28 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
         experts, {"ep": 2}, EXPERTS, "ep 2 must have experts that lie on its ranks, and layers.0.weight"),
     "ep without experts": (Net, {"ep": 2}, ROLES, "no parameter has the role expert"),
     "experts beside a router": (
-        experts_beside_their_router, {"tp": 2}, BESIDE, "layers.0: holds experts and layers.0.router"),
+        experts_beside_their_router, {"tp": 2}, BESIDE, "lie in one module, and experts are laid out apart"),
     "recomputation without blocks": (
         no_blocks, {"recompute": "full"}, None, "Sequential offers none"),
 }  # fmt: skip
 
 
-def refusal(make: Callable[[], nn.Module], layout: dict[str, Any], roles: Any) -> str:
+NUMBERED = {f"layers.{i}.*": "opaque" for i in range(4)}
+NUMBERED |= {row: role for row, role in ROLES.items() if row != "layers.*"}
+SUITED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
+    "a block used four times, in one unit": (one_block_four_times, {}, None, ""),
+    "tied by assignment, in one unit": (tied, {}, None, ""),
+    "tied by assignment, with a row for each name": (tied, {"tp": 2}, ROLES, ""),
+    "one row for all blocks": (Net, {"pp": 2, "tp": 2}, ROLES, ""),
+    "a row for each block, of which a stage has some": (Net, {"pp": 2, "tp": 2}, NUMBERED, ""),
+    "a row that fits nothing": (
+        Net, {"pp": 2, "tp": 2}, {**NUMBERED, "gone.*": "opaque"}, "'gone.*' matches no parameter"),
+}  # fmt: skip
+
+
+def refusal(kind: str) -> str:
+    """What is said of a model and a layout, by name; a refused model is as it was."""
+    make, layout, roles, _ = (REFUSED | SUITED)[kind]
     config = ParallelConfig(device="cpu", precision="fp32", **layout)
     meshes, model = make_meshes(config), make()
     before = {name: id(p) for name, p in model.named_parameters()}
@@ -125,25 +144,16 @@ def refusal(make: Callable[[], nn.Module], layout: dict[str, Any], roles: Any) -
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind: str) -> None:
-    *job, says = REFUSED[kind]
-    for said in run_on_ranks(2, refusal, *job):
-        assert says in said
+    for said in run_on_ranks(2, refusal, kind):
+        assert REFUSED[kind][-1] in said
 
 
 @pytest.mark.distributed
-def test_a_block_used_four_times_is_one_unit_of_fsdp() -> None:
-    assert run_on_ranks(2, refusal, one_block_four_times, {}, None) == [""] * 2
-    assert run_on_ranks(2, refusal, tied, {}, None) == [""] * 2
-
-
-@pytest.mark.distributed
-def test_stages_take_the_rows_of_a_table_that_are_theirs() -> None:
-    numbered = {f"layers.{i}.*": "opaque" for i in range(4)}
-    table = {row: role for row, role in ROLES.items() if row != "layers.*"} | numbered
-    for roles in (ROLES, table):
-        assert run_on_ranks(4, refusal, Net, {"pp": 2, "tp": 2}, roles) == [""] * 4
-    for said in run_on_ranks(4, refusal, Net, {"pp": 2, "tp": 2}, {**table, "gone.*": "opaque"}):
-        assert "'gone.*' matches no parameter" in said
+@pytest.mark.parametrize("kind", SUITED)
+def test_every_rank_knows_the_rows_that_are_its_own(kind: str) -> None:
+    _, layout, _, says = SUITED[kind]
+    for said in run_on_ranks(4 if "pp" in layout else 2, refusal, kind):
+        assert says in said if says else said == ""
 
 
 def half(precision: str) -> tuple[set[torch.dtype], torch.dtype]:
@@ -159,6 +169,24 @@ def half(precision: str) -> tuple[set[torch.dtype], torch.dtype]:
 def test_a_model_that_comes_in_bf16_is_updated_in_fp32(ranks: int) -> None:
     assert run_on_ranks(ranks, half, "fp32")[0] == ({torch.float32}, torch.float32)
     assert run_on_ranks(ranks, half, "bf16")[0] == ({torch.float32}, torch.bfloat16)
+
+
+def half_experts() -> list[torch.dtype]:
+    """Of experts that lie on the ranks of ep already: the dtypes of parameter, its part and its gradient."""
+    config = ParallelConfig(device="cpu", ep=2)
+    meshes, model = make_meshes(config), experts()
+    for layer in model.layers:
+        part = layer.weight.detach().bfloat16().chunk(2)[meshes.rank]
+        layer.weight = nn.Parameter(DTensor.from_local(part, meshes.sparse["ep"], [Shard(0)]))
+    parallelize(model, config, meshes, roles=EXPERTS)
+    model.layers[0](torch.ones(2, 8)).sum().backward()
+    weight = model.layers[0].weight
+    return [weight.dtype, weight.to_local().dtype, weight.grad.to_local().dtype]
+
+
+@pytest.mark.distributed
+def test_experts_that_come_in_bf16_are_updated_in_fp32() -> None:
+    assert run_on_ranks(2, half_experts) == [[torch.float32] * 3] * 2
 
 
 def test_a_layout_that_nobody_has_chosen_and_ranks_that_nobody_has_joined_are_refused(
@@ -267,3 +295,25 @@ def test_a_block_that_the_last_micro_batch_leaves_out_keeps_its_gradients(
                     assert mine[name] is None, name
                 else:
                     torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-5)
+
+
+def left_out_in_part() -> str:
+    config = ParallelConfig(device="cpu", precision="fp32", dp_replicate=2)
+    model, rows = Sometimes(), torch.ones(2, 8)
+    model.middle.spare = nn.Parameter(torch.ones(2))  # never gets a gradient
+    model = parallelize(model, config, make_meshes(config))
+    accumulate(model, last=False)
+    model(rows, True).sum().backward()
+    accumulate(model, last=True)
+    try:
+        model(rows, False).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gradients_that_cannot_be_summed_are_an_error() -> None:
+    for said in run_on_ranks(2, left_out_in_part):
+        assert "middle: has gradients of some of its parameters" in said

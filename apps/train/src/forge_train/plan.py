@@ -61,6 +61,7 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
             gpus_per_node=per_node,
             storage=wish.storage,
         )
+        fits = plan.fits  # what cannot be traced is said here
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
     sizes = dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8))
@@ -71,7 +72,7 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
         print(json.dumps({**plan.to_dict(), "reasons": reasons, "alternatives": rows}))
     else:
         print("\n".join([*reasons, render(plan, others[:_SHOWN])]), end="")
-    if not plan.fits:
+    if not fits:
         allowed = (describe(c.case) for c in others if c.fits)
         fix = next(allowed, "more GPUs, shorter rows or a smaller model")
         raise ConfigError([

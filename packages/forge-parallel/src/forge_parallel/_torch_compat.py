@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -44,23 +45,36 @@ def reduce_what_waits(module: Any) -> None:
     finish = state._root_post_backward_final_callback
 
     def first_reduce() -> None:
-        for other in state._state_ctx.all_states:
-            for group in getattr(other, "_fsdp_param_groups", None) or [other._fsdp_param_group]:
-                if (
-                    group is None
-                    or group._partial_reduce_output is None
-                    or not group.all_reduce_grads
-                ):
-                    continue
-                for parameter in group.fsdp_params:
-                    if parameter.sharded_param.requires_grad:
-                        dtype = group._reduce_dtype or parameter.unsharded_param.dtype
-                        zeros = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
-                        parameter.unsharded_accumulated_grad = zeros
-                group.post_backward()
+        for group in (g for other in state._state_ctx.all_states for g in _groups(other)):
+            if group._partial_reduce_output is not None and group.all_reduce_grads:
+                _reduce_zeros(group)
         finish()
 
     state._root_post_backward_final_callback = first_reduce
+
+
+def _reduce_zeros(group: Any) -> None:
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    if (
+        sum(p.padded_sharded_param_size.numel() for p in trained)
+        != group._partial_reduce_output.numel()
+    ):
+        raise RuntimeError(
+            f"{group._module_fqn}: has gradients of some of its parameters from earlier micro-batches and none "
+            "from the last, which HSDP cannot sum; use all of them in each micro-batch, or dp_replicate = 1"
+        )
+    for parameter in trained:
+        if parameter.unsharded_accumulated_grad is None:
+            dtype = group._reduce_dtype or parameter.unsharded_param.dtype
+            zeros = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
+            parameter.unsharded_accumulated_grad = zeros
+    group.post_backward()
+
+
+def _groups(state: Any) -> list[Any]:
+    """What an FSDP2 module gathers together; 2.13 may have several such groups."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
@@ -96,12 +110,14 @@ def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
 def overlap_matmuls(group_name: Any) -> None:
     """Let inductor split matmuls to overlap their collectives over a group (async tp); unrun on a GPU.
 
-    It leaves groups alone whose ranks have not been given symmetric memory.
+    It leaves groups alone whose ranks have not been given symmetric memory. That call is deprecated as needless in
+    2.13, where the compiler's pass still asks for it.
     """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    enable_symm_mem_for_group(group_name)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        enable_symm_mem_for_group(group_name)
     config._micro_pipeline_tp = True
 
 
@@ -174,8 +190,7 @@ def _fsdp_parameters(model: Any) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            group = state._fsdp_param_group
-            if group is not None:
+            for group in _groups(state):
                 yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
 

@@ -38,7 +38,8 @@ def compile_blocks(
 
     The compiler itself decides what is computed again in a backward. `memory_budget` is the share of the
     activations that it may keep, of those it would keep for speed alone; it recomputes the cheapest of the
-    rest (0.7 keeps about what selective recomputation keeps, near 0 as little as full). Backends: "inductor"; "aot_eager" for tests.
+    rest (0.7 keeps about what selective recomputation keeps, near 0 as little as full).
+    Backends: "inductor"; "aot_eager" for tests.
 
     Call it after recompute and before FSDP2; returns the same object. Raises ValueError for a budget out
     of (0, 1], and for blocks that recompute selectively. Cost: seconds to a minute per kind of block, at

@@ -70,8 +70,8 @@ def convert_float8(
 
     `emulate` rounds the operands and multiplies in the compute dtype, a reference and no speed-up; by
     default where `device` (default: the GPU if there is one) has no float8 kernel. The kernels also want
-    the tokens of a micro-batch on a rank to be a multiple of 16, which only their caller knows. `all_gather` lets FSDP2 gather the
-    weights in float8 (half the bytes; tensorwise, CUDA, no tp).
+    the tokens of a micro-batch on a rank to be a multiple of 16, which only their caller knows.
+    `all_gather` lets FSDP2 gather the weights in float8 (half the bytes; tensorwise, CUDA, no tp).
 
     Raises ValueError for an unknown recipe or a combination that is refused, ImportError without torchao.
     """

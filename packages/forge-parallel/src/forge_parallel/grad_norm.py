@@ -81,7 +81,8 @@ def clip_grads_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float | No
     """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)); None or inf: do nothing.
 
     A non-finite norm scales by itself: the update is poisoned rather than silently skipped, and the
-    caller sees it in the norm. No host sync, but one with gradients on the host of an accelerator. Raises ValueError for `max_norm` <= 0.
+    caller sees it in the norm. No host sync, but one with gradients on the host of an accelerator. Raises
+    ValueError for `max_norm` <= 0.
     """
     _require_positive(max_norm)
     if max_norm is None or not math.isfinite(max_norm):

@@ -39,7 +39,8 @@ def parallelize(
     is not wrapped; anything else is FSDP2, with its mixed precision in bf16. `model.blocks()`, where
     offered, names the modules that are wrapped, recomputed and compiled one by one. tp needs a table of
     `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
-    `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts are spread before, by whoever made them. A model with values must have
+    `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts
+    are spread before, by whoever made them. A model with values must have
     the same values on all ranks: each keeps its share of them, nothing is sent. Parameters in 16 bits become
     fp32, which is what is updated.
 
@@ -55,11 +56,10 @@ def parallelize(
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
     check_model(model, config, meshes, roles)
-    _make_masters(model)
     if roles is not None and meshes.tp.size > 1:
-        match_roles(
-            model, roles, strict=True
-        )  # by the whole model: a stage has a part of the names
+        # by the whole model: a stage has a part of the names
+        match_roles(model, roles, strict=True)
+    _make_masters(model)
     for part in _stages(model, config, meshes, seq_len):
         _adapt(part, config, meshes, rows_of(part, roles), recompute_contexts, report)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
@@ -69,8 +69,15 @@ def parallelize(
 def _make_masters(model: nn.Module) -> None:
     """What came in 16 bits (a downloaded model) is kept and updated in fp32."""
     for parameter in model.parameters():
-        if parameter.dtype in (torch.bfloat16, torch.float16):
+        if parameter.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        if not hasattr(parameter, "device_mesh"):
             parameter.data = parameter.data.float()
+            continue
+        # experts that are spread already: a DTensor keeps its part when its data are set
+        whole = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        whole.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, whole)
 
 
 def _stages(

@@ -90,13 +90,15 @@ def _experts_apart(model: nn.Module, meshes: Meshes, roles: Mapping[str, Any] | 
                 f"{whole[0] + ' does not' if whole else 'no parameter has the role expert'}; spread them first "
                 "(forge_moe.expert_parallelize), or use ep = 1"
             )
-    for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        others = [n for n in parameters if n.startswith(f"{owner}.") and n not in names]
-        if others:
+    owners: dict[str, object] = {name.rpartition(".")[0]: name for name in names}
+    known = set(names)
+    for other in [n for n in parameters if n not in known]:
+        if (expert := _place(other, owners)) is not None:
             problems.append(
-                f"{owner}: holds experts and {others[0]}, and experts are laid out apart from the rest; put "
-                "them into a module of their own"
+                f"{expert} and {other}: lie in one module, and experts are laid out apart from the rest; put them "
+                "into a module of their own"
             )
+            break
     return problems
 
 

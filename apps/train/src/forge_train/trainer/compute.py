@@ -128,8 +128,8 @@ class Compute:
             }
             batch = replace(batch, **pieces, num_valid=-1)
         here = batch.to(self.meshes.device)
-        on_host = {n: getattr(batch, n) for n in getattr(self.model, "host_inputs", ())}
-        return replace(here, **on_host)
+        stay = [n for n in getattr(self.model, "host_inputs", ()) if hasattr(batch, n)]
+        return replace(here, **{n: getattr(batch, n) for n in stay})
 
     def _mine(self, value: Tensor) -> Tensor:
         """What several ranks of a tp group hold alike counts on the first."""

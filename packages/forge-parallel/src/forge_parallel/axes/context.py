@@ -70,8 +70,10 @@ def context_parallel(
     Sets `module.attend` on every module that has this attribute: a callable (q (B, s, H, D), k, v
     (B, s, K, D), ctx) -> like q that is causal within the row, or within the document of
     `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5, no window, no bias. What was
-    there must be the same and say so by `is_causal = True`. Nothing else may mix the tokens of a row. Costs of each attention: `AllGather` is one
-    all-gather and one reduce-scatter, `Ring` W - 1 exchanges in forward and 2 W - 1 in backward. With
+    there must be the same and say so by `is_causal = True`. Nothing else may mix the tokens of a row.
+
+    Costs of each attention: `AllGather` is one all-gather and one reduce-scatter, `Ring` W - 1 exchanges in
+    forward and 2 W - 1 in backward. With
     document ids there is one more all-gather of (B, s) integers and a host copy per forward, shared by
     the layers through `ctx.once(key, make)`; without `once`, per layer. Recomputation repeats forward's.
 
@@ -121,6 +123,8 @@ class Span(NamedTuple):
 
 class ContextAttention:
     """What `context_parallel` puts in place of a module's `attend`."""
+
+    is_causal = True
 
     def __init__(self, axis: Any, exchange: str) -> None:
         self.axis, self.name = axis, exchange

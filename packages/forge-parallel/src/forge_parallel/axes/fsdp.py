@@ -54,7 +54,8 @@ def apply_fsdp(
 
     Cost per step and block: one all-gather of its parameters (two with `reshard_after_forward`) in
     `compute_dtype` and one reduce-scatter of its gradients in `reduce_dtype`; HSDP adds an all-reduce
-    of the shard. The next block's gather is asked for before it is needed. `cpu_offload` copies both over the bus instead of keeping them on the device.
+    of the shard. The next block's gather is asked for before it is needed. `cpu_offload` copies both over the
+    bus instead of keeping them on the device.
     """
     # imported late: half a second that an fp32 run of one process does not need
     from torch.distributed.fsdp import (

@@ -36,8 +36,6 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
     refused, as are unknown styles, by name.
     """
     plan = _plan(model)
-    offer: Any = getattr(model, "get_input_embeddings", None)
-    embedding = None if offer is None else offer()  # of ids, not of positions
     found: dict[str, str] = {}
     beside = set()
     problems = []
@@ -64,11 +62,17 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
                 "different heads; pass roles for this model"
             )
         module = model.get_submodule(owner)
-        ids = isinstance(module, nn.Embedding) and module is embedding
+        ids = isinstance(module, nn.Embedding) and _looks_up_ids(model, module)
         found[name] = "vocab" if ids else "opaque"
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     return found
+
+
+def _looks_up_ids(model: Any, embedding: nn.Embedding) -> bool:
+    """Whether it is the table of ids, not of positions."""
+    offer = getattr(model, "get_input_embeddings", None)
+    return offer is not None and offer() is embedding
 
 
 def _plan(model: Any) -> dict[str, str]:

@@ -190,12 +190,12 @@ def _is_stream(value: Any) -> bool:
 
 
 def _join_streams(values: tuple[Any, ...], ranks: Ranks) -> dict[int, Tensor]:
-    """{id: whole tokens} of the first float tensor and of those with as many tokens (queries, keys, values)."""
+    """{id: whole tokens} of the first float tensor and of those of its shape (queries, keys, values)."""
     floats = [value for value in values if _is_stream(value)]
     if not floats:
         raise ValueError("an opaque module must take the stream as a float tensor")
     first, dim = floats[0], token_dim(floats[0])
-    streams = {id(x): x for x in floats if x.shape[: dim + 1] == first.shape[: dim + 1]}
+    streams = {id(x): x for x in floats if x.shape == first.shape}
     return {key: join(x, ranks, dim) for key, x in streams.items()}
 
 

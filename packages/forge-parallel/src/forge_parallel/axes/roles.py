@@ -95,7 +95,8 @@ def rows_of(part: nn.Module, table: Mapping[str, Any] | None) -> Mapping[str, An
     """The rows of a table that speak of a part of the model that it is about."""
     if table is None:
         return None
-    names = [n for n, _ in part.named_parameters()] + [n for n, _ in part.named_modules()]
+    modules = part.named_modules(remove_duplicate=False)
+    names = [n for n, _ in part.named_parameters(remove_duplicate=False)] + [n for n, _ in modules]
     return {row: role for row, role in table.items() if any(fnmatchcase(n, row) for n in names)}
 
 

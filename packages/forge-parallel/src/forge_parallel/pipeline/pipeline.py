@@ -109,8 +109,10 @@ class Pipeline:
         first = (tokens,) if 0 in self.stages else ()
         last: dict[str, Any] = {"target": labels, "losses": losses} if self.has_last else {}
         self._loss = loss_fn
-        self._schedule.step(*first, return_outputs=False, **last, **kwargs)
-        self._loss = None  # what it holds may be large
+        try:
+            self._schedule.step(*first, return_outputs=False, **last, **kwargs)
+        finally:
+            self._loss = None  # what it holds may be large
         return self._total(losses)
 
     @torch.no_grad()

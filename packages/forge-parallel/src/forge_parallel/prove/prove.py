@@ -100,7 +100,10 @@ def prove(
 
 def _import(name: str) -> Callable[..., nn.Module]:
     try:
-        return pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(name)
+        if not callable(found):
+            raise ValueError(f"a {type(found).__name__} cannot be called")
+        return found
     except (ImportError, AttributeError, ValueError) as error:
         raise ProveError(
             f"{name!r} must be module:function, and cannot be imported ({error}); run where it can be, as "
