@@ -82,9 +82,8 @@ def _float8_problems(config: JobConfig, layout: Layout) -> list[str]:
     if config.parallel.float8 == "none" or config.parallel.device == "cpu":
         return []
     micro = config.train.micro_batch or config.train.global_batch // layout.batch_size
-    ranks = layout.cp * (
-        layout.tp if _experts(config) else 1
-    )  # shared experts see a tp rank's part
+    # shared experts see a tp rank's part
+    ranks = layout.cp * (layout.tp if _experts(config) else 1)
     tokens = micro * config.data.seq_len // ranks
     if tokens % 16 == 0:
         return []

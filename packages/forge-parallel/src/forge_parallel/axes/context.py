@@ -193,8 +193,8 @@ def _plan_of(
     spans = []
     for n, place in enumerate(chunks_of(rank, size)):
         low, high = place * chunk, (place + 1) * chunk
-        for row, documents in rows.items():
-            for first, end in documents:
+        for row, borders in rows.items():
+            for first, end in borders:
                 start, stop = max(first, low), min(end, high)
                 if start < stop:
                     spans.append(Span(row, n * chunk + start - low, stop - start, start, first))

@@ -184,9 +184,8 @@ class Pipeline:
                     f"{self.micro_batch} rows; give all rows of the step, cut by cp alone"
                 )
         given = {name: value for name, value in kwargs.items() if value is not None}
-        if (
-            self.cut > 1 and not given and arguments_with_positions(self.model)
-        ):  # a stage sees a part of each row, and must know where it is
+        # a stage that sees a part of each row must know where it is
+        if self.cut > 1 and not given and arguments_with_positions(self.model):
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
             rows = tuple(value.shape[:1]) if isinstance(value, Tensor) else ()
