@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forge_parallel import Meshes
 from forge_testing import forge_train, run_on_ranks, start, wait_for_step
 from forge_testing.faults import flip_bit, rank_pids, signal_at_random, signal_rank
 from forge_testing.runs import (
@@ -283,8 +284,15 @@ def test_a_rank_without_its_group_is_told_so(
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     trainer = Trainer(load_job(make_job(tmp_path)))
-    with pytest.raises(ConfigError, match="environment says 2; start it"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2 and this process stands alone"):
         trainer.fit()
+
+
+def test_a_group_that_the_environment_does_not_know_is_told_so(tmp_path: Path) -> None:
+    trainer = Trainer(load_job(make_job(tmp_path)))
+    meshes = Meshes(torch.device("cpu"), world_size=2, batch_size=2)
+    with pytest.raises(ConfigError, match="has 2 ranks that read data and the environment says 1"):
+        trainer.fit(meshes)
 
 
 # ---- the command itself
