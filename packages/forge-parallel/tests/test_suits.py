@@ -317,3 +317,25 @@ def left_out_in_part() -> str:
 def test_gradients_that_cannot_be_summed_are_an_error() -> None:
     for said in run_on_ranks(2, left_out_in_part):
         assert "middle: has gradients of some of its parameters" in said
+
+
+def with_a_parameter_that_is_never_used(layout: dict[str, int]) -> Tensor:
+    """The gradient of the embedding, which FSDP2 reduces last, as tokens need no gradient."""
+    config = ParallelConfig(device="cpu", precision="fp32", **layout)  # type: ignore[arg-type]
+    meshes, net = make_meshes(config), Net()
+    net.spare = nn.Parameter(torch.ones(2))
+    model = parallelize(net, config, meshes)
+    tokens = torch.arange(16).view(4, 4).chunk(meshes.batch_size)[meshes.batch_rank]
+    for micro, rows in enumerate(tokens.chunk(2)):
+        accumulate(model, last=micro == 1)
+        model(rows).square().sum().backward()
+    return model.emb.weight.grad.full_tensor()
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_is_never_used_hinders_no_sum_over_copies() -> None:
+    (plain, _), (copies, _) = (
+        run_on_ranks(2, with_a_parameter_that_is_never_used, layout)
+        for layout in ({}, {"dp_replicate": 2})
+    )
+    torch.testing.assert_close(copies, plain)

@@ -46,7 +46,8 @@ def reduce_what_waits(module: Any) -> None:
 
     def first_reduce() -> None:
         for group in (g for other in state._state_ctx.all_states for g in _groups(other)):
-            if group._partial_reduce_output is not None and group.all_reduce_grads:
+            waits = group._partial_reduce_output is not None and group.all_reduce_grads
+            if waits and not any(_has_gradient(p) for p in group.fsdp_params):
                 _reduce_zeros(group)
         finish()
 
@@ -64,11 +65,17 @@ def _reduce_zeros(group: Any) -> None:
             "from the last, which HSDP cannot sum; use all of them in each micro-batch, or dp_replicate = 1"
         )
     for parameter in trained:
-        if parameter.unsharded_accumulated_grad is None:
-            dtype = group._reduce_dtype or parameter.unsharded_param.dtype
-            zeros = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
-            parameter.unsharded_accumulated_grad = zeros
+        dtype = group._reduce_dtype or parameter.unsharded_param.dtype
+        zeros = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
+        parameter.unsharded_accumulated_grad = zeros
     group.post_backward()
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Whether a gradient is there that FSDP2 will still reduce in this backward."""
+    own = getattr(parameter, "_unsharded_param", None)
+    waiting = parameter.unsharded_accumulated_grad
+    return waiting is not None or (own is not None and own.grad is not None)
 
 
 def _groups(state: Any) -> list[Any]:
