@@ -29,18 +29,20 @@ def inverse_frequencies(
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines (B, S, 1, D) and sines (B, S, 1, D / 2), fp32, of integer positions (B, S)."""
-    angles = positions[..., None].float() * frequencies  # (B, S, D / 2)
-    return angles.cos().repeat(1, 1, 2).unsqueeze(2), angles.sin().unsqueeze(2)
+    """Cosines and sines, each (B, S, 1, D / 2) fp32, of integer positions (B, S)."""
+    angles = (positions[..., None].float() * frequencies).unsqueeze(2)  # (B, S, 1, D / 2)
+    return angles.cos(), angles.sin()
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    half = x.size(-1) // 2
-    wide = x.to(cos.dtype)
-    out = wide * cos
-    out[..., :half].addcmul_(wide[..., half:], sin, value=-direction)
-    out[..., half:].addcmul_(wide[..., :half], sin, value=direction)
-    return out.to(x.dtype)
+    # Out of place: Dynamo of torch 2.11 gives zero gradients to a custom function that writes into
+    # slices of its result.
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)  # (B, S, H, D / 2)
+    turned = (
+        torch.addcmul(first * cos, second, sin, value=-direction),
+        torch.addcmul(second * cos, first, sin, value=direction),
+    )
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
