@@ -73,8 +73,8 @@ def _prepare_process(args: Sequence[str]) -> None:
     if _is_rank_of_many():
         _early_stop.__enter__()
     else:  # until the loop's own handler: nothing is lost yet, so simply come again
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda *_: sys.exit(ExitCode.REQUEUE))
+        # No exception: torch and numpy import from C, which drops it or is left with a lock held.
+        _leave_on_signal(ExitCode.REQUEUE, signal.SIGINT)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -120,7 +120,9 @@ def run(args: list[str]) -> int:
     try:
         with launch(job.config.parallel, {"configuration": job.digest()}) as meshes:
             result = trainer.fit(meshes, _early_stop if _is_rank_of_many() else None)
+            # the run is over: who has no patience for the sample gets its code at once
             _leave_on_signal(result.exit_code)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 print_summary(trainer, result, rest)
             except (BrokenPipeError, KeyboardInterrupt):
@@ -133,9 +135,9 @@ def run(args: list[str]) -> int:
     return result.exit_code
 
 
-def _leave_on_signal(code: int) -> None:
-    """The run is over: who has no patience for the sample gets its code at once."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+def _leave_on_signal(code: int, *more: signal.Signals) -> None:
+    """End this process with `code` on SIGTERM, SIGUSR1 and `more`, at once: nothing is flushed."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, *more):
         signal.signal(number, lambda *_: os._exit(code))
 
 
