@@ -1,10 +1,12 @@
 """Generation: equal to full forwards, rows independent, every way to stop."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core import (
     KVCache,
@@ -112,6 +114,37 @@ def test_one_prefill_then_single_tokens() -> None:
     model.embedding.register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))
     generate(model, PROMPTS, 4)
     assert sizes == [(3, 7), (3, 1), (3, 1), (3, 1)]
+
+
+class _HostReads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("eos_id", "reads"), [(None, 0), (39, 1)])
+def test_F122_a_token_costs_one_read_at_most(eos_id: int | None, reads: int) -> None:
+    model, counts = small(), []
+    for tokens in (5, 9):
+        with _HostReads() as found:
+            assert generate(model, [[1, 2]], tokens, GREEDY, eos_id=eos_id).shape == (1, tokens)
+        counts.append(found.count)
+    assert counts[1] - counts[0] == 4 * reads
+
+
+def test_F116_rowwise_float8_generates() -> None:
+    """In inference mode `reshape` reaches torchao's tensors whole, which it refuses by rows."""
+    float8 = pytest.importorskip("torchao.float8")
+    config = replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    model = small()
+    float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name != "lm_head"
+    )
+    with torch.no_grad():
+        wanted = int(model(torch.tensor([[5, 1, 7]]))[0, -1].argmax())
+    assert generate(model, [[5, 1, 7]], 4, GREEDY)[0, 0] == wanted
 
 
 def draw(logits: Tensor, count: int, **options: object) -> Counter:

@@ -144,7 +144,15 @@ head = model.lm_head
 model.to_empty(device="cpu")
 for p in model.parameters():
     p.to_local().detach().fill_(float("nan"))
+import torch.distributed.tensor as dtensor
+real, cut = dtensor.distribute_tensor, []
+def spy(full, *args, **kwargs):  # F122: indices of a dim go to the device, no whole parameter
+    cut.append((full.dtype, full.numel()))
+    return real(full, *args, **kwargs)
+dtensor.distribute_tensor = spy
 initialise(model, 5)
+dtensor.distribute_tensor = real
+assert set(cut) == {(torch.int64, n) for n in (8, 16, 30, 64)}, set(cut)
 dp = mesh["dp"].get_local_rank()
 for name, p in model.named_parameters():
     piece = want[name].chunk(2)[dp]
@@ -190,7 +198,9 @@ print("equal")
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_shard_is_a_slice_of_the_whole_without_communication(rank: int, tmp_path: Path) -> None:
+def test_F122_a_shard_is_a_slice_of_the_whole_without_communication(
+    rank: int, tmp_path: Path
+) -> None:
     script = tmp_path / "shards.py"
     script.write_text(SHARDS)
     done = subprocess.run(

@@ -1,5 +1,7 @@
 """cross_entropy against float64, its edges, and what it costs."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -176,6 +178,37 @@ def test_keeps_no_second_copy_of_the_logits():
     large = [t for t in saved if t.numel() >= logits.numel()]
     assert [t.data_ptr() for t in large] == [logits.data_ptr()]
     assert large[0].dtype == torch.bfloat16
+
+
+class _LiveBlocks(TorchDispatchMode):
+    """The most fp32 tensors of at least `size` elements that are alive at once."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.alive, self.most = size, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        large = isinstance(out, torch.Tensor) and out.numel() >= self.size
+        new = not func.is_view and not func._schema.is_mutable
+        if large and new and out.dtype == torch.float32:
+            self.alive.append(weakref.ref(out))
+        self.alive = [ref for ref in self.alive if ref() is not None]
+        self.most = max(self.most, len(self.alive))
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_F118_two_fp32_blocks_at_once(dtype, blocks, monkeypatch):
+    """The result of a block and, of 16-bit logits, its cast: never the block before."""
+    monkeypatch.setattr("forge_core.loss.token._BLOCK_CPU", 3 * 512)
+    logits, labels = _example(dtype, shape=(4, 3), vocab=512)
+    loss = cross_entropy(logits, labels)
+    for run in (lambda: cross_entropy(logits, labels), loss.sum.backward):
+        with _LiveBlocks(3 * 512) as live:
+            run()
+        # the gradient of fp32 logits is itself an fp32 tensor as large
+        assert live.most == blocks + (dtype == torch.float32 and logits.grad is not None)
 
 
 def test_same_under_compile():

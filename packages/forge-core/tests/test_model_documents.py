@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forge_core import Attention, KVCache, TokenContext, Transformer, TransformerConfig, initialise
 from forge_core.model.context import default_positions
-from forge_core.model.documents import SegmentPlan, within_segments
+from forge_core.model.documents import SegmentPlan, causal, sdpa, within_segments
 from forge_core.model.kv_cache import LayerCache
 
 ROWS = {
@@ -199,6 +199,52 @@ def test_F46_no_mask_of_a_square_of_the_row(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     small()(torch.zeros(2, 12, dtype=torch.int64), document_ids=ids_of(ROWS["mixed"]))
     assert masks == [None] * 2 * 5  # two layers, lengths 1, 2, 4, 5, 8
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "repeated"),
+    [
+        ("cuda", torch.float32, True),
+        ("cuda", torch.bfloat16, False),
+        ("cuda", torch.float16, False),
+        ("cpu", torch.float32, False),
+    ],
+)
+def test_F117_fp32_on_cuda_repeats_shared_heads(
+    device: str, dtype: torch.dtype, repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There torch shares heads in its math kernel alone, with (S, S) scores of every head."""
+    calls = []
+    real = F.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        calls.append((k.size(1), v.size(1), options["enable_gqa"]))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(Tensor, "is_cuda", device == "cuda", raising=False)
+    q, k, v = (torch.randn(2, 6, n, 8).to(dtype) for n in (4, 2, 2))
+    assert causal(q, k, v).shape == q.shape
+    cache = LayerCache(max_length=12)
+    for tokens in (slice(0, 3), slice(3, 4), slice(4, 6)):  # prompt, one token, several
+        out = cache.attend(q[:, tokens], k[:, tokens], v[:, tokens], TokenContext())
+        assert out.shape == q[:, tokens].shape
+    assert calls == [(4, 4, False) if repeated else (2, 2, True)] * 4
+
+
+def test_F117_repeated_heads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (6, 2, 2))
+    shared = sdpa(q, k, v, is_causal=True)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    assert error(sdpa(q, k, v, is_causal=True), shared) < 1e-6
+
+
+def test_F122_borders_go_to_a_device_once() -> None:
+    plan = SegmentPlan.of_lengths([[3, 1], [2, 2]])
+    borders = plan.borders(torch.device("cpu"))
+    assert borders.tolist() == [0, 3, 4, 6, 8]
+    assert plan.borders(torch.device("cpu")) is borders
 
 
 def test_plan_is_made_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,8 +124,9 @@ def _steps(
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            # No inference mode across a yield: it would leak into the caller's code.
-            with torch.inference_mode():
+            # Not across a yield: it would leak into the caller's code. And no inference mode: there
+            # `reshape` reaches tensor subclasses whole, and torchao's rowwise float8 refuses it.
+            with torch.no_grad():
                 if cache is None:
                     cache = model.new_cache(tokens.size(1) + max_new_tokens)  # type: ignore[operator]
                     ids = document_ids

@@ -39,12 +39,12 @@ def continuation(
         ids = [tokenizer.eos_id]  # documents begin after it
     tokens = torch.tensor([ids], device=device)
     shown, new = tokenizer.decode([]), []
-    for step in generate_stream(
-        model, tokens, max_new_tokens, sampling=sampling, eos_id=tokenizer.eos_id
-    ):
-        if int(step[0]) == tokenizer.eos_id:
+    # the end token is looked for here alone: one read from the device per token
+    for step in generate_stream(model, tokens, max_new_tokens, sampling=sampling):
+        token = int(step[0])
+        if token == tokenizer.eos_id:
             break
-        new.append(int(step[0]))
+        new.append(token)
         text = tokenizer.decode(new)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the middle of a character
             continue

@@ -10,6 +10,7 @@ heads, D width of a head, N segments of one length L.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ class SegmentPlan:
     lengths: tuple[int, ...]
     groups: tuple[tuple[int, int], ...]
     order: Tensor | None
-    _on_device: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _on_device: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, document_ids: Tensor) -> "SegmentPlan":
@@ -61,18 +62,23 @@ class SegmentPlan:
     def permutation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`order` and its inverse on a device, copied there once."""
         assert self.order is not None
-        if device not in self._on_device:
+        key = ("permutation", device)
+        if key not in self._on_device:
             order = self.order.to(device, non_blocking=True)
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(order.numel(), device=device)
-            self._on_device[device] = (order, inverse)
-        return self._on_device[device]
+            self._on_device[key] = (order, inverse)
+        found: tuple[Tensor, Tensor] = self._on_device[key]
+        return found
 
     def borders(self, device: torch.device) -> Tensor:
-        """Cumulative lengths (segments + 1,) int32 on a device, as varlen attention wants them."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(
-            device, non_blocking=True
-        )
+        """Cumulative lengths (segments + 1,) int32 for varlen attention, copied to a device once."""
+        key = ("borders", device)
+        if key not in self._on_device:
+            host = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+            self._on_device[key] = host.to(device, non_blocking=True)
+        found: Tensor = self._on_device[key]
+        return found
 
 
 def cut(document_ids: Tensor) -> list[list[int]]:
@@ -101,16 +107,24 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention with shared key/value heads: q (B, H, S, D), k and v (B, K, T, D) -> like q.
+
+    `options` are those of `F.scaled_dot_product_attention`. In fp32 on CUDA keys and values are
+    repeated to H heads: only torch's math kernel shares heads there, and it holds (S, T) scores of
+    every head.
+    """
+    groups = q.size(1) // k.size(1)
+    if groups > 1 and q.is_cuda and q.dtype == torch.float32:
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))  # (B, H, T, D)
+        groups = 1
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1, **options)
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of whole rows: q (B, S, H, D), k and v (B, S, K, D) -> (B, S, H, D)."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        is_causal=True,
-        enable_gqa=q.size(2) != k.size(2),
-    )  # (B, H, S, D)
-    return out.transpose(1, 2)
+    parts = (t.transpose(1, 2) for t in (q, k, v))
+    return sdpa(*parts, is_causal=True).transpose(1, 2)
 
 
 @not_compiled  # host lengths change with every batch: compiled, each would be a new graph

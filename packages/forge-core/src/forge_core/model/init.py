@@ -97,12 +97,21 @@ def _local(target: Any) -> Tensor:
 
 
 def _shard(full: Tensor, target: Any) -> Tensor:
-    """This rank's piece of `full` under the placements of a DTensor; nothing is sent."""
-    from torch.distributed.tensor import distribute_tensor
+    """This rank's piece of `full` (CPU) under the placements of a DTensor; nothing is sent.
 
-    full = full.to(target.to_local().device)
-    sharded = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-    return sharded.to_local()
+    Torch cuts the indices of each sharded dim, and they cut the CPU tensor: only the piece goes to
+    the device. One small host read per sharded dim.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh, device = target.device_mesh, target.to_local().device
+    for dim in {p.dim for p in target.placements if hasattr(p, "dim")}:
+        cuts = [p if getattr(p, "dim", None) == dim else Replicate() for p in target.placements]
+        shape = [size if d == dim else 1 for d, size in enumerate(target.shape)]
+        index = torch.arange(target.size(dim), device=device).view(shape)
+        own = distribute_tensor(index, mesh, cuts, src_data_rank=None).to_local()
+        full = full.index_select(dim, own.flatten().cpu())
+    return full
 
 
 def _named_rows(model: nn.Module, table: dict[str, Init]) -> dict[str, Tensor]:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forge_core.model.context import TokenContext
-from forge_core.model.documents import SegmentPlan, cut, within_segments
+from forge_core.model.documents import SegmentPlan, cut, sdpa, within_segments
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,6 @@ class LayerCache:
         return out
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    gqa = q.size(1) != k.size(1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
-
-
 def _one_token(
     q: Tensor, k: Tensor, v: Tensor, starts: list[list[int]], past: int, ctx: TokenContext
 ) -> Tensor:
@@ -161,7 +155,7 @@ def _one_token(
             return torch.arange(low, past + 1, device=q.device) >= begin
 
         mask = ctx.once(("one token", q.device), visible)
-    return _sdpa(q, k[:, :, low:], v[:, :, low:], mask)
+    return sdpa(q, k[:, :, low:], v[:, :, low:], attn_mask=mask)
 
 
 def _many_tokens(
@@ -175,11 +169,11 @@ def _many_tokens(
         q_index = torch.arange(past + span.start, stop, device=q.device)
         k_index = torch.arange(span.first, stop, device=q.device)
         mask = k_index[None, :] <= q_index[:, None]  # (new, visible)
-        out[rows, :, span.start : span.stop] = _sdpa(
+        out[rows, :, span.start : span.stop] = sdpa(
             q[rows][:, :, span.start : span.stop],
             k[rows][:, :, span.first : stop],
             v[rows][:, :, span.first : stop],
-            mask,
+            attn_mask=mask,
         )
     return out
 
