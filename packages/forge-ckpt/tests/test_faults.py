@@ -1,9 +1,12 @@
 """Damage on disk is found before the state is used, and an older checkpoint takes over."""
 
 import hashlib
+import itertools
 import json
 import os
+import random
 import shutil
+import tracemalloc
 
 import pytest
 import torch
@@ -170,6 +173,14 @@ def _rename_file(table, name):
             chunk["file"] = name
 
 
+def _chunks(table, *offsets, sizes=(40, 25)):
+    """Two chunks of x.w, (40, 50), of the right sum: only their places are wrong."""
+    entry = table["tensors"]["x.w"]
+    (chunk,) = entry["chunks"]
+    half = {**chunk, "sizes": list(sizes), "bytes": 4000}
+    entry["chunks"] = [{**half, "offsets": list(at)} for at in offsets]
+
+
 FORGERIES = {
     "parent": lambda t: _rename_file(t, "../outside.bin"),  # a copy: only the name is wrong
     "absolute": lambda t: _rename_file(t, "/etc/passwd"),
@@ -181,6 +192,10 @@ FORGERIES = {
     "giant_file": lambda t: t["files"]["data-0.bin"].update(bytes=2**50),
     "block_size": lambda t: t.update(block_bytes=2**40),
     "hole": lambda t: t["tensors"]["x.w"].update(chunks=[]),
+    "overlap_and_hole": lambda t: _chunks(t, [0, 0], [0, 0]),
+    "overlap_by_one": lambda t: _chunks(t, [0, 0], [1, 0], sizes=[20, 50]),
+    "many_dims": lambda t: t["tensors"]["x.w"].update(shape=[1] * 10**6),
+    "many_digits": lambda t: t["tensors"]["x.w"].update(shape=[10**4000]),
     "dtype": lambda t: t["tensors"]["x.w"].update(dtype="load"),
     "list_position": lambda t: t["objects"].update(
         {f"x.{2**40}": {"path": ["x", ["list", 2**40]]}}
@@ -192,10 +207,56 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_forged_manifests_are_refused(root, caplog, name):
+def test_F97_forged_manifests_are_refused(root, caplog, name):
     shutil.copy(root / "step-00000200" / "data-0.bin", root / "outside.bin")
     _forge(root, FORGERIES[name])
-    assert "impossible entry" in _falls_back(root, caplog)
+    message = _falls_back(root, caplog)
+    assert "impossible entry" in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize("content", ["zeros", "deep"])
+def test_F107_a_manifest_of_a_gigabyte_is_refused_by_its_first_bytes(root, caplog, content):
+    path = root / "step-00000200" / "manifest.json"
+    if content == "zeros":
+        os.truncate(path, 0)
+        os.truncate(path, manifest.MAX_BYTES)
+    else:
+        path.write_bytes(b"[" * 10**6)
+    tracemalloc.start()
+    try:
+        assert "does not match its own digest" in _falls_back(root, caplog)
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_F107_deep_json_with_a_digest_that_fits_is_refused(root, caplog):
+    body = b'{"format": ' + b"[" * 10**6 + b"]" * 10**6 + b"}"
+    digest = hashlib.sha256(body).hexdigest().encode()
+    path = root / "step-00000200" / "manifest.json"
+    path.write_bytes(b'{"sha256": "' + digest + b'", "manifest": ' + body + b"}\n")
+    assert "not a manifest" in _falls_back(root, caplog)
+
+
+def test_F97_chunks_that_tile_pass_whatever_their_order(root):
+    def boxes(*cuts):
+        sides = [list(zip(edges, edges[1:])) for edges in cuts]
+        made = [
+            manifest.Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box), "f", 0, 1)
+            for box in itertools.product(*sides)
+        ]
+        random.Random(0).shuffle(made)
+        return made
+
+    tiled = boxes([0, 3, 7, 8], [0, 5, 6], [0, 1])
+    assert manifest._apart(tiled, 3)
+    assert not manifest._apart([*tiled, tiled[0]], 3)
+    assert manifest._apart(boxes(range(1000), [0, 1, 2]), 2)
+    assert manifest._apart(boxes([], []), 2)
+    below = boxes([4, 8], range(5))  # rows below are cut in other places
+    assert manifest._apart([*boxes([0, 4], [0, 1, 4]), *below], 2)
+    assert not manifest._apart([*boxes([0, 5], [0, 1, 4]), *below], 2)
 
 
 def test_a_newer_format_is_no_corruption(root):

@@ -387,3 +387,43 @@ def test_verify_names_the_file(root):
 def verify_both(root):
     with Store(root, read_only=True) as store:
         return outcome(lambda: store.verify(2)), outcome(lambda: store.verify(1))
+
+
+class Picky(Loud):
+    """Refuses what step 2 saved, on one rank, before or while it is loaded."""
+
+    def __init__(self, rank, n, early):
+        super().__init__(rank)
+        self.n = n
+        if early:
+            self.load_checks = self._look
+
+    def state_dict(self):
+        return {"n": self.n}
+
+    def _look(self, state):
+        if state["n"] == 2 and dist.get_rank() == self.rank:
+            raise ValueError("not this one")
+
+    def load_state_dict(self, state):
+        self._look(state)
+        self.n = state["n"]
+
+
+def unusable_on_one_rank(root, early):
+    with Store(root) as store:
+        for step in (1, 2):
+            store.save(step, {**state_of(step), "p": Picky(1, step, early)})
+        state = {**state_of(-1), "p": Picky(1, -1, early)}
+        return store.load(state), values(state), state["p"].n, store.steps(), store.set_aside
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_F102_what_one_rank_cannot_use_no_rank_uses(tmp_path, early):
+    results = run_on_ranks(WORLD, unusable_on_one_rank, str(tmp_path), early)
+    for result in results:
+        assert result == results[0]
+        step, found, n, steps, ((aside, reason),) = result
+        assert (step, found, n, steps, aside) == (1, [1.0], 1, [1], 2)
+        assert "rank 1: " in reason
+        assert "not this one" in reason

@@ -117,11 +117,28 @@ def test_changed_data_at_resume_is_refused_with_a_diff(stream):
     assert loader.cursor == 4
 
 
-@pytest.mark.parametrize("bad", [{}, {"cursor": -1}, {"cursor": 1.5}, {"digest_chain": "no"}])
-def test_what_is_no_state_is_refused(stream, bad):
-    good = Loader(stream, 4).state_dict()
-    with pytest.raises(DataError, match=r"Loader.state_dict"):
-        Loader(stream, 4).load_state_dict({**good, **bad} if bad else {})
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        [1],
+        {"cursor": -1},
+        {"cursor": 1.5},
+        {"cursor": True},
+        {"cursor": 2**80},
+        {"digest_chain": "no"},
+        {"digest_chain": None},
+        {"fingerprint": 3},
+    ],
+)
+def test_F102_what_is_no_state_is_refused(stream, bad):
+    loader = Loader(stream, 4)
+    state = {**loader.state_dict(), **bad} if isinstance(bad, dict) and bad else bad
+    for load in (loader.load_checks, loader.load_state_dict):
+        with pytest.raises(ValueError, match=r"Loader.state_dict") as caught:
+            load(state)
+        assert not isinstance(caught.value, DataError), "damaged, and not of other data"
+    assert loader.cursor == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store
+from forge_ckpt import Store
 from forge_core import initialise
 from forge_data import Tokenizer
 from forge_parallel import materialise
@@ -19,6 +19,7 @@ from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import ConfigError, StateError
 from forge_train.trainer.build import build_model, run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 
 
 def load_job(
@@ -42,7 +43,7 @@ def load_trained(
     """(model in eval mode with fp32 weights, tokenizer, step) of a run's newest good checkpoint.
 
     Reads only: a run that is still training is not disturbed. Raises ConfigError when `run_dir`
-    is no run, StateError when no checkpoint of it can be used.
+    is no run or its checkpoints are of another model, StateError when none of them can be used.
     """
     paths = RunDirectory(run_dir)
     if not paths.config.exists():
@@ -53,11 +54,11 @@ def load_trained(
     dense = isinstance(job.config.model, DenseModelConfig)
     model = materialise(build_model(job.config.model, job.config.run.seed), torch.device(device))
     initialise(model, job.config.run.seed, strict=dense)  # what a checkpoint need not hold
-    try:
-        with Store(paths.checkpoints, read_only=True) as store:
-            step = store.load({"model": model})
-    except (CheckpointMismatch, CorruptCheckpoint) as error:
-        raise StateError([f"{paths.checkpoints}: {error}"]) from error
+    with (
+        store_errors(paths.checkpoints, StateError),
+        Store(paths.checkpoints, read_only=True) as store,
+    ):
+        step = store.load({"model": model})
     if step is None:
         raise StateError(
             [

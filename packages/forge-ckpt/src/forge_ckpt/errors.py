@@ -9,6 +9,10 @@ class CheckpointMismatch(ValueError):
     """The checkpoint is sound but of another state: shapes, dtypes or names differ."""
 
 
+class StateRefused(RuntimeError):
+    """An object's own ``load_state_dict`` raised, after other objects were loaded (internal)."""
+
+
 class StepExists(ValueError):
     """This step is already saved with another content; nothing on disk is replaced."""
 

@@ -6,6 +6,7 @@ quarantine/step-00000150-0/    found corrupt, kept for people
 lock                           the writer
 """
 
+import errno
 import os
 import re
 import secrets
@@ -75,9 +76,19 @@ def remove_left_overs(root: Path) -> list[str]:
     return names
 
 
+def refuse_unwritable(root: Path) -> None:
+    """Make and remove a directory, as a save would; raises OSError where it would fail."""
+    place = directory_of(root, 0).with_suffix(f".tmp-{secrets.token_hex(4)}")
+    place.mkdir()
+    place.rmdir()
+
+
 def quarantine(root: Path, step: int) -> Path:
     """Move a step to ``quarantine/step-N-<n>`` with the first free n; returns the new place."""
     place = root / QUARANTINE
+    if place.is_symlink() or (place.exists() and not place.is_dir()):  # a link leads elsewhere
+        reason = "must be a directory of its own; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(place))
     place.mkdir(exist_ok=True)
     name = directory_of(root, step).name
     number = 0

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,9 +31,11 @@ class Lock:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o644)
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self._path))
             self.held = self._take()
         except BaseException:
             self.release()
@@ -45,6 +48,16 @@ class Lock:
             os.close(self._fd)
             self._fd = -1
         self.held = False
+
+    def refuse_moved(self) -> None:
+        """Raise OSError where the directory at our path is no longer the one that was locked."""
+        mine = os.fstat(self._fd)
+        with contextlib.suppress(OSError):
+            there = os.stat(self._path, follow_symlinks=False)
+            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+                return
+        reason = "was moved or removed while this job writes to it; put it back, then start again"
+        raise FileNotFoundError(errno.ENOENT, reason, str(self._path.parent))
 
     def _take(self) -> bool:
         held = True

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ NAME = "manifest.json"
 FORMAT = 1
 BLOCK_BYTES = 4 * 2**20
 MAX_BYTES = 2**30  # of a manifest; 2**30 bytes describe about 60 TB of tensors
+_MAX_DIMS = 64  # of a tensor that torch makes
 _FILE = re.compile(r"data-(0|[1-9][0-9]{0,6})\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX, _MIDDLE, _SUFFIX = b'{"sha256": "', b'", "manifest": ', b"}\n"
@@ -120,6 +122,11 @@ def read_bytes(directory: Directory) -> bytes:
     with open(fd, "rb", buffering=0):
         if size > MAX_BYTES:
             raise CorruptCheckpoint(f"{where}: {size} bytes, more than any manifest")
+        head = bytearray(len(_PREFIX))
+        if (
+            read_at(fd, memoryview(head), 0) != len(head) or head != _PREFIX
+        ):  # before a gigabyte of it
+            raise CorruptCheckpoint(f"{where}: does not match its own digest")
         data = bytearray(size)
         if read_at(fd, memoryview(data), 0) != size:
             raise CorruptCheckpoint(f"{where}: changed while being read")
@@ -138,15 +145,15 @@ def decode(data: bytes, where: str) -> Manifest:
         table = json.loads(body)
         number = table["format"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise CorruptCheckpoint(f"{where}: not a manifest ({error!r})") from error
+        raise CorruptCheckpoint(f"{where}: not a manifest ({error!r:.300})") from error
     if number != FORMAT:
         raise CheckpointMismatch(
-            f"{where}: format {number!r}, this forge-ckpt reads {FORMAT}; use the version that wrote it"
+            f"{where}: format {number!r:.80}, this forge-ckpt reads {FORMAT}; use the version that wrote it"
         )
     try:
         return _from_json(table)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where}: impossible entry ({error})") from error
+        raise CorruptCheckpoint(f"{where}: impossible entry ({str(error):.300})") from error
 
 
 def summary(table: Manifest) -> dict[str, Any]:
@@ -246,12 +253,33 @@ def _file(name: str, entry: dict[str, Any]) -> FileEntry:
 
 
 def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> TensorEntry:
+    if len(entry["shape"]) > _MAX_DIMS:
+        raise ValueError(f"{name}: {len(entry['shape'])} dims, more than any tensor")
     shape = tuple(_count(n, name) for n in entry["shape"])
     dtype = objects.dtype_from_name(entry["dtype"])
     chunks = tuple(_chunk(name, chunk, shape, dtype, files) for chunk in entry["chunks"])
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"{name}: chunks do not add up to shape {shape}")
+    if not _apart(chunks, len(shape)):  # then, of the same volume as the whole, they leave no hole
+        raise ValueError(f"{name}: chunks overlap")
     return TensorEntry(tree.path_from_json(entry["path"]), shape, dtype, chunks)
+
+
+def _apart(chunks: Sequence[Chunk], num_dims: int) -> bool:
+    """Whether straight cuts through all of them separate the chunks, as they do any layout of DTensors."""
+    if len(chunks) < 2:
+        return True
+    for dim in range(num_dims):
+        ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dim])
+        groups, end = [[ordered[0]]], 0
+        for before, chunk in zip(ordered, ordered[1:]):
+            end = max(end, before.offsets[dim] + before.sizes[dim])
+            if chunk.offsets[dim] >= end:
+                groups.append([])
+            groups[-1].append(chunk)
+        if len(groups) > 1:
+            return all(_apart(group, num_dims) for group in groups)
+    return False
 
 
 def _chunk(

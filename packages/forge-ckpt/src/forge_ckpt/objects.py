@@ -17,8 +17,12 @@ from typing import Any
 
 import torch
 
+from forge_ckpt.errors import CheckpointMismatch
+
 TAG = "$"
 _NUMPY_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
+# torch.Size raises RuntimeError for numbers beyond int64
+_UNREADABLE = (KeyError, TypeError, OverflowError, RuntimeError, struct.error, binascii.Error)
 _KNOWN = (
     "None, bool, int, float, str, list, tuple, dict, OrderedDict, bytes, torch.dtype, torch.Size, "
     "numpy arrays of numbers"
@@ -54,7 +58,10 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(tree: Any) -> Any:
-    """The value that :func:`encode` was given. Raises ValueError for a tag that it never writes."""
+    """The value that :func:`encode` was given.
+
+    Raises ValueError for what it never writes, CheckpointMismatch where numpy is missing.
+    """
     if isinstance(tree, list):
         return [decode(item) for item in tree]
     if not isinstance(tree, dict):
@@ -63,11 +70,8 @@ def decode(tree: Any) -> Any:
         return {key: decode(item) for key, item in tree.items()}
     try:
         return _DECODERS[tree[TAG]](tree["v"])
-    except (KeyError, TypeError, struct.error, binascii.Error) as error:
-        raise ValueError(
-            f"object tag {tree[TAG]!r} cannot be read ({error!r}); a newer forge-ckpt wrote it, "
-            "or it was edited"
-        ) from error
+    except _UNREADABLE as error:
+        raise ValueError(f"object tag {tree[TAG]!r:.40} cannot be read ({error!r:.80})") from error
 
 
 def dumps(tree: Any) -> str:
@@ -113,7 +117,7 @@ def _decode_array(parts: list[Any]) -> Any:
     try:
         import numpy
     except ImportError as error:
-        raise ValueError("the checkpoint holds a numpy array; pip install numpy") from error
+        raise CheckpointMismatch("the checkpoint holds a numpy array; pip install numpy") from error
     return numpy.frombuffer(base64.b64decode(data), dtype=name).reshape(shape).copy()
 
 

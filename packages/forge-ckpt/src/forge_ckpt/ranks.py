@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists, StoreInUse
+from forge_ckpt.errors import (
+    CheckpointMismatch,
+    CorruptCheckpoint,
+    StateRefused,
+    StepExists,
+    StoreInUse,
+)
 from forge_ckpt.files import byte_view
 
 T = TypeVar("T")
@@ -24,6 +30,7 @@ _CLASSES: dict[str, type[Exception]] = {
     for kind in (
         CorruptCheckpoint,
         CheckpointMismatch,
+        StateRefused,
         StepExists,
         StoreInUse,
         OSError,

@@ -48,21 +48,46 @@ class RNGState:
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
         """Of the saved paths, those that this rank loads: one stream, its own where there is one."""
-        streams = {path[1] for path in saved if path[0] == "streams"}
+        streams = {path[1] for path in saved if path[0] == "streams" and len(path) > 1}
         if not streams:
             return saved  # format of 0.1: one stream
         source = self._place()[0] % len(streams)
-        return [path for path in saved if path[0] != "streams" or path[1] == source]
+        return [path for path in saved if path[0] != "streams" or path[1:2] == (source,)]
+
+    def load_checks(self, state_dict: Any) -> None:
+        """Try the saved stream on generators of its own; raises ValueError for one that none takes."""
+        try:
+            saved, stream = self._saved(state_dict)
+            if type(saved) is not int or saved < 1:
+                raise ValueError(f"world_size {saved!r} must be a number of streams")
+            random.Random().setstate(stream["python"])
+            torch.Generator().set_state(stream["torch"])
+            for state in (stream["cuda"] or {}).values():
+                if state.dtype != torch.uint8 or state.numel() < 16:  # seed and offset
+                    raise ValueError(f"a CUDA state of {state.numel()} {state.dtype}")
+            if stream["numpy"] is not None:
+                sys.modules["numpy"].random.RandomState().set_state(stream["numpy"])
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            raise ValueError(f"no random state that RNGState saved ({error!r})") from error
+        except RuntimeError as error:  # torch's, of several lines
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"no random state that RNGState saved ({reason})") from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the saved stream, or begin one that is derived from it (see the class)."""
         number, count = self._place()
-        saved = state_dict.get("world_size", 1)
-        stream = state_dict["streams"][number % saved] if "streams" in state_dict else state_dict
+        saved, stream = self._saved(state_dict)
         if saved == count:
             _continue(stream, alone=_alone())
         else:
             _begin(stream, number, count)
+
+    def _saved(self, state_dict: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """(number of streams saved, the one that this rank continues or begins from)."""
+        if "streams" not in state_dict:
+            return 1, state_dict  # format of 0.1: one stream
+        saved = state_dict["world_size"]
+        return saved, state_dict["streams"][self._place()[0] % saved]
 
     def _place(self) -> tuple[int, int]:
         """(number of this rank's stream, number of streams)."""

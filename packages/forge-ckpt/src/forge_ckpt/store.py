@@ -3,7 +3,7 @@
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from forge_ckpt import generations, manifest
-from forge_ckpt.errors import CorruptCheckpoint, StepExists
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused, StepExists
 from forge_ckpt.lock import Lock, refuse_another_directory
 from forge_ckpt.ranks import Ranks
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.targets import named, state_of
-from forge_ckpt.read.together import read_together, verify_together
+from forge_ckpt.read.together import Check, read_together, verify_together
 from forge_ckpt.write.together import write_together
 
 logger = logging.getLogger("forge_ckpt")
@@ -101,7 +101,7 @@ class Store:
         if old:
             self._retain(step, old)
 
-    def load(self, state: MutableMapping[str, Any]) -> int | None:
+    def load(self, state: MutableMapping[str, Any], check: Check | None = None) -> int | None:
         """Fill ``state`` from the newest sound checkpoint; returns its step, None if there is none.
 
         Everything that ``state`` names is verified, on every rank, before the first tensor of any
@@ -109,22 +109,43 @@ class Store:
         ``read_only``), and the next older one is tried, by all ranks. Raises CorruptCheckpoint
         naming all when none is sound, and CheckpointMismatch, with ``state`` untouched on all
         ranks, when the newest sound one is of another state on any.
+
+        A checkpoint that an object cannot use is corrupt too: where its ``load_checks(saved)``
+        or ``check(step, saved)`` (``saved``: names to states; tensors that are filled in place hold
+        their old values) raises a plain ValueError, before anything changes. Where a
+        ``load_state_dict`` raises a built-in exception, the next older checkpoint is loaded over
+        what changed; if it raises as well, the fault is taken to be the object's: nothing moves,
+        and the first exception is raised. Exceptions of other classes are raised at once.
         """
 
-        def check() -> None:
+        def ready() -> None:
             self._require_open(writing=False)
             named(state)
 
-        self._ranks.all_do(check)
+        self._ranks.all_do(ready)
         corrupt: dict[int, str] = {}
-        while (step := self._ranks.first_does(lambda: self._newest_but(corrupt))) is not None:
+        refused: dict[int, StateRefused] = {}  # at most one
+        while (
+            step := self._ranks.first_does(lambda: self._newest_but({*corrupt, *refused}))
+        ) is not None:
             try:
-                self._read(step, state)
+                self._read(step, state, check)
             except CorruptCheckpoint as error:
                 if self._put_aside(step, str(error)):
                     corrupt[step] = str(error)
                 continue
+            except (StateRefused, CheckpointMismatch) as error:
+                if refused:
+                    break
+                if not isinstance(error, StateRefused):
+                    raise
+                refused[step] = error
+                continue
+            for newer, reason in refused.items():
+                self._put_aside(newer, str(reason))
             return step
+        for reason in refused.values():
+            self._raise_cause(reason)
         found = list(corrupt.values()) or self._ranks.first_does(self._earlier)
         if found:
             raise CorruptCheckpoint(
@@ -199,10 +220,11 @@ class Store:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(self.path)
             left = generations.remove_left_overs(self.path) if self._lock.held else []
+            generations.refuse_unwritable(self.path)
         except OSError as error:
             raise ValueError(
-                f"{self.path} cannot be written ({error.strerror}); choose a writable directory, or "
-                "open it with read_only=True"
+                f"{self.path} cannot be written ({error.strerror}: {error.filename}); choose a "
+                "writable directory, or open it with read_only=True"
             ) from error
         if left:
             logger.info("%s: removed unfinished %s", self.path, ", ".join(left))
@@ -230,6 +252,8 @@ class Store:
         step = steps[0]
         if set(steps) != {step}:
             raise ValueError(f"ranks save steps {steps}; all must save the same one")
+        assert self._lock is not None
+        self._lock.refuse_moved()
         newest = max(generations.committed_steps(self.path), default=-1)
         if step < newest:
             raise ValueError(
@@ -308,15 +332,36 @@ class Store:
 
     # ---- loading
 
-    def _read(self, step: int, state: MutableMapping[str, Any]) -> None:
+    def _read(self, step: int, state: MutableMapping[str, Any], check: Check | None) -> None:
         path = generations.directory_of(self.path, step)
-        read_together(self._ranks, path, step, state, self._threads)
+        try:
+            read_together(self._ranks, path, step, state, self._threads, check)
+        except PermissionError as error:
+            raise PermissionError(
+                error.errno,
+                f"step {step} cannot be read: {error.strerror}; make it readable, or move it away to "
+                "go on from an older one",
+                error.filename,
+            ) from error
+
+    def _raise_cause(self, refused: StateRefused) -> None:
+        """What a ``load_state_dict`` raised, on the ranks where it did; its relative elsewhere."""
+
+        def again() -> None:
+            cause: BaseException | None = refused
+            while isinstance(cause, StateRefused):
+                cause = cause.__cause__
+            if cause is not None:
+                cause.add_note(f"{refused}; no older checkpoint could be used, and none was moved")
+                raise cause
+
+        self._ranks.all_do(again)
 
     def _verify(self, step: int) -> None:
         path = generations.directory_of(self.path, step)
         verify_together(self._ranks, path, step, self._threads)
 
-    def _newest_but(self, corrupt: Mapping[int, str]) -> int | None:
+    def _newest_but(self, corrupt: Collection[int]) -> int | None:
         # listed anew each time: beside a writer, steps come and go while we read
         left = [step for step in generations.found_steps(self.path) if step not in corrupt]
         return max(left, default=None)
@@ -336,7 +381,11 @@ class Store:
             if self.read_only:
                 logger.warning("step %d is corrupt, trying an older one: %s", step, reason)
             else:
-                place = generations.quarantine(self.path, step)
+                try:
+                    place = generations.quarantine(self.path, step)
+                except OSError as error:
+                    text = f"step {step} is corrupt ({reason}) and cannot be set aside: "
+                    raise OSError(error.errno, f"{text}{error.strerror}", error.filename) from error
                 logger.warning("step %d is corrupt, moved to %s: %s", step, place, reason)
             return True
 

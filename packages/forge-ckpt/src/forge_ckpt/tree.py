@@ -73,6 +73,15 @@ def place(container: Any, path: Path, value: Any) -> Any:
     return items
 
 
+def copied(value: Any) -> Any:
+    """Containers made anew, leaves shared: :func:`place` into the copy leaves ``value`` alone."""
+    if isinstance(value, Mapping):
+        return {key: copied(child) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(child) for child in value)
+    return value
+
+
 def path_to_json(path: Path) -> list[Any]:
     """Positions become ``["list", n]``."""
     return [list(step) if isinstance(step, tuple) else step for step in path]

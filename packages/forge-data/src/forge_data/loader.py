@@ -24,6 +24,7 @@ from forge_data.orphans import end_with_parent
 from forge_data.packing import digest_of_ids, make_batch
 
 _NO_STEPS = "0" * 16
+_LAST_CURSOR = 2**62  # ids are int64
 
 
 class Stream(Protocol):
@@ -100,21 +101,26 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches of `state`, in O(1).
+        """Go on after the batches of `state`, in O(1). Raises as `load_checks`, and then stays where it was."""
+        self.load_checks(state)
+        self.close()
+        self._cursor, self._chain = state["cursor"], state["digest_chain"]
 
-        Raises DataError with every difference when `state` was made from another stream, or when it
-        is not the state of a loader; the loader then stays where it was.
-        """
-        cursor, chain = state.get("cursor"), state.get("digest_chain")
-        known = isinstance(cursor, int) and cursor >= 0 and isinstance(chain, str)
-        if not known or not re.fullmatch("[0-9a-f]{16}", str(chain)):
-            raise DataError(
-                f"loader state with cursor {cursor!r} and digest_chain {chain!r} must come from "
+    def load_checks(self, state: Mapping[str, Any]) -> None:
+        """Change nothing; raise ValueError unless `state` is that of a loader, and DataError with every
+        difference when it was made from another stream."""
+        known = isinstance(state, Mapping) and isinstance(state.get("fingerprint"), Mapping)
+        cursor, chain = (state.get("cursor"), state.get("digest_chain")) if known else (state, None)
+        if (
+            type(cursor) is not int
+            or not 0 <= cursor <= _LAST_CURSOR
+            or not re.fullmatch("[0-9a-f]{16}", str(chain))
+        ):
+            raise ValueError(
+                f"loader state with cursor {cursor!r:.80} and digest_chain {chain!r:.80} must come from "
                 "Loader.state_dict(); load another checkpoint"
             )
-        _refuse_other_data(state.get("fingerprint", {}), self.stream.fingerprint())
-        self.close()
-        self._cursor, self._chain = int(str(cursor)), str(chain)
+        _refuse_other_data(state["fingerprint"], self.stream.fingerprint())
 
     def close(self) -> None:
         """End the worker processes, if any; the next batch would start them again."""

@@ -28,6 +28,12 @@ class PartOfState:
         """Into the owner."""
         self._owner.load_state_dict(state)
 
+    def load_checks(self, state: dict[str, Any]) -> None:
+        """The owner's, if it has any."""
+        checks = getattr(self._owner, "load_checks", None)
+        if checks is not None:
+            checks(state)
+
     def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Of the saved paths those that are not another rank's."""
         return [path for path in saved if not self._others.intersection(path)]

@@ -6,14 +6,13 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-import forge_data
-from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store, StoreInUse
+from forge_ckpt import RNGState, Store
 from forge_core import (
     build_optimizer,
     build_schedule,
@@ -40,7 +39,6 @@ from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import (
     ConfigError,
-    DataError,
     JobError,
     StateError,
     as_config_error,
@@ -66,6 +64,7 @@ from forge_train.trainer.part import PartOfState, tensor_names
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 from forge_train.trainer.votes import StepVotes
 
 
@@ -187,10 +186,8 @@ class Trainer:
 
     def _open_store(self) -> Store:
         keep_last = self.config.checkpoint.keep_last
-        try:
+        with store_errors(self.paths.checkpoints, ConfigError):
             return Store(self.paths.checkpoints, keep_last, group=self.meshes.host_group)
-        except StoreInUse as error:
-            raise ConfigError([f"run.dir {self.paths.path} is in use: {error}"]) from error
 
     def _allowed_changes(self, store: Store) -> dict[str, list[Any]]:
         changes = self.paths.changes(self.job)
@@ -260,20 +257,21 @@ class Trainer:
         for callback in self.callbacks:
             if hasattr(callback, "state_dict"):
                 self.state[state_name(callback, self.state)] = callback
-        try:
-            step = store.load(self.state)
-        except CheckpointMismatch as error:
-            fix = (
-                "the checkpoints of this run.dir belong to another model or to other callbacks with "
-                "state; choose another run.dir"
-            )
-            raise ConfigError([f"{self.paths.checkpoints}: {error}", fix]) from error
-        except CorruptCheckpoint as error:
-            raise StateError([str(error)]) from error
-        except forge_data.DataError as error:  # other data than the checkpoint's
-            raise DataError([f"{self.paths.checkpoints}: {error}"]) from error
+        with store_errors(self.paths.checkpoints, StateError):
+            step = store.load(self.state, self._check_saved)
         self._last_saved = -1 if step is None else step
         return time.perf_counter() - started
+
+    def _check_saved(self, step: int, saved: Mapping[str, Any]) -> None:
+        """What a checkpoint says in two places must agree: the step, and how far the data is."""
+        progress, cursor = saved["progress"], saved["loader"]["cursor"]
+        if progress["step"] != step:
+            raise ValueError(f"progress.step {progress['step']} is not that of step {step}")
+        tokens = cursor * self.config.data.seq_len
+        if progress["tokens"] != tokens:
+            raise ValueError(
+                f"progress.tokens {progress['tokens']} are not the {tokens} of loader.cursor {cursor}"
+            )
 
     def _part(self, owner: Any) -> Any:
         """State of the whole model, or of the part that this rank of a pipeline has."""
@@ -436,10 +434,11 @@ class Trainer:
             started = time.perf_counter()
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             try:
-                store.save(self.progress.step, self.state)
-            except OSError as error:  # a full disk: the older checkpoints are still there
+                with store_errors(self.paths.checkpoints, JobError):
+                    store.save(self.progress.step, self.state)
+            except JobError as error:  # a full disk: the older checkpoints are still there
                 self._record("save_failed", step=self.progress.step, error=str(error))
-                raise JobError([f"{self.paths.checkpoints}: {error}"]) from error
+                raise
             seconds = time.perf_counter() - started
         self._last_saved = self.progress.step
         self._record("save", step=self.progress.step, seconds=round(seconds, 4))

@@ -83,6 +83,14 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
 
     def finish_read(self) -> None:
         """Put the replaced leaves into the caller's state; ForgeReader calls it last."""
+        self.place_into(self.original_state_dict)
+
+    def is_new(self, read_item: ReadItem) -> bool:
+        """Whether it fills memory made for this load, and none of the caller's."""
+        return read_item.dest_index.fqn in self._owners
+
+    def place_into(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Put the replaced leaves into ``state``, of the caller's structure; returns it."""
         assert self.metadata is not None
         built: dict[tree.Path, Any] = {}
         for name, owner in self._owners.items():
@@ -90,7 +98,8 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
             rest = self.metadata.planner_data[name][len(owner) :]
             built[owner] = tree.place(built.get(owner), rest, value)
         for owner, value in built.items():
-            tree.place(self.original_state_dict, owner, value)
+            tree.place(state, owner, value)
+        return state
 
 
 def _by_prefix(paths: dict[str, tree.Path]) -> dict[tree.Path, list[str]]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from forge_ckpt import files, manifest, objects
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint
 from forge_ckpt.read.blocks import Segment, read_segments
 from forge_ckpt.read.planner import ForgeLoadPlanner
 
@@ -107,7 +108,10 @@ class ForgeReader(StorageReader):
         return future
 
     def stage(self, plan: LoadPlan, planner: ForgeLoadPlanner) -> Staged:
-        """Read, verify and decode all that ``plan`` asks for; nothing of the state changes yet."""
+        """Read, verify and decode all that ``plan`` asks for; nothing of the state changes yet.
+
+        Returns what goes into the caller's tensors; the planner has the rest.
+        """
         table = self.open()
         assert self._directory is not None
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
@@ -115,9 +119,26 @@ class ForgeReader(StorageReader):
         read_segments(self._directory, table, [segment for _, segment in staged], self.threads)
         for item in plan.items:  # decoding can refuse, so it comes before the first tensor
             if item.type == LoadItemType.BYTE_IO:
-                text = objects.dumps(table.objects[item.storage_index.fqn].value)
-                planner.load_bytes(item, io.BytesIO(text.encode()))
-        return [(item, source) for item, (source, _) in zip(tensors, staged)]
+                self._decode(table, item, planner)
+        live: Staged = []
+        for item, (source, _) in zip(tensors, staged):
+            if planner.is_new(item):
+                _copy(item, source, planner)
+            else:
+                live.append((item, source))
+        return live
+
+    def _decode(self, table: manifest.Manifest, item: ReadItem, planner: ForgeLoadPlanner) -> None:
+        name = item.storage_index.fqn
+        try:
+            text = objects.dumps(table.objects[name].value)
+            planner.load_bytes(item, io.BytesIO(text.encode()))
+        except CheckpointMismatch:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(
+                f"{self.path / manifest.NAME}: object {name:.80} cannot be used ({error})"
+            ) from error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -129,11 +150,15 @@ def fill(staged: Staged, planner: ForgeLoadPlanner) -> None:
     """Copy what was staged into the caller's tensors and put the decoded objects in their places."""
     with torch.no_grad():
         for item, source in staged:
-            target = planner.resolve_tensor(item).detach()
-            assert target.size() == source.size(), (item, target.size())
-            target.copy_(source)
-            planner.commit_tensor(item, target)
+            _copy(item, source, planner)
     planner.finish_read()
+
+
+def _copy(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> None:
+    target = planner.resolve_tensor(item).detach()
+    assert target.size() == source.size(), (item, target.size())
+    target.copy_(source)
+    planner.commit_tensor(item, target)
 
 
 def metadata_of(table: manifest.Manifest, without: Container[str] = ()) -> Metadata:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from forge_ckpt.errors import CheckpointMismatch
 from forge_ckpt.manifest import Manifest, TensorEntry
 
 
@@ -39,6 +40,28 @@ def target_of(value: Any, name: str, table: Manifest) -> Any:
     if isinstance(value, torch.optim.Optimizer):
         return _with_slots(state, value, name, table)
     return state
+
+
+def check_object(value: Any, name: str, saved: Any) -> None:
+    """Refuse what ``value`` cannot load, before anything changes.
+
+    An object's own ``load_checks(saved)`` says so by a ValueError. A torch optimizer is asked for
+    the sizes of its groups: its load_state_dict would compare them after the model was loaded.
+    """
+    checks = getattr(value, "load_checks", None)
+    if callable(checks):
+        checks(saved)
+    elif isinstance(value, torch.optim.Optimizer):
+        here = [len(group["params"]) for group in value.param_groups]
+        try:
+            there = [len(group["params"]) for group in saved["param_groups"]]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"param_groups are not those of an optimizer ({error!r})") from error
+        if there != here:
+            raise CheckpointMismatch(
+                f"{name}: saved groups of {there} parameters, here {here}; build the optimizer over "
+                "the same parameters as the run that saved it"
+            )
 
 
 def not_asked(state: Mapping[str, Any], table: Manifest) -> set[str]:

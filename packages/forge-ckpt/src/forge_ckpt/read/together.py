@@ -1,26 +1,35 @@
 """One checkpoint read by all ranks: verified by each, agreed by all, only then used."""
 
-from collections.abc import MutableMapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from forge_ckpt import manifest
-from forge_ckpt.errors import CheckpointMismatch
+from forge_ckpt import manifest, tree
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
 from forge_ckpt.files import Directory
 from forge_ckpt.ranks import Ranks
 from forge_ckpt.read.blocks import verify_files
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
-from forge_ckpt.read.targets import is_stateful, not_asked, target_of
+from forge_ckpt.read.targets import check_object, is_stateful, not_asked, target_of
+
+Check = Callable[[int, Mapping[str, Any]], None]
 
 
 def read_together(
-    ranks: Ranks, path: Path, step: int, state: MutableMapping[str, Any], threads: int
+    ranks: Ranks,
+    path: Path,
+    step: int,
+    state: MutableMapping[str, Any],
+    threads: int,
+    check: Check | None = None,
 ) -> None:
     """Fill ``state`` of every rank from ``path``.
 
     Raises CorruptCheckpoint or CheckpointMismatch on all ranks, and then no tensor of any rank has
-    changed. (If a ``load_state_dict`` raises at the end, all ranks raise, and states have changed.)
+    changed. If a ``load_state_dict`` raises at the end, states have changed: all ranks raise
+    StateRefused, or what was raised where that is not a built-in exception about values.
 
     Communication: the manifest from rank 0, then three votes of 8 bytes a rank. Each rank reads
     and verifies the blocks that its own boxes touch.
@@ -42,21 +51,53 @@ def read_together(
     def stage() -> Staged:
         reader.use(Directory(path), table)
         try:
-            return reader.stage(wanted, planner)
+            found = reader.stage(wanted, planner)
         finally:
             reader.close()
+        saved = planner.place_into(tree.copied(content))
+        for name, value in state.items():
+            with _value_error_is_corruption(f"{path}: {name}"):
+                check_object(value, name, saved[name])
+        if check is not None:
+            with _value_error_is_corruption(str(path)):
+                check(step, saved)
+        return found
 
     def use() -> None:
         fill(staged, planner)
         for name, value in list(state.items()):
             if is_stateful(value):
-                value.load_state_dict(content[name])
+                _load(value, content[name], f"{path}: {name}")
             elif content[name] is not value:
                 state[name] = content[name]
 
     wanted = ranks.all_do(plan)
     staged = ranks.all_do(stage)
     ranks.all_do(use)
+
+
+@contextlib.contextmanager
+def _value_error_is_corruption(where: str) -> Iterator[None]:
+    """A check's plain ValueError. Its subclasses say something else (other data, another model)."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise CorruptCheckpoint(f"{where}: {error}") from error
+
+
+def _load(value: Any, content: Any, where: str) -> None:
+    try:
+        value.load_state_dict(content)
+    except Exception as error:
+        # a class of the object's own has a meaning to its caller; disk and memory are no values
+        about_values = type(error).__module__ == "builtins"
+        if not about_values or isinstance(error, OSError | MemoryError):
+            raise
+        raise StateRefused(
+            f"{where}: load_state_dict raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def verify_together(ranks: Ranks, path: Path, step: int, threads: int) -> None:

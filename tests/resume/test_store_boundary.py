@@ -1,0 +1,241 @@
+"""What goes wrong around the store of a run is one line with an exit code, and harms no checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge_ckpt.store
+from forge_ckpt import generations
+from forge_testing import flip_bit, write_job
+from forge_train import Callback, Trainer, load_job, load_trained, read_run
+from forge_train.errors import JobError
+
+ERROR, CORRUPT, CONFIG = 1, 66, 78
+QUIET = {
+    "metrics.console": "off",
+    "eval.every_steps": 0,
+    "checkpoint.every_steps": 2,
+    "sample.max_new_tokens": 0,
+}
+
+
+def run(folder: Path, steps: int, *callbacks: Callback) -> int:
+    """The last step of the job of `folder` trained in this process."""
+    job = load_job(write_job(folder), {**QUIET, "train.steps": steps})
+    return Trainer(job, callbacks).fit().step
+
+
+def refused(folder: Path, steps: int = 6, *callbacks: Callback) -> tuple[int, str]:
+    """(exit code, what is printed) of a run that cannot go on."""
+    with pytest.raises(JobError) as caught:
+        run(folder, steps, *callbacks)
+    (problem,) = caught.value.problems
+    assert "\n" not in problem
+    return int(caught.value.exit_code), problem
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("original")
+    assert run(folder, 4) == 4
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    shutil.copytree(original / "run", tmp_path / "run")
+    return tmp_path
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """`change` the objects of step 4 and give its manifest a digest that fits."""
+    path = folder / "run/checkpoints/step-00000004/manifest.json"
+    table = json.loads(path.read_bytes())["manifest"]
+    change({name: entry["value"] for name, entry in table["objects"].items()})
+    body = json.dumps(table, separators=(",", ":")).encode()
+    digest = hashlib.sha256(body).hexdigest().encode()
+    path.write_bytes(b'{"sha256": "' + digest + b'", "manifest": ' + body + b"}\n")
+
+
+UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "step_text": (lambda o: o["progress"].update(step="15"), "must hold step"),
+    "step_negative": (lambda o: o["progress"].update(step=-5), "must hold step"),
+    "step_fraction": (lambda o: o["progress"].update(step=2.5), "must hold step"),
+    "step_of_another": (lambda o: o["progress"].update(step=10**9), "is not that of step 4"),
+    "tokens_null": (lambda o: o["progress"].update(tokens=None), "must hold step"),
+    "seconds_gone": (lambda o: o["progress"].pop("seconds"), "must hold step"),
+    "cursor_off_by_one": (lambda o: o["loader"].update(cursor=17), "loader.cursor 17"),
+    "cursor_2_to_80": (lambda o: o["loader"].update(cursor=2**80), "Loader.state_dict"),
+    "fingerprint_gone": (lambda o: o["loader"].pop("fingerprint"), "Loader.state_dict"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_F97_F102_a_checkpoint_that_no_run_saved_falls_back(folder: Path, name: str) -> None:
+    change, says = UNUSABLE[name]
+    reseal(folder, change)
+    assert run(folder, 4) == 4
+    events = read_run(folder / "run").events
+    (aside,) = [event for event in events if event["event"] == "quarantine"]
+    assert says in aside["reason"]
+    assert aside["step"] == 4
+    assert [event["step"] for event in events if event["event"] == "resume"] == [2]
+
+
+def test_F103_checkpoints_is_a_file(folder: Path) -> None:
+    shutil.rmtree(folder / "run/checkpoints")
+    (folder / "run/checkpoints").write_text("in the way")
+    code, says = refused(folder)
+    assert code == CONFIG
+    assert "checkpoints is a file" in says
+    with pytest.raises(JobError, match="checkpoints is a file"):
+        load_trained(folder / "run")
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "link"])
+def test_F103_the_lock_is_no_file_of_ours(folder: Path, kind: str) -> None:
+    lock = folder / "run/checkpoints/lock"
+    lock.unlink()
+    {"directory": os.mkdir, "fifo": os.mkfifo, "link": lambda p: os.symlink("/dev/null", p)}[kind](
+        lock
+    )
+    code, says = refused(folder)
+    assert code == CONFIG
+    assert "cannot be written (" in says
+    assert str(lock) in says
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, part: str) -> None:
+    """`owner.name` refuses paths that hold `part`, as another user's would (root may do all)."""
+    real = getattr(owner, name)
+
+    def denied(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if part in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, denied)
+
+
+def test_F103_checkpoints_that_cannot_be_written_are_found_before_a_step_is_trained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deny(monkeypatch, os, "mkdir", "checkpoints/step-")
+    deny(monkeypatch, Path, "mkdir", "checkpoints/step-")
+    monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("a step was trained"))
+    code, says = refused(folder)
+    assert code == CONFIG
+    assert "cannot be written (Permission denied" in says
+
+
+def test_F103_checkpoints_that_cannot_be_looked_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deny(monkeypatch, os, "listdir", "checkpoints")
+    code, says = refused(folder)
+    assert code == CONFIG
+    assert "Permission denied" in says
+
+
+def test_F103_the_newest_step_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deny(monkeypatch, os, "open", "data-0.bin")
+    code, says = refused(folder)
+    assert code == CORRUPT
+    assert "step 4 cannot be read: Permission denied; make it readable, or move it away" in says
+    assert not (folder / "run/checkpoints/quarantine").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_F103_a_quarantine_that_is_no_directory_takes_nothing(folder: Path, kind: str) -> None:
+    place, elsewhere = folder / "run/checkpoints/quarantine", folder / "elsewhere"
+    elsewhere.mkdir()
+    if kind == "file":
+        place.write_text("in the way")
+    else:
+        place.symlink_to(elsewhere)
+    flip_bit(folder / "run/checkpoints/step-00000004/data-0.bin")
+    code, says = refused(folder)
+    assert code == CORRUPT
+    assert "step 4 is corrupt" in says
+    assert "must be a directory of its own; move it away" in says
+    assert list(elsewhere.iterdir()) == []
+    assert (folder / "run/checkpoints/step-00000004").is_dir()
+
+
+class At(Callback):
+    """Does something after a step."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == self.step:
+            self.action()
+
+
+def last_event(folder: Path) -> dict[str, Any]:
+    return read_run(folder / "run").events[-1]
+
+
+def test_F103_checkpoints_moved_while_the_run_writes(folder: Path) -> None:
+    here, there = folder / "run/checkpoints", folder / "moved"
+    code, says = refused(folder, 6, At(5, lambda: here.rename(there)))
+    assert code == ERROR
+    assert "was moved or removed while this job writes to it; put it back" in says
+    assert not here.exists(), "a new one beside the old would hide it"
+    assert last_event(folder)["event"] == "save_failed"
+    there.rename(here)
+    assert run(folder, 6) == 6
+
+
+def test_F103_checkpoints_removed_and_made_anew_by_somebody(folder: Path) -> None:
+    here = folder / "run/checkpoints"
+
+    def replace() -> None:
+        shutil.rmtree(here)
+        here.mkdir()
+        (here / "lock").touch()
+
+    code, says = refused(folder, 6, At(5, replace))
+    assert code == ERROR
+    assert "was moved or removed" in says
+
+
+def test_F103_a_disk_that_does_not_hold_what_was_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = generations.committed_steps
+
+    def damaged(root: Path) -> list[int]:
+        for file in root.glob("step-00000008/data-0.bin"):
+            flip_bit(file)
+        return real(root)
+
+    monkeypatch.setattr(forge_ckpt.store.generations, "committed_steps", damaged)
+    code, says = refused(folder, 8)  # the fourth checkpoint: one more than are kept
+    assert code == CORRUPT
+    assert "disk or memory fail. Older checkpoints are kept" in says
+    assert last_event(folder)["event"] == "save_failed"
+
+
+def test_F103_a_callback_that_cannot_be_saved(folder: Path) -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": time.localtime()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    shutil.rmtree(folder / "run")
+    code, says = refused(folder, 2, Odd())
+    assert code == ERROR
+    assert "time.struct_time is not stored (nothing is pickled)" in says
