@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
@@ -41,7 +42,14 @@ def rank_main() -> dict[str, object]:
     import torch
     import torch.distributed as dist
 
-    from forge_parallel.start import StartError, end_process_group, find_world, start_process_group
+    from forge_parallel.start import (
+        StartError,
+        end_process_group,
+        find_world,
+        meeting,
+        start_process_group,
+        store,
+    )
 
     if "NETNS" in os.environ:  # on another host, as far as addresses go
         with open(f"/var/run/netns/{os.environ['NETNS']}") as space:
@@ -53,6 +61,8 @@ def rank_main() -> dict[str, object]:
     facts = {"config": os.environ.get("CONFIG", "same")}
     timeout = float(os.environ.get("TIMEOUT", "20"))
     torch.__version__ = os.environ.get("TORCH_SAYS", torch.__version__)
+    for module in (store, meeting):
+        module.ANSWER_SECONDS = float(os.environ.get("ANSWER", module.ANSWER_SECONDS))
     sums = []
     try:
         for _ in range(2):
@@ -206,13 +216,64 @@ def test_a_taken_port_is_named_at_once(start):
     assert answer["seconds"] < 5
 
 
-def test_a_port_that_answers_nothing_ends_in_time(start):
-    """torch's own client would wait for ever."""
-    environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT))
+def test_F104_a_port_that_answers_nothing_is_not_rank_0s(start):
+    """torch's own client would wait for ever, and start_timeout is for ranks that come late."""
+    environs = plain(2, free_port(), ANSWER="0.5", TIMEOUT="60")
     environs[0]["MUTE"] = "yes"
     answer = start(environs)[1]
-    assert "does not answer as a store" in answer["error"]
-    assert TIMEOUT <= answer["seconds"] < 10
+    assert "does not answer as a store within 0.5 s" in answer["error"]
+
+
+@pytest.fixture
+def strangers_store():
+    """A store that no rank opened, as another job's or torchrun's; the ranks come to its port."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+
+
+def test_F104_a_store_where_rank_0_does_not_check_in_is_not_its_own(start, strangers_store):
+    """Rank 0 is gone: another job's store held its port."""
+    port = strangers_store.port
+    (answer,) = start(plain(2, port, ANSWER="0.5", TIMEOUT="60")[1:])
+    assert f"a store answers at 127.0.0.1:{port}, and rank 0 did not check in" in answer["error"]
+    assert "within 0.5 s" in answer["error"]
+    assert "choose another MASTER_PORT" in answer["error"]
+
+
+TAKEN = {"here/1": "1", "rank/1": "{}", "verdict": '{"error": "", "rank_0": null}'}
+
+
+def test_F104_keys_bear_the_name_of_the_run(start, strangers_store):
+    """What others wrote, of another run or by hand, is not read as this one's."""
+    for key, value in TAKEN.items():
+        for run in ("", "/", "/other"):
+            strangers_store.set(f"forge{run}/0/1/{key}", value)
+    common = {"TORCHELASTIC_USE_AGENT_STORE": "True", "FORGE_RUN_NAME": "mine", "TIMEOUT": "5"}
+    answers = start(plain(2, strangers_store.port, **common))
+    assert [answer.get("sums", answer) for answer in answers] == [[3.0, 3.0]] * 2
+
+
+def test_F104_a_rank_whose_place_is_taken_without_a_word_ends_the_start_for_all(
+    start, strangers_store
+):
+    for key, value in TAKEN.items():
+        if key != "rank/1":
+            strangers_store.set(
+                f"forge//0/1/{key}", value
+            )  # of ranks by hand: a run without a name
+    environs = plain(2, strangers_store.port, ANSWER="0.5", TIMEOUT="60")
+    for answer in start([e | {"TORCHELASTIC_USE_AGENT_STORE": "True"} for e in environs]):
+        assert "rank 1 is here already and did not say who it is" in answer["error"]
+
+
+def test_F104_what_no_rank_wrote_is_not_read(start, strangers_store):
+    """In place of a rank's words and of the verdict; the ranks write over it."""
+    for key in ("rank/1", "verdict"):
+        strangers_store.set(f"forge//0/1/{key}", TAKEN[key])
+    environs = plain(2, strangers_store.port, TIMEOUT="60")
+    answers = start([e | {"TORCHELASTIC_USE_AGENT_STORE": "True"} for e in environs])
+    assert [answer.get("sums", answer) for answer in answers] == [[3.0, 3.0]] * 2
 
 
 def test_a_master_address_of_another_host_is_found_by_rank_0(start):

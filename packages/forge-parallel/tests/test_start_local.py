@@ -154,7 +154,8 @@ def test_what_a_worker_is_told(tmp_path, monkeypatch):
     body = (
         f"(here / os.environ['RANK']).write_text(' '.join(os.environ[n] for n in {names}))\n"
         "assert 'TORCHELASTIC_RUN_ID' not in os.environ\n"
-        "(here / f'port{rank}').write_text(os.environ['MASTER_PORT'])"
+        "(here / f'port{rank}').write_text(os.environ['MASTER_PORT'])\n"
+        "(here / f'name{rank}').write_text(os.environ['FORGE_RUN_NAME'])"
     )
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": "outer"}
     assert run_local_workers(worker(body, tmp_path), 2, environ) == 0
@@ -162,9 +163,12 @@ def test_what_a_worker_is_told(tmp_path, monkeypatch):
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 2 2 127.0.0.1 {threads}"
     assert (tmp_path / "port0").read_text() == (tmp_path / "port1").read_text()
+    name = (tmp_path / "name0").read_text()
+    assert name == (tmp_path / "name1").read_text()
 
     assert run_local_workers(worker(body, tmp_path), 1, {**environ, "OMP_NUM_THREADS": "7"}) == 0
     assert (tmp_path / "0").read_text().endswith(" 7")
+    assert (tmp_path / "name0").read_text() != name
 
 
 def test_the_port_is_held_until_rank_0_has_it(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from forge_parallel.start.world import LOOPBACK, STORE_FD, Environ
+from forge_parallel.start.world import LOOPBACK, RUN_NAME, STORE_FD, Environ
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _REQUEUE = 75
@@ -168,13 +169,13 @@ def _start(command: list[str], nproc: int, environ: Environ) -> list[subprocess.
     workers: list[subprocess.Popen[bytes]] = []
     with socket.create_server((LOOPBACK, 0)) as listening:
         shared = _shared_environ(environ, nproc, listening.getsockname()[1])
-        host_of_store = {STORE_FD: str(listening.fileno())}
         try:
             for rank in range(nproc):
-                mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                fd = str(listening.fileno()) if rank == 0 else ""
+                mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE_FD: fd}
                 worker = subprocess.Popen(
                     command,
-                    env=shared | mine | (host_of_store if rank == 0 else {}),
+                    env=shared | mine,
                     stdin=None if rank == 0 else subprocess.DEVNULL,
                     pass_fds=(listening.fileno(),) if rank == 0 else (),
                     preexec_fn=_end_with_parent(),
@@ -197,6 +198,7 @@ def _shared_environ(environ: Environ, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
+        RUN_NAME: secrets.token_hex(8),
     }
 
 

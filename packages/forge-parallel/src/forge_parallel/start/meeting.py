@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from forge_parallel.start.store import StartError, open_store, within
-from forge_parallel.start.world import World
+from forge_parallel.start.store import ANSWER_SECONDS, StartError, agent_hosts, open_store, within
+from forge_parallel.start.world import RUN_NAME, World
 
 _GRACE_SECONDS = 10.0  # rank 0's verdict on who is missing comes this long before others give up
 _GOODBYE_SECONDS = 5.0
+_WORDS = {"host", "pid", "place", "device", "gpu", "facts", "reached"}
+_VERDICT = {"error", "rank_0", "world_size"}
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
 
 
@@ -34,10 +36,8 @@ def meet(
         return HashStore(), None
     try:
         tcp_store = open_store(world, seconds)
-        # groups meet there one after the other, in torchrun's store also those before a restart
         _attempts[world.where] += 1
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"forge/{restarts}/{_attempts[world.where]}", tcp_store)
+        store = PrefixStore(_prefix(world), tcp_store)
         mine = {**_about_me(world, device, facts), "reached": tcp_store.host}
         verdict = within(
             seconds + 2 * _GRACE_SECONDS,
@@ -52,6 +52,21 @@ def meet(
     if verdict["error"]:
         raise StartError(verdict["error"])
     return store, verdict["rank_0"]
+
+
+def _prefix(world: World) -> str:
+    """Of this run and this meeting: its ranks compute it alike, and strangers write elsewhere.
+
+    Groups meet one after the other, in torchrun's store also those before a restart.
+    """
+    environ = os.environ
+    names = {
+        "torchrun": ("TORCHELASTIC_RUN_ID",),
+        "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    }.get(world.launcher, (RUN_NAME,))
+    run = ".".join(environ.get(name, "") for name in names)
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"forge/{run}/{restarts}/{_attempts[world.where]}"
 
 
 def part(world: World, store: Store) -> None:
@@ -88,21 +103,25 @@ def _about_me(world: World, device: torch.device, facts: Mapping[str, str]) -> d
 
 def _check_in(world: World, store: Store, mine: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Say who we are and return rank 0's verdict."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    deadline = began + seconds
+    soon = min(deadline, began + ANSWER_SECONDS)
     if store.add(f"here/{world.rank}", 1) > 1:
-        other = json.loads(store.get(f"rank/{world.rank}"))
-        raise StartError(
-            f"rank {world.rank} is here already, on host {other['host']} with pid {other['pid']}; two "
-            "jobs share this address, or two processes were given one RANK"
-        )
+        raise StartError(_who_is_here(world, store, soon))
     store.set(f"rank/{world.rank}", json.dumps(mine))
     store.add("arrived", 1)
     if world.rank == 0:
         return _judge(world, store, deadline)
-    if not _poll(lambda: store.check(["verdict"]), deadline + _GRACE_SECONDS):
+    if not agent_hosts() and not _poll(lambda: store.check(["rank/0"]), soon):
+        raise StartError(
+            f"a store answers at {world.where}, and rank 0 did not check in there within "
+            f"{soon - began:g} s; another job's store holds the port: choose another MASTER_PORT"
+        )
+    if not _poll(lambda: _read(store, "verdict", _VERDICT) is not None, deadline + _GRACE_SECONDS):
         absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
         raise StartError(_absence(absent, world) if absent else "rank 0 gave no answer in time")
-    verdict = json.loads(store.get("verdict"))
+    verdict = _read(store, "verdict", _VERDICT)
+    assert verdict is not None
     store.add("read", 1)
     if verdict["world_size"] != world.world_size:  # a rank that rank 0 may not know of
         raise StartError(
@@ -111,13 +130,37 @@ def _check_in(world: World, store: Store, mine: dict[str, Any], seconds: float) 
     return verdict
 
 
+def _who_is_here(world: World, store: Store, deadline: float) -> str:
+    """Who came under this process's rank before it. If it does not say so, all ranks are told to end."""
+    if _poll(lambda: _read(store, f"rank/{world.rank}", _WORDS) is not None, deadline):
+        other = _read(store, f"rank/{world.rank}", _WORDS) or {}
+        return (
+            f"rank {world.rank} is here already, on host {other['host']} with pid {other['pid']}; two "
+            "jobs share this address, or two processes were given one RANK"
+        )
+    cause = (
+        f"rank {world.rank} is here already and did not say who it is; another process writes to the "
+        f"store at {world.where}: choose another MASTER_PORT"
+    )
+    store.set("trouble", cause)
+    return cause
+
+
 def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
     """Rank 0: wait for all, compare, tell all. The host of the store leaves last."""
     keys = [f"rank/{rank}" for rank in range(world.world_size)]
-    _poll(lambda: store.add("arrived", 0) >= world.world_size and store.check(keys), deadline)
-    came = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-    absent = [rank for rank in range(world.world_size) if rank not in came]
+
+    def settled() -> bool:
+        all_came = store.add("arrived", 0) >= world.world_size and store.check(keys)
+        return all_came or store.check(["trouble"])
+
+    _poll(settled, deadline)
+    words = {rank: _read(store, key, _WORDS) for rank, key in enumerate(keys)}
+    came = {rank: said for rank, said in words.items() if said is not None}
+    absent = [rank for rank in words if rank not in came]
     causes = [_absence(absent, world)] if absent else []
+    if absent and store.check(["trouble"]):
+        causes = [store.get("trouble").decode()]
     reached = [one["reached"] for one in came.values() if one["place"] != came[0]["place"]]
     verdict = {
         "error": "; ".join(causes + differences(came)),
@@ -129,6 +172,17 @@ def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
         others = store.add("arrived", 0) - 1
         _poll(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
     return verdict
+
+
+def _read(store: Store, key: str, names: set[str]) -> dict[str, Any] | None:
+    """What a rank wrote under `key`, an object of `names`; None if nothing is there, or something else."""
+    if not store.check([key]):
+        return None
+    try:
+        found = json.loads(store.get(key))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.keys() == names else None
 
 
 def _absence(absent: list[int], world: World) -> str:

@@ -17,7 +17,11 @@ from forge_parallel.start.world import LOOPBACK, STORE_FD, World, is_loopback
 
 T = TypeVar("T")
 
-_SURE_SECONDS = 30.0  # an unknown name, or a rank 0 that cannot reach itself, stays so after this
+ANSWER_SECONDS = 30.0
+"""Rank 0 opens its port, its store and its check-in in one go: who listens there and has not done the rest
+after this is another. It also bounds what will not change: an unknown name, a rank 0 that cannot reach
+itself. Ranks that come late have `start_timeout_seconds`."""
+
 _open: dict[tuple[str, int], TCPStore] = {}
 
 
@@ -37,16 +41,25 @@ def open_store(world: World, seconds: float) -> TCPStore:
     key = (world.address, world.port)
     if key not in _open:
         deadline = time.monotonic() + seconds
-        hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # the launcher of local ranks opens the port before rank 0 has imported anything
+        early = STORE_FD in os.environ
+        hosts = world.rank == 0 and not agent_hosts()
         listening = (_given(world.port) or _listen(world)) if hosts else None
         address = _reach(world, deadline)
+        left = max(1.0, deadline - time.monotonic())
+        left = left if early else min(left, ANSWER_SECONDS)
         _open[key] = within(
-            max(1.0, deadline - time.monotonic()),
+            left,
             lambda: _connect(world, address, listening, seconds),
-            f"something listens at {world.where} and does not answer as a store; rank 0 is late, or "
-            "another service holds the port: choose another MASTER_PORT",
+            f"something listens at {world.where} and does not answer as a store within {left:g} s; another "
+            "service holds the port: choose another MASTER_PORT",
         )
     return _open[key]
+
+
+def agent_hosts() -> bool:
+    """True if torchrun's agent hosts the store, also before rank 0 comes."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def within(seconds: float, function: Callable[[], T], otherwise: str) -> T:
@@ -127,7 +140,7 @@ def _reach(world: World, deadline: float) -> str:
     itself, which finds a MASTER_ADDR of another host.
     """
     began, pause = time.monotonic(), 0.01
-    soon = min(deadline, began + _SURE_SECONDS)
+    soon = min(deadline, began + ANSWER_SECONDS)
     while True:
         try:
             left = max(0.1, deadline - time.monotonic())
