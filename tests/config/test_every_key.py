@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import forge_data
 from forge_core import Transformer, TransformerConfig
+from forge_data.prepare import prepare
 from forge_moe import MoE
 from forge_moe.gemm import choose_products
 from forge_parallel import (
@@ -289,7 +291,8 @@ ELSEWHERE = {
     "parallel.start_timeout_seconds",
     "data.sources.<name>.path",
     "data.sources.<name>.dtype",
-    *(f"data.validation.{key}" for key in ("name", "path", "dtype", "split")),
+    "data.sources.<name>.verify",
+    *(f"data.validation.{key}" for key in ("name", "path", "dtype", "split", "verify")),
 }
 
 
@@ -516,6 +519,31 @@ def test_path_and_dtype_choose_the_tokens(tmp_path: Path) -> None:
     two = build(tmp_path / "b", {**base, "data.sources.<name>.dtype": "uint16"})
     assert len(one.loader.stream) == 2 * len(two.loader.stream) - 1
     assert rows(one) != rows(two)
+
+
+def test_verify_decides_whether_damage_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("words to read\n" * 400)
+    prepare([tmp_path / "text.txt"], tmp_path / "tokens", document="line", validation_every=4)
+    seen = {}
+    for split in ("train", "validation"):
+        path = tmp_path / "tokens" / split / "tokens.bin"
+        path.write_bytes(path.read_bytes().replace(b"w", b"v", 1))
+    for mode in ("touch", "full", "off"):
+        source = {"name": "tokens", "path": str(tmp_path / "tokens"), "verify": mode}
+        settings = {f"data.sources.<name>.{key}": value for key, value in source.items()}
+        try:
+            trainer = build(tmp_path / mode, settings)
+            assert trainer.config.data.validation.verify == mode  # type: ignore[union-attr]
+            rows(trainer)
+            seen[mode] = "trained on it"
+        except DataError as error:
+            seen[mode] = f"refused: {error}"
+        except forge_data.DataError as error:
+            seen[mode] = f"first batch: {error}"
+    assert seen["off"] == "trained on it"
+    assert "first batch" in seen["touch"]
+    assert "refused: data.sources." in seen["full"]
+    assert all("tokens.bin block 0" in seen[mode] for mode in ("touch", "full"))
 
 
 def test_validation_keys_choose_what_is_measured(tmp_path: Path) -> None:

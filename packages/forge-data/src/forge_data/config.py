@@ -11,6 +11,7 @@ from forge_data._rules import Rule, check
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 SPLITS = ("train", "validation")
+VERIFY = ("touch", "full", "off")
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -64,6 +65,18 @@ SOURCE_RULES = (
         'split {split!r} must be "train" or "validation"',
         'use split = "train"',
     ),
+    Rule(
+        "source_verify",
+        lambda v: v["verify"] not in VERIFY,
+        f"verify {{verify!r}} must be one of {', '.join(VERIFY)}",
+        'use verify = "touch"',
+    ),
+    Rule(
+        "builtin_has_no_verify",
+        lambda v: v["name"] == "builtin" and v["verify"] in VERIFY[1:],
+        "verify {verify!r} means nothing when name is {name!r}, which has no files",
+        "remove verify",
+    ),
 )
 
 DATA_RULES = (
@@ -113,6 +126,10 @@ class SourceConfig:
         None, "type of the ids in a raw token file; a file with a sidecar knows it"
     )
     split: Literal["train", "validation"] = _field("train", "which part of the source is read")
+    verify: Literal["touch", "full", "off"] = _field(
+        "touch",
+        "when tokens are compared with their digests: a block when first read, all when opened, never",
+    )
 
     def __post_init__(self) -> None:
         check(vars(self), SOURCE_RULES, "source")

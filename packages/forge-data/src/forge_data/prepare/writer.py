@@ -14,7 +14,15 @@ import numpy as np
 
 from forge_data.config import SPLITS
 from forge_data.errors import DataError
-from forge_data.sources.sidecar import DOCUMENTS, SIDECAR, TOKENIZER, TOKENS, Sidecar, digest_of
+from forge_data.sources.blocks import BLOCK_BYTES, digest_of
+from forge_data.sources.sidecar import (
+    BLOCKS,
+    DOCUMENTS,
+    SIDECAR,
+    TOKENIZER,
+    TOKENS,
+    Sidecar,
+)
 
 
 def smallest_dtype(vocab_size: int) -> str:
@@ -29,8 +37,7 @@ class _HashedFile:
         self._file: BinaryIO = path.open("xb")
         self._digest = hashlib.sha256()
 
-    def write(self, array: np.ndarray) -> None:
-        content = array.tobytes()
+    def write(self, content: bytes) -> None:
         self._file.write(content)
         self._digest.update(content)
 
@@ -44,8 +51,37 @@ class _HashedFile:
         self._file.close()
 
 
+class _BlockDigests:
+    """Writes the sha256 of each `BLOCK_BYTES` of what it is fed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _HashedFile(path)
+        self._digest, self._room = hashlib.sha256(), BLOCK_BYTES
+
+    def feed(self, content: bytes) -> None:
+        view = memoryview(content)
+        while view:
+            part, view = view[: self._room], view[self._room :]
+            self._digest.update(part)
+            self._room -= len(part)
+            if self._room == 0:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._file.write(self._digest.digest())
+        self._digest, self._room = hashlib.sha256(), BLOCK_BYTES
+
+    def finish(self) -> str:
+        if self._room < BLOCK_BYTES:
+            self._end_block()
+        return self._file.finish()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class TokenWriter:
-    """Writes `tokens.bin`, `documents.bin` and, at the end, the sidecar into an empty folder.
+    """Writes tokens, block digests, document offsets and, at the end, the sidecar into an empty folder.
 
     Memory is one piece. `tokenizer` is a spec; a JSON tokenizer's file is copied beside.
     """
@@ -62,25 +98,32 @@ class TokenWriter:
         self._open_document = False
         self._tokens = _HashedFile(folder / TOKENS)
         self._documents = _HashedFile(folder / DOCUMENTS)
+        self._blocks = _BlockDigests(folder / BLOCKS)
 
     def add(self, ids: Sequence[int], last: bool) -> None:
         """Append ids to the current document; `last` ends it."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size:
             if not self._open_document:
-                self._documents.write(np.array([self.num_tokens], dtype="<i8"))
+                self._documents.write(np.array([self.num_tokens], dtype="<i8").tobytes())
                 self.num_documents += 1
             self._open_document = True
             assert array.min() >= 0
             self._max = max(self._max, int(array.max()))
             assert self._max < self._vocab_size
-            self._tokens.write(array.astype(np.dtype(self._dtype).newbyteorder("<")))
+            content = array.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
+            self._tokens.write(content)
+            self._blocks.feed(content)
             self.num_tokens += array.size
         self._open_document = self._open_document and not last
 
     def finish(self) -> None:
         """Flush to disk, then write the sidecar, without which the folder is not a source."""
-        sha256 = {TOKENS: self._tokens.finish(), DOCUMENTS: self._documents.finish()}
+        sha256 = {
+            TOKENS: self._tokens.finish(),
+            DOCUMENTS: self._documents.finish(),
+            BLOCKS: self._blocks.finish(),
+        }
         spec = self._tokenizer
         if spec is not None and spec["name"] == "json":
             shutil.copyfile(spec["path"], self.folder / TOKENIZER)
@@ -94,12 +137,14 @@ class TokenWriter:
             num_documents=self.num_documents,
             max_token_id=self._max,
             sha256=sha256,
+            block_bytes=BLOCK_BYTES,
         ).write(self.folder)
 
     def close(self) -> None:
         """Release the files, finished or not."""
         self._tokens.close()
         self._documents.close()
+        self._blocks.close()
 
 
 def check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None:

@@ -2,36 +2,45 @@
 
 tokens.bin      raw little-endian ids
 documents.bin   little-endian int64: where each document starts, in tokens
+blocks.bin      sha256 of each block of tokens.bin, 32 bytes each
 tokens.json     this sidecar
 tokenizer.json  a copy of the tokenizer, where it is a JSON one
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from forge_data.config import DTYPES
 from forge_data.errors import DataError
+from forge_data.small_files import read_small
 
 FORMAT = "forge-tokens"
 VERSION = 1
-TOKENS, DOCUMENTS, SIDECAR, TOKENIZER = (
+TOKENS, DOCUMENTS, BLOCKS, SIDECAR, TOKENIZER = (
     "tokens.bin",
     "documents.bin",
+    "blocks.bin",
     "tokens.json",
     "tokenizer.json",
 )
 ITEM_SIZE = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
+_MAX_BYTES = 1 << 20  # of a sidecar, which has some hundreds
+_BLOCK_BYTES = range(1 << 10, (1 << 26) + 1)
 AGAIN = "prepare the text again with `forge-data prepare`"
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a sidecar holds. `tokenizer` is a spec whose path is relative to the folder, or None."""
+    """What a sidecar holds. `tokenizer` is a spec whose path is relative to the folder, or None.
+
+    `block_bytes` is the size of the blocks whose digests are in blocks.bin; None in folders that were
+    written without them.
+    """
 
     dtype: str
     vocab_size: int
@@ -40,10 +49,13 @@ class Sidecar:
     num_documents: int
     max_token_id: int
     sha256: dict[str, str]  # file name -> digest
+    block_bytes: int | None = None
 
     def write(self, folder: Path) -> None:
         """Write `tokens.json`; the caller makes the folder appear at once (rename)."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if self.block_bytes is None:
+            del content["block_bytes"]
         (folder / SIDECAR).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -61,37 +73,68 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 def read_sidecar(folder: Path) -> Sidecar:
     """The sidecar of a folder, every key checked. Raises DataError naming what is wrong."""
     path = folder / SIDECAR
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} is missing, and only it says what {TOKENS} holds; {AGAIN}"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} must be JSON ({error}); {AGAIN}") from None
+    content = _read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f'{path} must have "format": "{FORMAT}"; {AGAIN}')
     if content.get("version") != VERSION:
         raise DataError(
-            f"{path} has version {content.get('version')!r}, this forge-data reads {VERSION}; "
+            f"{path} has version {str(content.get('version'))[:40]}, this forge-data reads {VERSION}; "
             f"update forge-data or {AGAIN}"
         )
-    wrong = [k for k, t in _TYPES.items() if k not in content or not isinstance(content[k], t)]
+    wrong = [
+        k
+        for k, t in _TYPES.items()
+        if not isinstance(content.get(k, ...), t) or isinstance(content[k], bool)
+    ]
     if wrong:
         raise DataError(f"{path} must have a valid {', '.join(wrong)}; {AGAIN}")
-    sidecar = Sidecar(**{key: content[key] for key in _TYPES})
-    if sidecar.dtype not in DTYPES:
-        raise DataError(
-            f"{path} has dtype {sidecar.dtype!r}, not one of {', '.join(DTYPES)}; {AGAIN}"
-        )
-    missing = [
-        name for name in (TOKENS, DOCUMENTS) if not isinstance(sidecar.sha256.get(name), str)
-    ]
-    if missing:
-        raise DataError(f"{path} must have the sha256 of {', '.join(missing)}; {AGAIN}")
-    if min(sidecar.num_tokens, sidecar.num_documents) < 1:
-        raise DataError(f"{path} must count at least one token and one document; {AGAIN}")
+    sidecar = Sidecar(
+        **{key: content[key] for key in _TYPES}, block_bytes=content.get("block_bytes")
+    )
+    for problem in _problems(sidecar):
+        raise DataError(f"{path} {problem}; {AGAIN}")
     return sidecar
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(read_small(path, _MAX_BYTES).decode("utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is missing, and only it says what {TOKENS} holds; {AGAIN}"
+        ) from None
+    except RecursionError:
+        raise DataError(f"{path} must be JSON of a few levels, not nested deep; {AGAIN}") from None
+    except DataError:
+        raise
+    except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
+        raise DataError(f"{path} must be JSON ({error}); {AGAIN}") from None
+
+
+def _problems(sidecar: Sidecar) -> Iterator[str]:
+    """What values of the right types must not be."""
+    if sidecar.dtype not in DTYPES:
+        yield f"has dtype {sidecar.dtype[:40]!r}, not one of {', '.join(DTYPES)}"
+    files = [TOKENS, DOCUMENTS, *([BLOCKS] if sidecar.block_bytes is not None else [])]
+    missing = [name for name in files if not isinstance(sidecar.sha256.get(name), str)]
+    if missing:
+        yield f"must have the sha256 of {', '.join(missing)}"
+    if min(sidecar.num_tokens, sidecar.num_documents) < 1:
+        yield "must count at least one token and one document"
+    if not 0 <= sidecar.max_token_id < sidecar.vocab_size:
+        yield (
+            f"has max_token_id {sidecar.max_token_id}, which must be within "
+            f"0..vocab_size-1 (vocab_size {sidecar.vocab_size})"
+        )
+    size = sidecar.block_bytes
+    if size is not None and (type(size) is not int or size not in _BLOCK_BYTES):
+        yield f"has block_bytes {size!r:.40}, which must be within 1 KiB and 64 MiB"
+    spec = sidecar.tokenizer
+    if spec is not None and (
+        not isinstance(spec.get("name"), str)
+        or not all(isinstance(spec.get(k), str | None) for k in ("path", "eos", "fingerprint"))
+    ):
+        yield f'has tokenizer {spec!r:.60}, which must be null or have a "name" such as "byte"'
 
 
 def check_size(path: Path, count: int, item_size: int) -> None:
@@ -105,9 +148,3 @@ def check_size(path: Path, count: int, item_size: int) -> None:
             f"{path} has {size} bytes, but its sidecar says {count} items of {item_size} "
             f"({expected} bytes): it was {state}; copy it again or {AGAIN}"
         )
-
-
-def digest_of(path: Path) -> str:
-    """sha256 of a file, read in blocks."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

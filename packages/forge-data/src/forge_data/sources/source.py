@@ -58,7 +58,7 @@ _MEMBERS = (
 def open_source(config: SourceConfig) -> Source:
     """The source that a config names; an import path is called with the config.
 
-    Nothing is read but sizes and the sidecar. Raises DataError for files that are not what they
+    Token files: sizes, sidecar and document offsets are read, tokens as `verify` says. Raises DataError for files that are not what they
     should be, ValueError for an import path that leads nowhere.
     Usage: `open_source(SourceConfig(name="tokens", path="tokens/books"))`.
     """
@@ -66,7 +66,7 @@ def open_source(config: SourceConfig) -> Source:
         return BuiltinCorpus(config.split)
     if config.name == "tokens":
         assert config.path is not None  # a rule of SourceConfig
-        return TokenFiles(config.path, dtype=config.dtype, split=config.split)
+        return TokenFiles(config.path, config.dtype, config.split, config.verify)
     return _from_import_path(config)
 
 

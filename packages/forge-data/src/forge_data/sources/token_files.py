@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from forge_data.config import DTYPES, SPLITS
+from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import DataError
+from forge_data.sources.blocks import DIGEST_BYTES, Blocks, check_offsets, check_whole
 from forge_data.sources.sidecar import (
     AGAIN,
+    BLOCKS,
     DOCUMENTS,
     ITEM_SIZE,
     SIDECAR,
@@ -20,7 +22,6 @@ from forge_data.sources.sidecar import (
     TOKENS,
     Sidecar,
     check_size,
-    digest_of,
     read_sidecar,
 )
 
@@ -32,16 +33,30 @@ class TokenFiles:
 
     `path` is a folder written by `forge-data prepare` (with `train/` and `validation/` inside,
     `split` picks one), or a raw file of little-endian ids, whose `dtype` is never guessed and which
-    counts as one document. Opening checks sizes, not contents (`verify` does). A raw file has no
-    recorded digest and largest id: the first use of `max_token_id` or `fingerprint()` reads it once.
+    counts as one document. A raw file has no recorded digest and largest id: the first use of
+    `max_token_id` or `fingerprint()` reads it once.
+
+    Opening a folder checks sizes and that the document offsets rise. `verify` says when contents are
+    compared with the digests that `prepare` recorded: "touch", offsets now and a block of tokens when
+    it is first read (folders without block digests: all tokens now); "full", all now; "off", never.
     Raises DataError for files that are not what they should be, ValueError for a missing dtype.
     Usage: `TokenFiles("tokens/books").read(0, 100)`.
     """
 
-    def __init__(self, path: str | Path, dtype: str | None = None, split: str = "train") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: str | None = None,
+        split: str = "train",
+        verify: str = "touch",
+    ) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}; use one of them")
+        if verify not in VERIFY:
+            raise ValueError(f"verify {verify!r} must be one of {', '.join(VERIFY)}; use touch")
         self._arguments = (str(path), dtype, split)
+        self._verify = verify
+        self._blocks: Blocks | None = None
         self.path = resolve_split(Path(path), split)
         self._sidecar = None if self.path.is_file() else read_sidecar(self.path)
         if self._sidecar is None:
@@ -54,6 +69,11 @@ class TokenFiles:
             raise ValueError(
                 f"{self.path} has no sidecar, and two types can fit the same bytes; "
                 'give its dtype, for example dtype = "uint16"'
+            )
+        if self._verify == "full":
+            raise ValueError(
+                f"verify 'full' needs the digests of a sidecar, and {self.path} has none; "
+                "remove verify, or prepare the text with `forge-data prepare`"
             )
         size = self.path.stat().st_size
         if size == 0 or size % ITEM_SIZE[dtype]:
@@ -78,6 +98,28 @@ class TokenFiles:
         self.tokenizer = _absolute(sidecar.tokenizer, self.path)
         self._tokens = _map(self.path / TOKENS, sidecar.dtype)
         self.documents = _map(self.path / DOCUMENTS, "int64")
+        check_offsets(self.path / DOCUMENTS, self.documents, sidecar.num_tokens)
+        if self._verify != "off":
+            self._check_contents(sidecar)
+
+    def _check_contents(self, sidecar: Sidecar) -> None:
+        """Compare digests as far as `verify` asks for it before anything is read."""
+        tokens, digests = self.path / TOKENS, self.path / BLOCKS
+        check_whole(self.path / DOCUMENTS, sidecar.sha256[DOCUMENTS])
+        if sidecar.block_bytes is not None:
+            size = sidecar.num_tokens * ITEM_SIZE[sidecar.dtype]
+            check_size(digests, -(-size // sidecar.block_bytes), DIGEST_BYTES)
+            check_whole(digests, sidecar.sha256[BLOCKS])
+            self._blocks = Blocks(tokens, digests, sidecar.block_bytes)
+            if self._verify == "touch":
+                return
+        try:
+            check_whole(tokens, sidecar.sha256[TOKENS])
+        except DataError:
+            if self._blocks is not None:
+                self._blocks.touch_all()  # names the block
+            raise
+        self._blocks = None
 
     @property
     def num_tokens(self) -> int:
@@ -95,14 +137,16 @@ class TokenFiles:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids of tokens start..stop-1, a read-only view of the file.
 
-        Raises ValueError outside the file and DataError for an id over the recorded largest, so that
-        a damaged file is named here and not by an index error on a device.
+        Raises ValueError outside the file and DataError for a damaged block and for an id over the
+        recorded largest, so that it is named here and not by an index error on a device.
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(
                 f"range {start}..{stop} must lie within 0..{self.num_tokens}; ask for less"
             )
         ids = self._tokens[start:stop]
+        if self._blocks is not None:
+            self._blocks.touch(start * ids.itemsize, stop * ids.itemsize)
         if self._sidecar and stop > start and int(ids.max()) > self._sidecar.max_token_id:
             raise DataError(
                 f"{self.path / TOKENS} holds id {ids.max()} between {start} and {stop}, over the "
@@ -140,7 +184,9 @@ class TokenFiles:
         return high, digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFiles, self._arguments  # a worker maps the files itself, no token is copied
+        # A worker maps the files itself, no token is copied; what was compared here is not again.
+        whole = self._verify != "off" and self._blocks is None and self._sidecar is not None
+        return TokenFiles, (*self._arguments, "off" if whole else self._verify)
 
 
 def verify(path: str | Path) -> int:
@@ -156,33 +202,23 @@ def verify(path: str | Path) -> int:
 
 def _verify_folder(folder: Path) -> int:
     sidecar = read_sidecar(folder)
-    source = TokenFiles(folder)
-    for name, recorded in sidecar.sha256.items():
-        if Path(name).name != name:
-            raise DataError(f"{folder / SIDECAR} names {name!r}, which leaves the folder; {AGAIN}")
-        if not (folder / name).is_file() or digest_of(folder / name) != recorded:
-            raise DataError(
-                f"{folder / name} is not the file of its sidecar (sha256); copy it again"
-            )
-    documents = source.documents
-    ordered = documents[0] == 0 and documents[-1] < source.num_tokens
-    if (
-        not ordered
-        or not all(  # block by block, each overlapping the next by one
-            bool((np.diff(documents[i : i + _BLOCK + 1]) > 0).all())
-            for i in range(0, len(documents), _BLOCK)
-        )
-    ):
-        raise DataError(f"{folder / DOCUMENTS} must hold rising offsets from 0; {AGAIN}")
+    # Blocks first: they say where a file is damaged, its own digest only that it is.
+    source = TokenFiles(folder, verify="off" if sidecar.block_bytes is None else "touch")
     highest = 0
     for start in range(0, source.num_tokens, _BLOCK):
         highest = max(
             highest, int(source.read(start, min(start + _BLOCK, source.num_tokens)).max())
         )
-    if highest != sidecar.max_token_id or highest >= sidecar.vocab_size:
+    for name, recorded in sidecar.sha256.items():
+        if Path(name).name != name:
+            raise DataError(f"{folder / SIDECAR} names {name!r}, which leaves the folder; {AGAIN}")
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name} is missing; copy it again or {AGAIN}")
+        check_whole(folder / name, recorded)
+    if highest != sidecar.max_token_id:
         raise DataError(
-            f"{folder / TOKENS} has largest id {highest}, its sidecar says {sidecar.max_token_id} "
-            f"of {sidecar.vocab_size}; {AGAIN}"
+            f"{folder / TOKENS} has largest id {highest}, its sidecar says {sidecar.max_token_id}; "
+            f"{AGAIN}"
         )
     return source.num_tokens
 
@@ -196,6 +232,8 @@ def resolve_split(path: Path, split: str) -> Path:
             f"path {path} must be a folder of token files or a raw file, but nothing is there; "
             "check it, or write it with `forge-data prepare`"
         )
+    if not (path.is_file() or path.is_dir()):
+        raise DataError(f"path {path} must be a folder of token files or a regular file; check it")
     if any((path / name).is_dir() for name in SPLITS):
         if not (path / split).is_dir():
             raise DataError(

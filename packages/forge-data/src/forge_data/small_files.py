@@ -1,0 +1,31 @@
+"""Small files of ours, read whole and never without a bound."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from forge_data.errors import DataError
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
+
+    Raises DataError for a larger file and for one that is not regular: a FIFO without a writer would
+    block for ever, a device has no end. Raises OSError as the system does.
+    """
+    # Without a writer the plain open of a FIFO blocks, before anybody can ask what it is.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(
+                f"{path} must be a regular file, not a folder, FIFO or device; replace it"
+            )
+        if status.st_size > limit:
+            raise DataError(
+                f"{path} has {status.st_size} bytes, and such a file has at most {limit}; "
+                "put the right file there"
+            )
+        return file.read(limit)

@@ -1,0 +1,99 @@
+"""Damage on disk: digests of whole files, and of blocks of a file when they are first used."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from pathlib import Path
+
+import numpy as np
+
+from forge_data.errors import DataError
+
+BLOCK_BYTES = 1 << 17  # what Linux reads ahead anyway; 256 bytes of digests per MiB of tokens
+DIGEST_BYTES = hashlib.sha256().digest_size
+_OFFSETS_AT_ONCE = 1 << 22
+_SETTLED_NS = 2_000_000_000  # longer than one tick of any file system's clock
+
+
+class Blocks:
+    """The blocks of a file, each compared with its recorded sha256 when it is first touched.
+
+    `digests` is a file of 32 bytes a block. Cost: a block's first touch reads and hashes it, in each
+    process that touches it; later ones search a few bytes of memory, of which there is one a block.
+    Usage: `Blocks(tokens, digests, 1 << 17).touch(0, 4096)`.
+    """
+
+    def __init__(self, path: Path, digests: Path, block_bytes: int) -> None:
+        self.path = path
+        self.block_bytes = block_bytes
+        self._digests = np.memmap(digests, np.uint8, mode="r").reshape(-1, DIGEST_BYTES)
+        self._seen = bytearray(len(self._digests))
+
+    def touch(self, start: int, stop: int) -> None:
+        """Check the blocks of bytes start..stop-1. Raises DataError naming the first damaged one."""
+        last = -(-stop // self.block_bytes)
+        block = self._seen.find(0, start // self.block_bytes, last)
+        if block < 0:
+            return
+        with self.path.open("rb") as file:
+            while block >= 0:
+                # Read, not mapped: a disk that fails is an OSError here and a SIGBUS there.
+                file.seek(block * self.block_bytes)
+                content = file.read(self.block_bytes)
+                if hashlib.sha256(content).digest() != self._digests[block].tobytes():
+                    begin = block * self.block_bytes
+                    raise DataError(
+                        f"{self.path} block {block} (bytes {begin}..{begin + len(content) - 1}) must "
+                        "have the sha256 that was recorded when it was written: it was damaged; "
+                        "copy the file again"
+                    )
+                self._seen[block] = 1
+                block = self._seen.find(0, block + 1, last)
+
+    def touch_all(self) -> None:
+        """Check every block."""
+        self.touch(0, len(self._seen) * self.block_bytes)
+
+
+def check_whole(path: Path, recorded: str) -> None:
+    """Raise DataError unless the file has the recorded sha256. Reads it once in a process."""
+    status = path.stat()
+    # A file that changed a moment ago may change again without another time stamp.
+    settled = time.time_ns() - status.st_ctime_ns > _SETTLED_NS
+    state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    if (_digest_once(path, state) if settled else digest_of(path)) != recorded:
+        raise DataError(f"{path} is not the file of its sidecar (sha256); copy it again")
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_once(path: Path, state: tuple[int, ...]) -> str:
+    """sha256 of a file as long as it stays in `state`: a job opens a source several times."""
+    return digest_of(path)
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
+    """Raise DataError unless documents (num_documents,) rise from 0 to under `num_tokens`."""
+    problem = ""
+    if documents[0] != 0:
+        problem = f"document 0 starts at {documents[0]}"
+    for first in range(0, len(documents), _OFFSETS_AT_ONCE):
+        part = documents[first : first + _OFFSETS_AT_ONCE + 1]  # each overlaps the next by one
+        falls = np.flatnonzero(part[1:] <= part[:-1])  # no difference, which could overflow
+        if falls.size and not problem:
+            i = int(falls[0])
+            problem = f"document {first + i + 1} starts at {part[i + 1]}, after {part[i]}"
+    if documents[-1] >= num_tokens and not problem:
+        problem = f"the last starts at {documents[-1]} of {num_tokens} tokens"
+    if problem:
+        raise DataError(
+            f"{path} must hold rising offsets from 0, but {problem}: it was damaged; "
+            "copy the file again"
+        )

@@ -1,0 +1,207 @@
+"""F93: damaged token files are named before a token of theirs is learnt from."""
+
+import hashlib
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from forge_data import (
+    DataError,
+    Loader,
+    PackedStream,
+    SourceConfig,
+    TokenFiles,
+    open_source,
+    verify,
+)
+from forge_data.prepare import prepare
+from forge_data.sources import blocks
+
+BLOCK = blocks.BLOCK_BYTES
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three blocks of tokens, the last one not full, in 60 documents."""
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{i:05}".ljust(2500, "x") + "\n" for i in range(60))
+    )
+    prepare([tmp_path / "text.txt"], tmp_path / "tokens", document="line")
+    assert 2 * BLOCK < (tmp_path / "tokens/tokens.bin").stat().st_size < 3 * BLOCK
+    return tmp_path / "tokens"
+
+
+@pytest.fixture
+def old_folder(folder):
+    """As it was written before there were block digests."""
+    sidecar = json.loads((folder / "tokens.json").read_text())
+    del sidecar["block_bytes"], sidecar["sha256"]["blocks.bin"]
+    (folder / "tokens.json").write_text(json.dumps(sidecar))
+    (folder / "blocks.bin").unlink()
+    return folder
+
+
+def flip(path, at):
+    """Flip the lowest bit of a byte: of a letter, so that the id stays one of the vocabulary."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: d * 0, "document 1 starts at 0, after 0"),
+        (lambda d: -d, "document 1 starts at -2501, after 0"),
+        (lambda d: d[::-1], r"document 0 starts at \d+"),
+        (lambda d: d + 1, "document 0 starts at 1"),
+        (lambda d: d * 2, r"the last starts at \d+ of \d+ tokens"),
+        (lambda d: np.where(d == d[7], d[9], d), "document 8 starts at"),
+        (lambda d: np.where(d == d[3], -(2**63), d), f"document 3 starts at -{2**63}, after 5002"),
+    ],
+    ids=[
+        "zeros",
+        "negative",
+        "falling",
+        "not from 0",
+        "beyond",
+        "one falls",
+        "differences overflow",
+    ],
+)
+@pytest.mark.parametrize("mode", ["touch", "off"])
+def test_F93_offsets_that_do_not_rise_are_refused_when_opened(folder, damage, message, mode):
+    path = folder / "documents.bin"
+    damage(np.fromfile(path, "<i8")).astype("<i8").tofile(path)
+    with pytest.raises(
+        DataError, match=rf"documents.bin must hold rising offsets from 0.*{message}"
+    ):
+        TokenFiles(folder, verify=mode)
+
+
+def test_F93_offsets_that_rise_and_are_others_are_refused(folder):
+    flip(folder / "documents.bin", 8)
+    with pytest.raises(DataError, match=r"documents.bin is not the file of its sidecar"):
+        TokenFiles(folder)
+
+
+def test_F93_a_flipped_bit_is_named_when_its_block_is_first_touched(folder):
+    flip(folder / "tokens.bin", BLOCK + 1000)
+    source = TokenFiles(folder)
+    assert len(source.read(0, BLOCK // 2)) == BLOCK // 2  # the block before
+    message = rf"tokens.bin block 1 \(bytes {BLOCK}..{2 * BLOCK - 1}\) must .*; copy the file again"
+    for _ in range(2):  # it does not pass for sound after it was named once
+        with pytest.raises(DataError, match=message):
+            source.read(BLOCK // 2, BLOCK // 2 + 1)
+    with pytest.raises(DataError, match=message):
+        source.read(0, source.num_tokens)
+    with pytest.raises(DataError, match=message):
+        verify(folder)
+    assert len(source.read(BLOCK, source.num_tokens))  # the block after
+
+
+def test_F93_the_last_block_is_checked_too(folder):
+    flip(folder / "tokens.bin", (folder / "tokens.bin").stat().st_size - 4)
+    source = TokenFiles(folder)
+    with pytest.raises(DataError, match="block 2"):
+        source.read(source.num_tokens - 1, source.num_tokens)
+
+
+def test_a_block_is_read_and_hashed_once(folder, monkeypatch):
+    hashed = []
+    real = hashlib.sha256
+    source = TokenFiles(folder)
+    monkeypatch.setattr(blocks.hashlib, "sha256", lambda b: hashed.append(len(b)) or real(b))
+    for _ in range(3):
+        for start in range(0, source.num_tokens - 64, 64):
+            source.read(start, start + 64)
+    assert hashed[:2] == [BLOCK, BLOCK]
+    assert len(hashed) == 3
+
+
+def test_F93_full_names_the_block_when_opened_and_off_does_not_look(folder):
+    flip(folder / "tokens.bin", 2 * BLOCK + 2)
+    with pytest.raises(DataError, match=r"tokens.bin block 2"):
+        TokenFiles(folder, verify="full")
+    with pytest.raises(DataError, match=r"tokens.bin block 2"):
+        open_source(SourceConfig(name="tokens", path=str(folder), verify="full"))
+    ids = TokenFiles(folder, verify="off").read(0, 10)
+    assert ids.tolist() == [*b"00000xxxxx"]
+
+
+def test_F93_folders_without_block_digests_are_verified_whole_when_opened(old_folder):
+    assert TokenFiles(old_folder).read(0, 3).tolist() == [48, 48, 48]
+    assert verify(old_folder) == 60 * 2501
+    flip(old_folder / "tokens.bin", 40)
+    for mode in ("touch", "full"):
+        with pytest.raises(DataError, match=r"tokens.bin is not the file of its sidecar"):
+            TokenFiles(old_folder, verify=mode)
+    TokenFiles(old_folder, verify="off")
+
+
+def test_what_was_verified_whole_is_not_read_again_in_a_worker(old_folder, monkeypatch):
+    sent = pickle.dumps(TokenFiles(old_folder))
+    monkeypatch.setattr("forge_data.sources.token_files.check_whole", pytest.fail)
+    assert pickle.loads(sent).read(0, 1).tolist() == [48]
+
+
+def test_a_job_that_opens_a_source_often_reads_it_once(old_folder, monkeypatch):
+    read = []
+    real = blocks.digest_of
+    monkeypatch.setattr(blocks, "digest_of", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(blocks, "_SETTLED_NS", -(10**18))  # as if it had been written long ago
+    for _ in range(4):
+        TokenFiles(old_folder)
+    assert sorted(read) == ["documents.bin", "tokens.bin"]
+
+
+def test_damaged_digests_are_named_themselves(folder):
+    flip(folder / "blocks.bin", 33)
+    with pytest.raises(DataError, match=r"blocks.bin is not the file of its sidecar"):
+        TokenFiles(folder)
+    (folder / "blocks.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"blocks.bin has 0 bytes"):
+        TokenFiles(folder)
+    (folder / "blocks.bin").unlink()
+    with pytest.raises(DataError, match=r"blocks.bin is missing"):
+        TokenFiles(folder)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_F93_a_loader_raises_it_at_the_batch_also_at_a_resume(folder, num_workers):
+    def loader():
+        stream = PackedStream(TokenFiles(folder), 512, shuffle=False)
+        return Loader(stream, 32, num_workers=num_workers)
+
+    first = loader()
+    next(first)
+    state = first.state_dict()
+    first.close()
+    flip(folder / "tokens.bin", 80_002)  # block 0, which the next batch reads from
+    resumed = loader()
+    resumed.load_state_dict(state)
+    with pytest.raises(DataError, match=r"tokens.bin block 0"):
+        next(resumed)
+    assert resumed.cursor == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"verify": "always"}, "verify 'always' must be one of touch, full, off; use"),
+        ({"name": "builtin", "path": None, "verify": "off"}, "verify 'off' means nothing"),
+    ],
+)
+def test_verify_is_one_of_three(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SourceConfig(**{"name": "tokens", "path": "x", **arguments})
+
+
+def test_a_raw_file_has_no_digests_to_verify(tmp_path):
+    (tmp_path / "raw.bin").write_bytes(bytes(10))
+    with pytest.raises(ValueError, match="verify 'full' needs the digests of a sidecar"):
+        TokenFiles(tmp_path / "raw.bin", dtype="uint8", verify="full")
+    with pytest.raises(ValueError, match="verify 'no' must be one of"):
+        TokenFiles(tmp_path / "raw.bin", dtype="uint8", verify="no")

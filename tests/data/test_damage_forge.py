@@ -1,0 +1,44 @@
+"""Damaged token files under the runner: one sentence, exit code 65, on all ranks in the same step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge_data import TokenFiles
+from forge_data.prepare import prepare
+from forge_testing.runs import fit_on_ranks, make_job
+from forge_train import Callback, Trainer, read_run
+
+
+class DamagedCopyOnRank1(Callback):
+    """As if the second node had a copy of its own, with a flipped bit."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 4 and trainer.meshes.rank == 1:
+            path = trainer.paths.path.parent / "damaged"
+            trainer.loader.stream.source = TokenFiles(path)  # type: ignore[attr-defined]
+
+
+@pytest.mark.distributed
+def test_F93_a_damaged_block_of_one_rank_ends_all_in_the_same_step(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"some words {i}\n" for i in range(400)))
+    for name in ("tokens", "damaged"):
+        prepare([tmp_path / "text.txt"], tmp_path / name, document="line")
+    tokens = tmp_path / "damaged/tokens.bin"
+    tokens.write_bytes(tokens.read_bytes().replace(b"w", b"v", 1))
+    fitted = fit_on_ranks(
+        2,
+        make_job(tmp_path),
+        DamagedCopyOnRank1,
+        data__sources={"a": {"name": "tokens", "path": str(tmp_path / "tokens")}},
+        eval__every_steps=0,
+        sample__max_new_tokens=0,
+    )
+    assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 2
+    (problem,) = fitted[0].problems
+    assert "rank 1: step 5: DataError:" in problem
+    assert "damaged/tokens.bin block 0 (bytes 0.." in problem
+    event = read_run(tmp_path / "run").events[-1]
+    assert (event["event"], event["rank"], event["code"]) == ("fault", 1, 65)
