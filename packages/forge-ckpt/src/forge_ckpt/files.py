@@ -24,6 +24,10 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(bytearray())
+    if tensor.data_ptr() == 0:  # reading there would end the process
+        raise ValueError(
+            f"{type(tensor).__name__} of {tuple(tensor.shape)} has no memory of its own"
+        )
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -9,12 +9,13 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from forge_ckpt import objects, tree
 from forge_ckpt.errors import CheckpointMismatch
 from forge_ckpt.objects import dtype_name
+from forge_ckpt.wrapped import plain
 
 _SHOWN = 8
 
@@ -75,6 +76,10 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
             raise CheckpointMismatch(_explain(problems))
         self.state_dict = wanted
         return create_default_local_load_plan(wanted, self.metadata)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory to fill, of what a wrapper subclass holds."""
+        return plain(super().lookup_tensor(index))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Decode an object; it reaches the caller's state in :meth:`finish_read`."""

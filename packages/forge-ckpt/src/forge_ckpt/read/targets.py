@@ -106,4 +106,5 @@ def _with_slots(
 def _like(parameter: torch.Tensor, saved: TensorEntry | None) -> torch.Tensor | None:
     if saved is None or saved.shape != tuple(parameter.shape):
         return None  # taken as it was saved
-    return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    # as torch makes slots: float8 weights give a plain tensor here, and a wrapper to empty_like
+    return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)

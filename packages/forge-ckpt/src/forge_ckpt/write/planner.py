@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from forge_ckpt import objects, tree
+from forge_ckpt.wrapped import plain
 from forge_ckpt.write.plans import write_once
 
 
@@ -51,6 +52,11 @@ class ForgeSavePlanner(DefaultSavePlanner):
         ]
         return super().create_global_plan(plans)
 
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is saved at a place: an encoded object, or a plain tensor with memory."""
+        found = super().lookup_object(index)
+        return plain(found) if isinstance(found, torch.Tensor) else found
+
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """A tensor as it is, an object as the bytes of its JSON."""
         if write_item.type == WriteItemType.BYTE_IO:
@@ -67,10 +73,10 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
                 f"{name}: DTensor with placements {value.placements}; a partial sum has no bytes of "
                 "its own, redistribute it first"
             )
-    elif hasattr(value, "__tensor_flatten__"):
-        raise ValueError(
-            f"{name}: tensor subclass {type(value).__name__}; save the plain tensors inside it"
-        )
+    try:
+        plain(value.to_local() if isinstance(value, DTensor) else value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if value.device.type == "meta" or value.layout != torch.strided or value.is_quantized:
         raise ValueError(
             f"{name}: {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors "
@@ -91,7 +97,7 @@ def _ties(leaves: dict[str, Any]) -> dict[str, str]:
     for name, value in leaves.items():
         if isinstance(value, torch.Tensor):
             value = value.detach()
-            local = value.to_local() if isinstance(value, DTensor) else value
+            local = plain(value.to_local() if isinstance(value, DTensor) else value)
             if local.numel() and first.setdefault(memory_of(local), name) != name:
                 ties[name] = first[memory_of(local)]
     return ties
