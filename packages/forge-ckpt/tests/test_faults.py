@@ -241,7 +241,7 @@ def test_F107_deep_json_with_a_digest_that_fits_is_refused(root, caplog):
 
 def test_F97_chunks_that_tile_pass_whatever_their_order(root):
     def boxes(*cuts):
-        sides = [list(zip(edges, edges[1:])) for edges in cuts]
+        sides = [list(itertools.pairwise(edges)) for edges in cuts]
         made = [
             manifest.Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box), "f", 0, 1)
             for box in itertools.product(*sides)

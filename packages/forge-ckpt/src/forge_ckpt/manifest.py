@@ -6,6 +6,7 @@ single byte of the file is found.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -153,7 +154,7 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         return _from_json(table)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where}: impossible entry ({str(error):.300})") from error
+        raise CorruptCheckpoint(f"{where}: impossible entry ({error!s:.300})") from error
 
 
 def summary(table: Manifest) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def _apart(chunks: Sequence[Chunk], num_dims: int) -> bool:
     for dim in range(num_dims):
         ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dim])
         groups, end = [[ordered[0]]], 0
-        for before, chunk in zip(ordered, ordered[1:]):
+        for before, chunk in itertools.pairwise(ordered):
             end = max(end, before.offsets[dim] + before.sizes[dim])
             if chunk.offsets[dim] >= end:
                 groups.append([])

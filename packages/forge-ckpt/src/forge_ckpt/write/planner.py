@@ -67,12 +67,11 @@ class ForgeSavePlanner(DefaultSavePlanner):
 def _leaf(name: str, value: Any) -> torch.Tensor | str:
     if not isinstance(value, torch.Tensor):
         return objects.dumps(objects.encode(value, name))
-    if isinstance(value, DTensor):
-        if any(placement.is_partial() for placement in value.placements):
-            raise ValueError(
-                f"{name}: DTensor with placements {value.placements}; a partial sum has no bytes of "
-                "its own, redistribute it first"
-            )
+    if isinstance(value, DTensor) and any(part.is_partial() for part in value.placements):
+        raise ValueError(
+            f"{name}: DTensor with placements {value.placements}; a partial sum has no bytes of "
+            "its own, redistribute it first"
+        )
     try:
         plain(value.to_local() if isinstance(value, DTensor) else value)
     except ValueError as error:
