@@ -20,7 +20,7 @@ from forge_parallel import (
 )
 from forge_testing import run_on_ranks
 
-ROLES = {"*emb.*": "vocab", "layers.*": "opaque", "norm.*": "sequence", "head.*": "gather_output"}
+ROLES = {"*emb.*": "vocab", "layers.*": "opaque", "norm.*": "sequence", "head.*": "sharded_logits"}
 
 
 class Net(nn.Module):
@@ -91,6 +91,19 @@ def no_blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8))
 
 
+def dropout() -> Net:
+    net = Net()
+    for layer in net.layers:
+        layer.after = nn.Dropout(0.1)
+    return net
+
+
+def dropout_in_a_function() -> Net:
+    net = Net()
+    net.layers[2].attn_dropout = 0.2
+    return net
+
+
 EXPERTS = {**ROLES, "layers.*": "expert"}
 BESIDE = {
     **ROLES,
@@ -109,6 +122,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
     "ep without experts": (Net, {"ep": 2}, ROLES, "no parameter has the role expert"),
     "experts beside a router": (
         experts_beside_their_router, {"tp": 2}, BESIDE, "lie in one module, and experts are laid out apart"),
+    "F89 dropout under tp": (
+        dropout, {"tp": 2}, ROLES,
+        "layers.0.after.p: dropout 0.1 must be 0 under tp, whose ranks would drop the same of different heads "
+        "and tokens; set it to 0, or use tp = 1 (and 3 more like it)"),
+    "F89 dropout of a function under tp": (
+        dropout_in_a_function, {"tp": 2}, ROLES, "layers.2.attn_dropout: dropout 0.2 must be 0 under tp"),
     "recomputation without blocks": (
         no_blocks, {"recompute": "full"}, None, "Sequential offers none"),
 }  # fmt: skip
@@ -120,6 +139,7 @@ SUITED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
     "a block used four times, in one unit": (one_block_four_times, {}, None, ""),
     "tied by assignment, in one unit": (tied, {}, None, ""),
     "tied by assignment, with a row for each name": (tied, {"tp": 2}, ROLES, ""),
+    "dropout without tp": (dropout, {}, ROLES, ""),
     "one row for all blocks": (Net, {"pp": 2, "tp": 2}, ROLES, ""),
     "a row for each block, of which a stage has some": (Net, {"pp": 2, "tp": 2}, NUMBERED, ""),
     "a row that fits nothing": (
@@ -297,26 +317,28 @@ def test_a_block_that_the_last_micro_batch_leaves_out_keeps_its_gradients(
                     torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-5)
 
 
-def left_out_in_part() -> str:
-    config = ParallelConfig(device="cpu", precision="fp32", dp_replicate=2)
+def left_out_in_part(layout: dict[str, int]) -> dict[str, Tensor | None]:
+    config = ParallelConfig(device="cpu", precision="fp32", **layout)  # type: ignore[arg-type]
     model, rows = Sometimes(), torch.ones(2, 8)
     model.middle.spare = nn.Parameter(torch.ones(2))  # never gets a gradient
     model = parallelize(model, config, make_meshes(config))
-    accumulate(model, last=False)
-    model(rows, True).sum().backward()
-    accumulate(model, last=True)
-    try:
-        model(rows, False).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    for last in (False, True):
+        accumulate(model, last=last)
+        model(rows, not last).sum().backward()
+    grads = {n: p.grad for n, p in model.middle.named_parameters()}
+    return {n: None if g is None else g.full_tensor() for n, g in grads.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_gradients_that_cannot_be_summed_are_an_error() -> None:
-    for said in run_on_ranks(2, left_out_in_part):
-        assert "middle: has gradients of some of its parameters" in said
+def test_a_block_left_out_with_a_parameter_that_is_never_used_is_summed_over_copies() -> None:
+    for plain, copies in zip(
+        *(run_on_ranks(2, left_out_in_part, layout) for layout in ({}, {"dp_replicate": 2})),
+        strict=True,
+    ):
+        assert plain["spare"] is None
+        assert copies["spare"] is None
+        torch.testing.assert_close(copies["weight"], plain["weight"])
 
 
 def with_a_parameter_that_is_never_used(layout: dict[str, int]) -> Tensor:

@@ -1,6 +1,6 @@
 """Devices, precision and layouts over many ranks for PyTorch models."""
 
-from forge_parallel.axes.fsdp import accumulate, apply_fsdp
+from forge_parallel.axes.fsdp import accumulate, apply_fsdp, reshard
 from forge_parallel.config import CAPABILITIES, ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.device import select_device
@@ -37,6 +37,7 @@ __all__ = [
     "make_meshes",
     "materialise",
     "parallelize",
+    "reshard",
     "run_local_workers",
     "select_device",
     "start_process_group",

@@ -6,10 +6,11 @@ import datetime
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _python_dispatch
 
@@ -35,47 +36,87 @@ def set_timeout(group: Any, seconds: float) -> None:
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def reduce_what_waits(module: Any) -> None:
-    """Let an FSDP2 module's gradients of earlier micro-batches be reduced if the last one does not use it.
+def reduce_alike(meshes: Mapping[Any, Any]) -> None:
+    """Let all ranks reduce the same gradients of FSDP2 units, {module: mesh}, whatever each rank used.
 
-    HSDP's sum over copies waits for the last micro-batch, and torch forgets what waits in a module that
-    gets no gradient there, until a later step finds it. Such a module then reduces zeros, and with them the rest.
+    FSDP2 packs the gradients that this rank has, so ranks that used different parameters add one's to another's.
+    A parameter that a gathered unit did not use counts as zero here; one that no rank used since the last update
+    keeps no gradient, as in one process. torch 2.13's `set_reduce_scatter_unused_params` does the first alone (an
+    optimizer would decay such parameters), and in one dtype alone. A unit that the last micro-batch leaves out is
+    reduced as well, and with it the sum over copies that waits for it (HSDP).
+
+    Cost: at the end of a backward one all-reduce of a byte per parameter and axis; the host reads it on ranks that
+    left something out.
     """
-    state = module._get_fsdp_state()
-    finish = state._root_post_backward_final_callback
+    used: set[Any] = set()
+    groups = {
+        group: mesh
+        for module, mesh in meshes.items()
+        for group in _groups(module._get_fsdp_state())
+        if mesh.size() > 1
+    }
+    for group in groups:
+        group.post_backward = functools.partial(_reduce_all, group, group.post_backward, used)
+    for module in meshes:  # a backward ends with the unit whose output it reaches first
+        state = module._get_fsdp_state()
+        finish = state._root_post_backward_final_callback
+        ending = functools.partial(_finish, state, finish, groups, used)
+        state._root_post_backward_final_callback = ending
 
-    def first_reduce() -> None:
-        for group in (g for other in state._state_ctx.all_states for g in _groups(other)):
-            waits = group._partial_reduce_output is not None and group.all_reduce_grads
-            if waits and not any(_has_gradient(p) for p in group.fsdp_params):
-                _reduce_zeros(group)
-        finish()
 
-    state._root_post_backward_final_callback = first_reduce
+def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
+    """Note which parameters have a gradient, give the others zeros, then `reduce`."""
+    gathered = [p for p in _trained(group) if hasattr(p, "_unsharded_param")]
+    for parameter in gathered:
+        if parameter.sharded_param.grad is None and group._partial_reduce_output is None:
+            used.discard(parameter)  # nothing is left of earlier backwards: an update came between
+        if _has_gradient(parameter):
+            used.add(parameter)
+    if group.reduce_grads:
+        waiting = [p.unsharded_accumulated_grad for p in gathered]
+        dtype = next((gradient.dtype for gradient in waiting if gradient is not None), None)
+        for parameter in gathered:
+            if not _has_gradient(parameter):
+                zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
+                parameter.unsharded_accumulated_grad = zeros
+            elif dtype is not None:  # FSDP2 packs one dtype
+                parameter.to_accumulated_grad_if_needed()
+    reduce(*args)
 
 
-def _reduce_zeros(group: Any) -> None:
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if (
-        sum(p.padded_sharded_param_size.numel() for p in trained)
-        != group._partial_reduce_output.numel()
-    ):
-        raise RuntimeError(
-            f"{group._module_fqn}: has gradients of some of its parameters from earlier micro-batches and none "
-            "from the last, which HSDP cannot sum; use all of them in each micro-batch, or dp_replicate = 1"
-        )
-    for parameter in trained:
-        dtype = group._reduce_dtype or parameter.unsharded_param.dtype
-        zeros = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
-        parameter.unsharded_accumulated_grad = zeros
-    group.post_backward()
+def _finish(
+    state: Any, finish: Callable[[], None], groups: Mapping[Any, Any], used: set[Any]
+) -> None:
+    """Forget, when the step's last backward ends, the zeros of what no rank used."""
+    finish()
+    if state._state_ctx.is_last_backward:
+        for mesh in dict.fromkeys(groups.values()):
+            _drop_unused([g for g in groups if groups[g] == mesh], mesh, used)
+
+
+def _drop_unused(groups: list[Any], mesh: Any, used: set[Any]) -> None:
+    parameters = [parameter for group in groups for parameter in _trained(group)]
+    mine = [parameter in used for parameter in parameters]
+    # of the device itself where everything was used: a copy from the host would wait for what runs there
+    flags = torch.ones(len(mine), dtype=torch.uint8, device=mesh.device_type)
+    if not all(mine):
+        flags.copy_(torch.tensor(mine, dtype=torch.uint8))
+    for axis in range(mesh.ndim):
+        dist.all_reduce(flags, dist.ReduceOp.MAX, mesh.get_group(axis))
+    if not all(mine):
+        for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
+            if not is_used:
+                parameter.sharded_param.grad = None
+
+
+def _trained(group: Any) -> list[Any]:
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
 
 
 def _has_gradient(parameter: Any) -> bool:
     """Whether a gradient is there that FSDP2 will still reduce in this backward."""
-    own = getattr(parameter, "_unsharded_param", None)
     waiting = parameter.unsharded_accumulated_grad
-    return waiting is not None or (own is not None and own.grad is not None)
+    return waiting is not None or parameter._unsharded_param.grad is not None
 
 
 def _groups(state: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import nn
 import forge_data
 from forge_data import Batch, PackedStream
 from forge_data.batch import IGNORE
-from forge_parallel import Meshes
+from forge_parallel import Meshes, reshard
 from forge_resilience import Agreement
 from forge_train.errors import DataError, together
 from forge_train.trainer.compute import Compute
@@ -50,7 +50,7 @@ def evaluate(
     """Mean loss in nats per token over the parts of all ranks, as many on each.
 
     One host read and one exchange at the end; every rank returns the same bits. Leaves the model in
-    the mode it was in.
+    the mode it was in, and its weights sharded: whoever put others in for the evaluation may put them back.
     """
     device = compute.meshes.device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -62,6 +62,7 @@ def evaluate(
         total += loss.double()
         count += labels
     model.train(training)
+    reshard(model)
     told = agreement.exchange([float(total), int(count)])
     return sum(loss for loss, _ in told) / max(sum(n for _, n in told), 1)
 

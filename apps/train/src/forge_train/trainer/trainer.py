@@ -31,6 +31,7 @@ from forge_parallel import (
     global_grad_norm,
     make_meshes,
     parallelize,
+    reshard,
     select_device,
 )
 from forge_parallel.compile import recompilations
@@ -507,3 +508,5 @@ class Trainer:
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
+        if self.callbacks:  # one may have run the model and changed its weights since
+            reshard(self.model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forge_parallel._torch_compat import reduce_what_waits
+from forge_parallel._torch_compat import reduce_alike
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -47,15 +47,20 @@ def apply_fsdp(
     and computes in that dtype, its parameters unrounded, at one more small gather each; `forward_methods`
     names what else than its `forward` reads them.
 
+    Ranks may use different parameters of a unit (a block, or the root without its blocks): gradients are
+    those of one process, None where no rank used the parameter. Every rank must call every unit, or none
+    must, as a call is a collective: let a rank that has nothing for a unit call it on a dummy row and add
+    its output times zero.
+
     A forward without grad leaves the root gathered until the next backward (on one rank, every module):
-    no update may come between the two, or `model.reshard()` must.
+    call `reshard(model)` before weights are changed by anything but an optimizer's step after a backward.
 
     Blocks that recompute inside a pipeline with split backward passes need `reshard_after_forward` False.
 
     Cost per step and block: one all-gather of its parameters (two with `reshard_after_forward`) in
     `compute_dtype` and one reduce-scatter of its gradients in `reduce_dtype`; HSDP adds an all-reduce
-    of the shard. The next block's gather is asked for before it is needed. `cpu_offload` copies both over the
-    bus instead of keeping them on the device.
+    of the shard. Once a step, one all-reduce of a byte per parameter. The next block's gather starts before
+    it is needed. `cpu_offload` copies both over the bus instead of keeping them on the device.
     """
     # imported late: half a second that an fp32 run of one process does not need
     from torch.distributed.fsdp import (
@@ -73,6 +78,7 @@ def apply_fsdp(
     special = [m for m in model.modules() if own_dtype(m) is not None]
     known = set(experts)
     spread = [m for m in model.modules() if m in known or _is_spread(m)]
+    units: dict[nn.Module, DeviceMesh] = {}
     for module in dict.fromkeys([*special, *spread, *blocks_of(model), model]):
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
@@ -91,10 +97,10 @@ def apply_fsdp(
             ),
         )
         sum_gradients(module)
-        if its_mesh.ndim > 1:
-            reduce_what_waits(module)
+        units[module] = its_mesh
         for name in getattr(module, "forward_methods", ()):
             register_fsdp_forward_method(module, name)
+    reduce_alike(units)
     if spread:
         _prefetch(blocks_of(model))
     return model
@@ -154,6 +160,26 @@ def sum_gradients(module: Any) -> None:
     """
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the next forward gather its weights anew; a plain model is left alone.
+
+        with torch.no_grad():
+            swap_in(ema)                # through model.parameters()
+            loss = model(tokens)
+            reshard(model)              # or the next forward computes with the weights of this one
+            swap_out(ema)
+
+    A forward without grad leaves weights gathered: the root's, and on one rank, or with
+    `reshard_after_forward` off, all. A change of the parameters does not reach these copies.
+    Cost: none now, one gather (on one rank, one cast) of what was gathered in the next forward.
+    """
+    from forge_parallel.pipeline.split import stages_of  # late: a pipeline imports this package
+
+    for module in dict.fromkeys(m for stage in stages_of(model) for m in stage.modules()):
+        if hasattr(module, "set_requires_gradient_sync"):  # an FSDP2 module
+            module.reshard()  # type: ignore[operator]
 
 
 def accumulate(model: Any, last: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge_parallel._torch_compat import pipeline_stage
 from forge_parallel.axes.context import arguments_with_positions
+from forge_parallel.axes.fsdp import reshard
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.schedule import (
@@ -128,9 +129,7 @@ class Pipeline:
         rows = [slice(i * self.micro_batch, (i + 1) * self.micro_batch) for i in range(count)]
         batches = [(tokens[part], {n: v[part] for n, v in kwargs.items()}) for part in rows]
         losses = [loss_fn(output, labels[rows[i]]) for i, output in self._forward(batches)]
-        for module in {m for stage in self.stages.values() for m in stage.modules()}:
-            if hasattr(module, "set_requires_gradient_sync"):  # an FSDP2 module
-                module.reshard()  # type: ignore[operator]
+        reshard(self.model)
         return self._total(losses)
 
     def _forward(
