@@ -16,7 +16,7 @@ ROLES = {
     "vocab",
     "sequence",
     "replicate_sum_grad",
-    "gather_output",
+    "sharded_logits",
     "expert",
     "opaque",
 }

@@ -71,7 +71,7 @@ class Llama(nn.Module):
             "norm.*": "sequence", "norm_2.*": "sequence",
             "gate_proj.*": "colwise", "up_proj.*": "colwise", "down_proj.*": "rowwise",
         }  # fmt: skip
-        ends = {"embedding.*": "vocab", "norm.*": "sequence", "head.*": "gather_output"}
+        ends = {"embedding.*": "vocab", "norm.*": "sequence", "head.*": "sharded_logits"}
         return ends | {f"layers.*.{name}": role for name, role in of_block.items()}
 
 

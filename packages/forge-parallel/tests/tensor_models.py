@@ -140,7 +140,7 @@ class Model(nn.Module):
         roles: dict[str, Any] = {
             "embedding.*": "vocab",
             "norm.*": "sequence",
-            "head" if self.tied else "head.*": "gather_output",
+            "head" if self.tied else "head.*": "sharded_logits",
             "layers.*.mixer_norm.*": "sequence",
         }
         for i, block in enumerate(self.layers):

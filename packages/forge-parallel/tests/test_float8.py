@@ -63,7 +63,7 @@ class Model(nn.Module):
             "*.down.*": "rowwise",
             "*.gate.*": "replicate_sum_grad",
             "*.router.*": "replicate_sum_grad",
-            "lm_head.*": "gather_output",
+            "lm_head.*": "sharded_logits",
         }
 
 

@@ -27,7 +27,7 @@ ROLES = {
     "*.up.*": "colwise",
     "*.down.*": "rowwise",
     "norm.*": "sequence",
-    "head.*": "gather_output",
+    "head.*": "sharded_logits",
 }
 
 
@@ -257,7 +257,7 @@ class Twice(nn.Module):
 def build(width=8):
     return Twice(width)
 """
-TABLE = '[roles]\n"table.*" = "vocab"\n"up.*" = "colwise"\n"down.*" = "rowwise"\n"head.*" = "gather_output"\n'
+TABLE = '[roles]\n"table.*" = "vocab"\n"up.*" = "colwise"\n"down.*" = "rowwise"\n"head.*" = "sharded_logits"\n'
 
 
 @pytest.fixture

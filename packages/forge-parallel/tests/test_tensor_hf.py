@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.hf_plan import roles_of_plan
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
@@ -86,7 +87,7 @@ def test_roles_of_what_the_plan_leaves_out():
     assert roles["lm_head.weight"] == "gather_output"
 
 
-def test_unknown_styles_and_forgotten_norms_are_refused_by_name():
+def test_F113_unknown_styles_and_forgotten_norms_are_refused_by_name():
     model = build("Qwen3")
     plan = dict(model.config.base_model_tp_plan)
     plan["layers.*.mlp.up_proj"] = "packed_colwise"
@@ -95,8 +96,56 @@ def test_unknown_styles_and_forgotten_norms_are_refused_by_name():
     with pytest.raises(ValueError, match="tp style") as raised:
         roles_of_plan(model)
     message = str(raised.value)
-    assert "model.layers.1.mlp.up_proj: tp style packed_colwise must be one of colwise" in message
-    assert "model.layers.0.self_attn.k_norm: has no tp style and must have one" in message
+    # once, not for each layer
+    first, second = message.splitlines()
+    assert "model.layers.0.mlp.up_proj: tp style packed_colwise must be one of colwise" in first
+    assert "model.layers.0.self_attn.k_norm: has no tp style and must have one" in second
+    assert first.endswith("(and 1 more like it)")
+
+
+def _own_loss_and_text(kind):
+    """(errors of HF's own loss, and of its gradients; whether logits and greedy text are one process's)."""
+    config = ParallelConfig(device="cpu", precision="fp32", tp=2, sequence_parallel=False)
+    model = build(kind)
+    reference = copy_of(model)
+    tokens, labels, _ = batch(2)
+    parallelize(model, config, make_meshes(config))
+    losses = []
+    for each in (model, reference):
+        loss = each(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+    worst = max(errors(model, reference).values())
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    texts = [each.generate(tokens, **options) for each in (model, reference)]
+    model.eval()
+    logits = model(input_ids=tokens).logits
+    near = torch.allclose(logits, reference.eval()(input_ids=tokens).logits, atol=1e-4)
+    return float((losses[0] - losses[1]).abs()), worst, near, torch.equal(*texts)
+
+
+def test_F94_a_model_of_hugging_face_sees_its_whole_vocabulary_but_in_training():
+    for loss, worst, near, same in run_on_ranks(2, _own_loss_and_text, "Llama", timeout=120):
+        assert loss < 1e-5
+        assert worst < 1e-5
+        assert near
+        assert same
+
+
+def _with_dropout(dropout):
+    config = ParallelConfig(device="cpu", precision="fp32", tp=2, sequence_parallel=False)
+    try:
+        parallelize(build("Llama", attention_dropout=dropout), config, make_meshes(config))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_F89_dropout_of_a_model_of_hugging_face_is_refused_under_tp():
+    assert run_on_ranks(2, _with_dropout, 0.0) == ["", ""]
+    (said, _) = run_on_ranks(2, _with_dropout, 0.25)
+    assert "self_attn.attention_dropout: dropout 0.25 must be 0 under tp" in said
+    assert said.count("self_attn.attention_dropout") == 1
 
 
 def _cut_stream():

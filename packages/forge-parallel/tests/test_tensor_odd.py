@@ -19,7 +19,7 @@ ROLES = {
     "*.up.*": "colwise",
     "*.gate.*": "colwise",
     "*.down.*": "rowwise",
-    "head.*": "gather_output",
+    "head.*": "sharded_logits",
 }
 
 

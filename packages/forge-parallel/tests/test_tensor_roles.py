@@ -27,7 +27,7 @@ class Small(nn.Module):
 def test_modules_of_every_kind_are_found():
     model = Model(kinds="aor", tied=True)
     found = match_roles(model, model.parallel_roles(), strict=True)
-    assert found.leaves["head"] == Role("gather_output")
+    assert found.leaves["head"] == Role("sharded_logits")
     assert found.leaves["layers.0.mixer.q_norm"] == Role("replicate_sum_grad")
     assert found.opaque == ("layers.1.mixer",)
     assert found.experts == ("layers.2.feed_forward.experts",)
@@ -127,7 +127,7 @@ def test_one_parameter_cannot_have_two_layouts():
             self.head.weight = self.embedding.weight
 
     model = Tied()
-    good = match_roles(model, {"embedding.*": "vocab", "head.*": "gather_output"})
+    good = match_roles(model, {"embedding.*": "vocab", "head.*": "sharded_logits"})
     check_cuts(model, good, 2)
     for other in ("opaque", "rowwise"):
         with pytest.raises(ValueError, match=r"one parameter and must be cut alike"):

@@ -1,5 +1,6 @@
 """Rules of configurations: rows of plain data, checked by one function."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,3 +23,14 @@ def check(config: Mapping[str, Any], rules: Iterable[Rule], where: str) -> None:
     ]
     if broken:
         raise ValueError("\n".join(broken))
+
+
+def once(problems: list[str]) -> str:
+    """Lines that say what several layers have in common of the first of them alone."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"\.\d+(?=\.)", ".*", problem), []).append(problem)
+    return "\n".join(
+        first + (f" (and {len(others)} more like it)" if others else "")
+        for first, *others in alike.values()
+    )

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from forge_parallel._rules import once
 from forge_parallel.axes.fsdp import blocks_of
-from forge_parallel.axes.roles import role_names
+from forge_parallel.axes.roles import dropout_problems, role_names
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.parts import blocks_by_key, parts_of
@@ -29,8 +30,10 @@ def check_model(
         problems += _shared(model, meshes)
     if meshes.sparse is not None:
         problems += _experts_apart(model, meshes, roles)
+    if meshes.tp.size > 1:
+        problems += dropout_problems(model)
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ValueError(once(problems))
 
 
 def expert_names(model: nn.Module, roles: Mapping[str, Any] | None) -> list[str]:

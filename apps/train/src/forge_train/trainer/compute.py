@@ -14,7 +14,7 @@ from forge_data import Batch
 from forge_data.batch import IGNORE
 from forge_parallel import Meshes, accumulate
 from forge_parallel.axes.context import cut_sequence
-from forge_parallel.axes.tensor import logits_are_cut
+from forge_parallel.axes.tensor import width_of_cut_logits
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_train.config.schema import DenseModelConfig, JobConfig
@@ -31,7 +31,7 @@ class Compute:
         self.model, self.meshes = model, meshes
         rows = config.train.global_batch // meshes.batch_size
         self.micro_batch = config.train.micro_batch or rows
-        self._cut_logits = logits_are_cut(model)
+        self._cut_width = width_of_cut_logits(model)
         self._pipeline: Any = None
         if meshes.pp.size > 1 and isinstance(config.model, DenseModelConfig):
             self._pipeline = Pipeline(
@@ -66,8 +66,8 @@ class Compute:
         for part in parts:
             accumulate(self.model, last=part is parts[-1])
             part = self._here(part)
-            logits = self._logits(part)
-            loss = self._token_loss(logits, part.labels) / valid()
+            output = self._forward(part)
+            loss = self._token_loss(output, part.labels) / valid()
             loss.backward()
             total += loss.detach()
         return self._mine(total)
@@ -78,7 +78,7 @@ class Compute:
         part = self._here(batch)
         count = (part.labels != IGNORE).sum() * int(self.meshes.pp.rank == 0)
         if self._pipeline is None:
-            total = self._token_loss(self._logits(part), part.labels)
+            total = self._token_loss(self._forward(part), part.labels)
         else:
             total = self._pipeline.evaluate(
                 part.tokens,
@@ -101,21 +101,19 @@ class Compute:
         sync_tied_gradients(self.model, self.meshes)
         return self._mine(total)
 
-    def _logits(self, part: Batch) -> Tensor:
-        logits: Tensor = self.model(
-            part.tokens, positions=part.positions, document_ids=part.document_ids
-        )
-        return logits
+    def _forward(self, part: Batch) -> Any:
+        return self.model(part.tokens, positions=part.positions, document_ids=part.document_ids)
 
-    def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _token_loss(self, output: Any, labels: Tensor) -> Tensor:
         """Sum over the labels; under tp each rank may hold a part of the vocabulary."""
-        if self._cut_logits:
+        logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
+        if logits.size(-1) == self._cut_width:
             return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
         if self.meshes.tp.size > 1 and logits.shape[:2] != labels.shape:
             raise ValueError(
                 f"logits {tuple(logits.shape)} must be of the tokens {tuple(labels.shape)}, and a head that "
                 "each tp rank has whole gives those of its part of the rows; use parallel.sequence_parallel = "
-                "false, or give the head the role gather_output"
+                "false, or give the head the role sharded_logits"
             )
         return cross_entropy(logits, labels).sum
 

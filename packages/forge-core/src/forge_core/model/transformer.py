@@ -220,14 +220,14 @@ class Transformer(nn.Module):
 
         In a pattern `*` stands for any characters (as in fnmatch); each parameter matches exactly
         one, and a tied head, which has none, is named itself. Roles: "colwise" and "rowwise" cut a
-        linear layer by outputs and inputs, "vocab" an embedding by ids, "gather_output" a colwise
+        linear layer by outputs and inputs, "vocab" an embedding by ids, "sharded_logits" a colwise
         layer whose outputs are logits, "sequence" a norm on a token-sharded stream,
         "replicate_sum_grad" a copy whose gradients are summed, "expert" a stack of experts, "opaque" a
         module that sees whole tokens.
         """
         roles = {"embedding.*": "vocab", "norm.*": "sequence"}
         # a tied head has no parameter of its own: the row names the module
-        roles["lm_head" if self.config.tie_embeddings else "lm_head.*"] = "gather_output"
+        roles["lm_head" if self.config.tie_embeddings else "lm_head.*"] = "sharded_logits"
         for key, block in self.layers.items():
             roles.update(_roles(block, f"layers.{key}"))
         return roles

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial
 
 from forge_parallel.axes.exchange import (
     Ranks,
@@ -71,12 +71,14 @@ class Place:
 
 
 class Colwise(nn.Module):
-    """Whole tokens in, this rank's outputs out."""
+    """Whole tokens in, this rank's outputs out; of a cut weight that it is given (a tied head), this rank's part."""
 
     tp: Place
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
-        out: Tensor = super().forward(self.tp.enter(x), *args)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = _on_first(self.tp.enter, args, kwargs)
+        args = tuple(a.to_local() if isinstance(a, DTensor) else a for a in args)
+        out: Tensor = super().forward(*args, **kwargs)
         return out
 
 
@@ -85,8 +87,8 @@ class Logits(Colwise):
 
     tp_width: int
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
-        logits = super().forward(x, *args)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits = super().forward(*args, **kwargs)
         missing = self.tp_width - logits.size(-1)
         if missing < 0:
             raise ValueError(
@@ -94,6 +96,19 @@ class Logits(Colwise):
                 "weight's embedding the role 'vocab'"
             )
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+class GatheredLogits(Logits):
+    """A rank's logits in training, for a loss that takes them so; else those of all ids."""
+
+    tp_ids: int
+    tp_whole = False  # set while the model computes a loss of its own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits = super().forward(*args, **kwargs)
+        if self.training and torch.is_grad_enabled() and not self.tp_whole:
+            return logits
+        return join(logits, self.tp.ranks, logits.dim() - 1)[..., : self.tp_ids]
 
 
 class Rowwise(nn.Module):
@@ -108,12 +123,12 @@ class Rowwise(nn.Module):
             return None
         return local_part(self, "bias", (Partial(),) if self.tp.tokens_cut else None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._parameters.get("bias") is None:
-            return self.tp.leave(super().forward(x))
+            return self.tp.leave(super().forward(*args, **kwargs))
         self.tp_summing = True
         try:
-            out = self.tp.leave(super().forward(x))
+            out = self.tp.leave(super().forward(*args, **kwargs))
         finally:
             self.tp_summing = False
         return out + self.bias  # type: ignore[operator]
@@ -125,7 +140,8 @@ class Embedding(nn.Module):
     tp: Place
     tp_rows: tuple[int, int]
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        (ids,) = (*args, *kwargs.values())
         begin, end = self.tp_rows
         last = self.tp.ranks.rank == self.tp.ranks.size - 1
         # An id beyond all rows is looked up on the last rank, a negative one on the first: they raise.
@@ -183,6 +199,37 @@ class Routed(nn.Module):
             return super().forward(x, *args, **kwargs)
         out = super().forward(cut(x, place.ranks, dim), *args, **kwargs)
         return join(out, place.ranks, dim)
+
+
+class Root(nn.Module):
+    """The model itself: has whole logits for a loss of its own, and says what torch's refusal to mix tensors
+    means here."""
+
+    tp_heads: tuple[Any, ...] = ()  # in a tuple they are no children
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for head in self.tp_heads:
+            head.tp_whole = kwargs.get("labels") is not None
+        try:
+            return super().forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ValueError(
+                "a weight that tp cuts must be used by its own module's forward, and other code uses it (the line "
+                "is above), where nothing would be exchanged between ranks; call the module there, or give it "
+                f"the role opaque: {error}"
+            ) from error
+
+
+def _on_first(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with the first of them changed, however it is given."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: change(kwargs[name])}
 
 
 def _is_stream(value: Any) -> bool:

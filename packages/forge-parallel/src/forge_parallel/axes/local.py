@@ -36,17 +36,34 @@ def use_local(
         use_local(linear, "weight")                 # the gradient lies as the parameter does
 
     `module.weight` is then `parameter.to_local(grad_placements=...)`, while `named_parameters`, the
-    state dict and optimizers see the DTensor. Under FSDP2 this holds inside its forward, where a
-    parameter is a DTensor of one mesh axis; one of several axes (its sharded state) and a plain
-    tensor are returned as they are. Raises ValueError for a name that is no parameter of the module.
+    state dict and optimizers see the DTensor. A parameter that is cut shows its local part only while
+    the module's own forward runs: to other code, which skips the communication around that forward, it
+    is a DTensor, and torch refuses to mix it with plain tensors. A copy is local to everybody. Under FSDP2
+    this holds inside its forward, where a parameter is a DTensor of one mesh axis; one of several axes
+    (its sharded state) and a plain tensor are returned as they are. Raises ValueError for a name that is no parameter of the module.
     """
     if name not in module._parameters:
         raise ValueError(
             f"{name!r} must be a parameter of {type(module).__name__}; it has "
             f"{', '.join(module._parameters) or 'none'}"
         )
+    if not isinstance(module, OwnForward):
+        swap(module, OwnForward)
     cls: Any = type(module)
     module.__class__ = _with_local(cls, name, grad_placements)
+
+
+class OwnForward(nn.Module):
+    """Knows whether its own forward runs."""
+
+    in_forward = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outer, self.in_forward = self.in_forward, True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.in_forward = outer
 
 
 def local_part(
@@ -54,10 +71,12 @@ def local_part(
 ) -> Tensor | None:
     """What `use_local` shows of a parameter; None where there is none."""
     parameter = module._parameters.get(name)
-    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
-        local: Tensor = parameter.to_local(grad_placements=grad_placements)
-        return local
-    return parameter
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
+        return parameter
+    if parameter.placements[0].is_shard() and not module.in_forward:
+        return parameter
+    local: Tensor = parameter.to_local(grad_placements=grad_placements)
+    return local
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Match a table {pattern of parameter names: role} to a model, and check that it can be cut.
 
-Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "gather_output" is a colwise
-layer whose outputs are logits, "vocab" cuts an embedding by ids, "sequence" is a norm that may see a
-part of the tokens, "replicate_sum_grad" a copy of which ranks see different heads or tokens, "opaque"
+Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "sharded_logits" is a colwise
+layer whose outputs are logits, of which each rank keeps its part, "gather_output" gathers them but while
+it trains, "vocab" cuts an embedding by ids, "sequence" is a norm that may see a part of the tokens, "replicate_sum_grad" a copy of which ranks see different heads or tokens, "opaque"
 a module that is to see whole tokens, "expert" a stack of experts, whose parent sees disjoint tokens.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from forge_parallel._rules import once
 from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
 
 ROLES = (
@@ -22,13 +23,15 @@ ROLES = (
     "vocab",
     "sequence",
     "replicate_sum_grad",
+    "sharded_logits",
     "gather_output",
     "expert",
     "opaque",
 )
-BY_ROWS = ("colwise", "vocab", "gather_output")
-_LINEAR = ("colwise", "rowwise", "gather_output")
-_WITHOUT_PARAMETERS = ("gather_output", "sequence", "replicate_sum_grad", "opaque")
+HEADS = ("sharded_logits", "gather_output")
+BY_ROWS = ("colwise", "vocab", *HEADS)
+_LINEAR = ("colwise", "rowwise", *HEADS)
+_WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "opaque")
 
 
 class Role(NamedTuple):
@@ -127,7 +130,7 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
         for name, parameter in model.named_parameters()
         if hasattr(parameter, "device_mesh") and not matched.is_expert(name)
     ]
-    problems += _tied_apart(model, matched)
+    problems += _tied_apart(model, matched) + dropout_problems(model)
     for name, role in matched.leaves.items():
         module: Any = model.get_submodule(name)
         if not any(True for _ in module.parameters(recurse=False)):
@@ -139,13 +142,34 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
             unit = _unit(model, name, role, whole)
             if whole % (unit * size):
                 problems.append(_uneven(name, role.name, whole, unit, size))
-        elif role.name in ("vocab", "gather_output"):
+        elif role.name in ("vocab", *HEADS):
             whole = module.weight.size(0)
             if -(-whole // size) * (size - 1) >= whole:
                 problems.append(
                     f"{name}: {whole} ids must leave none of tp {size} ranks empty; use a smaller tp"
                 )
     _raise(problems)
+
+
+def dropout_problems(model: nn.Module) -> list[str]:
+    """Modules that drop at random: ranks of tp, seeded alike, would drop the same of different heads and tokens."""
+    problems = []
+    for name, module in model.named_modules():
+        drops = {k: v for k, v in vars(module).items() if "dropout" in k or k.endswith("pdrop")}
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            drops["p"] = module.p
+        config = getattr(module, "config", None)
+        drops |= {
+            f"config.{key}": getattr(config, key, 0.0)
+            for key in ("attention_dropout", "attn_pdrop")
+        }
+        problems += [
+            f"{f'{name}.' if name else ''}{key}: dropout {value} must be 0 under tp, whose ranks would drop the "
+            "same of different heads and tokens; set it to 0, or use tp = 1"
+            for key, value in drops.items()
+            if isinstance(value, float) and value > 0.0
+        ]
+    return problems
 
 
 def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
@@ -157,7 +181,7 @@ def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
         roles.setdefault(parameter, {})[name] = "by rows" if kind in BY_ROWS else kind
     return [
         f"{' and '.join(names)}: are one parameter and must be cut alike, not {' and '.join(names.values())}; "
-        "give an embedding 'vocab' and its head 'gather_output'"
+        "give an embedding 'vocab' and its head 'sharded_logits'"
         for names in roles.values()
         if len(set(names.values())) > 1
     ]
@@ -270,4 +294,4 @@ def _within(name: str, region: str) -> bool:
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ValueError(once(problems))

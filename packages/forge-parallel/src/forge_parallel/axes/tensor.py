@@ -27,16 +27,18 @@ from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.layers import (
     Colwise,
     Embedding,
+    GatheredLogits,
     Inputs,
     Logits,
     Opaque,
     Place,
+    Root,
     Routed,
     Rowwise,
     Siblings,
 )
 from forge_parallel.axes.local import swap, use_local
-from forge_parallel.axes.roles import BY_ROWS, Matched, check_cuts, match_roles, table_of
+from forge_parallel.axes.roles import BY_ROWS, HEADS, Matched, check_cuts, match_roles, table_of
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -62,16 +64,18 @@ def tensor_parallel(
     `tp_plan` of a Hugging Face model. Parameters become DTensors of the same names; each rank keeps its
     slice of the values it has, which must be equal on all ranks, and nothing is sent; meta parameters
     stay meta. Experts' parameters are left alone. Every rank of the axis is called with the same tokens,
-    and logits stay cut: (B, S, ceil(V/n)), of an uneven vocabulary filled up with -inf.
+    and logits stay cut: (B, S, ceil(V/n)), of an uneven vocabulary filled up with -inf. Those of a head with the
+    role `gather_output` (a Hugging Face model's) are whole in evaluation, without grad (`generate`), and where
+    the model is given `labels`, for its own loss: (B, S, V) on every rank by one all-gather.
 
     `sequence_parallel` cuts the stream between layers along S, which must be divisible by n; by default
     on, except for Hugging Face's models, which read lengths off the stream. Parents of experts are
     given disjoint tokens either way. `async_tp` lets inductor overlap matmuls and collectives.
 
-    FSDP2 must follow, on one rank too: it carries out the sums over tp that gradients wait for. Dropout
-    between layers must draw alike on all ranks without sequence parallelism.
+    FSDP2 must follow, on one rank too: it carries out the sums over tp that gradients wait for.
 
-    Raises ValueError before anything is changed: a parameter without a role, dims that do not divide.
+    Raises ValueError before anything is changed: a parameter without a role, dims that do not divide, dropout;
+    and in a forward for a cut weight that other code uses than its own module.
     """
     ranks = Ranks.of(mesh)
     foreign = not hasattr(model, "parallel_roles") and has_plan(model)
@@ -85,7 +89,7 @@ def tensor_parallel(
         )
     matched = match_roles(model, table, strict=roles is not None)
     check_cuts(model, matched, ranks.size)
-    widths = _logit_widths(model, matched, ranks.size)
+    ids = _ids_of_heads(model, matched)
     if foreign and sequence_parallel:
         raise ValueError(
             f"sequence_parallel must be off for a model of Hugging Face ({type(model).__name__} reads lengths off "
@@ -99,7 +103,10 @@ def tensor_parallel(
     mark(model, "tensor")
     if async_tp:
         overlap_matmuls(ranks.name)
-    _cut_model(model, mesh, sequence_parallel, matched, widths)
+    _cut_model(model, mesh, sequence_parallel, matched, ids)
+    heads = (model.get_submodule(n) for n, r in matched.leaves.items() if r.name == "gather_output")
+    model.tp_heads = tuple(heads)  # type: ignore[assignment]
+    swap(model, Root)
     return model
 
 
@@ -112,16 +119,18 @@ def gather_vocab(logits: Tensor, axis: Any, vocab_size: int | None = None) -> Te
     return whole if vocab_size is None else whole[..., :vocab_size]
 
 
-def logits_are_cut(model: nn.Module) -> bool:
-    """Whether a head of the model (of this rank's part of it) gives a part of the vocabulary."""
-    return any("tp_width" in vars(module) for module in model.modules())
+def width_of_cut_logits(model: nn.Module) -> int | None:
+    """Logits of a rank where a head of the model (of this rank's part of it) is cut; whole ones have more."""
+    widths = (vars(module).get("tp_width") for module in model.modules())
+    return next((width for width in widths if width is not None), None)
 
 
 _SUMMED: tuple[Placement, ...] = (Partial(),)
 _MIXINS: dict[str, type] = {
     "colwise": Colwise,
     "rowwise": Rowwise,
-    "gather_output": Logits,
+    "sharded_logits": Logits,
+    "gather_output": GatheredLogits,
     "vocab": Embedding,
 }
 
@@ -131,7 +140,7 @@ def _cut_model(
     mesh: DeviceMesh,
     sequence_parallel: bool,
     matched: Matched,
-    widths: Mapping[str, int],
+    ids: Mapping[str, int],
 ) -> None:
     ranks = Ranks.of(mesh)
     kept: dict[nn.Parameter, nn.Parameter] = {}  # what was tied stays tied
@@ -144,8 +153,8 @@ def _cut_model(
         _cut_parameters(module, role.name, tokens_cut, mesh, kept)
         if role.name == "vocab":
             _keep_ids(module, ranks)
-        elif role.name == "gather_output":
-            module.tp_width = widths[name]
+        elif role.name in HEADS:
+            module.tp_ids, module.tp_width = ids[name], -(-ids[name] // ranks.size)
         if role.name in _MIXINS:
             swap(module, _MIXINS[role.name])
     for module in _once(model, matched.opaque):
@@ -222,22 +231,21 @@ def _families(model: nn.Module, matched: Matched) -> dict[str, Inputs]:
     return found
 
 
-def _logit_widths(model: nn.Module, matched: Matched, size: int) -> dict[str, int]:
-    """Logits of each head on a rank; a head without weight has those of the model's one embedding."""
+def _ids_of_heads(model: nn.Module, matched: Matched) -> dict[str, int]:
+    """The vocabulary of each head; one without weight has that of the model's one embedding."""
     tables: list[Any] = [
         model.get_submodule(n) for n, r in matched.leaves.items() if r.name == "vocab"
     ]
     found = {}
     for name, role in matched.leaves.items():
-        if role.name == "gather_output":
+        if role.name in HEADS:
             weight: Any = getattr(model.get_submodule(name), "weight", None)
             if weight is None and len(tables) != 1:
                 raise ValueError(
                     f"{name}: a head without weight must go with one embedding of role 'vocab', and there are "
                     f"{len(tables)}; give the head its weight, or the embedding this role"
                 )
-            ids = tables[0].num_embeddings if weight is None else weight.size(0)
-            found[name] = -(-int(ids) // size)
+            found[name] = int(tables[0].num_embeddings if weight is None else weight.size(0))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from forge_parallel.axes.fsdp import blocks_of, own_dtype
-from forge_parallel.axes.roles import Matched, check_cuts, match_roles
+from forge_parallel.axes.roles import BY_ROWS, Matched, check_cuts, match_roles
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import Parts, parts_of
 
@@ -149,7 +149,7 @@ def local_shape(whole: tuple[int, ...], role: str, tp: int, ep: int = 1) -> tupl
     """That of a parameter on the first rank of its tp group, or of its ep group for an expert."""
     if role == "expert":
         return (-(-whole[0] // ep), *whole[1:])
-    if role in ("colwise", "gather_output", "vocab"):
+    if role in BY_ROWS:
         return (-(-whole[0] // tp), *whole[1:])
     if role == "rowwise" and len(whole) > 1:
         return (whole[0], -(-whole[1] // tp))

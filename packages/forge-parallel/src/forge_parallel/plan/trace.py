@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from forge_parallel._torch_compat import DispatchMode, memory_of
 from forge_parallel.axes.fsdp import blocks_of, own_dtype
+from forge_parallel.axes.roles import HEADS
 from forge_parallel.plan.profile import Profile, local_shape
 from forge_parallel.recompute import _is_kept, _tensors
 
@@ -208,7 +209,7 @@ class _Tracer(TorchFunctionMode):
             # a mixture has its tokens cut over tp always, so its shared experts gather them
             cut = self.sequence_parallel or matched.is_routed(name)
             role = matched.leaves[name].name if name in matched.leaves else None
-            if role in ("colwise", "gather_output"):
+            if role in ("colwise", *HEADS):
                 module.register_forward_pre_hook(self._gather if cut else self._sum_gradients)
             elif role in ("rowwise", "vocab"):
                 module.register_forward_hook(self._scatter if cut else self._sum)
