@@ -16,6 +16,8 @@ STEPS, ROWS, SEQ, VOCAB = 3, 2, 16, 99  # 99: no number of ranks here divides it
 IGNORED = -100
 # Where the documents of each row of a packed micro-batch end.
 DOCUMENT_ENDS = ((5, 6, SEQ), (11, SEQ))
+# Of a padded row: how many tokens it has.
+EPOCH_END = 7
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ def _micro_batch(cell: Cell, step: int, rank: int, index: int) -> MicroBatch:
     document_ids, positions = _documents()
     for number, ends in enumerate(DOCUMENT_ENDS):
         labels[number, [end - 1 for end in ends]] = IGNORED  # the next document is not predicted
+    last = LAYOUTS[cell.layout].readers - 1, cell.micro_batches - 1
+    if feature.padded and (step, rank, index) == (1, *last):
+        tokens[-1, EPOCH_END:], document_ids[-1, EPOCH_END:] = 0, -1
+        labels[-1, EPOCH_END - 1 :] = IGNORED
     return MicroBatch(tokens, labels, positions, document_ids)
 
 

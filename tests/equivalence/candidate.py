@@ -57,10 +57,7 @@ def _train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
     update = _Update(cell, model)
     run = Run(seed=cell.seed)
     for number, step in enumerate(data):
-        # one rank may stand for several (see compare.py): it takes all their micro-batches
-        share = len(step) // meshes.batch_size
-        mine = step[meshes.batch_rank * share : (meshes.batch_rank + 1) * share]
-        loss = side.forward_backward([part for rank in mine for part in rank])
+        loss = side.forward_backward(side.mine(step))
         norm, sums = global_grad_norm(side.counted, sums=loss[None])
         assert sums is not None
         run.losses.append(sums[0])
@@ -71,6 +68,8 @@ def _train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
         skip = nonfinite(sums[0], norm)
         update(skip)
         update_expert_bias(model, number, STEPS, groups=meshes.stage.group or (), skip=skip)
+    if FEATURES[cell.feature].evaluated:
+        run.losses.append(side.evaluate(data[-1]))
     run.weights = weights(model)
     return run
 
@@ -116,6 +115,23 @@ class Side:
             layer.sequence_group = rows or None
         parts = self.cell.micro_batches * LAYOUTS[self.cell.layout].readers
         set_aux_scale(self.model, torch.tensor(1 / parts))
+
+    def mine(self, step: list[list[MicroBatch]]) -> list[MicroBatch]:
+        """This rank's micro-batches; one may stand for several (see compare.py): it takes all of theirs."""
+        share = len(step) // self.meshes.batch_size
+        first = self.meshes.batch_rank * share
+        return [part for rank in step[first : first + share] for part in rank]
+
+    @torch.no_grad()
+    def evaluate(self, step: list[list[MicroBatch]]) -> Tensor:
+        """Mean loss of all ranks' rows in eval mode, of data and expert ranks."""
+        parts = self.mine(step)
+        self.model.eval()
+        losses = [self._token_loss(self.model(p.tokens, **p.keywords), p.labels) for p in parts]
+        count = torch.tensor(float(sum(part.num_valid for part in parts)))
+        total = torch.stack([torch.stack(losses).sum(), count])
+        dist.all_reduce(total)
+        return total[0] / total[1]
 
     def forward_backward(self, parts: list[MicroBatch]) -> Tensor:
         """This rank's share of the step's loss; gradients are those of the whole step."""

@@ -70,7 +70,9 @@ class Feature:
     """What a cell does beside training. Fields that are left alone are those of plain fp32 training.
 
     labels names a rule of `batches.py`; parallel, model and moe are keys of ParallelConfig,
-    TransformerConfig and MoEConfig (every second layer is then a mixture); deferred means that nothing is
+    TransformerConfig and MoEConfig (every second layer is then a mixture); padded means that the last row of
+    the second step is the last of an epoch, with pads behind its tokens; evaluated, that the loss of whole
+    rows in eval mode is compared after the updates; deferred means that nothing is
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
     forge_parallel's `accumulate` does; backend is the compiler's.
     """
@@ -78,6 +80,8 @@ class Feature:
     micro_batches: int = 1
     labels: str = "uneven"
     packed: bool = False
+    padded: bool = False
+    evaluated: bool = False
     deferred: bool = False
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -207,6 +211,7 @@ _SIGMOID = {"router": "sigmoid_topk", "bias_update_rate": 0.01, "sequence_loss_w
 _GLOBAL = {"aux_loss_weight": 0.02, "aux_scope": "global_batch"}
 _LAGGED = {"aux_loss_weight": 0.02, "aux_scope": "global_batch_lagged"}
 _FULL = {"recompute": "full"}
+_SELECTIVE = {"recompute": "selective"}
 _COMPILE = {"compile": True}
 FEATURES = {
     "plain": Feature(labels="all"),
@@ -240,6 +245,19 @@ FEATURES = {
     "moe_lagged": Feature(micro_batches=2, moe=_LAGGED),
     "moe_recompute": Feature(micro_batches=2, moe=_SIGMOID, parallel=_FULL),
     "moe_selective": Feature(moe={**_SOFTMAX, **_GLOBAL}, parallel={"recompute": "selective"}),
+    # what leaves rows of a product without an expert, or adds to it, where products are kept
+    "moe_padded": Feature(packed=True, padded=True, moe=_SIGMOID, parallel=_SELECTIVE),
+    "moe_capacity": Feature(
+        evaluated=True, moe={**_SOFTMAX, "capacity_factor": 0.75}, parallel=_SELECTIVE
+    ),
+    "moe_expert_choice": Feature(
+        packed=True,
+        padded=True,
+        evaluated=True,
+        moe={"router": "expert_choice", "z_loss_weight": 0.01},
+        parallel=_SELECTIVE,
+    ),
+    "moe_expert_biases": Feature(moe={**_SOFTMAX, "bias": True}, parallel=_SELECTIVE),
     "moe_compile": Feature(moe=_SOFTMAX, parallel=_COMPILE),
     "moe_compile_recompute": Feature(moe=_SOFTMAX, parallel={**_COMPILE, **_FULL}),
     "moe_bf16": Feature(moe=_SIGMOID, parallel=_BF16),
@@ -252,7 +270,9 @@ _DATA_FEATURES = tuple(FEATURES)[: tuple(FEATURES).index("recompute_full")]
 _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 # The rest: chosen so that every pair of axes, and of an axis and a feature, that is allowed occurs.
 _CHOSEN = {
-    "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16",
+    "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
+    "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
+    " moe_expert_choice moe_expert_biases",
     "fsdp_4": "packed_recompute moe_packed moe_lagged",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
@@ -268,7 +288,7 @@ _CHOSEN = {
     "pp_zbv": "packed recompute_selective moe_bias moe_selective",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
-    " moe_compile_recompute",
+    " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
     "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias",
     "fsdp_tp_whole": "packed_recompute moe_bias",
     "hsdp_tp": "qk_norm accumulation moe_packed",

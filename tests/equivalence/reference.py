@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from batches import IGNORED, STEPS, MicroBatch, batches, together
+from batches import IGNORED, ROWS, STEPS, MicroBatch, batches, together
 from cells import FEATURES, Cell
 from torch import Tensor, nn
 from training import (
@@ -66,6 +66,8 @@ def _train(cell: Cell) -> tuple[Run, float]:
             optimizer.step()
             optimizer.zero_grad()
             update_expert_bias(model, number, STEPS)
+        if FEATURES[cell.feature].evaluated:
+            run.losses.append(_evaluated(cell, model))
     run.weights = weights(model)
     return run, margins.least
 
@@ -87,6 +89,16 @@ def _forward_backward(cell: Cell, model: nn.Module, parts: list[MicroBatch]) -> 
             loss = loss + aux_losses(model).total / len(parts)
         loss.backward()
     return total
+
+
+@torch.no_grad()
+def _evaluated(cell: Cell, model: nn.Module) -> Tensor:
+    """Mean loss of the last step's rows in eval mode, one row at a time."""
+    parts = [part for rank in batches(cell)[-1] for part in rank]
+    model.eval()
+    rows = [part.map(lambda x, r=r: x[r : r + 1]) for part in parts for r in range(ROWS)]
+    total = sum(_row_loss(model, row.tokens, row.labels, **row.keywords) for row in rows)
+    return torch.as_tensor(total) / sum(part.num_valid for part in parts)
 
 
 def _loss_sum(cell: Cell, model: nn.Module, part: MicroBatch) -> Tensor:
@@ -121,11 +133,15 @@ class _Margins:
         self.least = float("inf")
         choose = Router._choose
 
-        def watched(router: Any, scores: Tensor, valid: Tensor | None) -> Tensor:
+        def watched(router: Any, scores: Tensor, valid: Tensor | None, rows: int) -> Tensor:
             selection = scores if router.expert_bias is None else scores + router.expert_bias
-            best = selection.topk(router.config.top_k + 1).values  # (T, K + 1)
+            share = router.config.top_k
+            some = selection if valid is None else selection[valid]  # (T, E)
+            if not router.rule.causal:  # experts choose
+                some, share = some.T, -(-some.size(0) * share // some.size(1))
+            best = some.topk(share + 1).values  # (T, K + 1)
             self.least = min(self.least, float((best[:, -2] - best[:, -1]).min()))
-            return choose(router, scores, valid)
+            return choose(router, scores, valid, rows)
 
         self._patch = mock.patch.object(Router, "_choose", watched)
 

@@ -116,9 +116,13 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         (problem, *_) = layout_problems(load_job(job, overrides).config, 4)
         assert wanted in problem
-    with pytest.raises(ConfigError, match="expert_choice") as refused:
-        load_job(job, {"model.moe.router": "expert_choice", "model.moe.bias_update_rate": 0.0})
-    assert len(refused.value.problems) == 2
+    choice = {"model.moe.router": "expert_choice", "model.moe.bias_update_rate": 0.0}
+    with pytest.raises(
+        ConfigError, match=r"cannot generate, and sample.max_new_tokens 8"
+    ) as refused:
+        load_job(job, choice)
+    assert len(refused.value.problems) == 1
+    load_job(job, {**choice, "sample.max_new_tokens": 0})  # it scores rows
     with pytest.raises(ConfigError, match=r"first_dense_layers 1 leaves none of 1"):
         load_job(job, {"model.moe.first_dense_layers": 1})
     with pytest.raises(ConfigError, match=r"top_k 9 must not be above num_experts 8"):
@@ -157,6 +161,29 @@ def test_bf16_keeps_the_router_in_fp32_and_is_near_fp32(
     assert [f.code for f in fitted] == [0] * world
     # routes near a tie may flip in bf16; over twelve steps of a tiny model the loss stays within 1 %
     assert columns(job)["loss"] == pytest.approx(alone[0]["loss"], rel=1e-2)
+
+
+DEPENDENT = {
+    "capacity": {"model.moe.capacity_factor": 0.5},
+    "expert choice": {"model.moe.router": "expert_choice", "model.moe.bias_update_rate": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", DEPENDENT)
+def test_F91_val_loss_is_that_of_the_rows_on_any_ranks_and_micro_batches(
+    tmp_path: Path, case: str
+) -> None:
+    """Seven rows, which two ranks do not divide, after a step that changes nothing."""
+    options = {"train.steps": 1, "eval.every_steps": 1, "eval.sequences": 7, "optimizer.lr": 1e-12}
+    options |= {"sample.max_new_tokens": 0, "checkpoint.every_steps": 1, **DEPENDENT[case]}
+    options["model.moe.route_scale"] = 30.0  # experts weigh more than they do at the start
+    losses = []
+    for world, rows in ((1, 1), (1, 2), (1, 4), (2, 2)):
+        job = make_job(tmp_path / f"{world}-{rows}", MOE)
+        fitted = fit_on_ranks(world, job, None, **options, **{"train.micro_batch": rows})
+        assert [f.code for f in fitted] == [0] * world
+        losses.append(columns(job)["val_loss"][-1])
+    assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-6)
 
 
 @pytest.mark.parametrize("scope", ["micro_batch", "global_batch", "global_batch_lagged"])

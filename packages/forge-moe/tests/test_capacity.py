@@ -29,6 +29,8 @@ def test_limits() -> None:
     assert row_limit(10, 2, 4, 1.05) == 6
     assert row_limit(torch.tensor(10), 2, 4, 1.05) == 6
     assert row_limit(0, 2, 4, 1.0) == 0
+    for tokens in (1000, torch.tensor(1000)):  # in floats 1000 x (1.1 / 10) is above 110
+        assert row_limit(tokens, 1, 10, 1.1) == 110
 
 
 @pytest.mark.parametrize("policy", ["position", "probability"])
@@ -59,7 +61,7 @@ def test_a_token_that_is_dropped_everywhere_gets_0_and_the_others_keep_their_wei
 
 
 def test_pads_take_no_place() -> None:
-    moe = MoE(MoEConfig(8, 8, 2, top_k=1, capacity_factor=1.0))
+    moe = MoE(MoEConfig(8, 8, 2, top_k=1, capacity_factor=1.0, normalize="before_top_k"))
     moe.router.weight.data[0], moe.router.weight.data[1] = 1.0, -1.0
     valid = torch.tensor([[False, False, True, True, True, True]])
     y = moe(torch.rand(1, 6, 8), SimpleNamespace(valid=valid))

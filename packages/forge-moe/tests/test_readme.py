@@ -24,7 +24,7 @@ def test_examples_run_and_are_short() -> None:
 
 
 def eval_expert_choice() -> None:
-    Router(RouterConfig(8, 4, name="expert_choice")).eval()(torch.randn(2, 8))
+    MoE(MoEConfig(8, 8, 4, router="expert_choice")).eval()(torch.randn(2, 8))
 
 
 def take_twice() -> None:

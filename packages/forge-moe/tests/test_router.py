@@ -123,12 +123,17 @@ def test_uniform_fills_experts_evenly_and_skips_pads() -> None:
     assert torch.bincount(ids.flatten(), minlength=8).tolist() == [2] * 8
 
 
-def test_expert_choice_gives_each_expert_its_share_and_says_so_in_eval() -> None:
-    one = router(name="expert_choice")
-    ids = one.route(torch.randn(12, 8)).ids
+def test_F91_expert_choice_gives_each_expert_its_share_in_eval_of_each_row() -> None:
+    one, x = router(name="expert_choice"), torch.randn(12, 8)
+    ids = one.route(x).ids
     assert torch.bincount(ids[ids < 8].flatten(), minlength=8).tolist() == [3] * 8
-    with pytest.raises(ValueError, match="training only: a token's experts depend on the rest"):
-        one.eval()(torch.randn(12, 8))
+    one.eval()
+    ids = one.route(x, rows=3).ids
+    for row, alone in zip(ids.view(3, 4, 8), x.view(3, 4, 8)):
+        assert torch.bincount(row[row < 8].flatten(), minlength=8).tolist() == [1] * 8
+        assert torch.equal(row, one.route(alone, rows=1).ids)
+    with pytest.raises(ValueError, match="chooses within each row in eval and must know the rows"):
+        one(x)
 
 
 def test_probabilities_of_sigmoid_sum_to_1() -> None:

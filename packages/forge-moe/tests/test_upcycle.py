@@ -33,7 +33,6 @@ class Dense(nn.Module):
 
 CASES: dict[str, dict[str, object]] = {
     "copies": {},
-    "one expert per token": {"top_k": 1},
     "all experts, not renormalised": {"top_k": 8, "normalize": "before_top_k"},
     "gelu": {"activation": "gelu"},
     "sigmoid with scale": {"router": "sigmoid_topk", "route_scale": 2.5, "expert_bias": True},
@@ -108,6 +107,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "wider than dense": ({"hidden_dim": 64}, "hidden_dim 64 must divide the 48"),
     "top_k": ({"hidden_dim": 16}, "top_k 2 must be multiples of the 3 slices"),
     "weights": ({"normalize": "before_top_k"}, "weights of constant sum"),
+    "one expert per token": (
+        {"normalize": "before_top_k", "top_k": 1},
+        "with after_top_k and top_k 2 or more",
+    ),
     "router": ({"router": "uniform"}, "router 'uniform'"),
     "sigmoids of all": (
         {"router": "sigmoid_topk", "normalize": "before_top_k", "num_experts": 2, "top_k": 2},

@@ -3,19 +3,19 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from forge_moe._rules import Rule, check
+from forge_moe._rules import Rule, check, check_types
 
 
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def _at_least(name: str, minimum: int) -> Rule:
+def _between(name: str, minimum: int, maximum: int) -> Rule:
     return Rule(
         f"{name}_range",
-        lambda c: c[name] is not None and c[name] < minimum,
-        f"{name} {{{name}}} must be at least {minimum}",
-        f"use {minimum} or more",
+        lambda c: c[name] is not None and not minimum <= c[name] <= maximum,
+        f"{name} {{{name}}} must be {minimum} to {maximum}",
+        "use a number in that range",
     )
 
 
@@ -37,8 +37,23 @@ def _one_of(name: str, *choices: str) -> Rule:
     )
 
 
+# Far above any model; a slip of the pen stops here, before memory is asked for.
+_WIDEST, _MOST = 2**20, 2**16
+
 _SHARED_KEYS_RULES: tuple[Rule, ...] = (
-    *(_at_least(n, 1) for n in ("dim", "num_experts", "top_k", "num_groups", "top_groups")),
+    _between("dim", 1, _WIDEST),
+    *(_between(n, 1, _MOST) for n in ("num_experts", "top_k", "num_groups", "top_groups")),
+    Rule(
+        "top_1_keeps_its_weight",
+        lambda c: (
+            c["top_k"] == 1 < c["num_experts"]
+            and c["normalize"] == "after_top_k"
+            and c.get("router", c.get("name")) in ("softmax_topk", "sigmoid_topk")
+        ),
+        "top_k 1 must go with normalize 'before_top_k': the weight of a single expert, divided by itself, is 1 "
+        "and gives the router no gradient",
+        "set normalize = 'before_top_k', or top_k = 2",
+    ),
     Rule(
         "top_k_fits",
         lambda c: c["top_k"] > c["num_experts"] >= 1,
@@ -83,9 +98,9 @@ ROUTER_RULES = _SHARED_KEYS_RULES
 
 MOE_RULES: tuple[Rule, ...] = (
     *_SHARED_KEYS_RULES,
-    _at_least("hidden_dim", 1),
-    _at_least("num_shared_experts", 0),
-    _at_least("shared_hidden_dim", 1),
+    _between("hidden_dim", 1, _WIDEST),
+    _between("num_shared_experts", 0, _MOST),
+    _between("shared_hidden_dim", 1, _WIDEST),
     _one_of("activation", "swiglu", "gelu"),
     Rule(
         "shared_gate_needs_shared",
@@ -146,6 +161,7 @@ class RouterConfig:
     expert_bias: bool = _field(False, "buffer added to the scores for selection only")
 
     def __post_init__(self) -> None:
+        check_types(self, "router")
         check(vars(self), ROUTER_RULES, "router")
 
 
@@ -207,6 +223,7 @@ class MoEConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self, "moe")
         check(vars(self), MOE_RULES, "moe")
 
     @property

@@ -27,6 +27,7 @@ from forge_moe.dispatch import LocalDispatch
 from forge_moe.experts import Experts
 from forge_moe.replay import recall, replaying
 from forge_moe.routers import Routed, Router
+from forge_moe.routers.router import check_tokens
 
 
 class SharedExperts(nn.Module):
@@ -106,15 +107,17 @@ class MoE(nn.Module):
         `ctx`, if given, may have `valid` (B, S) bool, False on pads, which are neither routed nor counted
         and get 0 from routed experts, and `document_ids` (B, S), which part a row into sequences.
         """
+        check_tokens(x, self.config.dim)
         tokens = x.reshape(-1, x.size(-1))  # (T, D)
         valid = _flat(ctx, "valid", x)
         if valid is not None:
             tokens = tokens.masked_fill(~valid.unsqueeze(1), 0.0)  # whatever lies there
-        routed = self.router.route(tokens, valid)
+        rows = self._rows(x)
+        routed = self.router.route(tokens, valid, rows)
         weights, ids = self._within_capacity(routed, valid)
-        dropless = self.config.capacity_factor is None
-        placed = valid is None and dropless and self.router.rule.places_all
-        out, shared = self._through_experts(tokens, weights, ids, placed=placed)
+        bound = self._most_rows(len(tokens), rows)
+        placed = valid is None and not self._drops and self.router.rule.places_all
+        out, shared = self._through_experts(tokens, weights, ids, bound, placed=placed)
         first = not (replaying() or inside_backward())  # not a recomputation
         if first:
             self._count(routed, ids, valid)
@@ -126,11 +129,38 @@ class MoE(nn.Module):
             out = self._with_losses(out, routed, valid, x, ctx, first)
         return out.to(x.dtype).view(x.shape)
 
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether a row cannot be given one token after another, as a KV cache does."""
+        return not self.router.rule.causal
+
+    @property
+    def _drops(self) -> bool:
+        # A token that is evaluated must not depend on others that happen to share the call.
+        return self.training and self.config.capacity_factor is not None
+
+    def _rows(self, x: Tensor) -> int | None:
+        """B of x (B, S, D), None of (T, D); ValueError where a choice within rows does not see them whole."""
+        if self.needs_whole_rows and not self.training and self.sequence_group is not None:
+            raise ValueError(
+                f"router {self.config.router!r} chooses within each row in eval and cannot evaluate rows "
+                "that are cut over ranks; evaluate without sequence_group, or train another router"
+            )
+        return None if x.dim() == 2 else max(x.shape[:-2].numel(), 1)
+
+    def _most_rows(self, tokens: int, rows: int | None) -> int | None:
+        """How many slots go somewhere at most, where the rule knows better than T times K."""
+        if self.router.rule.most_rows is None:
+            return None
+        parts = 1 if self.training or rows is None else rows
+        return parts * self.router.rule.most_rows(tokens // parts, self.router.config)
+
     def _within_capacity(self, routed: Routed, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and ids (T, K), those of dropped slots 0 and E."""
+        """Weights and ids (T, K), those of dropped slots 0 and E; nothing is dropped in eval."""
         c = self.config
-        if c.capacity_factor is None:
+        if not self._drops:
             return routed.weights, routed.ids
+        assert c.capacity_factor is not None
         tokens = routed.ids.size(0) if valid is None else valid.sum()
         limit = row_limit(tokens, c.top_k, c.num_experts, c.capacity_factor)
         kept = recall(
@@ -143,15 +173,15 @@ class MoE(nn.Module):
         return routed.weights.masked_fill(kept == c.num_experts, 0.0), kept
 
     def _through_experts(
-        self, x: Tensor, weights: Tensor, ids: Tensor, *, placed: bool
+        self, x: Tensor, weights: Tensor, ids: Tensor, bound: int | None, *, placed: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Sum of the routed experts (T, D) fp32, and the shared experts' output or None."""
         meanwhile = None if self.shared is None else lambda: cast(nn.Module, self.shared)(x)
         run: Any = getattr(self.dispatcher, "run", None)
         if run is not None:
             return run(x, weights, ids, self.experts, meanwhile)
-        local, bound = type(self.dispatcher) is LocalDispatch, self.router.rule.most_rows
-        known = {"num_rows": bound(x.size(0), self.router.config)} if local and bound else {}
+        local = type(self.dispatcher) is LocalDispatch
+        known = {"num_rows": bound} if local and bound is not None else {}
         sent = self.dispatcher.dispatch(x, weights, ids, **known)
         full = placed and local
         rows = self.experts(sent.rows, sent.counts, full=full)

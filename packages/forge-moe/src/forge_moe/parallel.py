@@ -50,6 +50,10 @@ def expert_parallelize(
     before FSDP. Raises ValueError when there is no layer, when E is not divisible by the ranks, when it
     was done before, or when the nodes do not divide the ranks.
     """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh {mesh!r} must be a DeviceMesh of one axis; pass mesh['ep']")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
     if not layers:
         raise ValueError(

@@ -222,8 +222,8 @@ def _trace_layer(
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen["ctx"] = args[1] if len(args) > 1 else kwargs.get("ctx")
 
-    def traced(x: Tensor, valid: Tensor | None = None) -> Any:
-        routed = route(x, valid)
+    def traced(x: Tensor, valid: Tensor | None = None, rows: int | None = None) -> Any:
+        routed = route(x, valid, rows)
         if not (replaying() or inside_backward()):
             token_ids = getattr(seen["ctx"], "token_ids", None) if writer.token_ids else None
             weights = routed.weights if writer.weights else None

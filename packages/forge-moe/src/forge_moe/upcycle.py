@@ -118,7 +118,8 @@ def _problems(config: Any, weights: dict[str, Tensor]) -> list[str]:
         f"use a divisor of {config.num_experts // max(num_slices, 1)}": exact
         and config.num_experts // config.num_groups % num_slices != 0,
         f"router {config.router!r} with normalize {config.normalize!r} must give weights of constant "
-        "sum; use softmax_topk or sigmoid_topk with after_top_k": config.router not in _ROUTERS
+        "sum; use softmax_topk or sigmoid_topk with after_top_k and top_k 2 or more": config.router
+        not in _ROUTERS
         or not constant,
     }
     return [text for text, broken in told.items() if broken]

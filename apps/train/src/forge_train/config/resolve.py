@@ -110,16 +110,12 @@ def _check_combination(config: JobConfig, with_data: bool) -> None:
             "metrics.tensorboard true needs the package tensorboard, which is not installed; "
             "pip install 'forge-train[track]' or set metrics.tensorboard = false"
         )
-    if getattr(config.model, "moe", None) and config.model.moe.router == "expert_choice":  # type: ignore[union-attr]
-        problems += [
-            f"model.moe.router 'expert_choice' is for training only, as a token's experts depend on the "
-            f"rest of the batch, and {key} {value} evaluates with it; set {key} = 0"
-            for key, value in (
-                ("eval.every_steps", config.eval.every_steps),
-                ("sample.max_new_tokens", config.sample.max_new_tokens),
-            )
-            if value
-        ]
+    moe = getattr(config.model, "moe", None)
+    if moe and moe.router == "expert_choice" and config.sample.max_new_tokens:
+        problems.append(
+            "model.moe.router 'expert_choice' chooses among all tokens of a row and cannot generate, and "
+            f"sample.max_new_tokens {config.sample.max_new_tokens} does; set sample.max_new_tokens = 0"
+        )
     if config.eval.every_steps == 0 and config.data.validation is not None:
         problems.append(
             "data.validation is given but eval.every_steps 0 never reads it; set "

@@ -200,7 +200,16 @@ class Transformer(nn.Module):
         )
 
     def new_cache(self, max_length: int) -> KVCache:
-        """An empty cache for rows of up to `max_length` tokens."""
+        """An empty cache for rows of up to `max_length` tokens.
+
+        ValueError if a layer says that it `needs_whole_rows`.
+        """
+        for name, module in self.named_modules():
+            if getattr(module, "needs_whole_rows", False):
+                raise ValueError(
+                    f"{name} chooses among all tokens of a row and cannot decode one token at a time; "
+                    "score whole rows with it, or train a router that chooses for each token alone"
+                )
         return KVCache(max_length)
 
     def blocks(self) -> list[nn.Module]:

@@ -43,7 +43,8 @@ class GroupedFeedForward(Function):
         up = _affine(x, up_w, up_b, groups, products)  # (R, F)
         out = _affine(_activate(gate, up), down_w, down_b, groups, products)  # (R, D)
         if not groups.full:
-            out.masked_fill_(groups.tail(x.size(0)), 0.0)
+            # Not in place: selective recomputation keeps what the kernel gave, and refuses a change of it.
+            out = out.masked_fill(groups.tail(x.size(0)), 0.0)
         ctx.save_for_backward(x, gate, up, gate_w, up_w, down_w, groups.counts, groups.ends)
         ctx.sizes, ctx.full, ctx.products = groups.sizes, groups.full, products
         ctx.has_bias = (gate_b is not None, up_b is not None, down_b is not None)
@@ -84,9 +85,10 @@ class GroupedFeedForward(Function):
 
 def _affine(x: Tensor, w: Tensor, b: Optional, groups: Groups, products: Products) -> Tensor:
     out = products.multiply(x, w, groups)
-    if b is not None:
-        out += b.index_select(0, groups.experts_of_rows(x.size(0)))
-    return out
+    if b is None:
+        return out
+    # Into the rows of biases, not into the product, which selective recomputation may have kept.
+    return b.index_select(0, groups.experts_of_rows(x.size(0))).add_(out)
 
 
 def _sum_rows(rows: Tensor, groups: Groups, products: Products) -> Tensor:

@@ -59,23 +59,28 @@ class Router(nn.Module):
         routed = self.route(x)
         return routed.weights, routed.ids
 
-    def route(self, x: Tensor, valid: Tensor | None = None) -> Routed:
+    def route(self, x: Tensor, valid: Tensor | None = None, rows: int | None = None) -> Routed:
         """Where tokens x (T, D) go; those with valid (T,) False go nowhere.
 
-        Raises ValueError for a shape that does not fit, and in eval for a rule that is not causal.
+        `rows`: how many rows of T / rows tokens x holds, one after another. In eval a rule that is not causal
+        chooses within each row and must know them; nothing else reads it. Raises ValueError for a shape that
+        does not fit, and there without rows.
         """
-        if x.dim() != 2 or x.size(1) != self.config.dim:
+        if x.dim() != 2:
             raise ValueError(
                 f"x {tuple(x.shape)} must be (T, {self.config.dim}); flatten it to one row per token"
             )
-        if not (self.rule.causal or self.training):
+        check_tokens(x, self.config.dim)
+        if self.rule.causal or self.training:
+            rows = 1  # all tokens of the call together
+        elif rows is None:
             raise ValueError(
-                f"router {self.config.name!r} must be used in training only: a token's experts depend on "
-                "the rest of the batch; evaluate with softmax_topk, or train with it"
+                f"router {self.config.name!r} chooses within each row in eval and must know the rows; give "
+                "the layer (B, S, D), or the router rows = B"
             )
         logits = self._logits(x)
         scores = self.rule.score(logits)
-        ids = recall(self, "ids", lambda: self._choose(scores.detach(), valid))
+        ids = recall(self, "ids", lambda: self._choose(scores.detach(), valid, rows))
         nowhere = ids == self.config.num_experts
         weights = self.rule.weigh(logits, scores, ids.masked_fill(nowhere, 0), self.config)
         return Routed(
@@ -91,10 +96,11 @@ class Router(nn.Module):
             return F.linear(x.to(dtype), self.weight.to(dtype))  # (T, E)
 
     @torch.no_grad()
-    def _choose(self, scores: Tensor, valid: Tensor | None) -> Tensor:
+    def _choose(self, scores: Tensor, valid: Tensor | None, rows: int) -> Tensor:
         selection = scores if self.expert_bias is None else scores + self.expert_bias
         some = scores.new_ones(scores.size(0), dtype=torch.bool) if valid is None else valid
-        ids = self.rule.choose(selection, self.config, some)
+        parts = zip(selection.tensor_split(rows), some.tensor_split(rows))
+        ids = torch.cat([self.rule.choose(scores, self.config, valid) for scores, valid in parts])
         if valid is None:
             return ids
         return ids.masked_fill(~valid.unsqueeze(1), self.config.num_experts)
@@ -108,6 +114,19 @@ class Router(nn.Module):
             if after.dtype != torch.float32:
                 self.expert_bias = before.to(after.device)
         return self
+
+
+def check_tokens(x: Tensor, dim: int) -> None:
+    """Raise ValueError unless x (..., D) holds tokens of width `dim`."""
+    if not x.is_floating_point():
+        raise ValueError(
+            f"x is {x.dtype} and must be floating point; give embeddings, not token ids"
+        )
+    if x.dim() < 2 or x.size(-1) != dim:
+        raise ValueError(
+            f"x {tuple(x.shape)} must be (..., {dim}), tokens of the width dim {dim} that the layer was built "
+            f"for; build it with dim = {x.shape[-1] if x.dim() else 1}, or project x to {dim}"
+        )
 
 
 def _normalised(scores: Tensor) -> Tensor:

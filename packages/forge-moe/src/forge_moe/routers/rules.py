@@ -25,7 +25,8 @@ class Rule(NamedTuple):
     bool) -> ids (T, K), no gradient, E = nowhere; weigh(logits, scores, ids (T, K) in 0..E-1, config) ->
     (T, K), differentiable. What `choose` sees is the score plus the expert bias, if there is one; `weigh`
     never sees the bias. `normalised` says that scores of a token sum to 1; `causal` is False where a token's
-    experts depend on other tokens; `most_rows(T, config)` bounds the slots that go somewhere, where that is
+    experts depend on other tokens: in eval `choose` then gets one row (B, S, D) at a time, and there is no
+    decoding from a cache; `most_rows(T, config)` bounds the slots that go somewhere, where that is
     fewer than ids has; `places_all` promises that every slot of a valid token goes somewhere."""
 
     score: Callable[[Tensor], Tensor]
@@ -104,9 +105,9 @@ EXPERT_CHOICE = Rule(
     causal=False,
     most_rows=lambda tokens, config: _share(tokens, config) * config.num_experts,
 )
-"""Each expert chooses tokens (Zhou et al. 2022). For training only: a token's experts depend on later
-tokens and on the rest of the batch, so it is refused in eval. ids has E slots
-per token, of which T K in all go somewhere."""
+"""Each expert chooses tokens (Zhou et al. 2022): in training among all of a call, in eval within each row.
+A token's experts depend on later tokens, so it scores rows but cannot generate. ids has E slots per
+token, of which T K in all go somewhere."""
 
 UNIFORM = Rule(_softmax, _in_turn, _weigh_softmax, normalised=True, places_all=True)
 """Experts in turn, whatever the scores: perfect balance for benchmarks."""
