@@ -6,10 +6,12 @@ a signal from outside or a kill runs the command itself.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel import Meshes
-from forge_testing import forge_train, run_on_ranks, start, wait_for_step
+from forge_testing import RankError, forge_train, run_on_ranks, start, wait_for_step
 from forge_testing.faults import flip_bit, rank_pids, signal_at_random, signal_rank
 from forge_testing.runs import (
     Fitted,
@@ -32,7 +34,7 @@ from forge_testing.runs import (
     fit_on_ranks,
     make_job,
 )
-from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train import Callback, ConfigError, Trainer, cli, load_job, load_trained, read_run
 from forge_train.trainer.build import seed_process
 
 pytestmark = pytest.mark.distributed
@@ -295,6 +297,30 @@ def test_a_group_that_the_environment_does_not_know_is_told_so(tmp_path: Path) -
         trainer.fit(meshes)
 
 
+class _LosesRankOne(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 2 and trainer.meshes.rank == 1:
+            os._exit(9)
+
+
+def _dispatch(job: Path, said: Path) -> None:
+    """`forge-train run` of a rank as far as errors go, in the ranks of the pool."""
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    cli.VERBS["run"] = lambda args: fit(job, {"metrics.console": "off"}, _LosesRankOne).code
+    try:
+        code = cli._dispatch(["run"])
+        (said / str(dist.get_rank())).write_text(f"{code} {sys.stderr.getvalue()}")
+    finally:
+        sys.stderr = stderr
+
+
+def test_F105_who_loses_another_rank_prints_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1: left with exit code 9"):
+        run_on_ranks(2, _dispatch, make_job(tmp_path), tmp_path, timeout=60)
+    (line,) = (tmp_path / "0").read_text().splitlines()
+    assert line.startswith("1 forge-train: rank 0: another rank is gone (Connection ")
+
+
 # ---- the command itself
 
 
@@ -335,6 +361,7 @@ def test_sigkill_of_a_rank_at_random_instants_then_the_same_command_gives_the_sa
     struck = time.monotonic()
     out, err = first.communicate(timeout=60)
     assert first.returncode == 1 or seed >= 2, (out, err)
+    assert "Traceback" not in err
     assert time.monotonic() - struck < 30, "the others waited for a rank that is gone"
     assert rank_pids(first.pid) == {}
     done = forge_train(*command)

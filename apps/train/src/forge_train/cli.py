@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import signal
 import sys
@@ -99,6 +100,11 @@ def _dispatch(args: list[str]) -> int:
         return ExitCode.CONFIG_ERROR if stop.code == 2 else stop.code  # type: ignore[return-value]
     except KeyboardInterrupt:  # outside the loop, which has a handler of its own
         return _fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
+    except RuntimeError as error:
+        cause = _lost_rank(error)
+        if cause is None:
+            raise
+        return _fail(cause, ExitCode.ERROR)
 
 
 def run(args: list[str]) -> int:
@@ -131,7 +137,9 @@ def run(args: list[str]) -> int:
                 if meshes.rank == 0:
                     print(f"forge-train: no sample: {error}", file=sys.stderr)
     except StartError as error:
-        raise JobError(str(error).splitlines()) from error
+        failure = JobError(str(error).splitlines())
+        failure.shared = error.shared
+        raise failure from error
     return result.exit_code
 
 
@@ -257,7 +265,15 @@ def _job(args: list[str], verb: str, description: str, *, with_data: bool = True
         layers.set("data.sources.NAME.name", "builtin", "example")
     flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"
-    for key, value in parse_flags(layers.values, flags, prog, description).items():
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said) if _is_rank_of_many() else contextlib.nullcontext():
+            parsed = parse_flags(layers.values, flags, prog, description)
+    except SystemExit as stop:
+        if stop.code and said.getvalue():  # each rank finds it, one prints it
+            raise ConfigError(said.getvalue().splitlines()) from stop
+        raise
+    for key, value in parsed.items():
         layers.set(key, value, "flag")
     return resolve(layers, with_data=with_data)
 
@@ -285,18 +301,41 @@ def _help() -> int:
 
 
 def _of_this_rank(error: JobError) -> Sequence[str]:
-    """What this process prints: what all ranks raise is rank 0's to say, its own it says with its rank."""
+    """What this process prints of a problem: what all ranks raise is rank 0's to say, its own it says with
+    its rank. Configuration and data are read before the ranks have met: one rank of each host speaks,
+    since another host may have other files."""
     if not _is_rank_of_many():
         return error.problems
     from forge_parallel import find_world
+    from forge_train.errors import ConfigError, DataError
 
     try:
-        rank = find_world().rank
+        world = find_world()
     except ValueError:  # that was the problem
         return error.problems
-    if error.shared:
-        return error.problems if rank == 0 else ()
-    return [f"rank {rank}: {problem}" for problem in error.problems]
+    of_the_host = isinstance(error, ConfigError | DataError)
+    if world.rank == 0 and (error.shared or of_the_host):
+        return error.problems
+    if error.shared or (of_the_host and world.local_rank > 0):
+        return ()
+    return [f"rank {world.rank}: {problem}" for problem in error.problems]
+
+
+def _lost_rank(error: RuntimeError) -> Sequence[str] | None:
+    """What a rank prints that lost another: rank 0 a line, as the launcher names the rank that is gone;
+    where nobody launched them each. None for any other error."""
+    if not _is_rank_of_many():
+        return None
+    from forge_parallel import find_world
+    from forge_parallel.start import lost_rank
+
+    cause = lost_rank(error)
+    if cause is None:
+        return None
+    world = find_world()
+    if world.rank > 0 and (world.launcher != "environment" or "FORGE_NPROC" in os.environ):
+        return ()
+    return [f"rank {world.rank}: another rank is gone ({cause}); what was saved before is intact"]
 
 
 def _fail(problems: Sequence[str], code: int) -> int:

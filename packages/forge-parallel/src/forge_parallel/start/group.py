@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from forge_parallel.start.meeting import meet, part
 from forge_parallel.start.store import StartError
 from forge_parallel.start.world import World
 
+_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError")
 _started: tuple[World, Store, bool] | None = None  # whether the interface was chosen here
 
 
@@ -74,7 +76,8 @@ def start_process_group(
             cause = f"the ranks came and cannot connect: {cause.splitlines()[0]}"
         raise StartError(
             f"rank {world.rank} of {world.world_size} on host {socket.gethostname()}, meeting at "
-            f"{world.where}: {cause}"
+            f"{world.where}: {cause}",
+            shared=getattr(error, "shared", False),
         ) from error
     _started = world, store, chosen
 
@@ -95,6 +98,19 @@ def end_process_group(wait: bool = True) -> None:
         release_interface()
     if wait and world.world_size > 1:
         part(world, store)
+
+
+def lost_rank(error: BaseException) -> str | None:
+    """The backend's words in `error` if they mean that another rank is gone, else None.
+
+    Who only lost its connection knows nothing of the cause, which the other rank or its launcher tells; a
+    time-out is none, since its traceback says where this rank waits. Usage: `except RuntimeError as error:
+    if lost_rank(error): ...`.
+    """
+    text = str(error)
+    of_a_group = isinstance(error, dist.DistError) or "gloo" in text
+    found = _GONE.search(text) if isinstance(error, RuntimeError) and of_a_group else None
+    return found and found[0]
 
 
 def leave(code: int) -> NoReturn:

@@ -50,7 +50,7 @@ def meet(
         cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
         raise StartError(cause) from error
     if verdict["error"]:
-        raise StartError(verdict["error"])
+        raise StartError(verdict["error"], shared=True)
     return store, verdict["rank_0"]
 
 

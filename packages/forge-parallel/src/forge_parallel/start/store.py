@@ -28,8 +28,13 @@ _open: dict[tuple[str, int], TCPStore] = {}
 class StartError(RuntimeError):
     """The ranks of a job did not find each other. The message names host, rank, address and cause.
 
-    A runner maps it to an exit code of its own; nothing was computed and nothing written.
+    A runner maps it to an exit code of its own; nothing was computed and nothing written. `shared`: every
+    rank that came raises it with the same cause, rank 0 among them, so one of them may print it.
     """
+
+    def __init__(self, message: str, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared
 
 
 def open_store(world: World, seconds: float) -> TCPStore:
