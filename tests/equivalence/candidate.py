@@ -183,7 +183,7 @@ class _Update:
             self._optimizer = torch.optim.SGD(model.parameters(), **SGD)
 
     def __call__(self, skip: Tensor) -> None:
-        self._optimizer.step(skip) if self._masked else self._optimizer.step()
+        self._optimizer.step(skip=skip) if self._masked else self._optimizer.step()
         self._optimizer.zero_grad()
 
 

@@ -209,3 +209,30 @@ def test_autocast_bf16_is_near_fp32() -> None:
     wanted.square().mean().backward()
     for a, p in zip(low, model.parameters()):
         assert (a - p.grad).abs().max() < 0.1 * p.grad.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (torch.arange(5), r"shape \(5,\) must be \(B, S\); add a dim for one row"),
+        (torch.zeros(1, 2, 3, dtype=torch.int64), r"shape \(1, 2, 3\) must be \(B, S\)"),
+        (torch.zeros(2, 5), r"torch.float32 of shape \(2, 5\) must be integer ids .*\.long\(\)"),
+        (torch.zeros(2, 5, 40), r"torch.float32 of shape \(2, 5, 40\) .* a stream \(B, S, 32\)"),
+        (torch.ones(2, 5, dtype=torch.bool), "tokens are torch.bool, they must be int64 or int32"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_F114_tokens_of_another_form_are_named(tokens: Tensor, words: str, device: str) -> None:
+    with torch.device(device):
+        model = Transformer(config(num_layers=1))
+    with pytest.raises(ValueError, match=words):
+        model(tokens.to(device))
+
+
+def test_F114_ids_and_streams_of_any_fitting_form_pass() -> None:
+    model = Transformer(config(num_layers=1))
+    ids = some_tokens()
+    wanted = model(ids)
+    assert torch.equal(model(ids.int()), wanted)
+    assert torch.equal(model(model.embedding(ids)), wanted)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(ids), wanted)

@@ -64,7 +64,7 @@ def test_twelve_steps_equal_float64():
     expected, moments = _reference(model, gradients, lrs, config)
     optimizer = build_optimizer(model, config)
     _run(model, optimizer, gradients, lrs)
-    state = optimizer.state_dict()
+    state = optimizer.named_state()
     for name, parameter in model.named_parameters():
         # fp32 arithmetic, 12 steps: relative to the largest element.
         for got, want in (
@@ -90,7 +90,7 @@ def test_F32_state_is_complete_before_the_first_step_and_changes_nothing():
     asked, not_asked = Tiny(), Tiny()
     gradients = _gradients(asked, 3)
     first, second = build_optimizer(asked), build_optimizer(not_asked)
-    state = first.state_dict()
+    state = first.named_state()
     assert set(state) == {n for n, _ in asked.named_parameters()}
     for name, parameter in asked.named_parameters():
         assert set(state[name]) == {"exp_avg", "exp_avg_sq", "step"}
@@ -109,34 +109,34 @@ def test_F32_after_a_load_the_steps_are_bit_equal(stepped_before_load):
     gradients = _gradients(straight, 8)
     optimizer = build_optimizer(straight)
     _run(straight, optimizer, gradients[:4])
-    weights, state = copy.deepcopy(straight.state_dict()), copy.deepcopy(optimizer.state_dict())
+    weights, state = copy.deepcopy(straight.state_dict()), copy.deepcopy(optimizer.named_state())
     _run(straight, optimizer, gradients[4:])
 
     other = build_optimizer(resumed)
     if stepped_before_load:
         _run(resumed, other, _gradients(resumed, 2, seed=9))
     resumed.load_state_dict(weights)
-    other.load_state_dict(state)
+    other.load_named_state(state)
     _run(resumed, other, gradients[4:])
     _assert_same(straight, resumed)
-    for name, slots in optimizer.state_dict().items():
-        assert torch.equal(slots["exp_avg_sq"], other.state_dict()[name]["exp_avg_sq"])
+    for name, slots in optimizer.named_state().items():
+        assert torch.equal(slots["exp_avg_sq"], other.named_state()[name]["exp_avg_sq"])
 
 
 def test_a_load_copies_its_values():
     model = Tiny()
     optimizer = build_optimizer(model)
-    state = {n: {**s, "exp_avg": s["exp_avg"] + 1} for n, s in optimizer.state_dict().items()}
-    optimizer.load_state_dict(state)
+    state = {n: {**s, "exp_avg": s["exp_avg"] + 1} for n, s in optimizer.named_state().items()}
+    optimizer.load_named_state(state)
     state["norm.bias"]["exp_avg"].fill_(7)
-    assert optimizer.state_dict()["norm.bias"]["exp_avg"].eq(1).all()
+    assert optimizer.named_state()["norm.bias"]["exp_avg"].eq(1).all()
 
 
 def test_a_state_that_does_not_fit_is_refused_as_a_whole():
     model = Tiny()
     optimizer = build_optimizer(model)
     _run(model, optimizer, _gradients(model, 1))
-    before = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.named_state())
     state = copy.deepcopy(before)
     del state["norm.weight"]
     del state["norm.bias"]["step"]
@@ -144,7 +144,7 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole():
     state["head.bias"]["momentum"] = 0.0
     state["stranger"] = {}
     with pytest.raises(ValueError, match="does not fit") as error:
-        optimizer.load_state_dict(state)
+        optimizer.load_named_state(state)
     for part in (
         "norm.weight: missing",
         "norm.bias.step: missing",
@@ -153,14 +153,14 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole():
         "stranger: extra",
     ):
         assert part in str(error.value)
-    for name, slots in optimizer.state_dict().items():
+    for name, slots in optimizer.named_state().items():
         assert torch.equal(slots["exp_avg"], before[name]["exp_avg"])
 
 
 def test_tied_and_frozen_parameters():
     model = Tiny()
     model.experts.requires_grad_(False)
-    names = set(build_optimizer(model).state_dict())
+    names = set(build_optimizer(model).named_state())
     assert names == {"embedding.weight", "norm.weight", "norm.bias", "head.bias"}
 
 
@@ -171,8 +171,8 @@ def test_a_parameter_without_gradient_is_left_alone():
     model.norm.weight.grad = torch.ones(4)
     optimizer.step()
     assert torch.equal(model.experts, before)
-    assert optimizer.state_dict()["experts"]["step"] == 0.0
-    assert optimizer.state_dict()["norm.weight"]["step"] == 1.0
+    assert optimizer.named_state()["experts"]["step"] == 0.0
+    assert optimizer.named_state()["norm.weight"]["step"] == 1.0
 
 
 def test_a_masked_step_changes_nothing_and_is_not_counted():
@@ -189,7 +189,7 @@ def test_a_masked_step_changes_nothing_and_is_not_counted():
         if not bad:
             plain.step()
     _assert_same(model, twin)
-    mine, theirs = masked.state_dict(), plain.state_dict()
+    mine, theirs = masked.named_state(), plain.named_state()
     assert {n: s["step"] for n, s in mine.items()} == dict.fromkeys(theirs, 2.0)
     for name, slots in theirs.items():
         assert all(torch.equal(mine[name][m], slots[m]) for m in ("exp_avg", "exp_avg_sq"))
@@ -235,7 +235,7 @@ def test_a_name_from_an_entry_point(monkeypatch):
         name = "theirs"
 
         def load(self):
-            return lambda model, config: ("theirs", config.lr)
+            return lambda model, config: torch.optim.SGD(model.parameters(), config.lr)
 
     asked = []
     monkeypatch.setattr(
@@ -243,9 +243,12 @@ def test_a_name_from_an_entry_point(monkeypatch):
     )
     assert isinstance(build_optimizer(Tiny()), AdamW)
     assert asked == []  # not looked up for a built-in name
-    assert build_optimizer(Tiny(), OptimizerConfig("theirs", lr=0.5)) == ("theirs", 0.5)
+    theirs = build_optimizer(Tiny(), OptimizerConfig("theirs", lr=0.5))
+    assert theirs.param_groups[0]["lr"] == 0.5
     assert asked == ["forge.optimizers"]
-    with pytest.raises(ValueError, match=r"'adam'.*adamw, theirs.*did you mean 'adamw'"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.name 'adam' is unknown.*adamw, theirs.*did you mean 'adamw'"
+    ):
         build_optimizer(Tiny(), OptimizerConfig("adam"))
 
 

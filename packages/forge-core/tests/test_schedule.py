@@ -62,7 +62,9 @@ def test_all_problems_of_a_config_in_one_error():
 
 
 def test_an_unknown_name_gets_the_nearest_known_one():
-    with pytest.raises(ValueError, match=r"'cosin'.*constant, cosine.*did you mean 'cosine'"):
+    with pytest.raises(
+        ValueError, match=r"schedule.name 'cosin'.*constant, cosine.*did you mean 'cosine'"
+    ):
         build_schedule(ScheduleConfig("cosin"), 10)
 
 

@@ -51,8 +51,9 @@ def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = 
 def full(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Whole weights and moments, plain."""
     found: dict[str, Any] = dict(trainer.model.named_parameters())
-    for name, slots in trainer.optimizer.state_dict().items():
-        found.update({f"{name}.{slot}": v for slot, v in slots.items() if slot != "step"})
+    if hasattr(trainer.optimizer, "named_state"):
+        for name, slots in trainer.optimizer.named_state().items():
+            found.update({f"{name}.{slot}": v for slot, v in slots.items() if slot != "step"})
     return {
         name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
         for name, v in found.items()

@@ -1,4 +1,4 @@
-"""Checkpoint state of a pipeline rank: its own part of what all ranks save together."""
+"""What a checkpoint holds of a model and an optimizer, and a pipeline rank's own part of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ from collections.abc import Set
 from typing import Any
 
 from torch import nn
+
+
+class NamedState:
+    """State of an optimizer by parameter names, which fit any layout of ranks."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{name: {slot: tensor or float}}`."""
+        found: dict[str, Any] = self._optimizer.named_state()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The same, taken over."""
+        self._optimizer.load_named_state(state)
+
+
+def by_name(optimizer: Any) -> Any:
+    """`optimizer` with its named state as its state; itself where it offers none."""
+    return NamedState(optimizer) if hasattr(optimizer, "load_named_state") else optimizer
 
 
 class PartOfState:

@@ -20,8 +20,7 @@ from forge_core import (
     initialise,
 )
 from forge_core.flops import peak_flops
-from forge_core.optim.build import OPTIMIZERS
-from forge_core.optim.registry import find
+from forge_core.optim import check_optimizer, set_lr
 from forge_data import Batch
 from forge_moe import recompute_contexts
 from forge_parallel import (
@@ -61,7 +60,7 @@ from forge_train.trainer.compute import Compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
-from forge_train.trainer.part import PartOfState, tensor_names
+from forge_train.trainer.part import PartOfState, by_name, tensor_names
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
@@ -118,7 +117,7 @@ class Trainer:
             )  # fmt: skip
         self.total_steps = total_steps(config, self.model)
         self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
-        as_config_error(lambda: find(config.optimizer.name, OPTIMIZERS, "forge.optimizers"))
+        as_config_error(lambda: check_optimizer(self.model, config.optimizer))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
         layout = config.parallel.axes(world.world_size)
         mixed = bool(mixture_sizes(self.model))
@@ -250,7 +249,7 @@ class Trainer:
         started = time.perf_counter()
         self.state = {
             "model": self._part(self.model),
-            "optimizer": self._part(self.optimizer),
+            "optimizer": self._part(by_name(self.optimizer)),
             "loader": self.loader,
             "progress": self.progress,
             "rng": RNGState(alike=self.meshes.tp.size),
@@ -325,7 +324,7 @@ class Trainer:
         clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
         if self.recorder.pending is not None:
             self._check_skips()  # up to the step before: the device has long finished it
-        self.optimizer.set_lr(lr)
+        set_lr(self.optimizer, lr)
         bad = nonfinite(loss, grad_norm)
         self._update(bad)
         self.mixtures.end_step(self.progress.step, self.total_steps, bad)

@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         A stage of a pipeline takes the stream (B, S, D) of the stage before in place of tokens, and gives its
         own where norm and head are None; blocks there know `token_ids` (B, S) only if they are passed.
 
-        Raises ValueError for a row longer than max_seq_len and for shapes that do not fit.
+        Raises ValueError for a row longer than max_seq_len and for shapes and dtypes that do not fit.
         """
         ctx = self.context(tokens, positions, document_ids, cache, token_ids)
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)  # (B, S, D)
@@ -164,6 +164,7 @@ class Transformer(nn.Module):
         tokens may be a stream (B, S, D), of which a rank may hold a part: S is then that of document_ids or
         positions, where there are any.
         """
+        _check_tokens(tokens, self.config.dim)
         rows, size = tokens.shape[:2]
         if not tokens.is_floating_point():
             token_ids = tokens
@@ -249,6 +250,22 @@ class Transformer(nn.Module):
         """
         head = 2.0 * self.config.dim * self.config.vocab_size
         return head + sum(_flops(block, seq_len) for block in self.blocks())
+
+
+def _check_tokens(tokens: Tensor, dim: int) -> None:
+    """Shape and dtype alone, so it costs no sync and holds on meta, fake and compiled tensors."""
+    if tokens.is_floating_point():
+        if tokens.dim() != 3 or tokens.size(-1) != dim:
+            raise ValueError(
+                f"tokens {tokens.dtype} of shape {tuple(tokens.shape)} must be integer ids (B, S), or a "
+                f"stream (B, S, {dim}) from another stage of a pipeline; convert ids with .long()"
+            )
+    elif tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens are {tokens.dtype}, they must be int64 or int32; use .long()")
+    elif tokens.dim() != 2:
+        raise ValueError(
+            f"tokens of shape {tuple(tokens.shape)} must be (B, S); add a dim for one row: tokens[None]"
+        )
 
 
 def _not_padding(document_ids: Tensor | None, device: torch.device) -> Tensor | None:

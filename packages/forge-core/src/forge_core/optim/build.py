@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.config import OptimizerConfig
+from forge_core.optim.named import decay_groups
 from forge_core.optim.registry import find
+
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+#: Without them an object cannot be an optimizer; a torch optimizer needs no `set_lr`.
+_METHODS = ("step", "zero_grad", "set_lr", "state_dict", "load_state_dict")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> Any:
@@ -17,14 +24,104 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
 
     `optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))`
 
-    What comes back has `step()` (or `step(skip)`, see `AdamW.step`), `zero_grad()`, `set_lr(float)`, `lr`, `load_state_dict(state)` and
-    `state_dict() -> {parameter name: {slot: tensor or float}}` that is complete before the first step;
-    see `AdamW`. An optimizer from elsewhere is a callable `builder(model, config)` with such a result.
+    A name is one of Forge, or leads to one of these:
 
-    Raises: ValueError for an unknown name, and what the optimizer itself refuses.
+    - a class of torch optimizers (`torch.optim:SGD`): built over groups in which matrices decay and other
+      parameters do not, with those of lr, betas, eps and weight_decay that it takes;
+    - a callable `builder(model, config)` that returns a torch optimizer, or an object with `step()`,
+      `zero_grad()`, `set_lr(lr)`, `state_dict()` and `load_state_dict(state)`.
+
+    A `step(skip=...)` that masks an update (see `AdamW.step`) saves the runner a host sync per step. State
+    by parameter name, `named_state()` and `load_named_state(state)` complete before the first step, is
+    what a checkpoint holds where both are offered; it fits any layout of ranks.
+
+    Raises: ValueError for an unknown name, for a setting that a torch class does not take, and what the
+        optimizer itself refuses.
     """
     config = OptimizerConfig() if config is None else config
-    return find(config.name, OPTIMIZERS, "forge.optimizers")(model, config)
+    built = find_optimizer(config.name)
+    if _is_torch_class(built):
+        return _over_groups(built, model, config)
+    optimizer = built(model, config)
+    _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
+    return optimizer
+
+
+def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
+    """Raise the ValueErrors that `build_optimizer` would, as far as they show without a value.
+
+    `model` may be on the meta device; torch classes are tried on it, builders are only looked at.
+    """
+    built = find_optimizer(config.name)
+    if _is_torch_class(built):
+        _over_groups(built, model, config)
+    elif isinstance(built, type):
+        _check_methods(built, f"{config.name!r}")
+    elif not callable(built):
+        raise ValueError(
+            f"optimizer.name {config.name!r} is of type {type(built).__name__} and must be callable as "
+            "builder(model, config); name a function or a class"
+        )
+
+
+def find_optimizer(name: str) -> Any:
+    """What an `optimizer.name` stands for; ValueError names the key."""
+    return find(name, OPTIMIZERS, "forge.optimizers", "optimizer.name")
+
+
+def _is_torch_class(built: Any) -> bool:
+    """Whether it is called with parameters, and not with (model, config)."""
+    torch_class = isinstance(built, type) and issubclass(built, torch.optim.Optimizer)
+    return torch_class and "params" in inspect.signature(built).parameters
+
+
+def _over_groups(
+    kind: type[torch.optim.Optimizer], model: nn.Module, config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    taken = inspect.signature(kind).parameters
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"optimizer.name {config.name!r} needs a closure that runs the model again, and a step has "
+            "none; use an optimizer with step()"
+        )
+    given = {key: getattr(config, key) for key in _SETTINGS if _takes(taken.get(key), config, key)}
+    ignored = [
+        f"optimizer.{key} {getattr(config, key)}: {config.name} takes none like it; leave it out"
+        for key in _SETTINGS
+        if key not in given and getattr(config, key) != getattr(OptimizerConfig(), key)
+    ]
+    if ignored:
+        raise ValueError("\n".join(ignored))
+    groups = decay_groups(model, config.weight_decay)
+    if "weight_decay" not in given:
+        groups = [{"params": group["params"]} for group in groups]
+    try:
+        return kind(groups, **given)
+    except TypeError as error:
+        raise ValueError(
+            f"optimizer.name {config.name!r}: {error}; name a function builder(model, config) that "
+            "calls it with the arguments that it needs"
+        ) from error
+
+
+def _takes(parameter: inspect.Parameter | None, config: OptimizerConfig, key: str) -> bool:
+    """Whether a class takes a setting: Adafactor's eps, for one, is a pair and another thing."""
+    if parameter is None:
+        return False
+    return isinstance(parameter.default, tuple) == isinstance(getattr(config, key), tuple)
+
+
+def _check_methods(optimizer: Any, what: str) -> None:
+    needed = [name for name in _METHODS if not callable(getattr(optimizer, name, None))]
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, torch.optim.Optimizer) and "set_lr" in needed:
+        needed.remove("set_lr")
+    if needed:
+        raise ValueError(
+            f"optimizer.name {what} has no {', '.join(needed)}; an optimizer has "
+            f"{', '.join(_METHODS)}, or is a torch optimizer"
+        )
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Any]] = {"adamw": build_adamw}

@@ -32,8 +32,15 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
             f"schedule: warmup_steps {config.warmup_steps} must be below the {total_steps} steps of the "
             f"run, or the peak rate is never used; use {total_steps - 1} or fewer, or train longer"
         )
-    schedule: Schedule = find(config.name, SCHEDULES, "forge.schedules")(config, total_steps)
+    schedule: Schedule = find_schedule(config.name)(config, total_steps)
     return schedule
+
+
+def find_schedule(name: str) -> Callable[[ScheduleConfig, int], Schedule]:
+    """What a `schedule.name` stands for; ValueError names the key."""
+    found: Callable[[ScheduleConfig, int], Schedule]
+    found = find(name, SCHEDULES, "forge.schedules", "schedule.name")
+    return found
 
 
 def cosine(config: ScheduleConfig, total_steps: int) -> Schedule:

@@ -1,0 +1,66 @@
+"""What Forge asks of any torch optimizer: parameters by name, groups, a learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters to train by name; a tied one counts once, under its first name.
+
+    Raises ValueError if there is none, and for one that is not fp32.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError("no parameter to train: all are frozen; leave requires_grad True on some")
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: a plain update in it loses small steps, so the "
+                "masters must be fp32; keep the model in fp32 and let the forward compute in bf16"
+            )
+    return parameters
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Torch's parameter groups, with names: matrices decay, parameters with fewer than two dims do not."""
+    parameters = trainable(model)
+    decayed = [(name, p) for name, p in parameters.items() if p.ndim >= 2]
+    plain = [(name, p) for name, p in parameters.items() if p.ndim < 2]
+    groups = (
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
+
+
+def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Parameters of an optimizer whose groups have names (torch's `param_names`)."""
+    groups = optimizer.param_groups
+    return {n: p for group in groups for n, p in zip(group["param_names"], group["params"])}
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    """Set the learning rate of the next step, in each group.
+
+    A group with an "lr_scale" gets `lr * lr_scale`. An optimizer that has a method `set_lr` of its own
+    is asked instead.
+    """
+    own = getattr(optimizer, "set_lr", None)
+    if own is not None:
+        own(lr)
+    else:
+        set_group_lrs(optimizer, lr)
+
+
+def set_group_lrs(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """`set_lr` of a torch optimizer; a rate that is a tensor is filled."""
+    for group in optimizer.param_groups:
+        rate = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
