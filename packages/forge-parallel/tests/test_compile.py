@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from forge_parallel.axes import exchange
+from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
 from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
-from forge_testing import run_on_ranks
+from forge_testing import rank_mesh, run_on_ranks
 
 DIM = 32
 
@@ -252,3 +256,52 @@ def test_inductor() -> None:
     recompute(model.blocks(), "full", every=2)
     compile_blocks(model)
     assert worst(train(model), train(plain)) < 1e-5
+
+
+def blockwise(x: Tensor) -> Tensor:
+    heads = x.unflatten(-1, (4, -1))  # (B, S, H, D)
+    return blockwise_attention(heads, heads * 0.5, heads + 1, PLAN).flatten(-2)
+
+
+PLAN = Plan([[Piece(None, 0, 16, 0, 16, True)]])
+
+
+def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a layer before a function, which then gets no leaf; by columns, which weigh differently."""
+    weight = torch.eye(DIM).requires_grad_()
+    out = function(data() @ weight)
+    if out.dim():
+        out = (out * torch.linspace(1, 2, out.size(-1))).sum()
+    return torch.autograd.grad(out, weight)[0]
+
+
+def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager")
+
+
+def across_ranks() -> dict[str, float]:
+    """Error of the compiled gradient of each function that communicates, against the eager one."""
+    mesh = rank_mesh((2,), ("tp",))
+    ranks = exchange.Ranks.of(mesh)
+    labels = torch.arange(2 * 16).view(2, 16) % (2 * DIM)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "copy": lambda x: exchange.copy(x, ranks),
+        "reduce": lambda x: exchange.reduce(x, ranks),
+        "gather": lambda x: exchange.gather(x, ranks, 1),
+        "scatter": lambda x: exchange.scatter(x, ranks, 1),
+        "cut": lambda x: exchange.cut(x, ranks, 1),
+        "join": lambda x: exchange.join(x, ranks, 1),
+        "vocab": lambda x: vocab_cross_entropy(x, labels, mesh)[0],
+    }
+    return {name: worst([gradient(compiled(f))], [gradient(f)]) for name, f in functions.items()}
+
+
+@pytest.mark.distributed
+def test_F123_compiled_gradients_over_ranks_are_those_of_eager() -> None:
+    for errors in run_on_ranks(2, across_ranks):
+        assert max(errors.values()) <= 1e-5, errors
+
+
+def test_F123_compiled_gradients_of_pieces_are_those_of_eager() -> None:
+    assert worst([gradient(compiled(blockwise))], [gradient(blockwise)]) <= 1e-5

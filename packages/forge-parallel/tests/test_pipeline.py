@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pipeline_nets import S, net
 
-from forge_parallel import ParallelConfig
+from forge_parallel import ParallelConfig, _torch_compat
 from forge_parallel.meshes import Axis
 from forge_parallel.order import OrderError
 from forge_parallel.pipeline import (
@@ -196,6 +196,16 @@ def test_bad_numbers_are_refused_before_anything_starts(
     set_up: ParallelConfig, batches: int, layers: int, message: str
 ) -> None:
     assert any(message in problem for problem in schedule_problems(set_up, batches, layers))
+
+
+def test_F124_halves_of_a_backward_need_a_torch_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_torch_compat, "SPLITS_ANY_BACKWARD", False)
+    for schedule in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"):
+        (problem,) = schedule_problems(config(2, schedule), 4, 8)
+        assert f"pp_schedule {schedule} must have torch 2.13 or newer" in problem
+    assert schedule_problems(config(2, "interleaved_1f1b"), 4, 8) == []
 
 
 def test_without_pp_there_are_no_rules() -> None:

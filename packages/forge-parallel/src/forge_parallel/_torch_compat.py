@@ -19,6 +19,20 @@ Borders = tuple[Tensor, Tensor, int, int]
 """Cumulative lengths of queries and of keys, int32 on the device, and the longest of each."""
 
 
+def must_have(owner: Any, *names: str) -> None:
+    """Raise AttributeError if a class or function of torch lacks what is overridden or looked for here.
+
+    Under another name it would not be missed: torch would never call what overrides it.
+    """
+    declared = getattr(owner, "__annotations__", {})
+    for name in names:
+        if not hasattr(owner, name) and name not in declared:
+            raise AttributeError(
+                f"{owner.__name__} of torch {torch.__version__} must have {name}, on which forge_parallel builds; "
+                "use torch>=2.11,<2.14"
+            )
+
+
 def foreach_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
     """Norm of each tensor in fp32, one fused launch per device and dtype."""
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32))
@@ -155,6 +169,22 @@ def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
     return start_reduce_scatter(x, size, group_name)()
 
 
+def result_of_function(x: Tensor) -> Tensor:
+    """What the forward of a custom autograd function returns, where an operator may have returned its own input.
+
+    Compiled by Dynamo of torch 2.11, such a result (`to` the dtype it has, `contiguous` of what is, `wait_tensor`)
+    is an output twice, and the gradient of the first is lost: zero, without a word.
+    """
+    return x.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else x
+
+
+_LOSES_GRADIENTS = torch.__version__ < "2.12"
+
+#: Whether torch computes gradients of inputs and of weights apart for any graph. Before 2.13 it raises at some
+#: custom functions, and counts a weight twice that is below two of the places where it cuts.
+SPLITS_ANY_BACKWARD = torch.__version__ >= "2.13"
+
+
 def overlap_matmuls(group_name: Any) -> None:
     """Let inductor split matmuls to overlap their collectives over a group (async tp); unrun on a GPU.
 
@@ -210,10 +240,20 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
     """
     from torch.distributed.pipelining import PipelineStage
 
-    class Stage(PipelineStage):
+    return stage_of(PipelineStage)(*args, **kwargs)
+
+
+@functools.cache
+def stage_of(base: Any) -> Any:
+    """The class of `pipeline_stage`."""
+    must_have(base, "_get_init_p2p_neighbors_ops", "backward_weight_one_chunk")
+    if torch.__version__ < "2.12":
+        must_have(base, "_validate_fwd_outputs")
+
+    class Stage(base):
         def _validate_fwd_outputs(self, outputs: Any) -> None:
             if not self.is_last:
-                super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
+                super()._validate_fwd_outputs(outputs)
 
         def _get_init_p2p_neighbors_ops(self) -> list[Any]:
             ops = super()._get_init_p2p_neighbors_ops()
@@ -228,7 +268,7 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
                     parameter.accumulate_unsharded_grad_if_needed()
             return out
 
-    return Stage(*args, **kwargs)
+    return Stage
 
 
 def _fsdp_parameters(model: Any) -> Iterator[Any]:
@@ -239,7 +279,13 @@ def _fsdp_parameters(model: Any) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             for group in _groups(state):
-                yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+                yield from (p for p in group.fsdp_params if _gathered(p) is not None)
+
+
+def _gathered(parameter: Any) -> Any:
+    """The whole of a parameter that FSDP2 has gathered before, else None."""
+    must_have(type(parameter), "_unsharded_param")
+    return getattr(parameter, "_unsharded_param", None)
 
 
 def flash_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -289,7 +335,12 @@ def not_compiled(function: F) -> F:
 
     The decorator itself imports the compiler, half a second that everybody who imports us would pay for.
     """
-    disabled = functools.cache(lambda: torch.compiler.disable(function))
+
+    @functools.cache
+    def disabled() -> Any:
+        made = torch.compiler.disable(function)
+        must_have(made, "_torchdynamo_disable")
+        return made
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

@@ -35,14 +35,14 @@ def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    # Out of place: Dynamo of torch 2.11 gives zero gradients to a custom function that writes into
-    # slices of its result.
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # (B, S, H, D / 2)
     turned = (
         torch.addcmul(first * cos, second, sin, value=-direction),
         torch.addcmul(second * cos, first, sin, value=direction),
     )
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    # Last comes what makes a new tensor: a conversion to the dtype that is there returns its input,
+    # and Dynamo of torch 2.11 then gives the custom function zero gradients.
+    return torch.cat([part.to(x.dtype) for part in turned], dim=-1)
 
 
 class _Rotate(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_parallel._torch_compat import Borders
+from forge_parallel._torch_compat import Borders, result_of_function
 from forge_parallel.axes.attention_kernels import kernel_for
 
 
@@ -183,7 +183,7 @@ class _Blockwise(torch.autograd.Function):
                 keys = (group.keys.take(t) for t in kv)
                 out, new = kernel.forward(group.queries.take(q), *keys, group)
                 _merge(merged, lse, group.queries, out, new)
-        out = merged.to(q.dtype)
+        out = result_of_function(merged.to(q.dtype))
         ctx.plan, ctx.exchange = plan, exchange
         last = exchange is not None and exchange.keeps_last
         ctx.save_for_backward(q, kv if last else own, out, lse)

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_parallel._torch_compat import all_gather, all_reduce, reduce_scatter
+from forge_parallel._torch_compat import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    result_of_function,
+)
 
 
 class Ranks(NamedTuple):
@@ -87,7 +92,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, there: _Way, back: _Way) -> Tensor:
         ctx.ranks, ctx.dim, ctx.back = ranks, dim, back
-        return there(x, ranks, dim)
+        return result_of_function(there(x, ranks, dim))
 
     @staticmethod
     @once_differentiable

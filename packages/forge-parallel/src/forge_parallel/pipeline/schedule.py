@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from forge_parallel import _torch_compat
 from forge_parallel.config import V_SCHEDULES, ParallelConfig
 
 _IN_HALVES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
@@ -80,6 +82,11 @@ def schedule_problems(config: ParallelConfig, num_micro_batches: int, num_layers
         found.append(
             f"{batches} micro-batches must be at least the {stages} stages with dualpipev; use {stages} or "
             "more, or zbv_zero_bubble"
+        )
+    if splits_backward(config) and not _torch_compat.SPLITS_ANY_BACKWARD:
+        found.append(
+            f"pp_schedule {name} must have torch 2.13 or newer, not {torch.__version__}, whose halves of a backward "
+            "do not fit every model; use interleaved_1f1b"
         )
     if splits_backward(config) and config.compile:
         found.append(
