@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from forge_core import RMSNorm, Transformer, TransformerConfig, cross_entropy
+from forge_core._torch_compat import not_compiled
 from forge_core.model.documents import SegmentPlan, within_segments
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 
@@ -38,6 +39,16 @@ def test_new_document_lengths_make_no_new_graph(fresh_compiler: None) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == 1
     assert graphs[1:] == [graphs[1]] * 4
+
+
+def test_a_mark_that_the_compiler_does_not_know_is_refused(
+    fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.compiler, "disable", lambda function: function
+    )  # torch's name changed
+    with pytest.raises(AttributeError, match="must mark what is not compiled"):
+        not_compiled(lambda: 1)()
 
 
 def _rotated(x: Tensor) -> Tensor:

@@ -81,12 +81,12 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    good = (major, minor) >= (2, 11)
+    good = (2, 11) <= (major, minor) < (2, 14)  # what the tests have seen
     return Finding(
         "torch",
         OK if good else BROKEN,
         torch.__version__,
-        "" if good else "pip install 'torch>=2.11'",
+        "" if good else "pip install 'torch>=2.11,<2.14'",
     )
 
 

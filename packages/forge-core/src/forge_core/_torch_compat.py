@@ -25,7 +25,13 @@ def not_compiled(function: F) -> F:
         if "torch._dynamo" not in sys.modules:
             return function(*args)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            made: Any = torch.compiler.disable(function)
+            if not hasattr(made, "_torchdynamo_disable"):  # then the mark below does nothing
+                raise AttributeError(
+                    f"torch {torch.__version__} must mark what is not compiled by _torchdynamo_disable; "
+                    "use torch>=2.11,<2.14"
+                )
+            disabled.append(made)
         return disabled[0](*args)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
