@@ -80,7 +80,7 @@ def reduce_alike(meshes: Mapping[Any, Any]) -> None:
 
 def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
     """Note which parameters have a gradient, give the others zeros, then `reduce`."""
-    gathered = [p for p in _trained(group) if hasattr(p, "_unsharded_param")]
+    gathered = [p for p in _trained(group) if _gathered(p) is not None]
     for parameter in gathered:
         if parameter.sharded_param.grad is None and group._partial_reduce_output is None:
             used.discard(parameter)  # nothing is left of earlier backwards: an update came between
