@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_ckpt import CheckpointMismatch, RNGState, StepExists, Store, StoreInUse
+from forge_ckpt import CheckpointMismatch, ForgeReader, RNGState, StepExists, Store, StoreInUse
 
 
 def _model(seed, width=8):
@@ -115,6 +115,56 @@ def test_tied_tensors_are_stored_once(tmp_path):
     assert torch.equal(target["a"], tensor)
     assert torch.equal(target["b"], tensor)
     assert torch.equal(target["c"], tensor[:128])
+
+
+class Ends(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+
+def test_F96_an_untied_checkpoint_is_not_loaded_into_a_tied_model(tmp_path):
+    tied = Ends(True)
+    before = tied.emb.weight.detach().clone()
+    untied = Ends(False)
+    with Store(tmp_path) as store:
+        store.save(1, {"m": untied})
+        with pytest.raises(
+            CheckpointMismatch, match=r"m\.(emb|head)\.weight shares memory .*untie"
+        ):
+            store.load({"m": tied})
+        assert store.steps() == [1]
+        assert torch.equal(tied.emb.weight, before)
+        with torch.no_grad():
+            untied.head.weight.copy_(untied.emb.weight)
+        store.save(2, {"m": untied})
+        assert store.load({"m": tied}) == 2, "apart, but equal"
+        assert torch.equal(tied.emb.weight, untied.emb.weight)
+        store.save(3, {"m": tied})
+        assert store.load({"m": Ends(False)}) == 3
+        assert store.load({"m": Ends(True)}) == 3
+
+
+def test_F96_views_that_overlap(tmp_path):
+    whole = torch.arange(12.0).view(3, 4)
+    saved = {"whole": whole, "row": whole[1], "left": whole[:, :2], "right": whole[:, 2:]}
+    nan = torch.full((3, 4), float("nan"))
+    with Store(tmp_path) as store:
+        store.save(1, {"x": saved})
+        memory = nan.clone()
+        here = {"whole": memory, "row": memory[1], "left": memory[:, :2], "right": memory[:, 2:]}
+        assert store.load({"x": here}) == 1
+        assert torch.equal(memory, whole)
+        store.save(2, {"x": {**saved, "row": whole[1] + 1}})
+        with pytest.raises(CheckpointMismatch, match=r"x\.\w+ shares memory here with x\."):
+            store.load({"x": here})
+        store.save(3, {"x": {name: tensor * float("nan") for name, tensor in saved.items()}})
+        assert store.load({"x": here}) == 3, "nan is equal to itself, bit by bit"
+        store.save(4, {"x": {"left": whole[:, :2] * 2, "right": whole[:, 2:] * 3}})
+        assert store.load({"x": {"left": here["left"], "right": here["right"]}}) == 4
+        assert memory[0].tolist() == [0, 2, 6, 9]
 
 
 def test_inspect_reads_the_manifest_only(tmp_path):
@@ -287,6 +337,33 @@ def test_paths_that_cannot_be_a_store(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         Store(tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        (".metadata", r"torch.distributed.checkpoint \(.metadata\).*checkpoint.load\("),
+        ("model-00001-of-00002.safetensors", r"Hugging Face .*model-00001.*to_forge\("),
+        ("manifest.json", r"one checkpoint \(manifest.json\).*directory above it"),
+    ],
+)
+def test_F110_a_directory_of_another_format_says_what_it_is(tmp_path, file, says):
+    (tmp_path / file).write_bytes(b"x")
+    for read_only in (False, True):
+        with pytest.raises(ValueError, match=says):
+            Store(tmp_path, read_only=read_only)
+    if file != "manifest.json":
+        with pytest.raises(ValueError, match=says):
+            ForgeReader(tmp_path).open()
+    assert [path.name for path in tmp_path.iterdir()] == [file], "no lock is left there"
+
+
+@pytest.mark.parametrize("name", ["int1", "int4", "int7", "uint2", "uint4", "bits8", "bits1x8"])
+def test_F110_dtypes_without_a_size_are_refused_by_name(tmp_path, name):
+    tensor = torch.zeros(4, dtype=torch.uint8).view(getattr(torch, name))
+    with Store(tmp_path) as store, pytest.raises(ValueError, match=f"x.a: torch.{name}; .*uint8"):
+        store.save(1, {"x": {"a": tensor}})
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_left_overs_of_dead_writers_go(tmp_path):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from forge_ckpt import generations, manifest
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused, StepExists
+from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.lock import Lock, refuse_another_directory
 from forge_ckpt.ranks import Ranks
 from forge_ckpt.read.reader import ForgeReader
@@ -212,6 +213,7 @@ class Store:
             raise ValueError(
                 f"{self.path} is a file; a store needs a directory, choose another path"
             )
+        refuse_foreign(self.path)
         if self.read_only:
             if not self.path.is_dir():
                 raise ValueError(f"{self.path} does not exist; check the path of the run")

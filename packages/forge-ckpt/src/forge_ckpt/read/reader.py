@@ -22,8 +22,10 @@ from torch.futures import Future
 
 from forge_ckpt import files, manifest, objects
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint
+from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.read.blocks import Segment, read_segments
 from forge_ckpt.read.planner import ForgeLoadPlanner
+from forge_ckpt.read.shared import refuse_different_bytes
 
 Staged = list[tuple[ReadItem, torch.Tensor]]  # a wanted box and its verified content, on the CPU
 
@@ -59,8 +61,11 @@ class ForgeReader(StorageReader):
             self.path = Path(checkpoint_id)
 
     def open(self) -> manifest.Manifest:
-        """The verified manifest, read once. Raises as :func:`forge_ckpt.manifest.read`."""
+        """The verified manifest, read once. Raises as :func:`forge_ckpt.manifest.read`, and
+        ValueError for a checkpoint of another format."""
         if self._manifest is None:
+            if not (self.path / manifest.NAME).exists():
+                refuse_foreign(self.path)
             self._directory = files.Directory(self.path)
             self._manifest = manifest.read(self._directory, self.step)
         return self._manifest
@@ -126,6 +131,7 @@ class ForgeReader(StorageReader):
                 _copy(item, source, planner)
             else:
                 live.append((item, source))
+        refuse_different_bytes(live, planner, str(self.path))
         return live
 
     def _decode(self, table: manifest.Manifest, item: ReadItem, planner: ForgeLoadPlanner) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from forge_ckpt import objects, tree
 from forge_ckpt.wrapped import plain
 from forge_ckpt.write.plans import write_once
+
+
+_WITHOUT_SIZE = re.compile(r"u?int[1-7]|bits\d.*")
 
 
 class ForgeSavePlanner(DefaultSavePlanner):
@@ -80,6 +84,11 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
         raise ValueError(
             f"{name}: {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors "
             "with memory are saved, materialise or densify it"
+        )
+    if _WITHOUT_SIZE.fullmatch(objects.dtype_name(value.dtype)):
+        raise ValueError(
+            f"{name}: {value.dtype}; torch does not say how many bytes its elements have: save a view of "
+            "it as uint8"
         )
     return value
 

@@ -1,0 +1,85 @@
+"""Tensors that share memory here, such as tied weights: they must have been saved with the same bytes."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.planner import ReadItem
+
+from forge_ckpt.errors import CheckpointMismatch
+from forge_ckpt.files import byte_view
+from forge_ckpt.read.planner import ForgeLoadPlanner
+
+_ALIGN = 16  # bytes of the largest dtype
+
+
+class _Box(NamedTuple):
+    name: str
+    device: str
+    begin: int  # addresses of the first byte and after the last
+    end: int
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+def refuse_different_bytes(
+    staged: list[tuple[ReadItem, torch.Tensor]], planner: ForgeLoadPlanner, where: str
+) -> None:
+    """Raise CheckpointMismatch where what one saved tensor fills would be overwritten by another's bytes.
+
+    Cost: host memory and two copies of what is shared; nothing where no two tensors meet.
+    """
+    boxes = [box for item, source in staged for box in _box(item, source, planner)]
+    for group in _groups(boxes):
+        lost = _overwritten(group)
+        if lost is not None:
+            others = {box.name for box in group if box.begin < lost.end and lost.begin < box.end}
+            raise CheckpointMismatch(
+                f"{where}: {lost.name} shares memory here with {', '.join(sorted(others - {lost.name}))}, and they "
+                "were saved with different values; untie them, or load a checkpoint that was saved tied"
+            )
+
+
+def _box(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> Iterator[_Box]:
+    target = planner.resolve_tensor(item).detach()
+    if target.numel():
+        last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride()))
+        begin = target.data_ptr()
+        end = begin + (last + 1) * target.element_size()
+        yield _Box(item.dest_index.fqn, str(target.device), begin, end, target, source)
+
+
+def _groups(boxes: list[_Box]) -> Iterator[list[_Box]]:
+    """Boxes of several names whose addresses overlap; those of one name never do, they tile it."""
+    group: list[_Box] = []
+    end = 0
+    for box in sorted(boxes, key=lambda box: (box.device, box.begin)):
+        if group and (box.device != group[0].device or box.begin >= end):
+            if len({other.name for other in group}) > 1:
+                yield group
+            group, end = [], 0
+        group.append(box)
+        end = max(end, box.end)
+    if len({other.name for other in group}) > 1:
+        yield group
+
+
+def _overwritten(group: list[_Box]) -> _Box | None:
+    """The first box that would not keep its bytes, found by filling all into memory of the same layout."""
+    base = group[0].begin // _ALIGN * _ALIGN
+    size = -(-(max(box.end for box in group) - base) // _ALIGN) * _ALIGN
+    memory = torch.empty(size, dtype=torch.uint8)
+    views = []
+    for box in group:
+        like, offset = box.target, (box.begin - base) // box.target.element_size()
+        view = memory.view(like.dtype).as_strided(like.shape, like.stride(), offset)
+        view.copy_(box.source)
+        views.append(view)
+    return next((box for box, view in zip(group, views) if not _equal(view, box.source)), None)
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Bit by bit, also for nan."""
+    one, two = one.contiguous(), two.contiguous()
+    bits = [torch.frombuffer(byte_view(tensor), dtype=torch.uint8) for tensor in (one, two)]
+    return torch.equal(*bits)
