@@ -15,7 +15,6 @@ from forge_ckpt import objects, tree
 from forge_ckpt.wrapped import plain
 from forge_ckpt.write.plans import write_once
 
-
 _WITHOUT_SIZE = re.compile(r"u?int[1-7]|bits\d.*")
 
 
