@@ -60,6 +60,7 @@ HOST_READERS = (
     "forge_data.packing",
     "forge_resilience.agreement",  # votes are exchanged between hosts
     "forge_core.model.documents",  # cuts rows at documents; on an accelerator one copy, as documented
+    "documents",  # context parallelism plans by ids that lie on the host
     "forge_data.batch",  # counts a batch's labels as it makes it
     "_not_padding",  # forge_core looks for padding on a CPU only
 )
@@ -177,8 +178,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int]] = {
     "tp": (2, {"tp": 2}, TP + NORMS + ONCE, 0),
     "tp whole": (2, {"tp": 2, "sequence_parallel": False}, TP_WHOLE + ONCE, 0),
     "fsdp tp": (4, {"tp": 2}, FSDP + TP + NORMS + USED + ONCE, 0),
-    # keys and values gathered, their gradients scattered; ids of packed rows once, and read on the host
-    "cp": (2, {"cp": 2}, FSDP + 2 * LAYERS + 1 + USED + ONCE, 3),
+    # keys and values gathered, their gradients scattered; F120: packed rows are known to the host
+    "cp": (2, {"cp": 2}, FSDP + 2 * LAYERS + USED + ONCE, 0),
     "ep": (2, {"ep": 2}, FSDP + EP + USED + ONCE, 4 * LAYERS),  # reads: split sizes
     "pp": (2, {"pp": 2}, 2 * 2 + ONCE, 0),  # each micro-batch over one border, both ways
 }

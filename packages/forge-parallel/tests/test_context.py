@@ -176,6 +176,35 @@ def test_a_model_over_ranks_equals_one_process(world: int, exchange: str) -> Non
                 assert worst < 1e-5 or key.endswith("k.bias"), (name, key, worst)
 
 
+def whole_rows_of_ids(exchange: str) -> list[tuple[bool, dict[str, int]]]:
+    """Whether ids of whole rows give what cut ones give, and what the forward sent and read."""
+    axis, found = axis_of_all(), []
+    torch.manual_seed(2)
+    model, x = context_parallel(Model(), axis, exchange), cut_sequence(torch.randn(B, S, M), axis)
+    positions = cut_sequence(torch.arange(S)[None], axis)
+    for name in ROWS:
+        ids = ids_of(name)
+        if ids is None:
+            continue
+        calls: Counter[str] = Counter()
+        with pytest.MonkeyPatch.context() as patch:
+            for place, call in ((context, "start_all_gather"), (torch.Tensor, "cpu")):
+                original = getattr(place, call)
+                patch.setattr(
+                    place, call, lambda *a, o=original, c=call, n=calls: (n.update([c]), o(*a))[1]
+                )
+            out = model(x, positions, document_ids=ids)
+        found.append((torch.equal(out, model(x, positions, cut_sequence(ids, axis))), dict(calls)))
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_F120_ids_of_whole_rows_on_the_host_cost_no_wait(exchange: str) -> None:
+    for found in run_on_ranks(2, whole_rows_of_ids, exchange):
+        assert len(found) == len(ROWS) - 1
+        assert all(same and calls == {} for same, calls in found), found
+
+
 def with_and_without_ids(exchange: str) -> tuple[float, float]:
     axis, ids = axis_of_all(), ids_of("over three chunks and more")
     torch.manual_seed(2)
@@ -300,8 +329,8 @@ def test_what_cannot_work_is_refused() -> None:
     for call in ((x,), (x, None, torch.zeros(1, 8))):
         with pytest.raises(ValueError, match="positions must be given where a row is spread"):
             model(*call)
-    with pytest.raises(ValueError, match=r"\(1, 16\) must be cut as tokens are, to \(1, 8\)"):
-        model(x, torch.arange(8), torch.zeros(1, 16))
+    with pytest.raises(ValueError, match=r"\(1, 24\) must be cut as tokens are, to \(1, 8\)"):
+        model(x, torch.arange(8), torch.zeros(1, 24))
 
 
 def test_the_model_stays_what_it_was() -> None:

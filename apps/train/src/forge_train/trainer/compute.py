@@ -13,7 +13,7 @@ from forge_core import cross_entropy
 from forge_data import Batch
 from forge_data.batch import IGNORE
 from forge_parallel import Meshes, accumulate
-from forge_parallel.axes.context import cut_sequence
+from forge_parallel.axes.context import arguments_with_positions, cut_sequence
 from forge_parallel.axes.tensor import width_of_cut_logits
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
@@ -118,15 +118,20 @@ class Compute:
         return cross_entropy(logits, labels).sum
 
     def _here(self, batch: Batch) -> Batch:
-        """This rank's piece of each sequence, on its device. Labels are shifted already."""
+        """This rank's piece of each sequence, on its device. Labels are shifted already.
+
+        What the model reads on the host stays there; document ids stay whole, so that ranks of cp need not
+        tell one another what each of them has read.
+        """
+        stay = [n for n in getattr(self.model, "host_inputs", ()) if hasattr(batch, n)]
         if self.meshes.cp.size > 1:
-            names = ("tokens", "labels", "positions", "document_ids")
+            whole = {"document_ids"} & {*stay} & {*arguments_with_positions(self.model)}
+            names = {"tokens", "labels", "positions", "document_ids"} - whole
             pieces: dict[str, Any] = {
                 n: cut_sequence(getattr(batch, n), self.meshes.cp) for n in names
             }
             batch = replace(batch, **pieces, num_valid=-1)
         here = batch.to(self.meshes.device)
-        stay = [n for n in getattr(self.model, "host_inputs", ()) if hasattr(batch, n)]
         return replace(here, **{n: getattr(batch, n) for n in stay})
 
     def _mine(self, value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from forge_parallel._torch_compat import not_compiled, start_all_gather
 from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
@@ -71,10 +72,12 @@ def context_parallel(
     (B, s, K, D), ctx) -> like q that is causal within the row, or within the document of
     `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5, no window, no bias. What was
     there must be the same and say so by `is_causal = True`. Nothing else may mix the tokens of a row.
+    A model whose forward has `positions` may be given document_ids of whole rows (B, S) instead, on the host:
+    it sees its part of them, and which tokens are its own is planned from the rows.
 
     Costs of each attention: `AllGather` is one all-gather and one reduce-scatter, `Ring` W - 1 exchanges in
-    forward and 2 W - 1 in backward. With
-    document ids there is one more all-gather of (B, s) integers and a host copy per forward, shared by
+    forward and 2 W - 1 in backward. Document ids of whole rows cost nothing more; with
+    ids that are cut there is one more all-gather of (B, s) integers and a host copy per forward, shared by
     the layers through `ctx.once(key, make)`; without `once`, per layer. Recomputation repeats forward's.
 
     If the model's forward has a parameter `positions`, they must be given with each call: a row's own
@@ -104,7 +107,8 @@ def context_parallel(
     arguments = arguments_with_positions(model)
     if arguments:
         model.__dict__["_forge_arguments"] = arguments
-        swap(model, _GivenPositions)
+        model.__dict__["_forge_attention"] = attention
+        swap(model, _RowsOverRanks)
     return model
 
 
@@ -129,9 +133,16 @@ class ContextAttention:
     def __init__(self, axis: Any, exchange: str) -> None:
         self.axis, self.name = axis, exchange
         self.exchange = _EXCHANGES[exchange](axis)
+        self._rows = WeakTensorKeyDictionary()  # this rank's document ids -> those of whole rows
 
     def __deepcopy__(self, memo: Any) -> ContextAttention:
         return self  # process groups cannot be copied, and copies of a model share them
+
+    def part_of_rows(self, ids: Tensor) -> Tensor:
+        """This rank's part of the document ids (B, S) of whole rows, for which a plan needs no exchange."""
+        part = cut_sequence(ids, self.axis)
+        self._rows[part] = ids
+        return part
 
     def prepare(self, ctx: Any, x: Tensor) -> None:
         """Make the plan of packed rows, before the first block."""
@@ -146,7 +157,7 @@ class ContextAttention:
         elif ids.shape != q.shape[:2]:
             raise ValueError(
                 f"document_ids {tuple(ids.shape)} must be cut as tokens are, to {tuple(q.shape[:2])}; "
-                "use cut_sequence(document_ids, axis)"
+                "use cut_sequence(document_ids, axis), or give those of whole rows"
             )
         else:
             plan = self._plan(ctx, q.device)
@@ -154,7 +165,9 @@ class ContextAttention:
 
     def _plan(self, ctx: Any, device: torch.device) -> Plan:
         def make() -> Plan:
-            ids = join_sequence(ctx.document_ids.to(device), self.axis).cpu()
+            ids = self._rows.get(ctx.document_ids)
+            if ids is None or ids.device.type != "cpu":
+                ids = join_sequence(ctx.document_ids.to(device), self.axis).cpu()
             rank, size = self.axis.rank, self.axis.size
             return packed_plan(documents(ids), ids.size(1) // size, rank, size, self.name)
 
@@ -244,8 +257,8 @@ def _seen(span: Span, places: tuple[int, int], chunk: int) -> tuple[int, int]:
 _PARTS = {"all_gather": _gathered_parts, "ring": _ring_parts}
 
 
-class _GivenPositions:
-    """A model whose rows begin elsewhere than at 0."""
+class _RowsOverRanks:
+    """A model whose rows begin elsewhere than at 0, and which may be told of whole rows."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.__dict__["_forge_arguments"], args)) | kwargs
@@ -254,6 +267,11 @@ class _GivenPositions:
                 "positions must be given where a row is spread over ranks, as they do not count from "
                 "0; pass positions=cut_sequence(positions, axis)"
             )
+        ids, attention = given.get("document_ids"), self.__dict__["_forge_attention"]
+        if ids is not None and given.get("cache") is None:
+            here = given["positions"].size(-1)  # a stage's stream may be cut by tp besides
+            if ids.size(-1) == here * attention.axis.size:
+                return super().forward(**given | {"document_ids": attention.part_of_rows(ids)})  # type: ignore[misc]
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
