@@ -155,3 +155,32 @@ def test_the_lock_dies_with_its_owner_and_a_forked_worker_does_not_keep_it(tmp_p
         owner.wait()
         Store(tmp_path).close()  # the worker is still alive: it reads a pipe that we hold open
         owner.stdin.close()
+
+
+def test_a_step_is_on_the_disk_before_its_name_and_its_name_before_save_returns(
+    tmp_path, monkeypatch
+):
+    """Kills never lose the page cache, so only the order of calls shows what a power cut leaves."""
+    calls = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(fd):
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def recorded_rename(source, target):
+        calls.append(("rename", str(source)))
+        rename(source, target)
+
+    with Store(tmp_path) as store:
+        monkeypatch.setattr(os, "fsync", recorded_fsync)
+        monkeypatch.setattr(os, "rename", recorded_rename)
+        store.save(1, {"w": torch.ones(3), "n": 1})
+    (temporary,) = [path for call, path in calls if call == "rename"]
+    assert calls == [
+        ("fsync", f"{temporary}/data-0.bin"),
+        ("fsync", f"{temporary}/manifest.json"),
+        ("fsync", temporary),
+        ("rename", temporary),
+        ("fsync", str(tmp_path)),
+    ]
