@@ -61,22 +61,29 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """`change` the objects of step 4 and give its manifest a digest that fits."""
     path = folder / "run/checkpoints/step-00000004/manifest.json"
     table = json.loads(path.read_bytes())["manifest"]
-    change({name: entry["value"] for name, entry in table["objects"].items()})
+    change(table["objects"])
     body = json.dumps(table, separators=(",", ":")).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     path.write_bytes(b'{"sha256": "' + digest + b'", "manifest": ' + body + b"}\n")
 
 
 UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "step_text": (lambda o: o["progress"].update(step="15"), "must hold step"),
-    "step_negative": (lambda o: o["progress"].update(step=-5), "must hold step"),
-    "step_fraction": (lambda o: o["progress"].update(step=2.5), "must hold step"),
-    "step_of_another": (lambda o: o["progress"].update(step=10**9), "is not that of step 4"),
-    "tokens_null": (lambda o: o["progress"].update(tokens=None), "must hold step"),
-    "seconds_gone": (lambda o: o["progress"].pop("seconds"), "must hold step"),
-    "cursor_off_by_one": (lambda o: o["loader"].update(cursor=17), "loader.cursor 17"),
-    "cursor_2_to_80": (lambda o: o["loader"].update(cursor=2**80), "Loader.state_dict"),
-    "fingerprint_gone": (lambda o: o["loader"].pop("fingerprint"), "Loader.state_dict"),
+    "step_text": (lambda o: o["progress"]["value"].update(step="15"), "must hold step"),
+    "step_negative": (lambda o: o["progress"]["value"].update(step=-5), "must hold step"),
+    "step_fraction": (lambda o: o["progress"]["value"].update(step=2.5), "must hold step"),
+    "step_of_another": (
+        lambda o: o["progress"]["value"].update(step=10**9),
+        "is not that of step 4",
+    ),
+    "tokens_null": (lambda o: o["progress"]["value"].update(tokens=None), "must hold step"),
+    "seconds_gone": (lambda o: o["progress"]["value"].pop("seconds"), "must hold step"),
+    "cursor_off_by_one": (lambda o: o["loader"]["value"].update(cursor=17), "loader.cursor 17"),
+    "cursor_2_to_80": (lambda o: o["loader"]["value"].update(cursor=2**80), "Loader.state_dict"),
+    "optimizer_step_a_list": (
+        lambda o: next(v for k, v in o.items() if k.startswith("optimizer.")).update(value=[1]),
+        "step [1] must be a float",
+    ),
+    "fingerprint_gone": (lambda o: o["loader"]["value"].pop("fingerprint"), "Loader.state_dict"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class NamedState:
@@ -18,6 +18,14 @@ class NamedState:
         """`{name: {slot: tensor or float}}`."""
         found: dict[str, Any] = self._optimizer.named_state()
         return found
+
+    def load_checks(self, state: dict[str, Any]) -> None:
+        """Raise ValueError where a number of the state is none. Tensors were compared before."""
+        for name, slots in self.state_dict().items():
+            for slot, own in slots.items():
+                value = state[name][slot]
+                if not isinstance(own, Tensor) and type(value) is not type(own):
+                    raise ValueError(f"{name}.{slot} {value!r:.80} must be a {type(own).__name__}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The same, taken over."""
