@@ -136,11 +136,21 @@ def train_forge(model: Transformer, rows: Any) -> Run:
     return run
 
 
+EXPERT_KEYS = (
+    "num_local_experts",
+    "num_experts_per_tok",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+)
+
+
 def forge_model(reference: Any, start: dict[str, Tensor]) -> tuple[Transformer, Any]:
     """Attention and norms are Llama's, the feed-forwards are the experts'."""
     hf = reference.config.to_dict()
     moe = MIXTRAL.config_from_hf(hf)
-    config: TransformerConfig = LLAMA.config_from_hf({**hf, "model_type": "llama"})
+    dense = {key: value for key, value in hf.items() if key not in EXPERT_KEYS}
+    config: TransformerConfig = LLAMA.config_from_hf({**dense, "model_type": "llama"})
     model = Transformer(config, feed_forward=lambda _: MoE(moe))
     rows = LLAMA.rows + MIXTRAL.rows(moe)
     model.load_state_dict(dict(to_forge(rows, start.items())))

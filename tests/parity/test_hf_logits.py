@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from forge_ckpt.hf import to_forge, to_hf
 from forge_core import SamplingConfig, Transformer, generate
-from forge_core.families import LLAMA, QWEN2, QWEN3, Family
+from forge_core.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 160,
@@ -44,6 +44,7 @@ CASES: dict[str, tuple[Family, type, dict[str, Any]]] = {
     ),
     "llama_rope_scaling": (LLAMA, LlamaConfig, {"rope_parameters": LLAMA3}),
     "llama_head_dim": (LLAMA, LlamaConfig, {"head_dim": 20}),
+    "mistral": (MISTRAL, MistralConfig, {"sliding_window": None}),
     "qwen2": (QWEN2, Qwen2Config, {}),
     "qwen2_tied": (QWEN2, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (QWEN3, Qwen3Config, {"head_dim": 16}),

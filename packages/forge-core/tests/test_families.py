@@ -3,7 +3,7 @@
 import pytest
 
 from forge_core import RopeScaling, TransformerConfig
-from forge_core.families import LLAMA, QWEN2, QWEN3
+from forge_core.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family
 
 HF = {
     "vocab_size": 8,
@@ -20,7 +20,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": "granite"}, "model_type 'granite'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
@@ -65,3 +65,69 @@ def test_both_forms_of_rotary_keys() -> None:
 def test_head_width_of_qwen3_is_its_own() -> None:
     assert QWEN3.config_from_hf(HF).head_dim == 128
     assert QWEN3.config_from_hf({**HF, "head_dim": 8}).head_dim is None
+
+
+# What other models' files say, patched into a supported one: each computes another function.
+CHANGES = {
+    "sliding_window": 4,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.5,
+    "logits_scaling": 8.0,
+    "no_rope_layers": [1, 0],
+    "no_rope_layer_interval": 4,
+    "quantization_config": {"bits": 4},
+    "rope_interleaved": True,
+    "num_local_experts": 8,
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+@pytest.mark.parametrize("family", [LLAMA, MISTRAL], ids=lambda family: family.name)
+def test_F98_a_key_that_may_change_the_function_is_refused(family: Family, key: str) -> None:
+    hf = {**HF, "sliding_window": None, key: CHANGES[key]}
+    with pytest.raises(ValueError, match=f"{family.name}: {key} "):
+        family.config_from_hf(hf)
+
+
+def test_F98_unknown_rotary_keys_are_refused_and_null_says_nothing() -> None:
+    with pytest.raises(ValueError, match=r"llama: rope_scaling\.mrope_section \[1, 2\] is unknown"):
+        LLAMA.config_from_hf({**HF, "rope_scaling": {"type": "default", "mrope_section": [1, 2]}})
+    nothing = {**dict.fromkeys(CHANGES), "rope_interleaved": False, "torch_dtype": "bfloat16"}
+    assert LLAMA.config_from_hf({**HF, **nothing}) == LLAMA.config_from_hf(HF)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.5, True, None, "8", 0, -1, [8]])
+@pytest.mark.parametrize("key", HF)
+def test_F98_a_size_is_a_whole_number(key: str, value: object) -> None:
+    if key == "num_key_value_heads" and value is None:
+        return  # as many as query heads
+    with pytest.raises(ValueError, match=f"llama: {key} .* must be a whole number") as caught:
+        LLAMA.config_from_hf({**HF, key: value})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan must be a finite number"),
+        ({"rope_theta": "1e4"}, "rope_theta '1e4' must be a finite number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' must be true or false"),
+        ({"layer_types": 3}, "layer_types 3 must be a list"),
+        ({"rope_parameters": "llama3"}, "rope_parameters 'llama3' must be a table"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": float("nan")}},
+            "rope_scaling.factor nan must be a finite number",
+        ),
+    ],
+)
+def test_F98_a_value_of_another_kind_is_refused(keys: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=f"llama: {words}"):
+        LLAMA.config_from_hf({**HF, **keys})
+
+
+def test_a_window_of_mistral_is_refused_also_where_it_is_the_default() -> None:
+    for keys in ({}, {"sliding_window": 4096}):
+        with pytest.raises(ValueError, match="mistral: sliding_window 4096 is not supported"):
+            MISTRAL.config_from_hf({**HF, **keys})
+    assert MISTRAL.config_from_hf({**HF, "sliding_window": None}).num_kv_heads == 1

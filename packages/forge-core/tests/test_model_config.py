@@ -1,5 +1,6 @@
 """The configuration of the transformer: what it refuses, what it resolves."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -42,6 +43,50 @@ def test_rope_scaling_refusals() -> None:
     with pytest.raises(ValueError, match=r"rope_scaling: factor 0\.5") as caught:
         RopeScaling(factor=0.5, low_freq_factor=4.0, high_freq_factor=1.0, original_max_position=0)
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2.5, True, "8", None])
+@pytest.mark.parametrize("key", ["vocab_size", "dim", "num_layers", "num_heads", "max_seq_len"])
+def test_F98_a_size_is_a_whole_number(key: str, value: object) -> None:
+    with pytest.raises(
+        ValueError, match=f"model: {key} {value!r} must be a whole number"
+    ) as caught:
+        TransformerConfig(**{"vocab_size": 16, key: value})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "8"])
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_F106_rope_scaling_is_finite(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"rope_scaling: .*{key} {value}"):
+        RopeScaling(**{key: value})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "x", True])
+@pytest.mark.parametrize("key", ["norm_eps", "rope_theta", "init_std"])
+def test_F106_numbers_of_a_model_are_finite(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"model: {key} {value}"):
+        TransformerConfig(16, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("vocab_size", 2**31),
+        ("dim", 2**20),
+        ("num_layers", 2**12),
+        ("num_heads", 2**16),
+        ("num_kv_heads", 2**16),
+        ("head_dim", 2**16),
+        ("hidden_dim", 2**24),
+        ("max_seq_len", 2**31),
+    ],
+)
+def test_F107_sizes_have_an_upper_bound(key: str, most: int) -> None:
+    shape = {"vocab_size": 16, "head_dim": 2, "num_heads": 2**16}
+    TransformerConfig(**{**shape, key: most})
+    with pytest.raises(ValueError, match=f"model: {key} {most + 1} must .* at most {most}"):
+        TransformerConfig(**{**shape, key: most + 1})
 
 
 @pytest.mark.parametrize(

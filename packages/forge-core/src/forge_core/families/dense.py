@@ -1,4 +1,4 @@
-"""Llama 3, Qwen2/2.5 and Qwen3 (dense) as Hugging Face stores them.
+"""Llama 3, Mistral, Qwen2/2.5 and Qwen3 (dense) as Hugging Face stores them.
 
 A row is (pattern there, pattern here, operations); `{i}` stands for the layer. Operations come
 from a closed reversible set, `("transpose", d0, d1)`, `("concat", dim, n)`, `("stack_experts", n)`,
@@ -62,11 +62,16 @@ def _sublayers(*, o_bias: bool, feed_forward_bias: bool) -> tuple[Row, ...]:
     )
 
 
+# Read by Qwen where use_sliding_window is true, which is refused.
+_WINDOW_OFF = ("sliding_window", "max_window_layers")
+
+
 def _llama_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     bias = bool(hf.get("attention_bias", False))
     return read_common(
         hf,
         "llama",
+        ("attention_bias", "mlp_bias"),
         qkv_bias=bias,
         o_bias=bias,
         feed_forward_bias=bool(hf.get("mlp_bias", False)),
@@ -83,7 +88,7 @@ def _llama_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _qwen2_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    return read_common(hf, "qwen2", qkv_bias=True)
+    return read_common(hf, "qwen2", _WINDOW_OFF, qkv_bias=True)
 
 
 def _qwen2_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -95,7 +100,14 @@ def _qwen2_to_hf(config: TransformerConfig) -> dict[str, Any]:
 def _qwen3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     bias = bool(hf.get("attention_bias", False))
     # Qwen3's own default is 128 whatever the width; a missing key does not mean dim / num_heads.
-    return read_common({"head_dim": 128, **hf}, "qwen3", qk_norm=True, qkv_bias=bias, o_bias=bias)
+    return read_common(
+        {"head_dim": 128, **hf},
+        "qwen3",
+        ("attention_bias", *_WINDOW_OFF),
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
 
 
 def _qwen3_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -104,11 +116,34 @@ def _qwen3_to_hf(config: TransformerConfig) -> dict[str, Any]:
     return {**hf, "attention_bias": config.qkv_bias, "use_sliding_window": False}
 
 
+def _mistral_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    window = hf.get("sliding_window", 4096)  # transformers' default where the key is missing
+    if window is not None:
+        raise ValueError(
+            f"mistral: sliding_window {window!r} is not supported; use a model whose config.json has "
+            "sliding_window null"
+        )
+    return read_common(hf, "mistral")
+
+
+def _mistral_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    biases = ("qkv_bias", "o_bias", "feed_forward_bias")
+    wanted = {"qk_norm": False, **dict.fromkeys(biases, False)}
+    hf = write_common(config, "mistral", "MistralForCausalLM", wanted)
+    return {**hf, "sliding_window": None}
+
+
 LLAMA = Family(
     "llama",
     _OUTER + _NORMS + _sublayers(o_bias=True, feed_forward_bias=True),
     _llama_from_hf,
     _llama_to_hf,
+)
+MISTRAL = Family(
+    "mistral",
+    _OUTER + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
+    _mistral_from_hf,
+    _mistral_to_hf,
 )
 QWEN2 = Family(
     "qwen2",

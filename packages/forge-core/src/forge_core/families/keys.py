@@ -1,9 +1,10 @@
 """Keys of a Hugging Face `config.json` that the dense families share."""
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge_core.model.config import RopeScaling, TransformerConfig
+from forge_core.model.config import RopeScaling, TransformerConfig, is_finite, is_size
 
 _REQUIRED = (
     "vocab_size",
@@ -13,19 +14,71 @@ _REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_ROPE_SIZE = "original_max_position_embeddings"
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
+_ROPE = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+    *(_ROPE_SIZE, *_ROPE_NUMBERS),
+}
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        (*_REQUIRED, *_OPTIONAL_SIZES, _ROPE_SIZE),
+        lambda value: is_size(value, 2**62),
+        "a whole number, at least 1",
+    ),
+    ((*_NUMBERS, *_ROPE_NUMBERS), is_finite, "a finite number"),
+    (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
+    (("layer_types",), lambda value: isinstance(value, list), "a list"),
+    (("rope_scaling", "rope_parameters"), lambda value: isinstance(value, Mapping), "a table"),
+)
+_READ = {
+    *(*_REQUIRED, *_OPTIONAL_SIZES, *_NUMBERS),
+    *("model_type", "hidden_act", "tie_word_embeddings", "use_sliding_window", "layer_types"),
+    *("attention_dropout", "rope_scaling", "rope_parameters"),
+}
+
+# What transformers 4 and 5 write into every config.json, and files of these families besides. None of it
+# enters the forward pass of a dense decoder.
+_HARMLESS = set(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention
+    architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+    is_decoder is_encoder_decoder is_llama_config label2id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+    top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
+    """.split()
+)
+# Switches of other models that files of these families carry, off.
+_OFF = ("rope_interleaved", "use_mrope")
 
 
-def read_common(hf: Mapping[str, Any], model_type: str, **options: Any) -> TransformerConfig:
+def read_common(
+    hf: Mapping[str, Any], model_type: str, reads: tuple[str, ...] = (), **options: Any
+) -> TransformerConfig:
     """TransformerConfig of a `config.json` as a dict; `options` are the family's own fields.
 
     Rotary keys are read in the form of transformers 4 (`rope_theta`, `rope_scaling`) and of 5
-    (`rope_parameters`). Raises ValueError with one line for each key that is missing or says
-    something that Forge's transformer cannot do.
+    (`rope_parameters`). `reads` are keys that the family reads itself. Raises ValueError with one line
+    for each key that is missing, holds no sound number, says something that Forge's transformer cannot
+    do, or is unknown: it may change what the model computes.
     """
     problems = [
         f"{key} is missing; give a complete config.json" for key in _REQUIRED if key not in hf
     ]
-    problems += _unlike(hf, model_type) + _unlike_rope(_rope_keys(hf))
+    unsound = _unsound(hf)
+    problems += unsound + _unknown(hf, reads)
+    if not unsound:
+        problems += _unlike(hf, model_type) + _unlike_rope(_rope_keys(hf))
     if problems:
         raise ValueError("\n".join(f"{model_type}: {text}" for text in problems))
     rope = _rope_keys(hf)
@@ -96,6 +149,42 @@ def write_common(
     }
 
 
+def _rope_entries(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rotary tables say, by dotted name."""
+    tables = {where: hf.get(where) for where in ("rope_scaling", "rope_parameters")}
+    return {
+        f"{where}.{key}": value
+        for where, table in tables.items()
+        if isinstance(table, Mapping)
+        for key, value in table.items()
+    }
+
+
+def _unsound(hf: Mapping[str, Any]) -> list[str]:
+    """Values of another kind than their key needs; null stands for the default where there is one."""
+    return [
+        f"{name} {reprlib.repr(value)} must be {rule}; correct it"
+        for name, value in {**hf, **_rope_entries(hf)}.items()
+        for keys, sound, rule in _KINDS
+        if name.rpartition(".")[2] in keys
+        and not sound(value)
+        and (value is not None or name in _REQUIRED)
+    ]
+
+
+def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[str]:
+    known = _READ | _HARMLESS | set(reads) | {key for key in _OFF if hf.get(key) is False}
+    given = {key: value for key, value in hf.items() if key not in known}
+    rope = _rope_entries(hf).items()
+    given.update((name, value) for name, value in rope if name.rpartition(".")[2] not in _ROPE)
+    return [
+        f"{name} {reprlib.repr(value)} is unknown and may change what the model computes; remove it "
+        "if it does not"
+        for name, value in given.items()
+        if value is not None
+    ]
+
+
 def _unlike(hf: Mapping[str, Any], model_type: str) -> list[str]:
     """What a configuration says outside rotary embedding that Forge's transformer cannot do."""
     layer_types = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
@@ -115,7 +204,8 @@ def _unlike(hf: Mapping[str, Any], model_type: str) -> list[str]:
 
 def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary keys flat, those of transformers 5 before those of 4."""
-    rope = {"rope_theta": hf.get("rope_theta") or 10000.0}
+    theta = hf.get("rope_theta")
+    rope: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta}
     rope.update(hf.get("rope_scaling") or {})
     rope.update(hf.get("rope_parameters") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))

@@ -1,7 +1,9 @@
 """Configuration of the dense decoder, validated when made."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from forge_core._rules import Rule, check
@@ -11,30 +13,46 @@ def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def _at_least(name: str, minimum: int) -> Rule:
-    """Rule that an integer (or None where the field allows it) is not below `minimum`."""
+def is_size(value: object, most: int) -> bool:
+    """Whether it is a whole number from 1 to `most`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a number, and neither nan nor infinite."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _size(name: str, most: int, *, optional: bool = False) -> Rule:
+    """Rule that a size is a whole number from 1 to `most`, or None where the field allows it."""
     return Rule(
         f"{name}_range",
-        lambda c: c[name] is not None and c[name] < minimum,
-        f"{name} {{{name}}} must be at least {minimum}",
-        f"use {minimum} or more",
+        lambda c: not (optional and c[name] is None) and not is_size(c[name], most),
+        f"{name} {{{name}!r}} must be a whole number, at least 1 and at most {most}",
+        "give one in that range",
     )
 
 
 ROPE_SCALING_RULES: tuple[Rule, ...] = (
     Rule(
         "rope_scaling_factor",
-        lambda c: c["factor"] < 1.0,
-        "factor {factor} must be at least 1",
+        lambda c: not (is_finite(c["factor"]) and c["factor"] >= 1.0),
+        "factor {factor} must be a finite number, at least 1",
         "use 1 for no stretching, 8 for Llama 3.1",
     ),
     Rule(
         "rope_scaling_order",
-        lambda c: not 0.0 < c["low_freq_factor"] < c["high_freq_factor"],
+        lambda c: (
+            not (
+                is_finite(c["low_freq_factor"])
+                and is_finite(c["high_freq_factor"])
+                and 0.0 < c["low_freq_factor"] < c["high_freq_factor"]
+            )
+        ),
         "low_freq_factor {low_freq_factor} must be positive and below high_freq_factor {high_freq_factor}",
         "use 1 and 4",
     ),
-    _at_least("original_max_position", 1),
+    _size("original_max_position", 2**31),
 )
 
 
@@ -57,11 +75,11 @@ class RopeScaling:
 
 def _head_dim(c: Mapping[str, Any]) -> int:
     given: int | None = c["head_dim"]
-    return c["dim"] // max(c["num_heads"], 1) if given is None else given
+    return c["dim"] // c["num_heads"] if given is None else given
 
 
 def _indivisible(c: Mapping[str, Any]) -> bool:
-    return c["head_dim"] is None and c["num_heads"] > 0 and c["dim"] % c["num_heads"] != 0
+    return c["head_dim"] is None and c["dim"] % c["num_heads"] != 0
 
 
 def _kv_heads(c: Mapping[str, Any]) -> int:
@@ -69,24 +87,41 @@ def _kv_heads(c: Mapping[str, Any]) -> int:
     return c["num_heads"] if given is None else given
 
 
+#: Far above any model that was trained, and low enough that every answer comes at once.
+_SIZES = (
+    _size("vocab_size", 2**31),
+    _size("dim", 2**20),
+    _size("num_layers", 2**12),
+    _size("num_heads", 2**16),
+    _size("num_kv_heads", 2**16, optional=True),
+    _size("head_dim", 2**16, optional=True),
+    _size("hidden_dim", 2**24, optional=True),
+    _size("max_seq_len", 2**31),
+)
+
+
+def _sized(c: Mapping[str, Any]) -> bool:
+    """Whether all sizes are sound, so that rules about several of them can be asked."""
+    return not any(rule.broken(c) for rule in _SIZES)
+
+
 TRANSFORMER_RULES: tuple[Rule, ...] = (
-    *(_at_least(n, 1) for n in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads")),
-    *(_at_least(n, 1) for n in ("head_dim", "hidden_dim", "max_seq_len")),
+    *_SIZES,
     Rule(
         "heads_divide_dim",
-        _indivisible,
+        lambda c: _sized(c) and _indivisible(c),
         "dim {dim} must be divisible by num_heads {num_heads}",
         "change one of them, or give head_dim",
     ),
     Rule(
         "kv_heads_divide_heads",
-        lambda c: _kv_heads(c) > 0 and c["num_heads"] % _kv_heads(c) != 0,
+        lambda c: _sized(c) and c["num_heads"] % _kv_heads(c) != 0,
         "num_heads {num_heads} must be divisible by num_kv_heads {num_kv_heads}",
         "use a divisor of num_heads",
     ),
     Rule(
         "head_dim_even",
-        lambda c: not _indivisible(c) and _head_dim(c) % 2 != 0,
+        lambda c: _sized(c) and not _indivisible(c) and _head_dim(c) % 2 != 0,
         "the head width (head_dim {head_dim}, or dim {dim} / num_heads {num_heads}) must be even",
         "rotary embedding turns pairs: give an even head_dim",
     ),
@@ -104,19 +139,19 @@ TRANSFORMER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "norm_eps_range",
-        lambda c: not 0.0 < c["norm_eps"] < 1.0,
+        lambda c: not (is_finite(c["norm_eps"]) and 0.0 < c["norm_eps"] < 1.0),
         "norm_eps {norm_eps} must be between 0 and 1",
         "use 1e-5",
     ),
     Rule(
         "rope_theta_range",
-        lambda c: not c["rope_theta"] > 1.0,
-        "rope_theta {rope_theta} must be above 1",
+        lambda c: not (is_finite(c["rope_theta"]) and c["rope_theta"] > 1.0),
+        "rope_theta {rope_theta} must be a finite number above 1",
         "use 10000, or 500000 for long contexts",
     ),
     Rule(
         "init_std_range",
-        lambda c: not 0.0 <= c["init_std"] < float("inf"),
+        lambda c: not (is_finite(c["init_std"]) and c["init_std"] >= 0.0),
         "init_std {init_std} must be a finite number, 0 or more",
         "use 0.02",
     ),
