@@ -42,22 +42,20 @@ _READ = {
 
 # What transformers 4 and 5 write into every config.json, and files of these families besides. None of it
 # enters the forward pass of a dense decoder.
-_HARMLESS = set(
-    """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention
-    architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
-    is_decoder is_encoder_decoder is_llama_config label2id length_penalty max_length min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
-    top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id unsloth_fixed
-    unsloth_version use_bfloat16 use_cache
-    """.split()
-)
+_HARMLESS = """
+_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention
+architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
+chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+is_decoder is_encoder_decoder is_llama_config label2id length_penalty max_length min_length
+no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id unsloth_fixed
+unsloth_version use_bfloat16 use_cache
+"""
 # Switches of other models that files of these families carry, off.
 _OFF = ("rope_interleaved", "use_mrope")
 
@@ -173,7 +171,9 @@ def _unsound(hf: Mapping[str, Any]) -> list[str]:
 
 
 def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[str]:
-    known = _READ | _HARMLESS | set(reads) | {key for key in _OFF if hf.get(key) is False}
+    known = (
+        _READ | set(_HARMLESS.split()) | set(reads) | {key for key in _OFF if hf.get(key) is False}
+    )
     given = {key: value for key, value in hf.items() if key not in known}
     rope = _rope_entries(hf).items()
     given.update((name, value) for name, value in rope if name.rpartition(".")[2] not in _ROPE)
