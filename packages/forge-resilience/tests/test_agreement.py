@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from forge_resilience import Agreement, Decision, Vote
@@ -59,3 +60,87 @@ def tell() -> list[object]:
 @pytest.mark.distributed
 def test_plain_data_of_unequal_length_is_exchanged() -> None:
     assert run_on_ranks(2, tell) == [[{"problem": "ä" * 40}, None]] * 2
+
+
+def decide_without_a_group() -> tuple[Decision, Decision, list[int], list[int]]:
+    rank = dist.get_rank()
+    agreement, alone = Agreement(), Agreement(alone=True)
+    vote = Vote(stop=15 * rank, count=3)
+    return (
+        agreement.start(vote).wait(),
+        alone.start(vote).wait(),
+        agreement.exchange(rank),
+        alone.exchange(rank),
+    )
+
+
+@pytest.mark.distributed
+def test_F95_without_a_group_the_default_group_decides_and_one_may_ask_to_be_alone() -> None:
+    told = run_on_ranks(2, decide_without_a_group)
+    for rank, (decision, own, all_ranks, mine) in enumerate(told):
+        assert (decision.stop, decision.count, all_ranks) == ((1, 15), 6, [0, 1])
+        assert (own.count, mine) == (3, [rank])
+        assert own.stop == (None if rank == 0 else (0, 15))
+
+
+def test_F95_a_group_and_alone_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="contradict each other; give one"):
+        Agreement(object(), alone=True)
+
+
+def no_host_group() -> str:
+    real, dist.get_backend_config = dist.get_backend_config, lambda group: "cuda:nccl"
+    try:
+        Agreement().start(Vote())
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.get_backend_config = real
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_F95_a_default_group_without_cpu_tensors_is_refused() -> None:
+    assert "must carry CPU tensors; give a host group" in run_on_ranks(2, no_host_group)[0]
+
+
+HIGH = "f" + "0" * 15
+
+
+@pytest.mark.parametrize("digest", [HIGH, int(HIGH, 16), int(HIGH, 16) - 2**64, HIGH.upper()])
+def test_F112_a_vote_takes_the_digest_of_a_batch(digest: int | str) -> None:
+    assert Vote(digest=digest) == Vote(digest=-(2**60))
+    assert Vote(digest=format(7, "016x")) == Vote(digest=7)
+
+
+@pytest.mark.distributed
+def test_F112_digests_with_the_top_bit_travel_between_ranks() -> None:
+    (decision, _) = run_on_ranks(2, decide, [Vote(digest=HIGH), Vote(digest=int(HIGH, 16))])
+    assert decision.strangers == []
+    (decision, _) = run_on_ranks(2, decide, [Vote(digest=HIGH), Vote(digest="0" * 16)])
+    assert decision.strangers == [1]
+
+
+@pytest.mark.parametrize(
+    ("votes", "message"),
+    [
+        ({"digest": "abc"}, "digest 'abc' must be 16 hex digits or an integer; use Batch.digest"),
+        ({"digest": "g" * 16}, "must be 16 hex digits"),
+        ({"digest": "0x" + "0" * 14}, "must be 16 hex digits"),
+        ({"digest": 2**64}, "digest of 65 bits must fit a signed integer of 64"),
+        ({"digest": -(2**63) - 1}, "digest of 64 bits must fit"),
+        ({"count": 10**5000}, "count of 16610 bits must fit"),
+        ({"count": 2.5}, "count '2.5' must be a whole number"),
+        ({"fault": None}, "fault 'None' must be a whole number"),
+        ({"stop": "TERM"}, "stop 'TERM' must be a whole number"),
+    ],
+)
+def test_F112_what_no_rank_could_send_is_refused_when_the_vote_is_made(
+    votes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Vote(**votes)  # type: ignore[arg-type]
+
+
+def test_F112_a_count_may_be_a_tensor() -> None:
+    assert Vote(count=torch.tensor(5)) == Vote(count=5)  # type: ignore[arg-type]

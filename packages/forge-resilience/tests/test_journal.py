@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge_resilience import Journal, read_events
 
@@ -85,7 +86,22 @@ def test_values_that_json_lacks_leave_the_line_readable(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     Journal(path).record("nonfinite", loss=math.nan, norms=[math.inf], table={1: 2})
     (event,) = (json.loads(line, parse_constant=pytest.fail) for line in path.open())
-    assert (event["loss"], event["norms"], event["table"]) == ("nan", ["inf"], {"1": 2})
+    assert (event["loss"], event["norms"], event["table"]) == (None, [None], {"1": 2})
+
+
+def test_F112_tensors_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    Journal(path).record(
+        "step",
+        loss=torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True),
+        norms=[torch.tensor(0.5), torch.tensor([2.0, math.nan])],
+        counts=torch.arange(3),
+        weights=torch.zeros(100, 100),
+    )
+    (event,) = (json.loads(line, parse_constant=pytest.fail) for line in path.open())
+    assert (event["loss"], event["norms"], event["counts"]) == (1.5, [0.5, [2.0, None]], [0, 1, 2])
+    assert event["weights"].startswith("tensor(")
+    assert path.stat().st_size < 1000
 
 
 def test_a_value_that_contains_itself_is_no_reason_to_stop(
@@ -100,12 +116,15 @@ def test_a_value_that_contains_itself_is_no_reason_to_stop(
     assert [e["event"] for e in read_events(journal.path)] == ["next"]
 
 
-def test_fields_cannot_replace_who_and_when(tmp_path: Path) -> None:
+def test_F112_fields_cannot_replace_who_and_when_and_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    Journal(path).record("stop", pid=-1, time="never")
+    Journal(path).record("stop", pid=-1, time="never", event="own", self=1)
     (event,) = read_events(path)
     assert event["pid"] == os.getpid()
     assert event["time"] != "never"
+    assert event["event"] == "stop"
+    own = {name: event[name] for name in ("pid_", "time_", "event_", "self")}
+    assert own == {"pid_": -1, "time_": "never", "event_": "own", "self": 1}
 
 
 def test_lines_of_two_writers_do_not_mix(tmp_path: Path) -> None:

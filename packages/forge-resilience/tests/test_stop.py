@@ -43,7 +43,7 @@ def start(extra: str = "", **streams: int) -> tuple[subprocess.Popen[bytes], int
     return process, reading
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_each_signal_is_a_request_to_stop(sent: signal.Signals) -> None:
     process, reading = start(stderr=subprocess.PIPE)
     process.send_signal(sent)
@@ -184,3 +184,29 @@ def test_the_callers_own_handler_works_again_afterwards() -> None:
         assert seen == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_F108_a_terminal_that_goes_is_a_request_to_stop_and_under_nohup_it_is_not() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal_name == "SIGHUP"
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_F108_a_terminal_that_is_gone_does_not_break_the_stop() -> None:
+    terminal, line = os.openpty()
+    process, reading = start(stderr=line, stdout=line)
+    os.close(line)
+    os.close(terminal)  # writes to the other end raise EIO from now on
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert os.read(reading, 100) == b"SIGHUP\nsaved\n"

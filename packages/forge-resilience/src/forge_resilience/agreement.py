@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import operator
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+_INT64 = range(-(2**63), 2**63)
+
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank brings to a step. All integers of 64 bits."""
+    """What one rank brings to a step. All integers of 64 bits, else ValueError.
+
+    Usage: `Vote(stop=stop.number, digest=batch.digest, count=batch.num_valid)`.
+    """
 
     stop: int = 0
     """Number of the stop signal that this rank received, 0 for none."""
@@ -18,10 +26,18 @@ class Vote:
     """Save after this step."""
     fault: int = 0
     """Exit code of an error with which this rank cannot go on (its data, say), 0 for none."""
-    digest: int = 0
-    """A number that must be equal on all ranks, such as the digest of the global batch."""
+    digest: int | str = 0
+    """What must be equal on all ranks, such as the digest of the global batch: 16 hex digits or an
+    integer. Kept as the signed integer of the same 64 bits."""
     count: int = 0
     """Added up over the ranks: the valid labels of this rank's share of the batch."""
+
+    def __post_init__(self) -> None:
+        values = {"stop": self.stop, "fault": self.fault, "count": self.count}
+        values["digest"] = _bits(self.digest)
+        for name, value in values.items():
+            object.__setattr__(self, name, _int64(name, value))
+        object.__setattr__(self, "save", bool(self.save))
 
 
 @dataclass(frozen=True)
@@ -59,26 +75,47 @@ class Decision:
 class Agreement:
     """The host lane: votes of all ranks, exchanged while the device computes.
 
-        agreement = Agreement(gloo_group)
+        agreement = Agreement()
         pending = agreement.start(Vote(stop=signal_number, count=num_labels))
         ...                                           # forward
         decision = pending.wait()                     # equal on every rank
 
-    `group` is a gloo process group of all ranks; None is one process, which decides alone. Every rank
-    calls every method, in the same order. Cost of a vote: one all-gather of 40 bytes a rank between
-    hosts, no device sync; `wait` blocks until the slowest rank has voted. All values of all ranks
-    come back, not only their maximum, so a decision can name who asked for it.
+    `group` is a process group that carries CPU tensors (gloo); without one the default group serves
+    as soon as there is one, and a process without any decides alone. `alone=True` decides alone inside
+    a job of several ranks, too. Every rank calls every method, in the same order. Cost of a vote: one
+    all-gather of 40 bytes a rank between hosts, no device sync; `wait` blocks until the slowest rank
+    has voted. All values of all ranks come back, not only their maximum, so a decision can name who
+    asked for it.
 
-    A rank that dies raises RuntimeError in the others at once, one that hangs after the group's
-    timeout.
+    Raises ValueError for a group without CPU tensors. A rank that dies raises RuntimeError in the
+    others at once, one that hangs after the group's timeout.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, alone: bool = False) -> None:
+        if alone and group is not None:
+            raise ValueError("a group and alone=True contradict each other; give one of them")
         self.group = group
+        self.alone = alone
 
     def start(self, vote: Vote) -> PendingDecision:
         """Send this rank's vote; returns at once."""
-        return PendingDecision(self.group, vote)
+        return PendingDecision(self._ranks(), vote)
+
+    def _ranks(self) -> Any:
+        """The group to vote in; None for a process that decides alone."""
+        dist = sys.modules.get("torch.distributed")  # no import, no group
+        if self.alone or dist is None or not (dist.is_available() and dist.is_initialized()):
+            return self.group
+        group = self.group or dist.group.WORLD
+        if dist.get_world_size(group) == 1:
+            return None
+        backends = dist.get_backend_config(group)
+        if "cpu:" not in backends:
+            raise ValueError(
+                f"the process group with backend {backends} must carry CPU tensors; give a host "
+                'group, such as torch.distributed.new_group(backend="gloo")'
+            )
+        return group
 
     def exchange(self, value: Any) -> list[Any]:
         """What every rank brought, in the order of ranks: plain data that JSON can say.
@@ -86,19 +123,20 @@ class Agreement:
         For start-up and other rare moments: two collectives, blocking. Usage:
         `problems = [p for p in agreement.exchange(problem) if p]`.
         """
-        if self.group is None:
+        group = self._ranks()
+        if group is None:
             return [value]
         import torch
         import torch.distributed as dist
 
         text = bytearray(json.dumps(value).encode())
-        world = dist.get_world_size(self.group)
+        world = dist.get_world_size(group)
         sizes = torch.zeros(world, 1, dtype=torch.int64)
-        dist.all_gather(list(sizes), torch.tensor([len(text)]), group=self.group)
+        dist.all_gather(list(sizes), torch.tensor([len(text)]), group=group)
         longest = int(sizes.max())
         mine = torch.frombuffer(text.ljust(longest, b" "), dtype=torch.uint8)
         gathered = torch.empty(world, longest, dtype=torch.uint8)
-        dist.all_gather(list(gathered), mine, group=self.group)
+        dist.all_gather(list(gathered), mine, group=group)
         return [json.loads(bytes(row.tolist())) for row in gathered]
 
 
@@ -113,7 +151,7 @@ class PendingDecision:
         import torch
         import torch.distributed as dist
 
-        mine = torch.tensor([int(n) for n in astuple(vote)], dtype=torch.int64)
+        mine = torch.tensor(astuple(vote), dtype=torch.int64)
         self._votes = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.int64)
         self._work = dist.all_gather(list(self._votes), mine, group=group, async_op=True)
 
@@ -128,3 +166,33 @@ class PendingDecision:
 def _vote(row: Sequence[int]) -> Vote:
     stop, save, fault, digest, count = row
     return Vote(int(stop), bool(save), int(fault), int(digest), int(count))
+
+
+def _bits(digest: int | str) -> int:
+    """The signed integer of a digest's 64 bits."""
+    if isinstance(digest, str):
+        if not re.fullmatch("[0-9a-fA-F]{16}", digest):
+            raise ValueError(
+                f"digest {digest[:40]!r} must be 16 hex digits or an integer; use Batch.digest"
+            )
+        digest = int(digest, 16)
+    value = _whole("digest", digest)
+    return value - 2**64 if 2**63 <= value < 2**64 else value
+
+
+def _int64(name: str, value: Any) -> int:
+    value = _whole(name, value)
+    if value not in _INT64:
+        raise ValueError(
+            f"{name} of {value.bit_length()} bits must fit a signed integer of 64; use a smaller number"
+        )
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"{name} {str(value)[:40]!r} must be a whole number; use an integer"
+        ) from None

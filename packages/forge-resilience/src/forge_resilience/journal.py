@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+_MOST_ELEMENTS = 256
+
 
 class Journal:
     """Appends events to a file; whatever prevents that is reported once and never stops a run.
@@ -21,7 +23,9 @@ class Journal:
         journal.record("save", step=100, seconds=0.4)
 
     Each line is one JSON object with `event`, `time` (UTC, ISO 8601), `pid`, `host` and the caller's
-    fields, which cannot replace those four. It is written by a single `os.write` to a descriptor
+    fields; one that bears the name of those four is recorded as `event_` and so on. Tensors and arrays
+    are recorded as numbers (a tensor of a device waits for it), those over 256 elements as their text;
+    nan and inf, which JSON lacks, as null; other values that JSON cannot say as their `str`. A line is written by a single `os.write` to a descriptor
     opened with O_APPEND: lines of several processes do not mix, and a kill tears the last line at
     most. A torn line of an earlier life is ended first, so that it cannot swallow a new one.
     """
@@ -31,12 +35,13 @@ class Journal:
         self._host = platform.node()
         self._warned = False
 
-    def record(self, event: str, **fields: Any) -> None:
-        """Append one event. What JSON cannot say is written as its `str`, nan and inf too."""
+    def record(self, event: str, /, **fields: Any) -> None:
+        """Append one event."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         head = {"event": event, "time": now, "pid": os.getpid(), "host": self._host}
         try:
-            line = json.dumps(_plain({**head, **fields, **head}), default=str, allow_nan=False)
+            own = {f"{name}_" if name in head else name: value for name, value in fields.items()}
+            line = json.dumps(_plain({**head, **own}), default=str, allow_nan=False)
             self._append((line + "\n").encode())
         except Exception as error:  # also a value that contains itself: no reason to end a run
             self._warn_once(error)
@@ -79,11 +84,13 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with text for keys and for numbers that JSON lacks."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    """`value` with text for keys, numbers for tensors and null for numbers that JSON lacks."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if hasattr(value, "tolist") and math.prod(getattr(value, "shape", ())) <= _MOST_ELEMENTS:
+        return _plain(value.tolist())
     return value

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignal:
@@ -26,7 +26,8 @@ class StopSignal:
     lock, allocates no logger and survives a stderr that is closed, broken, full without a reader, or
     by now somebody's data file, so that a stop never depends on logging. Signals after the first are
     counted and change nothing: a save under way is not disturbed by impatience (SIGKILL remains).
-    Leaving the context restores the handlers that were there.
+    Leaving the context restores the handlers that were there. SIGHUP, which comes when the terminal
+    goes, is a request too, unless it is ignored when the context opens: under `nohup` the run goes on.
 
     Only this process knows of the signal; ranks agree by their votes (`Agreement`), and all but one
     may be told not to `announce` it. A forked child (a data worker)
@@ -81,6 +82,8 @@ class StopSignal:
         self._process, self._stderr = os.getpid(), _stderr_file()
         try:
             for number in self.signals:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._handle)
         except BaseException:  # a signal that cannot be caught: leave none half installed
             self._restore()

@@ -39,7 +39,7 @@ class StepVotes:
                 stop=self.signal.number,
                 save=self.save_requested,
                 fault=0 if self.fault is None else int(_code(self.fault)),
-                digest=int(batch.digest, 16) - 2**63,
+                digest=batch.digest,
                 count=batch.num_valid if counts else 0,
             )
         )
