@@ -98,7 +98,7 @@ BAD = {
         "1.9",
     ),
     "bad kind": (78, ["prepare", "text.txt", "--output", "o", "--document", "page"], "page"),
-    "exists": (78, ["prepare", "text.txt", "--output", "there"], "pass --overwrite"),
+    "exists": (78, ["prepare", "text.txt", "--output", "there"], "(--overwrite)"),
     "bad eos": (
         78,
         ["prepare", "text.txt", "--output", "o", "--eos", "x"],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forge_train import read_run
 from forge_train.metrics.sinks import BackgroundSink, JsonlSink
 
 
@@ -89,3 +90,25 @@ def test_rows_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["again"]
+
+
+FOREIGN = ["[1, 2]", "3", "null", '"text"', "{}", '{"step": "x"}', '{"step": true}', "[" * 100_000]
+
+
+def test_F108_a_foreign_line_costs_itself_and_one_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(['{"step": 1, "loss": 2.0}', *FOREIGN, '{"step": 2}', '{"st']))
+    sink = BackgroundSink(lambda: JsonlSink(path, 2), "metrics.jsonl")
+    sink.write({"step": 3})
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert "metrics.jsonl: 7 lines that are no rows of metrics were left out" in err
+    path.write_text('{"step": 1, "loss": 2.0}\n[1]\n')
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "environment.json").write_text("{}")
+    assert read_run(tmp_path).metrics == {"step": [1], "loss": [2.0]}
+    assert "1 lines that are no rows" in capfd.readouterr().err

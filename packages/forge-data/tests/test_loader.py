@@ -103,7 +103,8 @@ def test_digest_chain_goes_on_at_a_resume(stream):
 
 def test_resume_is_O1(stream):
     loader = Loader(stream, 4)
-    loader.load_state_dict({**loader.state_dict(), "cursor": 10**15})
+    fingerprint = loader.state_dict()["fingerprint"]
+    loader.load_state_dict({"cursor": 10**15, "digest_chain": "1" * 16, "fingerprint": fingerprint})
     assert next(loader).instance_ids.tolist() == [10**15 + i for i in range(4)]
 
 
@@ -115,6 +116,47 @@ def test_changed_data_at_resume_is_refused_with_a_diff(stream):
         loader.load_state_dict(state)
     assert "order.seed" not in str(error.value)
     assert loader.cursor == 4
+
+
+OFF = {
+    "cursor one off": {"cursor": 9},
+    "cursor at 0": {"cursor": 0},
+    "cursor a batch ahead": {"cursor": 12},
+    "cursor text of 5000 digits": {"cursor": "9" * 5000},
+    "chain of another run": {"digest_chain": "1" * 16},
+    "chain of no steps": {"digest_chain": "0" * 16},
+    "chain before missing": {"digest_chain_before": None},
+    "chain before other": {"digest_chain_before": "1" * 16},
+    "last batch other": {"last_batch": 5},
+    "last batch absurd": {"last_batch": 2**60},
+    "last batch text": {"last_batch": "4"},
+    "last batch none": {"last_batch": 0},
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_F97_a_cursor_that_is_not_where_the_chain_of_digests_ends(stream, name):
+    """It would repeat instances, or skip some."""
+    source, loader = Loader(stream, 4), Loader(stream, 4)
+    take(source, 2)
+    next(loader)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=r"not come from Loader.state_dict\(\); load an") as error:
+        loader.load_state_dict({**source.state_dict(), **OFF[name]})
+    assert not isinstance(error.value, DataError)
+    assert len(str(error.value)) < 250
+    assert loader.state_dict() == before
+
+
+def test_states_of_older_versions_load(stream):
+    source, loader = Loader(stream, 4), Loader(stream, 4)
+    take(source, 2)
+    state = source.state_dict()
+    old = {k: state[k] for k in ("cursor", "digest_chain", "fingerprint")}
+    loader.load_state_dict(old)
+    assert loader.state_dict() == old, "saved again before the next batch"
+    assert next(loader).instance_ids.tolist() == [8, 9, 10, 11]
+    source.load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -151,11 +193,26 @@ def test_F102_what_is_no_state_is_refused(stream, bad):
         ({"global_batch": 0}, "global_batch 0"),
         ({"global_batch": 4, "rank": 2, "world_size": 2}, "rank 2 must lie within"),
         ({"global_batch": 4, "num_workers": -1}, "num_workers -1 must be at least 0"),
+        ({"global_batch": 4, "num_workers": 100_000}, "num_workers 100000 .* at most 256; use 0"),
+        ({"global_batch": 10**9}, "global_batch 1000000000 .* at most 1048576"),
     ],
 )
-def test_bad_arguments_are_refused(stream, arguments, message):
+def test_F107_bad_arguments_are_refused(stream, arguments, message):
     with pytest.raises(ValueError, match=message):
         Loader(stream, **arguments)
+
+
+def test_F107_absurd_sizes_are_refused_before_memory_is_asked_for():
+    source = BuiltinCorpus("validation")
+    for seq_len in (0, 10**12, 2**70):
+        with pytest.raises(
+            ValueError, match=r"seq_len \d+ must be at least 1 and at most 16777216"
+        ):
+            PackedStream(source, seq_len)
+    with pytest.raises(
+        ValueError, match=r"32 rows of seq_len 16777216 must be at most 268435456 tok"
+    ):
+        next(Loader(PackedStream(source, 1 << 24), 32))
 
 
 class Failing:
@@ -178,7 +235,7 @@ class Failing:
 def test_an_error_while_reading_surfaces_with_its_message(num_workers, error):
     loader = Loader(Failing(error), 4, num_workers=num_workers)
     take(loader, 2)
-    loader.load_state_dict({"cursor": 4, "digest_chain": "0" * 16, "fingerprint": {}})
+    loader.load_state_dict({"cursor": 4, "digest_chain": "1" * 16, "fingerprint": {}})
     next(loader)
     with pytest.raises(type(error), match=str(error)):
         next(loader)

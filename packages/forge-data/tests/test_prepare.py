@@ -135,9 +135,9 @@ def test_where_a_byte_is_wrong_far_into_a_file(tmp_path):
     ("line", "message"),
     [
         ('{"text": ', "line 2 must be JSON"),
-        ('{"body": "x"}', r"line 2 must have a string 'text' \(it has: body\)"),
+        ('{"body": "x"}', r"line 2 must have a string .text. \(it has: body\)"),
         ("[1]", r"it has: list"),
-        ('{"text": 3}', "must have a string 'text'"),
+        ('{"text": 3}', "has 3 as 'text', which must be a string"),
     ],
 )
 def test_bad_jsonl_is_refused_by_line(tmp_path, line, message):
@@ -175,7 +175,9 @@ def test_an_existing_output_is_only_replaced_when_asked_and_when_the_new_one_is_
     (tmp_path / "a.txt").write_text("old")
     (tmp_path / "bad.txt").write_bytes(b"new\xff")
     prepare([tmp_path / "a.txt"], tmp_path / "out")
-    with pytest.raises(ValueError, match="must not exist yet; choose another, or pass --overwrite"):
+    with pytest.raises(
+        ValueError, match="must not exist yet; choose another, or replace it with overwrite=True"
+    ):
         prepare([tmp_path / "a.txt"], tmp_path / "out")
     with pytest.raises(DataError, match="UTF-8"):
         prepare([tmp_path / "bad.txt"], tmp_path / "out", overwrite=True)

@@ -202,13 +202,13 @@ def test_refusals(tmp_path):
 def test_F63_a_signal_to_the_launcher_reaches_every_worker_and_leaves_no_orphan(tmp_path):
     """torchrun dies of USR1 and leaves its workers."""
     body = """
-for number in (signal.SIGUSR1, signal.SIGINT):
+for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda n, f: ready(signal.Signals(n).name))
 on(signal.SIGTERM, 75); ready("pid"); wait_for("never")
 """
     process = launcher(body, 3, tmp_path)
     pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(3)]
-    for name in ("SIGUSR1", "SIGINT"):
+    for name in ("SIGUSR1", "SIGINT", "SIGHUP"):
         process.send_signal(getattr(signal, name))
         assert [wait_for(tmp_path / f"{name}{rank}") for rank in range(3)] == pids
     process.terminate()

@@ -6,6 +6,7 @@ Heavy modules are imported by the verb that needs them: help and refusals come a
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import os
@@ -33,17 +34,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     args = list(sys.argv[1:] if argv is None else argv)
     _prepare_process(args)
     code: int = ExitCode.DONE
-    try:
+    with contextlib.suppress(BrokenPipeError):  # `forge-train --help | head` has seen enough
         code = int(_dispatch(args))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `forge-train --help | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for descriptor, stream in enumerate((sys.stdout, sys.stderr), start=1):
+        try:
+            stream.flush()
+        except OSError as error:
+            if not _reader_left(error):
+                raise
+            # Python's own flush at exit would fail again and change the exit code to 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     if args[:1] == ["run"] and _is_rank_of_many():
         from forge_parallel import leave
 
         leave(code)
     gc.freeze()  # at exit Python looks for cycles in all that torch imported: 0.6 s of a refusal
     sys.exit(code)
+
+
+def _reader_left(error: OSError) -> bool:
+    """Output failed because a pipe is closed (EPIPE) or a terminal is gone (EIO)."""
+    return error.errno in (errno.EPIPE, errno.EIO)
 
 
 def _is_rank_of_many() -> bool:
@@ -131,8 +142,11 @@ def run(args: list[str]) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 print_summary(trainer, result, rest)
-            except (BrokenPipeError, KeyboardInterrupt):
-                pass  # the run is over and saved: a reader who left changes no code
+            except KeyboardInterrupt:
+                pass
+            except OSError as error:  # the run is over and saved: a reader who left changes no code
+                if not _reader_left(error):
+                    raise
             except RuntimeError as error:  # a rank that is gone, no memory for the sample
                 if meshes.rank == 0:
                     print(f"forge-train: no sample: {error}", file=sys.stderr)
@@ -145,7 +159,11 @@ def run(args: list[str]) -> int:
 
 def _leave_on_signal(code: int, *more: signal.Signals) -> None:
     """End this process with `code` on SIGTERM, SIGUSR1 and `more`, at once: nothing is flushed."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, *more):
+    ignored = (
+        signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    )  # nohup: the run outlives its terminal
+    hang_up = () if ignored else (signal.SIGHUP,)
+    for number in (signal.SIGTERM, signal.SIGUSR1, *hang_up, *more):
         signal.signal(number, lambda *_: os._exit(code))
 
 
@@ -339,6 +357,7 @@ def _lost_rank(error: RuntimeError) -> Sequence[str] | None:
 
 
 def _fail(problems: Sequence[str], code: int) -> int:
-    for problem in problems:
-        print(f"forge-train: {problem}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # a terminal that is gone changes no code
+        for problem in problems:
+            print(f"forge-train: {problem}", file=sys.stderr)
     return code

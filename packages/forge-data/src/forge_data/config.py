@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge_data._rules import Rule, check
+from forge_data.small_files import path_problems
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 SPLITS = ("train", "validation")
 VERIFY = ("touch", "full", "off")
+# Sanity bounds: far over what is used, far under what takes a machine down.
+MAX_SEQ_LEN = 1 << 24
+MAX_WORKERS = 256  # of one rank
+MAX_GLOBAL_BATCH = 1 << 20
+MAX_TOKENS_AT_ONCE = 1 << 28  # of the rows of one rank, 8 GiB as arrays
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -19,8 +25,8 @@ def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def _is_int(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+def _is_int(value: Any, minimum: int, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def _unknown_name(v: Mapping[str, Any]) -> bool:
@@ -40,6 +46,12 @@ SOURCE_RULES = (
         lambda v: v["name"] == "tokens" and not v["path"],
         "path {path!r} must name token files when name is {name!r}",
         "set path to a folder written by `forge-data prepare`",
+    ),
+    Rule(
+        "source_path",
+        lambda v: bool(v["path"] and path_problems(v["path"])),
+        "path {path!r} must be a file name, without NUL or lone surrogates",
+        "correct it",
     ),
     Rule(
         "builtin_has_no_path",
@@ -82,14 +94,14 @@ SOURCE_RULES = (
 DATA_RULES = (
     Rule(
         "seq_len",
-        lambda v: not _is_int(v["seq_len"], 1),
-        "seq_len {seq_len!r} must be a whole number of at least 1",
+        lambda v: not _is_int(v["seq_len"], 1, MAX_SEQ_LEN),
+        f"seq_len {{seq_len!r:.40}} must be a whole number of at least 1 and at most {MAX_SEQ_LEN}",
         "use seq_len = 256",
     ),
     Rule(
         "num_workers",
-        lambda v: not _is_int(v["num_workers"], 0),
-        "num_workers {num_workers!r} must be a whole number of at least 0",
+        lambda v: not _is_int(v["num_workers"], 0, MAX_WORKERS),
+        f"num_workers {{num_workers!r:.40}} must be a whole number of at least 0 and at most {MAX_WORKERS}",
         "use num_workers = 0 to read in the training process",
     ),
     Rule(

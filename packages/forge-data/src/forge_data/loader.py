@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from forge_data._torch_compat import end_workers
 from forge_data.batch import Batch
+from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
 from forge_data.errors import DataError
 from forge_data.orphans import end_with_parent
 from forge_data.packing import digest_of_ids, make_batch
@@ -59,20 +60,29 @@ class Loader:
                 f"rank {rank} must lie within 0..world_size-1 (world_size {world_size}); "
                 "use the rank and world size of the process group"
             )
-        if global_batch < 1 or global_batch % world_size:
+        if not 1 <= global_batch <= MAX_GLOBAL_BATCH:
+            raise ValueError(
+                f"global_batch {global_batch!r:.40} must be at least 1 and at most {MAX_GLOBAL_BATCH} "
+                "rows; use 16"
+            )
+        if global_batch % world_size:
             near = max(1, round(global_batch / world_size)) * world_size
             raise ValueError(
                 f"global_batch {global_batch} must be divisible by world_size {world_size}; use {near}"
             )
-        if num_workers < 0:
-            raise ValueError(f"num_workers {num_workers} must be at least 0; use 0 for no process")
+        if not 0 <= num_workers <= MAX_WORKERS:
+            raise ValueError(
+                f"num_workers {num_workers!r:.40} must be at least 0 and at most {MAX_WORKERS}; "
+                "use 0 for no process"
+            )
         self.stream = stream
         self.global_batch = global_batch
         self.rank = rank
         self.world_size = world_size
         self.num_workers = num_workers
         self._cursor = 0
-        self._chain = _NO_STEPS
+        self._chain = self._chain_before = _NO_STEPS
+        self._last_batch: int | None = 0  # None after a state of an older version
         self._workers: Iterator[Any] | None = None
 
     @property
@@ -89,36 +99,41 @@ class Loader:
         digest = digest_of_ids(_column(self._cursor, self.global_batch, 0, 1))
         batch = make_batch(arrays, ids, digest)
         self._cursor += self.global_batch
-        self._chain = hashlib.sha256((self._chain + digest).encode()).hexdigest()[:16]
+        self._last_batch = self.global_batch
+        self._chain_before, self._chain = self._chain, _link(self._chain, digest)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, after the batches handed out; the same on all ranks, JSON-able."""
-        return {
+        state = {
             "cursor": self._cursor,
             "digest_chain": self._chain,
             "fingerprint": self.stream.fingerprint(),
         }
+        if (
+            self._last_batch is not None
+        ):  # with these two a resume checks that cursor and chain agree
+            state["digest_chain_before"] = self._chain_before
+            state["last_batch"] = self._last_batch
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches of `state`, in O(1). Raises as `load_checks`, and then stays where it was."""
+        """Go on after the batches of `state`, in O(last batch). Raises as `load_checks`, and then stays
+        where it was."""
         self.load_checks(state)
         self.close()
         self._cursor, self._chain = state["cursor"], state["digest_chain"]
+        self._chain_before = state.get("digest_chain_before", _NO_STEPS)
+        self._last_batch = state.get("last_batch")
 
     def load_checks(self, state: Mapping[str, Any]) -> None:
-        """Change nothing; raise ValueError unless `state` is that of a loader, and DataError with every
-        difference when it was made from another stream."""
-        known = isinstance(state, Mapping) and isinstance(state.get("fingerprint"), Mapping)
-        cursor, chain = (state.get("cursor"), state.get("digest_chain")) if known else (state, None)
-        if (
-            type(cursor) is not int
-            or not 0 <= cursor <= _LAST_CURSOR
-            or not re.fullmatch("[0-9a-f]{16}", str(chain))
-        ):
+        """Change nothing; raise ValueError unless `state` is that of a loader whose cursor is where its
+        chain of digests ends, and DataError with every difference when it was made from another stream."""
+        problem = _problem(state)
+        if problem is not None:
             raise ValueError(
-                f"loader state with cursor {cursor!r:.80} and digest_chain {chain!r:.80} must come from "
-                "Loader.state_dict(); load another checkpoint"
+                f"loader state {problem}, so it does not come from Loader.state_dict(); "
+                "load another checkpoint"
             )
         _refuse_other_data(state["fingerprint"], self.stream.fingerprint())
 
@@ -162,6 +177,34 @@ class Loader:
         self._end = functools.partial(end_workers, workers)
         atexit.register(self._end)
         return workers
+
+
+def _problem(state: Any) -> str | None:
+    """What keeps `state` from being a loader's; None if nothing does."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("fingerprint"), Mapping):
+        return "has no fingerprint of its data"
+    cursor, chain = state.get("cursor"), state.get("digest_chain")
+    # Versions before 0.2 did not record how the chain came about.
+    before, last = state.get("digest_chain_before", _NO_STEPS), state.get("last_batch")
+    if type(cursor) is not int or not 0 <= cursor <= _LAST_CURSOR:
+        return f"has cursor {cursor!r:.80}, which must be within 0..{_LAST_CURSOR}"
+    for value in (chain, before):
+        if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
+            return f"has digest_chain {value!r:.80}, which must be 16 hex digits"
+    if "last_batch" not in state:
+        return None
+    if type(last) is not int or not 0 <= last <= min(cursor, MAX_GLOBAL_BATCH):
+        return (
+            f"has last_batch {last!r:.80}, which must be within 0..{min(cursor, MAX_GLOBAL_BATCH)}"
+        )
+    digest = digest_of_ids(np.arange(cursor - last, cursor))
+    ends = chain == (_link(before, digest) if last else _NO_STEPS) and (last > 0 or cursor == 0)
+    return None if ends else f"has cursor {cursor}, where digest_chain {chain} does not end"
+
+
+def _link(chain: str, digest: str) -> str:
+    """The chain of digests, one step on."""
+    return hashlib.sha256((chain + digest).encode()).hexdigest()[:16]
 
 
 class _Steps:

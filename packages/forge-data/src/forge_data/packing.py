@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from forge_data.batch import IGNORE, PAD_DOCUMENT, Batch
+from forge_data.config import MAX_SEQ_LEN, MAX_TOKENS_AT_ONCE
 from forge_data.order import ORDER_VERSION, Permutation
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ class PackedStream:
     """
 
     def __init__(self, source: Source, seq_len: int, seed: int = 0, shuffle: bool = True) -> None:
-        if seq_len < 1:
-            raise ValueError(f"seq_len {seq_len} must be at least 1; use 256")
+        if not 1 <= seq_len <= MAX_SEQ_LEN:
+            raise ValueError(
+                f"seq_len {seq_len!r:.40} must be at least 1 and at most {MAX_SEQ_LEN}; use 256"
+            )
         self.source = source
         self.seq_len = seq_len
         self.seed = seed
@@ -72,6 +75,11 @@ class PackedStream:
     def arrays(self, instance_ids: np.ndarray) -> dict[str, np.ndarray]:
         """The same for many instances: int64 arrays (N, S)."""
         shape = (len(instance_ids), self.seq_len)
+        if shape[0] * shape[1] > MAX_TOKENS_AT_ONCE:
+            raise ValueError(
+                f"{shape[0]} rows of seq_len {shape[1]} must be at most {MAX_TOKENS_AT_ONCE} tokens "
+                "at once; use a smaller global_batch or more ranks"
+            )
         out = {name: np.empty(shape, np.int64) for name in ARRAYS}
         for i, row in enumerate(self.rows(instance_ids)):
             self._fill(int(row), {name: a[i] for name, a in out.items()})

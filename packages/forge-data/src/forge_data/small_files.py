@@ -1,4 +1,4 @@
-"""Small files of ours, read whole and never without a bound."""
+"""Paths that can be opened, and small files, read whole and never without a bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_small(path: Path, limit: int) -> bytes:
     """
     # Without a writer the plain open of a FIFO blocks, before anybody can ask what it is.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise DataError(
@@ -28,4 +28,20 @@ def read_small(path: Path, limit: int) -> bytes:
                 f"{path} has {status.st_size} bytes, and such a file has at most {limit}; "
                 "put the right file there"
             )
-        return file.read(limit)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(limit)
+    finally:
+        os.close(descriptor)
+
+
+def path_problems(path: str | Path) -> list[str]:
+    """What is wrong with a path before anything is opened: no file can have such a name."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        return [
+            f"path {str(path)[:80]!r} must be a file name, without NUL or lone surrogates; correct it"
+        ]
+    return []

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forge_data.errors import DataError
+from forge_data.small_files import read_small
 
+_MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 
 
@@ -86,7 +88,7 @@ class JsonTokenizer:
                 f"tokenizer {self.path} needs the tokenizers library, which is not installed; "
                 "pip install 'forge-data[tokenizers]'"
             ) from None
-        content = self.path.read_bytes()
+        content = read_small(self.path, _MAX_BYTES)
         try:
             self._tokenizer = Library.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception

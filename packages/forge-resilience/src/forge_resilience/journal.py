@@ -77,7 +77,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
             yield event

@@ -112,18 +112,29 @@ class BackgroundSink:
             return None
 
 
-def _keep_rows(path: Path, last_step: int) -> None:
-    """Drop rows after `last_step` and a torn last line; the old file stays until the new one is whole."""
-    if not path.exists():
-        return
-    kept = []
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file. A line that a kill tore is left out, and one that is JSON but no row
+    (an object with a number `step`) with one warning on stderr."""
+    rows, foreign = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if row.get("step", 0) <= last_step:
-            kept.append(line + "\n")
+        if isinstance(row, dict) and type(row.get("step")) in (int, float):
+            rows.append(row)
+        else:
+            foreign += 1
+    if foreign:
+        _warn(f"{path}: {foreign} lines that are no rows of metrics were left out")
+    return rows
+
+
+def _keep_rows(path: Path, last_step: int) -> None:
+    """Drop rows after `last_step` and lines that are none; the old file stays until the new is whole."""
+    if not path.exists():
+        return
+    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last_step]
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)

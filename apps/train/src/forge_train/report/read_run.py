@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience import read_events
+from forge_train.metrics.sinks import read_rows
 from forge_train.trainer.run_directory import RunDirectory
 
 
@@ -23,12 +24,13 @@ class Run:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Read config, environment, metrics and events of a run; a torn last line is left out.
+    """Read config, environment, metrics and events of a run; a torn last line is left out, and with a
+    warning lines of metrics that are no rows.
 
     Raises FileNotFoundError when `run_dir` is not the folder of a run.
     """
     paths = RunDirectory(run_dir)
-    rows = list(_rows(paths.metrics))
+    rows = read_rows(paths.metrics) if paths.metrics.exists() else []
     names = list(dict.fromkeys(name for row in rows for name in row))
     return Run(
         config=tomllib.loads(paths.config.read_text(encoding="utf-8")),
@@ -36,15 +38,3 @@ def read_run(run_dir: str | Path) -> Run:
         metrics={name: [row.get(name) for row in rows] for name in names},
         events=list(read_events(paths.events)),
     )
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # the line a kill tore
-            continue
-    return rows

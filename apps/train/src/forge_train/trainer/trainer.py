@@ -227,7 +227,7 @@ class Trainer:
                 self.meshes,
                 seq_len=config.data.seq_len,
                 recompute_contexts=recompute_contexts if self._mixture_sizes else None,
-                report=print if shows else None,
+                report=_say if shows else None,
             )
         )
         # an imported model keeps what its builder drew where it offers no table of its own
@@ -304,7 +304,7 @@ class Trainer:
         }
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
-                print(f"layout: {line}", flush=True)
+                _say(f"layout: {line}")
         if step:
             self._record("resume", **event, seconds=load_seconds, changed=changes)
         else:
@@ -509,3 +509,8 @@ class Trainer:
             getattr(callback, hook)(self, *args)
         if self.callbacks:  # one may have run the model and changed its weights since
             reshard(self.model)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        print(line, flush=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from forge_data.config import SPLITS
 from forge_data.prepare.readers import DOCUMENT_KINDS, Piece, find_inputs, read_pieces
 from forge_data.prepare.writer import TokenWriter, check_output, refuse_empty, replacing
+from forge_data.small_files import path_problems
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 
@@ -22,7 +23,7 @@ class Prepared:
 
 
 def prepare(
-    inputs: Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
     tokenizer: str = "byte",
@@ -33,7 +34,7 @@ def prepare(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Prepared:
-    """Tokenize text files and folders into `output`, which appears complete or not at all.
+    """Tokenize text files and folders (or one of them) into `output`, which appears complete or not at all.
 
     Each document is followed by the tokenizer's end-of-document token, where it has one. With
     `validation_every` N, every N-th document goes to `output/validation`, the others to
@@ -43,8 +44,9 @@ def prepare(
     DataError for what the files hold; nothing on disk has changed then.
     Usage: `prepare(["books"], "tokens/books", validation_every=20)`.
     """
-    paths, target = [Path(p) for p in inputs], Path(output)
-    _check_arguments(paths, document, validation_every, tokenizer, eos)
+    given = [inputs] if isinstance(inputs, str | Path) else inputs
+    paths, target = [Path(p) for p in given], Path(output)
+    _check_arguments(paths, target, document, validation_every, tokenizer, eos)
     encoder: Tokenizer = ByteTokenizer() if tokenizer == "byte" else JsonTokenizer(tokenizer, eos)
     files = find_inputs(paths)
     check_output(target, paths, overwrite)
@@ -70,9 +72,14 @@ def prepare(
 
 
 def _check_arguments(
-    inputs: Sequence[Path], document: str, validation_every: int, tokenizer: str, eos: str | None
+    inputs: Sequence[Path],
+    output: Path,
+    document: str,
+    validation_every: int,
+    tokenizer: str,
+    eos: str | None,
 ) -> None:
-    problems = []
+    problems = [p for path in [*inputs, output] for p in path_problems(path)]
     if not inputs:
         problems.append("inputs must name at least one file or folder; name one")
     if document not in DOCUMENT_KINDS:

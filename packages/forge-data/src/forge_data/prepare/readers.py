@@ -6,13 +6,24 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forge_data.errors import DataError
 
 DOCUMENT_KINDS = ("file", "line", "blank_line")
 SUFFIXES = (".txt", ".md", ".jsonl")
 _PIECE = 1 << 20  # characters of a piece when the whole file is one document
+#: First bytes of formats that are often given, and how to make text of them.
+_FORMATS = {
+    b"PAR1": ("parquet", "write its text column as .jsonl"),
+    b"ARROW1": ("Arrow", "write its text column as .jsonl"),
+    b"\x1f\x8b": ("gzip", "unpack it with gunzip"),
+    b"(\xb5/\xfd": ("zstd", "unpack it with unzstd"),
+    b"BZh": ("bzip2", "unpack it with bunzip2"),
+    b"\xfd7zXZ": ("xz", "unpack it with unxz"),
+    b"PK\x03\x04": ("zip", "unpack it with unzip"),
+    b"%PDF": ("PDF", "extract its text, for example with pdftotext"),
+}
 
 
 class Piece(NamedTuple):
@@ -57,9 +68,11 @@ def read_pieces(
 
     `document` is "file", "line" or "blank_line" (paragraphs); a .jsonl file has one document a line,
     in `text_field`. Line ends stay as they are inside a document. Documents of white space alone are
-    left out. Raises DataError for bytes that are not UTF-8 and for lines that are not such JSON.
+    left out. Raises DataError for bytes that are not UTF-8, for formats that are not read (parquet,
+    compressed files) and for lines that are not such JSON.
     """
     with path.open("rb") as raw:
+        _refuse_other_formats(path, raw)
         text = TextIOWrapper(raw, encoding="utf-8-sig", newline="")
         pieces: Iterator[Piece]
         if path.suffix == ".jsonl":
@@ -75,6 +88,15 @@ def read_pieces(
                 f"{path} must be UTF-8, but byte {_offset(raw, error)} is not "
                 f"({error.reason}); convert it, for example with iconv"
             ) from None
+
+
+def _refuse_other_formats(path: Path, raw: BufferedReader) -> None:
+    first = raw.peek(8)
+    for magic, (name, fix) in _FORMATS.items():
+        if first.startswith(magic):
+            raise DataError(
+                f"{path} is a {name} file, which forge-data does not read yet; {fix} and prepare that"
+            )
 
 
 def _offset(raw: BufferedReader, error: UnicodeDecodeError) -> int:
@@ -118,16 +140,28 @@ def _records(path: Path, text: TextIOWrapper, text_field: str) -> Iterator[Piece
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except RecursionError:
             raise DataError(
-                f"{path} line {number} must be JSON ({error.msg}); correct the line"
+                f"{path} line {number} must be JSON of a few levels, not nested deep; correct the line"
+            ) from None
+        except ValueError as error:  # no JSON, or an integer of thousands of digits
+            raise DataError(
+                f"{path} line {number} must be JSON ({error}); correct the line"
             ) from None
         value = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise DataError(
-                f"{path} line {number} must have a string {text_field!r} (it has: {keys}); "
-                "name the field with --text_field"
-            )
+            raise DataError(f"{path} line {number} {_no_text(record, text_field)}")
         if value.strip():
             yield Piece(value, last=True)
+
+
+def _no_text(record: Any, text_field: str) -> str:
+    """What a line has where its text should be, and what to do."""
+    if isinstance(record, dict) and text_field in record:
+        value = json.dumps(record[text_field])[:40]
+        return f"has {value} as {text_field!r}, which must be a string; give it text or leave the line out"
+    keys = ", ".join(record)[:200] if isinstance(record, dict) else type(record).__name__
+    return (
+        f"must have a string {text_field!r} (it has: {keys}); "
+        "name its field with text_field (--text_field)"
+    )

@@ -152,7 +152,10 @@ def check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None:
     if not (output.exists() or output.is_symlink()):
         return
     if not overwrite:
-        raise ValueError(f"output {output} must not exist yet; choose another, or pass --overwrite")
+        raise ValueError(
+            f"output {output} must not exist yet; choose another, or replace it with overwrite=True "
+            "(--overwrite)"
+        )
     places = [output, *(output / split for split in SPLITS)]
     if output.is_symlink() or not any((place / SIDECAR).is_file() for place in places):
         raise ValueError(
@@ -223,5 +226,5 @@ def refuse_empty(writers: dict[str, TokenWriter], num_documents: int) -> None:
         if writer.num_tokens == 0:
             raise DataError(
                 f"split {split} would be empty with {num_documents} documents; use a smaller "
-                "--validation_every, or --document line or blank_line for more documents"
+                "validation_every, or document line or blank_line for more documents"
             )

@@ -19,7 +19,7 @@ from typing import Any
 
 from forge_parallel.start.world import LOOPBACK, RUN_NAME, STORE_FD, Environ
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _REQUEUE = 75
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +40,8 @@ def run_local_workers(
     Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and
     OMP_NUM_THREADS = cores / nproc unless set; stdout and stderr are inherited, stdin by rank 0. The
     launcher opens the port (a free one) and hands the open socket to rank 0, so nobody can take it in
-    between. TERM, USR1 and INT are forwarded, as often as they come.
+    between. TERM, USR1, INT and HUP are forwarded, as often as they come (HUP not where it was ignored
+    before: `nohup`).
 
     Exit code: 0 if all end with 0; 75 if all end with 0 or 75 and one with 75, or one dies by a signal
     that was forwarded (it had not yet learnt to handle it). Else a worker failed:
@@ -118,7 +119,9 @@ class _Job:
 
     def _say(self, ranks: list[int], what: str) -> None:
         for rank in ranks:
-            print(f"rank {rank} (pid {self.workers[rank].pid}) {what}", file=sys.stderr, flush=True)
+            line = f"rank {rank} (pid {self.workers[rank].pid}) {what}"
+            with contextlib.suppress(OSError):  # a terminal that is gone
+                print(line, file=sys.stderr, flush=True)
 
     def _send(self, number: int) -> None:
         for rank in self.left:
@@ -158,6 +161,8 @@ def _forwarding(events: Events) -> Iterator[None]:
     before: dict[signal.Signals, Any] = {}
     try:
         for number in _SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             before[number] = signal.signal(number, handle)
         yield
     finally:
