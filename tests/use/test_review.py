@@ -20,6 +20,17 @@ def test_an_imported_model_keeps_the_buffers_its_builder_made(tmp_path: Path) ->
     assert torch.equal(trainer.model.scale, torch.full((3,), 2.5))
 
 
+def test_F113_logits_may_be_an_attribute_of_what_a_model_returns(tmp_path: Path) -> None:
+    losses = []
+    for name in ("bigram", "answering"):
+        settings = {"model.name": f"forge_testing.models:{name}", "sample.max_new_tokens": 0}
+        (tmp_path / name).mkdir()
+        Trainer(load_job(write_job(tmp_path / name), {**settings, "train.steps": 3})).fit()
+        metrics = read_run(tmp_path / name / "run").metrics
+        losses.append((metrics["loss"], metrics["val_loss"]))
+    assert losses[0] == losses[1]
+
+
 def test_two_callbacks_of_one_class_have_states_of_their_own() -> None:
     first = state_name(Counting(), {})
     assert state_name(Counting(), {first: None}) != first

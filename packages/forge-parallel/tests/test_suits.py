@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,68 @@ def half(precision: str) -> tuple[set[torch.dtype], torch.dtype]:
 def test_a_model_that_comes_in_bf16_is_updated_in_fp32(ranks: int) -> None:
     assert run_on_ranks(ranks, half, "fp32")[0] == ({torch.float32}, torch.float32)
     assert run_on_ranks(ranks, half, "bf16")[0] == ({torch.float32}, torch.bfloat16)
+
+
+class Adapted(nn.Module):
+    """A frozen layer in bf16 with a trained one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.adapter = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.base.bfloat16().requires_grad_(False)
+
+    def blocks(self) -> list[nn.Module]:
+        return [self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x)) + self.adapter(x)
+
+
+def frozen_base(precision: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
+    config = ParallelConfig(device="cpu", precision=precision)
+    alone, model = Adapted().float(), parallelize(Adapted(), config, make_meshes(config))
+    rows = torch.ones(2, 8)
+    for net in (alone, model):
+        net(rows).float().square().sum().backward()
+    (got,) = [model.adapter.weight.grad]
+    got = (
+        got.full_tensor() / 2 if isinstance(got, DTensor) else got
+    )  # both ranks have the same rows
+    error = (got - alone.adapter.weight.grad).abs().max() / alone.adapter.weight.grad.abs().max()
+    dtypes = ({p.dtype for p in part.parameters()} for part in (model.base, model.adapter))
+    return *dtypes, float(error)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_F113_a_frozen_base_stays_in_16_bits(precision: str) -> None:
+    for base, adapter, error in run_on_ranks(2, frozen_base, precision):
+        assert base == {torch.bfloat16}
+        assert adapter == {torch.float32}
+        assert error <= (1e-5 if precision == "fp32" else 5e-2)
+
+
+def warned(offers: bool) -> list[str]:
+    config = ParallelConfig(device="cpu", precision="bf16")
+    model: Any = nn.Sequential(nn.Linear(100, 100, bias=False))
+    if offers:
+        model.blocks = lambda: list(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(model, config, make_meshes(config))
+    return [str(each.message) for each in caught if "blocks()" in str(each.message)]
+
+
+@pytest.mark.distributed
+def test_F113_a_model_that_is_gathered_at_once_is_warned_of() -> None:
+    (said,), others = run_on_ranks(2, warned, False)
+    assert others == []
+    assert said == (
+        "Sequential offers no blocks(), so FSDP2 gathers all of it at once on every rank, 2e-05 GB in bf16; "
+        "give it blocks() that returns its layers"
+    )
+    assert run_on_ranks(2, warned, True) == [[], []]
 
 
 def half_experts() -> list[torch.dtype]:

@@ -14,7 +14,7 @@ from forge_parallel.axes.roles import match_roles, rows_of
 from forge_parallel.config import ParallelConfig, lies_as_said
 from forge_parallel.meshes import Meshes, make_meshes
 from forge_parallel.pipeline.schedule import keeps_gathered
-from forge_parallel.suits import check_model, expert_names
+from forge_parallel.suits import check_model, expert_names, warn_of_one_unit
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -41,8 +41,8 @@ def parallelize(
     `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
     `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts
     are spread before, by whoever made them. A model with values must have
-    the same values on all ranks: each keeps its share of them, nothing is sent. Parameters in 16 bits become
-    fp32, which is what is updated.
+    the same values on all ranks: each keeps its share of them, nothing is sent. Trained parameters in 16
+    bits become fp32, which is what is updated; those frozen before keep their dtype, but in one process in fp32.
 
     Raises ValueError, before anything is changed, for a model that the layout would compute wrongly: experts
     that lie on no ranks of ep, a parameter in several blocks, recomputation without blocks.
@@ -59,17 +59,21 @@ def parallelize(
     if roles is not None and meshes.tp.size > 1:
         # by the whole model: a stage has a part of the names
         match_roles(model, roles, strict=True)
-    _make_masters(model)
+    warn_of_one_unit(model, config, meshes)
+    _make_masters(model, frozen=meshes.dense is None)
     for part in _stages(model, config, meshes, seq_len):
         _adapt(part, config, meshes, rows_of(part, roles), recompute_contexts, report)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)
 
 
-def _make_masters(model: nn.Module) -> None:
-    """What came in 16 bits (a downloaded model) is kept and updated in fp32."""
+def _make_masters(model: nn.Module, frozen: bool) -> None:
+    """What came in 16 bits (a downloaded model) and is trained is kept and updated in fp32; what is `frozen`
+    only where nobody casts it to the compute dtype, as FSDP2 does."""
     for parameter in model.parameters():
         if parameter.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        if not parameter.requires_grad and not frozen:
             continue
         if not hasattr(parameter, "device_mesh"):
             parameter.data = parameter.data.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -34,6 +35,20 @@ def check_model(
         problems += dropout_problems(model)
     if problems:
         raise ValueError(once(problems))
+
+
+def warn_of_one_unit(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
+    """A warning on rank 0 where FSDP2 would gather the whole model at once, for want of blocks."""
+    spread = meshes.dense is not None and meshes.fsdp(meshes.dense).size() > 1
+    if not spread or meshes.rank or blocks_of(model):
+        return
+    size = sum(p.numel() for p in model.parameters()) / meshes.tp.size
+    size *= 2 if config.precision == "bf16" else 4
+    warnings.warn(
+        f"{type(model).__name__} offers no blocks(), so FSDP2 gathers all of it at once on every rank, "
+        f"{size / 1e9:.3g} GB in {config.precision}; give it blocks() that returns its layers",
+        stacklevel=3,
+    )
 
 
 def expert_names(model: nn.Module, roles: Mapping[str, Any] | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,17 @@ class Bigram(nn.Module):
 
 def bigram(vocab_size: int, width: int = 8) -> Bigram:
     return Bigram(vocab_size, width)
+
+
+class Answering(Bigram):
+    """Its logits are an attribute of what it returns, as with the models of transformers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(logits=super().forward(*args, **kwargs), loss=None)
+
+
+def answering(vocab_size: int, width: int = 8) -> Bigram:
+    return Answering(vocab_size, width)
 
 
 def by_rank(vocab_size: int) -> Bigram:

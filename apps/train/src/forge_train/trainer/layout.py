@@ -57,8 +57,8 @@ def _batch_problems(config: JobConfig, readers: int) -> list[str]:
         )
     if ":" in config.optimizer.name:
         problems.append(
-            f"parallel.pp {config.parallel.pp} must go with an optimizer whose state has names, and "
-            f"optimizer.name is {config.optimizer.name!r}; use 'adamw' or pp = 1"
+            f"parallel.pp {config.parallel.pp} must go with an optimizer of Forge, whose state its stages share by "
+            f"parameter name, and optimizer.name is {config.optimizer.name!r} from outside; use 'adamw' or pp = 1"
         )
     return problems
 
