@@ -17,16 +17,16 @@ class Doubled(Callback):
     """Evaluates with other weights, as one does with an average, and puts the own ones back."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        parameters = list(trainer.model.parameters())
-        self.own = [parameter.detach().clone() for parameter in parameters]
+        self.parameters = list(trainer.model.parameters())  # held, as an optimizer does
+        self.own = [parameter.detach().clone() for parameter in self.parameters]
         with torch.no_grad():
-            for parameter in parameters:
+            for parameter in self.parameters:
                 parameter.mul_(2.0)
             trainer.model(torch.zeros(1, 8, dtype=torch.int64))
 
     def on_evaluation(self, trainer: Trainer, val_loss: float) -> None:
         with torch.no_grad():
-            for parameter, value in zip(trainer.model.parameters(), self.own, strict=True):
+            for parameter, value in zip(self.parameters, self.own, strict=True):
                 parameter.copy_(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def verdicts(results: list[Result]) -> dict[str, str]:
 def test_a_plain_model_is_green_in_every_layout() -> None:
     results = prove(Model, vocab_size=VOCAB)
     assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
-    assert len(results) == 13
+    assert len(results) == 15
     assert all({"stream", "loss", "gradient", "norm", "weight"} == set(r.errors) for r in results)
     assert 0 < max(r.worst for r in results) < 1e-5
 
@@ -165,8 +166,12 @@ def test_builders_and_models_that_have_no_truth_are_reported() -> None:
         nn.init.normal_(model.norm.weight, generator=generator)
         return model
 
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5)
+
     def noisy() -> nn.Module:
-        return nn.Sequential(nn.Embedding(VOCAB, DIM), nn.Dropout(0.5), nn.Linear(DIM, VOCAB))
+        return nn.Sequential(nn.Embedding(VOCAB, DIM), Noise(), nn.Linear(DIM, VOCAB))
 
     with pytest.raises(ProveError, match=r"same values each time, and norm.weight differs"):
         prove(unseeded, vocab_size=VOCAB)
@@ -238,6 +243,93 @@ def test_a_tiny_llama_of_transformers() -> None:
     assert refused == {"cp", "pp", "recompute full"}
     assert "LlamaForCausalLM" in results["cp"].message
     assert all(r.verdict == "green" for name, r in results.items() if name not in refused), results
+    assert all("text" in r.errors for name, r in results.items() if name not in refused)
+
+
+class ByRow(Block):
+    """Rows go up through one of two layers, by the sign of what they begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        rows = (self.norm_2(row) for row in x)
+        up = [self.up(row) if row[0, 0] > 0 else self.other(row) for row in rows]
+        return x + self.down(F.gelu(torch.stack(up)))
+
+
+def with_blocks(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Model()
+        model.layers = nn.ModuleList([make() for _ in range(2)])
+        return model
+
+    return build
+
+
+class Fused(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        weight, bias = (torch.cat([getattr(p, n) for p in projections]) for n in ("weight", "bias"))
+        parts = F.linear(x, weight, bias).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, HEAD)) for part in parts)
+        return self.o_proj(self.attend(self.q_norm(q), k, v, None).flatten(-2))
+
+
+def fused() -> nn.Module:
+    block = Block()
+    block.attention = Fused()
+    return block
+
+
+class Functional(Model):
+    """The head is a function of the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(super().forward(tokens), self.embedding.weight)
+
+    def parallel_roles(self) -> dict[str, str]:
+        return {row: role for row, role in ROLES.items() if row != "head.*"}
+
+
+def dropping() -> nn.Module:
+    block: Any = Block()
+    block.down = nn.Sequential(block.down, nn.Dropout(0.5))
+    return block
+
+
+def test_F86_rows_that_take_different_ways_are_green_row_by_row() -> None:
+    (result,) = prove(with_blocks(ByRow), vocab_size=VOCAB, only="row by row", worlds=[2])
+    assert result.verdict == "green", result
+
+
+@pytest.mark.parametrize("build", [with_blocks(fused), Functional], ids=["fused", "functional"])
+def test_F87_cut_weights_in_foreign_code_are_red_with_the_reason(
+    build: Callable[[], nn.Module],
+) -> None:
+    results = prove(build, vocab_size=VOCAB, only="tp", worlds=[2])
+    assert len(results) == 2
+    for result in results:
+        assert "a weight that tp cuts must be used by its own module's forward" in result.message
+
+
+def test_F88_weights_swapped_around_an_evaluation_are_green() -> None:
+    (result,) = prove(Model, vocab_size=VOCAB, only="swapped", worlds=[2])
+    assert result.verdict == "green", result
+
+
+def test_F89_dropout_is_off_and_refused_under_tp() -> None:
+    roles = ROLES | {"*.down.*": "rowwise"}
+    results = prove(with_blocks(dropping), roles=roles, vocab_size=VOCAB, only="p", worlds=[2])
+    found = verdicts(results)
+    assert found["tp"] == found["tp, whole stream"] == "refused"
+    assert found["fsdp"] == "green"
 
 
 LAB = """

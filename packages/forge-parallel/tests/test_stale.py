@@ -37,13 +37,14 @@ def around_an_evaluation(options: dict[str, Any]) -> tuple[bool, bool]:
     model, rows = parallelize(Net(), config, make_meshes(config)), torch.ones(2, 6)
     before = model(rows).detach()
     reshard(model)
-    own = [parameter.detach().clone() for parameter in model.parameters()]
+    parameters = list(model.parameters())  # held, as an optimizer does
+    own = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.mul_(2.0)
         evaluated = model(rows)
         reshard(model)
-        for parameter, value in zip(model.parameters(), own, strict=True):
+        for parameter, value in zip(parameters, own, strict=True):
             parameter.copy_(value)
     return torch.equal(evaluated, before), torch.equal(model(rows), before)
 

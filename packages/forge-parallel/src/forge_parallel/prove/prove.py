@@ -26,7 +26,7 @@ class Result:
     """A cell's verdict: "green", "red" or "refused".
 
     `errors` are the worst, max|a - b| / max|b|, by quantity: stream (behind each layer), loss, gradient,
-    norm, weight. Of a red cell, `message` says where it first parts from one process; `parameter` and `layer`
+    norm, weight, text (greedy, of a model of transformers). Of a red cell, `message` says where it first parts from one process; `parameter` and `layer`
     name it where there is one. `trace` is that of a rank that raised.
     """
 
@@ -68,7 +68,7 @@ def prove(
     The model is called with tokens (B, S) of ids below `vocab_size`, and with positions and document_ids of
     that shape if its forward takes them; it returns logits (B, S, V) or something with `.logits`. Values are
     made fp32. Two steps of SGD with momentum and clipping on eight rows, which one process sees in one
-    forward: a module that mixes rows is red. `roles` is a table as `parallel_roles()` gives it. `worlds` and
+    forward: a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as `parallel_roles()` gives it. `worlds` and
     `only` (part of a name) choose cells; `say` hears of each result as it comes.
 
     Ranks are forked: `build` may be a local function. Raises ProveError if the question cannot be asked: a

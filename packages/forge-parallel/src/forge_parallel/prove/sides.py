@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from forge_parallel._torch_compat import in_backward
 from forge_parallel.axes.context import cut_sequence
-from forge_parallel.axes.fsdp import accumulate, blocks_of
+from forge_parallel.axes.fsdp import accumulate, blocks_of, reshard
+from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.config import ParallelConfig
 from forge_parallel.count import global_count
@@ -85,6 +86,8 @@ def one_process(task: Task) -> Truth:
         optimizer.step()
         optimizer.zero_grad()
     values[STEPS - 1, "weight"] = _weights(model)
+    if can_generate(model):
+        values[STEPS - 1, "text"] = {"": _text(model, task)}
     return Truth(start, values, logits.size(-1))
 
 
@@ -107,6 +110,8 @@ def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
 
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     for step in range(STEPS):
+        if cell.swaps and step:
+            _evaluate_others(model, task.batch(step, side.names))
         with _watching(model) as seen:
             share = side.forward_backward(task.batch(step, side.names))
         for name, whole in truth.values.get((step, "stream"), {}).items():
@@ -121,6 +126,8 @@ def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
         optimizer.step()
         optimizer.zero_grad()
     compare(STEPS - 1, "weight", _weights(model))
+    if (STEPS - 1, "text") in truth.values and side.pipeline is None:
+        compare(STEPS - 1, "text", {"": _text(model, task)})
     return errors
 
 
@@ -266,6 +273,35 @@ def _logits(output: Any) -> Tensor:
 def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     flat = logits.flatten(0, 1).float()
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@torch.no_grad()
+def _evaluate_others(model: nn.Module, batch: Batch) -> None:
+    """A forward with other weights, put in and taken out in place as an average of them would be."""
+    parameters = list(
+        model.parameters()
+    )  # held, as an optimizer does: a forward shows others in their place
+    own = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.mul_(2.0)
+    model(batch.tokens, **batch.keywords)
+    reshard(model)
+    for parameter, value in zip(parameters, own, strict=True):
+        parameter.copy_(value)
+
+
+def can_generate(model: nn.Module) -> bool:
+    """Whether it writes text as the models of transformers do."""
+    return has_plan(model) and hasattr(model, "generate")
+
+
+def _text(model: Any, task: Task) -> Tensor:
+    """(2, 10) what it writes greedily, not in training mode, behind four tokens of two rows."""
+    model.eval()
+    prompt = task.batch(0, ()).tokens[:2, :4]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    text: Tensor = model.generate(prompt, **options)
+    return text.float()
 
 
 def _weights(model: nn.Module) -> Tensors:

@@ -24,17 +24,21 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout on `world` ranks: keys of ParallelConfig, and the micro-batches of a data rank."""
+    """A layout on `world` ranks: keys of ParallelConfig, and the micro-batches of a data rank; `swaps`: other
+    weights are evaluated between the steps, and the own ones put back."""
 
     name: str
     world: int
     layout: Mapping[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
+    swaps: bool = False
 
 
 CELLS = (
     Cell("fsdp", 2),
     Cell("accumulation", 2, micro_batches=2),
+    Cell("row by row", 2, micro_batches=4),
+    Cell("weights swapped", 2, swaps=True),
     Cell("recompute full", 2, {"recompute": "full"}),
     Cell("tp", 2, {"tp": 2}),
     Cell("tp, whole stream", 2, {"tp": 2, "sequence_parallel": False}),
@@ -77,7 +81,7 @@ class Task:
     seed: int
 
     def model(self) -> nn.Module:
-        """A new one, fp32 and training, after all known generators were seeded."""
+        """A new one, fp32 and training but for its dropout, after all known generators were seeded."""
         random.seed(self.seed)
         torch.manual_seed(self.seed)
         if "numpy" in sys.modules:
@@ -86,7 +90,11 @@ class Task:
         if self.roles is not None:
             table = dict(self.roles)
             model.parallel_roles = lambda: table  # type: ignore[assignment]
-        return model.float().train()
+        model = model.float().train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        return model
 
     def batch(self, step: int, keywords: Container[str]) -> Batch:
         """The global batch of a step: the same wherever it is asked for, unevenly labelled."""
