@@ -37,6 +37,7 @@ from forge_parallel import (
     global_grad_norm,
     make_meshes,
     parallelize,
+    reshard,
 )
 from forge_parallel.axes.context import cut_sequence
 from forge_parallel.axes.vocab import vocab_cross_entropy
@@ -57,11 +58,13 @@ def _train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
     update = _Update(cell, model)
     run = Run(seed=cell.seed)
     for number, step in enumerate(data):
+        if FEATURES[cell.feature].swaps and number:
+            side.evaluate_others(step)
         loss = side.forward_backward(side.mine(step))
         norm, sums = global_grad_norm(side.counted, sums=loss[None])
         assert sums is not None
         run.losses.append(sums[0])
-        run.gradients.append(gradients(model))
+        run.gradients.append(gradients(model, cell))
         run.norms.append(norm)
         run.routes.append(routes(model))
         clip_grads_(model.parameters(), norm, MAX_NORM)
@@ -132,6 +135,23 @@ class Side:
         total = torch.stack([torch.stack(losses).sum(), count])
         dist.all_reduce(total)
         return total[0] / total[1]
+
+    @torch.no_grad()
+    def evaluate_others(self, step: list[list[MicroBatch]]) -> None:
+        """An evaluation with other weights, which are put in and taken out in place."""
+        parameters = list(self.model.parameters())  # held, as an optimizer does
+        own = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.mul_(2.0)
+        parts = [self._here(part) for part in self.mine(step)]
+        if self.pipeline is not None:
+            whole = together(parts)
+            self.pipeline.evaluate(whole.tokens, whole.labels, self._token_loss, **whole.keywords)
+        for part in parts if self.pipeline is None else ():
+            self.model(part.tokens, **part.keywords)
+        reshard(self.model)
+        for parameter, value in zip(parameters, own, strict=True):
+            parameter.copy_(value)
 
     def forward_backward(self, parts: list[MicroBatch]) -> Tensor:
         """This rank's share of the step's loss; gradients are those of the whole step."""

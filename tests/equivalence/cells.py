@@ -72,7 +72,9 @@ class Feature:
     labels names a rule of `batches.py`; parallel, model and moe are keys of ParallelConfig,
     TransformerConfig and MoEConfig (every second layer is then a mixture); padded means that the last row of
     the second step is the last of an epoch, with pads behind its tokens; evaluated, that the loss of whole
-    rows in eval mode is compared after the updates; deferred means that nothing is
+    rows in eval mode is compared after the updates; branches, that a micro-batch takes one of two
+    feed-forwards, as its first token says; swaps, that between steps other weights are put in for an
+    evaluation, and the own ones back; deferred means that nothing is
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
     forge_parallel's `accumulate` does; backend is the compiler's.
     """
@@ -82,6 +84,8 @@ class Feature:
     packed: bool = False
     padded: bool = False
     evaluated: bool = False
+    branches: bool = False
+    swaps: bool = False
     deferred: bool = False
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -231,6 +235,10 @@ FEATURES = {
     "bf16_packed": Feature(micro_batches=2, packed=True, parallel=_BF16),
     "bf16_reduce": Feature(micro_batches=2, parallel={**_BF16, "reduce_dtype": "bf16"}),
     "bf16_cpu_offload": Feature(micro_batches=2, parallel={**_BF16, "cpu_offload": True}),
+    "branches": Feature(micro_batches=2, branches=True),
+    "bf16_branches": Feature(micro_batches=2, branches=True, parallel=_BF16),
+    "swapped": Feature(swaps=True),
+    "bf16_swapped": Feature(swaps=True, parallel=_BF16),
     "recompute_full": Feature(parallel=_FULL),
     "recompute_selective": Feature(parallel={"recompute": "selective"}),
     "recompute_every_2": Feature(parallel={**_FULL, "recompute_every": 2}),
@@ -265,7 +273,14 @@ FEATURES = {
 OPTIMIZERS = ("sgd", "adamw")
 # With both optimizers, in any of these layouts. One rank in plain fp32 wraps nothing; these do.
 _DATA_LAYOUTS = ("fsdp_2", "fsdp_4", "hsdp_2x2")
-_ON_ONE_RANK = ("cpu_offload", "bf16", "bf16_deferred", "bf16_packed", "bf16_cpu_offload")
+_ON_ONE_RANK = (
+    "cpu_offload",
+    "bf16",
+    "bf16_deferred",
+    "bf16_packed",
+    "bf16_cpu_offload",
+    "bf16_swapped",
+)
 _DATA_FEATURES = tuple(FEATURES)[: tuple(FEATURES).index("recompute_full")]
 _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 # The rest: chosen so that every pair of axes, and of an axis and a feature, that is allowed occurs.
@@ -277,11 +292,11 @@ _CHOSEN = {
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
     " moe_recompute",
-    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed",
+    "tp_whole": "swapped packed tied_embeddings qk_norm recompute_full compile moe moe_packed",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed",
     "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
-    "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
+    "pp_1f1b": f"swapped accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
     " moe_bias moe_packed moe_global moe_recompute",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias",
     "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute",
@@ -290,17 +305,17 @@ _CHOSEN = {
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
     " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
     "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias",
-    "fsdp_tp_whole": "packed_recompute moe_bias",
+    "fsdp_tp_whole": "branches packed_recompute moe_bias",
     "hsdp_tp": "qk_norm accumulation moe_packed",
     "fsdp_cp": "accumulation packed tied_embeddings moe_bias",
     "hsdp_cp_ring": "packed accumulation",
     "fsdp_pp_gpipe": "tied_embeddings moe",
-    "fsdp_pp_1f1b": "accumulation packed tied_embeddings bf16 moe_bias compile",
+    "fsdp_pp_1f1b": "branches accumulation packed tied_embeddings bf16 moe_bias compile",
     "fsdp_pp_interleaved": "packed tied_embeddings moe_recompute",
     "fsdp_pp_zero_bubble": "tied_embeddings packed_recompute moe_bias",
     "fsdp_pp_zbv": "accumulation recompute_selective moe",
     "fsdp_pp_dualpipev": "packed moe_recompute",
-    "hsdp_pp": "accumulation tied_embeddings recompute_full moe",
+    "hsdp_pp": "bf16_branches accumulation tied_embeddings recompute_full moe",
     "efsdp_ep": "moe moe_bias moe_global moe_recompute",
     "hsdp_ep": "moe_bias moe_packed",
     "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed",

@@ -94,6 +94,10 @@ def _bias_of_this_rank(model: Any, step: int, steps: int, groups: Any, skip: Ten
     update_expert_bias(model, step, steps, groups=(), skip=skip)
 
 
+def _nothing(_: Any) -> None:
+    """FSDP2 as it comes: each rank reduces what it used, and weights stay gathered after an evaluation."""
+
+
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "local label count": (candidate, "global_count", _local_count),
     "gradients averaged over ranks": (fsdp, "sum_gradients", _leave_division),
@@ -105,4 +109,6 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "gradients of head norms not summed": (tensor, "_SUMMED", (Replicate(),)),
     "tied ends synchronised twice": (candidate, "sync_tied_gradients", _tied_twice),
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),
+    "each rank reduces what it used": (fsdp, "reduce_alike", _nothing),
+    "weights gathered after an evaluation": (candidate, "reshard", _nothing),
 }

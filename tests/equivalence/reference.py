@@ -60,7 +60,7 @@ def _train(cell: Cell) -> tuple[Run, float]:
     with _Margins() as margins:
         for number, step in enumerate(batches(cell)):
             run.losses.append(_forward_backward(cell, model, _parts(cell, step)))
-            run.gradients.append(gradients(model))
+            run.gradients.append(gradients(model, cell))
             run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
             run.routes.append(routes(model))
             optimizer.step()

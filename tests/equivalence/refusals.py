@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from batches import ROWS, SEQ
-from torch import nn
+from torch import Tensor, nn
 
 from forge_core import Transformer, TransformerConfig
+from forge_core.model import FeedForward
 from forge_moe import MoE, MoEConfig, expert_parallelize
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.context import cut_sequence
@@ -22,7 +24,8 @@ _MODEL: dict[str, Any] = {"vocab_size": 32, "dim": 32, "num_layers": 4, "num_hea
 @dataclass(frozen=True)
 class Refusal:
     """Keys of ParallelConfig on `world` ranks, and of the model: TransformerConfig's, `experts` of its
-    mixtures, or `bare` for a module that says nothing of itself. `says` is part of the message."""
+    mixtures, `dropout` of a module, `foreign` for code that uses a weight of another module in the forward, or
+    `bare` for a module that says nothing of itself. `says` is part of the message."""
 
     world: int
     keys: dict[str, Any]
@@ -32,6 +35,8 @@ class Refusal:
     seq_len: int = SEQ
 
 
+_TP: dict[str, Any] = {"tp": 2}
+_CUT = "a weight that tp cuts must be used by its own module's forward"
 _PP: dict[str, Any] = {"pp": 2, "pp_schedule": "1f1b"}
 _BARE = {"bare": True}
 _TIED = {"tie_embeddings": True}
@@ -55,6 +60,9 @@ REFUSALS = {
     "cp x a model without attend": Refusal(2, {"cp": 2}, "has no module with an attribute attend", _BARE),
     "pp x a model without parts": Refusal(2, _PP, "must offer pipeline_parts()", _BARE),
     "ep x a dense model": Refusal(2, {"ep": 2}, "found no forge_moe.MoE in the model"),
+    "tp x dropout": Refusal(2, _TP, "dropout 0.1 must be 0 under tp", {"dropout": 0.1}),
+    "tp x one product for gate and up": Refusal(2, _TP, _CUT, {"foreign": "fused"}),
+    "tp x a head that is a function of the embedding": Refusal(2, _TP, _CUT, {"foreign": "head", "tie_embeddings": True}),
     "tp 2 x one key/value head": Refusal(2, {"tp": 2}, "must be divisible by tp 2, no rank may share one", {"num_kv_heads": 1}),
     "ep 2 x three experts": Refusal(2, {"ep": 2}, "num_experts 3 must be divisible by the 2 ranks", {"experts": 3}),
     "ep 4 on two ranks": Refusal(2, {"ep": 4}, "ep 4 must divide dp_shard x cp x tp = 2", {"experts": 4}),
@@ -89,6 +97,8 @@ def _prepare(asked: Refusal) -> None:
     if config.ep > 1:
         expert_parallelize(model, meshes.sparse["ep"])
     parallelize(model, config, meshes, seq_len=asked.seq_len)
+    if "foreign" in asked.model:
+        model(torch.zeros(1, asked.seq_len, dtype=torch.int64))
     if config.pp > 1:
         sizes = {"num_micro_batches": asked.micro_batches, "micro_batch": ROWS}
         Pipeline(model, config, meshes, seq_len=asked.seq_len, dim=_MODEL["dim"], **sizes)
@@ -98,8 +108,33 @@ def _prepare(asked: Refusal) -> None:
 def _model(keys: dict[str, Any]) -> nn.Module:
     if keys.get("bare"):
         return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
-    config = TransformerConfig(**{**_MODEL, **{k: v for k, v in keys.items() if k != "experts"}})
+    own = ("experts", "dropout", "foreign")
+    config = TransformerConfig(**{**_MODEL, **{k: v for k, v in keys.items() if k not in own}})
+    if keys.get("foreign") == "head":
+        return _FunctionalHead(config)
+    if keys.get("foreign") == "fused":
+        return Transformer(config, feed_forward=lambda _: _Fused(config.dim, 64))
+    if "dropout" in keys:
+        model = Transformer(config)
+        model.dropout = nn.Dropout(keys["dropout"])
+        return model
     if "experts" not in keys:
         return Transformer(config)
     mixture = MoEConfig(dim=config.dim, hidden_dim=8, num_experts=keys["experts"])
     return Transformer(config, feed_forward=lambda _: MoE(mixture))
+
+
+class _Fused(FeedForward):
+    """Multiplies by the weights of two of its modules at once."""
+
+    def forward(self, x: Tensor, ctx: Any = None) -> Tensor:
+        gate, up = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight])).chunk(2, -1)
+        down: Tensor = self.down_proj(F.silu(gate) * up)
+        return down
+
+
+class _FunctionalHead(Transformer):
+    """Multiplies by the embedding's weight itself."""
+
+    def head(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.embedding.weight)

@@ -108,6 +108,14 @@ def test_F13_labels_weigh_the_same_on_all_ranks_and_micro_batches() -> None:
         assert green(Cell("hsdp_2x2", feature, "adamw"))
 
 
+def test_F86_ranks_and_micro_batches_that_take_different_branches() -> None:
+    assert green(Cell("hsdp_2x2", "branches", "adamw"), Cell("fsdp_pp_1f1b", "branches", "sgd"))
+
+
+def test_F88_weights_swapped_around_an_evaluation() -> None:
+    assert green(Cell("one_rank", "bf16_swapped", "sgd"), Cell("pp_1f1b", "swapped", "sgd"))
+
+
 # ---- what these comparisons would have caught
 
 EVERYTHING = {"loss", "gradients", "norm", "weights"}
@@ -123,6 +131,9 @@ CAUGHT = [
     ("gradients of head norms not summed", "qk_norm", ("tp", "tp_pp"), {"gradients", "norm"}),
     ("tied ends synchronised twice", "tied_embeddings", ("pp_1f1b", "tp_pp"), {"gradients", "norm"}),
     ("biases from one rank's counts", "moe_bias", ("ep", "tp_ep"), {"weights"}),
+    ("each rank reduces what it used", "branches", ("fsdp_2",), {"gradients", "norm"}),
+    ("weights gathered after an evaluation", "swapped", ("fsdp_2", "tp_whole"), EVERYTHING),
+    ("weights gathered after an evaluation", "bf16_swapped", ("one_rank",), EVERYTHING),
 ]  # fmt: skip
 
 

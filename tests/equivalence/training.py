@@ -47,11 +47,32 @@ class Run:
     seed: int = 0
 
 
+class Branches(nn.Module):
+    """Two feed-forwards, of which a micro-batch takes one: the first token that it sees says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = FeedForward(DIM, HIDDEN), FeedForward(DIM, HIDDEN)
+
+    def forward(self, x: Tensor, ctx: Any = None) -> Tensor:
+        taken: Tensor = (self.left if x[0, 0, 0] > 0 else self.right)(x)  # (B, S, D)
+        return taken
+
+    def parallel_roles(self) -> dict[str, str]:
+        rows = self.left.parallel_roles().items()
+        return {f"{side}.{row}": role for side in ("left", "right") for row, role in rows}
+
+    def flops_per_token(self, seq_len: int) -> float:
+        return self.left.flops_per_token(seq_len)
+
+
 def build_model(cell: Cell, aux: str) -> Transformer:
     """The cell's model; router losses are handed out ("return") or join the gradient ("attach")."""
     feature, mixture = FEATURES[cell.feature], FEATURES[cell.feature].moe
 
     def feed_forward(layer: int) -> nn.Module:
+        if feature.branches:
+            return Branches()
         if layer % 2 == 0:
             return FeedForward(DIM, HIDDEN)
         return MoE(MoEConfig(dim=DIM, **{**MIXTURE, **mixture, "aux": aux}))
@@ -66,7 +87,7 @@ def build_model(cell: Cell, aux: str) -> Transformer:
         max_seq_len=SEQ,
         **feature.model,
     )
-    return Transformer(config, feed_forward=feed_forward if mixture else None)
+    return Transformer(config, feed_forward=feed_forward if mixture or feature.branches else None)
 
 
 def mixtures(model: nn.Module) -> dict[str, MoE]:
@@ -94,11 +115,12 @@ def weights(model: nn.Module) -> dict[str, Piece]:
     return {name: _piece(tensor) for name, tensor in tensors.items()}
 
 
-def gradients(model: nn.Module) -> dict[str, Piece]:
-    """Copies, of every parameter; a missing one is an error of the cell."""
-    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    assert not missing, f"no gradient: {missing}"
-    return {name: _piece(parameter.grad) for name, parameter in model.named_parameters()}
+def gradients(model: nn.Module, cell: Cell) -> dict[str, Piece]:
+    """Copies, of every parameter; a missing one is an error of the cell, but of branches that none took."""
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    missing = found.keys() ^ {name for name, _ in model.named_parameters()}
+    assert not missing or FEATURES[cell.feature].branches, f"no gradient: {missing}"
+    return {name: _piece(gradient) for name, gradient in found.items()}
 
 
 def _piece(tensor: Any) -> Piece:

@@ -143,3 +143,15 @@ def test_numpy_continues_too(tmp_path):
         want = numpy.random.random(3)
         store.load({"rng": RNGState()})
     assert (numpy.random.random(3) == want).all()
+
+
+@pytest.mark.parametrize("changed", ["python", "torch"])
+def test_new_streams_depend_on_each_generator_that_was_saved(changed):
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed if changed == "python" else 0)
+        torch.manual_seed(seed if changed == "torch" else 0)
+        saved = {**RNGState().state_dict(), "world_size": 2}  # of two ranks, and here is one
+        RNGState().load_state_dict(saved)
+        drawn.append(draw())
+    assert all(first != second for first, second in zip(*drawn, strict=True))
