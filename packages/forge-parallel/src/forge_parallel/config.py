@@ -263,7 +263,9 @@ class ParallelConfig:
               "false: more memory, less traffic"
     )  # fmt: skip
     cpu_offload: bool = _field(
-        False, "keep weights, gradients and moments in host memory; the update runs there"
+        False,
+        "keep weights, gradients and moments in host memory; the update runs there, and each micro-batch after "
+        "the first waits once per parameter",
     )
     timeout_seconds: float = _field(600.0, "how long a collective may take before the run fails")
     start_timeout_seconds: float = _field(300.0, "how long ranks wait for each other at the start")
