@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
@@ -25,7 +26,15 @@ from transformers import (
 
 from forge_ckpt.hf import to_forge, to_hf
 from forge_moe import MoE, MoEConfig
-from forge_moe.families import DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, BlockFamily
+from forge_moe.families import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    BlockFamily,
+)
 
 BOUND, MARGIN = 1e-5, 1e-4
 SHAPE: dict[str, Any] = {
@@ -96,6 +105,12 @@ CASES: dict[str, tuple[BlockFamily, type, dict[str, Any], tuple[int, ...]]] = {
         DEEPSEEK_V3,
         DeepseekV3Config,
         {**DEEPSEEK, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        (1, 2),
+    ),
+    "glm4_moe": (
+        GLM4_MOE,
+        Glm4MoeConfig,
+        {**{k: v for k, v in DEEPSEEK.items() if not k.endswith(("rank", "dim"))}, "head_dim": 16},
         (1, 2),
     ),
 }

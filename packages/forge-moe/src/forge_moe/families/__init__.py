@@ -2,6 +2,7 @@
 
 from forge_moe.families.blocks import (
     DEEPSEEK_V3,
+    GLM4_MOE,
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
@@ -9,4 +10,4 @@ from forge_moe.families.blocks import (
     BlockFamily,
 )
 
-__all__ = ["DEEPSEEK_V3", "MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE", "BlockFamily"]
+__all__ = ["DEEPSEEK_V3", "GLM4_MOE", "MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE", "BlockFamily"]

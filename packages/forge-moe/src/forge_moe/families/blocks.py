@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek-V3: their expert blocks as Hugging Face stores them.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3 and GLM4-MoE: their expert blocks as Hugging Face stores them.
 
 A row is (pattern there, pattern here, operations); `{i}` stands for the layer, `{e}` for an expert.
 Operations come from a closed reversible set, here `("transpose", 0, 1)`, as a linear layer there is
@@ -29,7 +29,7 @@ class BlockFamily(NamedTuple):
     `config_to_hf(config)` gives the keys of `config.json` that speak of experts. Training options
     (auxiliary losses and their weights) are not read: they change no output, and Hugging Face
     defines them otherwise. Both ways raise ValueError with a line for each key that cannot be said
-    on the other side.
+    on the other side, and for each that is unknown and may change the function.
     """
 
     name: str
@@ -95,3 +95,4 @@ QWEN2_MOE = _family(keys.QWEN2_MOE, _qwen2_rows, keys.stepped_layers)
 QWEN3_MOE = _family(keys.QWEN3_MOE, _plain_rows, keys.stepped_layers)
 OLMOE = _family(keys.OLMOE, _plain_rows, keys.every_layer)
 DEEPSEEK_V3 = _family(keys.DEEPSEEK_V3, _deepseek_rows, keys.later_layers)
+GLM4_MOE = _family(keys.GLM4_MOE, _deepseek_rows, keys.later_layers)

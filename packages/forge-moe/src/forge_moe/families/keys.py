@@ -1,7 +1,7 @@
 """Keys of a Hugging Face `config.json` that describe expert blocks, one table row a family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from forge_moe.config import MoEConfig
@@ -20,6 +20,21 @@ _USUAL: dict[str, Any] = {
     "shared_gate": False,
     "capacity_factor": None,
 }
+# What a configuration may say without another function of the block: of training, of files, of the other
+# layers. A key that stands nowhere here may change the function, and is refused.
+_HARMLESS = frozenset(
+    "_name_or_path architectures attention_bias attention_dropout auto_map aux_loss_alpha bos_token_id"
+    " chunk_size_feed_forward decoder_sparse_step dtype eos_token_id ep_size first_k_dense_replace head_dim"
+    " id2label initializer_range intermediate_size is_encoder_decoder kv_lora_rank label2id"
+    " max_position_embeddings max_window_layers mlp_only_layers model_type num_attention_heads"
+    " num_hidden_layers num_key_value_heads num_nextn_predict_layers output_attentions output_hidden_states"
+    " output_router_logits pad_token_id partial_rotary_factor pretraining_tp problem_type q_lora_rank"
+    " qk_head_dim qk_nope_head_dim qk_rope_head_dim qkv_bias return_dict rms_norm_eps rope_interleave"
+    " rope_parameters rope_scaling rope_theta router_aux_loss_coef seq_aux tie_word_embeddings torch_dtype"
+    " transformers_version use_cache use_qk_norm use_sliding_window v_head_dim vocab_size".split()
+)
+# The one value of a key that is there; None, False and empty lists are as good as absent.
+_SAYS: dict[str, Any] = {"hidden_act": "silu", "moe_layer_freq": 1, "router_jitter_noise": 0.0}
 _NORMALIZE = {True: "after_top_k", False: "before_top_k"}
 
 
@@ -28,7 +43,7 @@ class Keys:
     """How one family says an expert block.
 
     names: key there -> field here. aliases: other spellings of a key, by the key. fixed: fields that
-    the family never says. optional: what a missing key means there.
+    the family never says. optional: what a missing key means there. says: keys that may have one value.
     """
 
     model_type: str
@@ -36,9 +51,20 @@ class Keys:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     optional: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    says: Mapping[str, Any] = field(default_factory=dict)
 
     def from_hf(self, hf: Mapping[str, Any]) -> MoEConfig:
-        """MoEConfig of a `config.json` as a dict; ValueError with a line for each problem."""
+        """MoEConfig of a `config.json` as a dict; ValueError with a line for each problem.
+
+        Problems are another model_type (then this alone), missing keys, values of another type, and keys that
+        change the function or may do so.
+        """
+        other = hf.get("model_type", self.model_type)
+        if other != self.model_type:
+            raise ValueError(
+                f"{self.model_type}: model_type {other!r} is not supported; give a config.json of model_type "
+                f"{self.model_type!r}, or use the map of {other!r} if there is one"
+            )
         found = {
             **self.optional,
             **{self.aliases.get(key, key): value for key, value in hf.items()},
@@ -47,7 +73,8 @@ class Keys:
             f"{key} is missing; give a complete config.json"
             for key in self.names
             if found.get(key) is None
-        ] + self._unlike(hf)
+        ]
+        problems += self._of_other_types(found) + self._unlike(hf)
         if problems:
             raise ValueError("\n".join(f"{self.model_type}: {text}" for text in problems))
         said = {here: _here(there, found[there]) for there, here in self.names.items()}
@@ -71,21 +98,39 @@ class Keys:
             **{there: _there(there, has[here]) for there, here in self.names.items()},
         }
 
+    def _of_other_types(self, found: Mapping[str, Any]) -> list[str]:
+        kinds = {f.name: f.type for f in fields(MoEConfig)}
+        wanted = {float: ("a number", (int, float)), bool: ("true or false", (bool,))}
+        problems = []
+        for key, here in self.names.items():
+            kind = bool if here == "normalize" else kinds[here]
+            text, types = wanted.get(kind, ("an integer", (int,)))
+            if found.get(key) is not None and type(found[key]) not in types:
+                problems.append(
+                    f"{key} {found[key]!r} must be {text}; give the published config.json"
+                )
+        return problems
+
     def _unlike(self, hf: Mapping[str, Any]) -> list[str]:
-        """What a configuration says that the layer cannot do."""
-        other = hf.get("model_type", self.model_type)
-        refused = {
-            f"model_type {other!r}": other != self.model_type,
-            f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
-            f"router_jitter_noise {hf.get('router_jitter_noise')}": bool(
-                hf.get("router_jitter_noise")
-            ),
-        }
-        return [
-            f"{what} is not supported; use a {self.model_type} model with silu and no jitter"
-            for what, broken in refused.items()
-            if broken
-        ]
+        """What a configuration says that the layer cannot do, or that nobody knows here."""
+        says = {**_SAYS, **self.says}
+        known = _HARMLESS | self.names.keys() | self.aliases.keys()
+        problems = []
+        for key, value in hf.items():
+            if key in known or value is None or value is False or value in ([], {}):
+                continue
+            if key == "sliding_window" and (value == 0 or hf.get("use_sliding_window") is False):
+                continue
+            if key == "layer_types" and set(value) == {"full_attention"}:
+                continue
+            if key not in says:
+                problems.append(
+                    f"{key} {value!r} is unknown and may change the function; use a model without it, or take "
+                    "it out of the dict if you know that nothing changes"
+                )
+            elif value != says[key]:
+                problems.append(f"{key} {value!r} is not supported; use a model with {says[key]!r}")
+        return problems
 
 
 def _here(key: str, value: Any) -> Any:
@@ -98,18 +143,28 @@ def _there(key: str, value: Any) -> Any:
 
 def every_layer(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Sparse layers where all are."""
-    return tuple(range(hf["num_hidden_layers"]))
+    return tuple(range(_count(hf, "num_hidden_layers", None, 1)))
 
 
 def stepped_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Every `decoder_sparse_step`-th layer, but none of `mlp_only_layers` (Qwen)."""
-    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step", 1)
+    dense, step = hf.get("mlp_only_layers") or (), _count(hf, "decoder_sparse_step", 1, 1)
     return tuple(i for i in every_layer(hf) if i not in dense and (i + 1) % step == 0)
 
 
 def later_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """All but the first `first_k_dense_replace` (DeepSeek)."""
-    return every_layer(hf)[hf.get("first_k_dense_replace", 3) :]
+    """All but the first `first_k_dense_replace` (DeepSeek, GLM)."""
+    default = 1 if hf.get("model_type") == GLM4_MOE.model_type else 3
+    return every_layer(hf)[_count(hf, "first_k_dense_replace", default, 0) :]
+
+
+def _count(hf: Mapping[str, Any], key: str, default: int | None, least: int) -> int:
+    value = hf.get(key, default)
+    if type(value) is not int or not least <= value <= 2**16:
+        raise ValueError(
+            f"{key} {value!r} must be an integer from {least} to {2**16}; give the published config.json"
+        )
+    return value
 
 
 _SHAPE = {"hidden_size": "dim", "num_experts_per_tok": "top_k"}
@@ -149,18 +204,22 @@ OLMOE = Keys(
     optional={"norm_topk_prob": False},
     aliases={"num_local_experts": "num_experts"},
 )
+_DEEPSEEK = {
+    **_SHAPE,
+    "moe_intermediate_size": "hidden_dim",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_groups",
+    "topk_group": "top_groups",
+    "routed_scaling_factor": "route_scale",
+    "norm_topk_prob": "normalize",
+}
+_SIGMOID = {"router": "sigmoid_topk", "expert_bias": True, "group_score": "top2_sum"}
 DEEPSEEK_V3 = Keys(
     "deepseek_v3",
-    {
-        **_SHAPE,
-        "moe_intermediate_size": "hidden_dim",
-        "n_routed_experts": "num_experts",
-        "n_shared_experts": "num_shared_experts",
-        "n_group": "num_groups",
-        "topk_group": "top_groups",
-        "routed_scaling_factor": "route_scale",
-        "norm_topk_prob": "normalize",
-    },
-    fixed={"router": "sigmoid_topk", "expert_bias": True, "group_score": "top2_sum"},
+    _DEEPSEEK,
+    fixed=_SIGMOID,
     aliases={"num_local_experts": "n_routed_experts"},
+    says={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 )
+GLM4_MOE = Keys("glm4_moe", _DEEPSEEK, fixed=_SIGMOID, aliases=DEEPSEEK_V3.aliases)

@@ -1,0 +1,104 @@
+"""Configurations of Hugging Face: what changes the function is read or refused, never passed over."""
+
+import math
+
+import pytest
+
+from forge_moe import MoEConfig, families
+from forge_moe.families import DEEPSEEK_V3, GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+
+SIGMOID = {"router": "sigmoid_topk", "expert_bias": True, "num_shared_experts": 1}
+SHARED = {"num_shared_experts": 1, "shared_gate": True, "shared_hidden_dim": 8}
+OPTIONS = {
+    MIXTRAL: {},
+    QWEN2_MOE: SHARED,
+    QWEN3_MOE: {},
+    OLMOE: {},
+    DEEPSEEK_V3: SIGMOID,
+    GLM4_MOE: SIGMOID,
+}
+FAMILIES = pytest.mark.parametrize("family", OPTIONS, ids=lambda family: family.name)
+
+
+def written(family) -> dict:
+    config = MoEConfig(dim=8, hidden_dim=16, num_experts=4, **OPTIONS[family])
+    return {
+        **family.config_to_hf(config),
+        "num_hidden_layers": 3,
+        "rope_theta": 1e4,
+        "use_cache": True,
+    }
+
+
+CHANGES = {
+    "sliding_window": 4096,
+    "embedding_multiplier": 12.0,
+    "no_rope_layers": [1, 0],
+    "swiglu_limit": 7.0,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "clip_qkv": 8.0,
+    "router_jitter_noise": 0.1,
+    "hidden_act": "gelu",
+    "moe_layer_freq": 2,
+    "quantization_config": {"quant_method": "fp8"},
+}
+OFF = {
+    "sliding_window": None,
+    "no_rope_layers": [],
+    "clip_qkv": None,
+    "mlp_bias": False,
+    "layer_types": ["full_attention"] * 3,
+    "moe_layer_freq": 1,
+}
+
+
+@FAMILIES
+def test_F98_keys_that_change_the_function_are_refused(family) -> None:
+    hf = written(family)
+    wanted = family.config_from_hf(hf)
+    for key, value in CHANGES.items():
+        with pytest.raises(ValueError, match=f"{family.name}: {key} "):
+            family.config_from_hf({**hf, key: value})
+    assert family.config_from_hf({**hf, **OFF}) == wanted
+    window = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+    assert family.config_from_hf({**hf, **window}) == wanted
+    with pytest.raises(ValueError, match=r"scoring_func 'softmax'.*\n.*topk_method 'greedy'"):
+        family.config_from_hf({**hf, "scoring_func": "softmax", "topk_method": "greedy"})
+
+
+@FAMILIES
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2.5, True, "8", [8], None])
+def test_F98_sizes_that_are_none_are_refused(family, value) -> None:
+    hf = written(family)
+    for key in ("hidden_size", "num_experts_per_tok"):
+        with pytest.raises(
+            ValueError, match=f"{family.name}: {key} .*(must be an integer|missing)"
+        ):
+            family.config_from_hf({**hf, key: value})
+    with pytest.raises(ValueError, match="num_hidden_layers .* must be an integer"):
+        family.sparse_layers({**hf, "num_hidden_layers": value})
+
+
+def test_F98_other_values_are_refused_by_the_key_there() -> None:
+    hf = written(DEEPSEEK_V3)
+    for key, value in {"norm_topk_prob": 1, "routed_scaling_factor": "2", "n_group": 1.0}.items():
+        with pytest.raises(ValueError, match=f"deepseek_v3: {key} {value!r} must be "):
+            DEEPSEEK_V3.config_from_hf({**hf, key: value})
+    with pytest.raises(ValueError, match="decoder_sparse_step 0 must be an integer from 1"):
+        QWEN2_MOE.sparse_layers({**written(QWEN2_MOE), "decoder_sparse_step": 0})
+
+
+@FAMILIES
+def test_F98_another_model_type_is_named_and_nothing_else(family) -> None:
+    with pytest.raises(ValueError) as caught:
+        family.config_from_hf({"model_type": "gpt_oss", "swiglu_limit": 7.0})
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{family.name}: model_type 'gpt_oss' is not supported; ")
+
+
+def test_dense_layers_come_first_in_deepseek_and_glm() -> None:
+    assert set(OPTIONS) == {getattr(families, name) for name in families.__all__[:-1]}
+    for family, first in ((DEEPSEEK_V3, 3), (GLM4_MOE, 1)):
+        hf = {**written(family), "num_hidden_layers": 5}
+        assert family.sparse_layers(hf) == tuple(range(first, 5))
+        assert family.sparse_layers({**hf, "first_k_dense_replace": 0}) == tuple(range(5))
