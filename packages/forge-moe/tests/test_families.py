@@ -75,7 +75,7 @@ def test_F98_sizes_that_are_none_are_refused(family, value) -> None:
             ValueError, match=f"{family.name}: {key} .*(must be an integer|missing)"
         ):
             family.config_from_hf({**hf, key: value})
-    with pytest.raises(ValueError, match="num_hidden_layers .* must be an integer"):
+    with pytest.raises(ValueError, match=r"num_hidden_layers .* must be an integer"):
         family.sparse_layers({**hf, "num_hidden_layers": value})
 
 
@@ -90,7 +90,7 @@ def test_F98_other_values_are_refused_by_the_key_there() -> None:
 
 @FAMILIES
 def test_F98_another_model_type_is_named_and_nothing_else(family) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="gpt_oss") as caught:
         family.config_from_hf({"model_type": "gpt_oss", "swiglu_limit": 7.0})
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"{family.name}: model_type 'gpt_oss' is not supported; ")

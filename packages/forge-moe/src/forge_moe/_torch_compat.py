@@ -48,7 +48,17 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def inside_backward() -> bool:
     """Whether this thread runs inside the autograd engine, as a recomputation does (torch 2.11 to 2.13)."""
+    if (
+        torch.compiler.is_dynamo_compiling()
+    ):  # no graph can hold the question; fullgraph=True says this
+        torch._dynamo.graph_break(msg=_ASKS)
     return torch._C._current_graph_task_id() != -1
+
+
+_ASKS = (
+    "a forge_moe layer asks at each call with gradients whether it is a recomputation, which must not count "
+    "twice; compile it without fullgraph = True, or run it under torch.no_grad()"
+)
 
 
 def is_compiling_or_fake(x: Tensor) -> bool:

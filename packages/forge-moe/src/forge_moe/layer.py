@@ -118,7 +118,8 @@ class MoE(nn.Module):
         bound = self._most_rows(len(tokens), rows)
         placed = valid is None and not self._drops and self.router.rule.places_all
         out, shared = self._through_experts(tokens, weights, ids, bound, placed=placed)
-        first = not (replaying() or inside_backward())  # not a recomputation
+        # A recomputation has gradients: without them a compiled forward need not break its graph to ask.
+        first = not (replaying() or (torch.is_grad_enabled() and inside_backward()))
         if first:
             self._count(routed, ids, valid)
         if not self.training:

@@ -117,5 +117,6 @@ def sum_slots(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
     total = rows.new_zeros(places.size(0), rows.size(1), dtype=dtype)
     for slot in range(places.size(1)):
-        total.addcmul_(rows.index_select(0, places[:, slot]), weights[:, slot, None])
+        # Not in place: in a compiled forward torch 2.11 would lose the gradient of the rows.
+        total = torch.addcmul(total, rows.index_select(0, places[:, slot]), weights[:, slot, None])
     return total

@@ -1,7 +1,7 @@
 """Keys of a Hugging Face `config.json` that describe expert blocks, one table row a family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from forge_moe.config import MoEConfig
@@ -22,19 +22,26 @@ _USUAL: dict[str, Any] = {
 }
 # What a configuration may say without another function of the block: of training, of files, of the other
 # layers. A key that stands nowhere here may change the function, and is refused.
-_HARMLESS = frozenset(
-    "_name_or_path architectures attention_bias attention_dropout auto_map aux_loss_alpha bos_token_id"
-    " chunk_size_feed_forward decoder_sparse_step dtype eos_token_id ep_size first_k_dense_replace head_dim"
-    " id2label initializer_range intermediate_size is_encoder_decoder kv_lora_rank label2id"
-    " max_position_embeddings max_window_layers mlp_only_layers model_type num_attention_heads"
-    " num_hidden_layers num_key_value_heads num_nextn_predict_layers output_attentions output_hidden_states"
-    " output_router_logits pad_token_id partial_rotary_factor pretraining_tp problem_type q_lora_rank"
-    " qk_head_dim qk_nope_head_dim qk_rope_head_dim qkv_bias return_dict rms_norm_eps rope_interleave"
-    " rope_parameters rope_scaling rope_theta router_aux_loss_coef seq_aux tie_word_embeddings torch_dtype"
-    " transformers_version use_cache use_qk_norm use_sliding_window v_head_dim vocab_size".split()
-)
+_NAMES = """
+    _name_or_path architectures attention_bias attention_dropout auto_map aux_loss_alpha
+    bos_token_id chunk_size_feed_forward decoder_sparse_step dtype eos_token_id ep_size
+    first_k_dense_replace head_dim id2label initializer_range intermediate_size is_encoder_decoder
+    kv_lora_rank label2id max_position_embeddings max_window_layers mlp_only_layers model_type
+    num_attention_heads num_hidden_layers num_key_value_heads num_nextn_predict_layers
+    output_attentions output_hidden_states output_router_logits pad_token_id partial_rotary_factor
+    pretraining_tp problem_type q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim qkv_bias
+    return_dict rms_norm_eps rope_interleave rope_parameters rope_scaling rope_theta
+    router_aux_loss_coef seq_aux tie_word_embeddings torch_dtype transformers_version use_cache
+    use_qk_norm use_sliding_window v_head_dim vocab_size
+"""
+_HARMLESS = frozenset(_NAMES.split())
 # The one value of a key that is there; None, False and empty lists are as good as absent.
 _SAYS: dict[str, Any] = {"hidden_act": "silu", "moe_layer_freq": 1, "router_jitter_noise": 0.0}
+# Of what a field of ours is there; all others are integers.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "normalize": ("true or false", (bool,)),
+    "route_scale": ("a number", (int, float)),
+}
 _NORMALIZE = {True: "after_top_k", False: "before_top_k"}
 
 
@@ -99,12 +106,9 @@ class Keys:
         }
 
     def _of_other_types(self, found: Mapping[str, Any]) -> list[str]:
-        kinds = {f.name: f.type for f in fields(MoEConfig)}
-        wanted = {float: ("a number", (int, float)), bool: ("true or false", (bool,))}
         problems = []
         for key, here in self.names.items():
-            kind = bool if here == "normalize" else kinds[here]
-            text, types = wanted.get(kind, ("an integer", (int,)))
+            text, types = _TYPES.get(here, ("an integer", (int,)))
             if found.get(key) is not None and type(found[key]) not in types:
                 problems.append(
                     f"{key} {found[key]!r} must be {text}; give the published config.json"

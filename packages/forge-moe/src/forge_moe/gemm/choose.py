@@ -5,6 +5,7 @@ from torch import Tensor
 
 from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake
 from forge_moe.gemm.float8 import EMULATED, SCALED
+from forge_moe.gemm.opaque import OPAQUE
 from forge_moe.gemm.products import BATCHED, GROUPED_MM, LOOP, SHAPES, Products
 
 
@@ -13,7 +14,8 @@ def choose_products(name: str, x: Tensor, widths: tuple[int, ...]) -> Products:
 
     "auto" is `grouped_mm` where its kernel runs: bf16 (on CPUs also fp32 and fp16), widths a multiple of 16
     bytes, fp32 not under torch.compile. Elsewhere it is the loop, which on an accelerator costs one host
-    sync per layer. "float8" is torch's scaled kernel on a GPU and an emulation elsewhere. A named backend is taken or refused with ValueError, never exchanged.
+    sync per layer, and under torch.compile and torch.export, as an operator of its own, one per product.
+    "float8" is torch's scaled kernel on a GPU and an emulation elsewhere. A named backend is taken or refused with ValueError, never exchanged.
     """
     obstacle = _obstacle(x, widths)
     if name == "auto":
@@ -24,7 +26,8 @@ def choose_products(name: str, x: Tensor, widths: tuple[int, ...]) -> Products:
         return SHAPES
     if name == "float8":
         return _float8(x, widths)
-    return {"grouped_mm": GROUPED_MM, "loop": LOOP, "batched": BATCHED}[name]
+    loop = OPAQUE if torch.compiler.is_compiling() else LOOP
+    return {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}[name]
 
 
 def _obstacle(x: Tensor, widths: tuple[int, ...]) -> str | None:
