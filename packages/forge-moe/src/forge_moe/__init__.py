@@ -4,6 +4,8 @@ from forge_moe.balance import AuxLosses, aux_losses, set_aux_scale, update_exper
 from forge_moe.config import CAPABILITIES, MoEConfig, RouterConfig
 from forge_moe.dispatch import Dispatched, LocalDispatch
 from forge_moe.experts import Experts
+from forge_moe.full_state import load_full_state
+from forge_moe.grad_norm import expert_grad_norm
 from forge_moe.layer import MoE
 from forge_moe.parallel import expert_parallelize
 from forge_moe.replay import recompute_contexts
@@ -23,7 +25,9 @@ __all__ = [
     "RouterConfig",
     "Rule",
     "aux_losses",
+    "expert_grad_norm",
     "expert_parallelize",
+    "load_full_state",
     "recompute_contexts",
     "set_aux_scale",
     "upcycle",

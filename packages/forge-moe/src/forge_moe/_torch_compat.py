@@ -48,9 +48,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def inside_backward() -> bool:
     """Whether this thread runs inside the autograd engine, as a recomputation does (torch 2.11 to 2.13)."""
-    if (
-        torch.compiler.is_dynamo_compiling()
-    ):  # no graph can hold the question; fullgraph=True says this
+    if torch.compiler.is_dynamo_compiling():
+        # No graph can hold the question; with fullgraph=True the compiler ends with this sentence.
         torch._dynamo.graph_break(msg=_ASKS)
     return torch._C._current_graph_task_id() != -1
 
