@@ -267,7 +267,7 @@ def test_a_process_that_forgets_to_close_its_loader_still_ends():
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups")
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_stop_signal_to_the_whole_job_leaves_the_workers_reading(name):
     """The parent decides when to stop, and may need another batch before its save."""
     done = run_script(

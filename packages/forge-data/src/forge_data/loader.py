@@ -247,11 +247,11 @@ def _as_is(item: Any) -> Any:
 def _leave_signals_to_parent(worker: int) -> None:
     """A stop is the parent's decision: it still needs a batch or two to reach its save.
 
-    A terminal sends SIGINT, and a scheduler SIGTERM, to every process of the job. A second SIGTERM
+    A terminal sends SIGINT (SIGHUP when it goes), and a scheduler SIGTERM, to every process of the job. A second SIGTERM
     ends the worker, so that one that hangs cannot outlive the parent's exit.
     """
     end_with_parent()
-    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
