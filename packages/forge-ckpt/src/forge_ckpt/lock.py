@@ -31,6 +31,7 @@ class Lock:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
+        # O_NONBLOCK: a pipe in its place must not hang
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o644)
         try:

@@ -125,7 +125,9 @@ class Store:
 
         self._ranks.all_do(ready)
         corrupt: dict[int, str] = {}
-        refused: dict[int, StateRefused] = {}  # at most one
+        # At most one: set aside only once an older one has loaded, since an object that refuses two in
+        # a row is more likely wrong itself (its code changed) than both of them are.
+        refused: dict[int, StateRefused] = {}
         while (
             step := self._ranks.first_does(lambda: self._newest_but({*corrupt, *refused}))
         ) is not None:
