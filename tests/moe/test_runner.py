@@ -163,6 +163,59 @@ def test_bf16_keeps_the_router_in_fp32_and_is_near_fp32(
     assert columns(job)["loss"] == pytest.approx(alone[0]["loss"], rel=1e-2)
 
 
+def test_an_evaluation_leaves_what_experts_counted_alone(tmp_path: Path) -> None:
+    """A row covers the training of its three steps, whether or not an evaluation followed the one before."""
+    found = []
+    for every in (3, 0):
+        job = make_job(tmp_path / str(every), MOE)
+        fit_alone(
+            job, **{"metrics.console": "off", "metrics.every_steps": 3, "eval.every_steps": every}
+        )
+        rows = read_run(job.parent / "run").metrics
+        found.append({name: rows[name] for name in rows if name.startswith("moe.")})
+    assert found[0] == found[1]
+    assert len(found[0]["moe.0.max_load"]) == 4
+
+
+class NanInStep3(Callback):
+    """Poisons a gradient, and keeps biases and choices as they are after each step."""
+
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # noqa: RUF012  (emptied by the test)
+
+    def on_start(self, trainer: Trainer) -> None:
+        (layer,) = (m for m in trainer.model.modules() if isinstance(m, MoE))
+        end = trainer.mixtures.end_step
+
+        def poison(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("nan") if trainer.progress.step == 2 else gradient
+
+        def watched(step: int, total: int, skip: torch.Tensor) -> None:
+            assert layer.tally.step is not None
+            counts = layer.tally.step.clone()
+            end(step, total, skip)
+            self.seen.append((counts, layer.router.expert_bias.clone()))  # type: ignore[union-attr]
+
+        trainer.mixtures.end_step = watched  # type: ignore[method-assign]
+        layer.register_forward_hook(
+            lambda module, args, y: y.register_hook(poison) and None if y.requires_grad else None
+        )
+
+
+def test_a_skipped_step_leaves_the_biases_of_experts_alone(tmp_path: Path) -> None:
+    NanInStep3.seen.clear()
+    job = make_job(tmp_path, MOE)
+    options = {"metrics.console": "off", "train.steps": 4, "train.max_skipped_steps": 2}
+    trainer = Trainer(load_job(job, options), [NanInStep3()])
+    trainer.fit()
+    bias = torch.zeros(8)
+    for step, (counts, found) in enumerate(NanInStep3.seen):
+        if step != 2:
+            bias = bias + 1e-3 * torch.sign(counts.sum() / 8 - counts)
+        assert torch.allclose(found, bias, atol=1e-9), step
+    assert counts.max() > counts.min()
+    assert len(NanInStep3.seen) == 4
+
+
 DEPENDENT = {
     "capacity": {"model.moe.capacity_factor": 0.5},
     "expert choice": {"model.moe.router": "expert_choice", "model.moe.bias_update_rate": 0.0},

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forge_moe import LocalDispatch
 from forge_moe.dispatch import wire
 from forge_moe.dispatch.all_to_all import AllToAllDispatch
+from forge_moe.dispatch.arrivals import Arrivals
 from forge_moe.dispatch.chunked import even_sizes
 from forge_moe.dispatch.hierarchical import HierarchicalDispatch
 from forge_moe.replay import recompute_contexts
@@ -385,3 +387,28 @@ def test_refused_with_rule_and_fix():
         "num_experts 6 must be divisible by the 4 ranks of the group; use 8 experts or ep 1, 2, 3, 6"
     )
     assert chunks == "chunks 0 must be at least 1; use 1, or 2 to overlap"
+
+
+def widely_summed():
+    """One token here that visits all four ranks; gradients 256, 1, 1, 1 of its rows come back."""
+    x = torch.ones(1, DIM, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.ones(1, 4, requires_grad=True)
+    sent = make("all_to_all", 4).dispatch(x, weights, torch.arange(4).unsqueeze(0))
+    (sent.rows.float() * (256.0 if dist.get_rank() == 0 else 1.0)).sum().backward()
+    return x.grad.unique().tolist()
+
+
+def test_gradients_of_a_token_from_several_ranks_are_summed_in_fp32():
+    """259 rounds to 260 in bf16; summed there, each 1 would be lost in 256."""
+    assert run_on_ranks(4, widely_summed) == [[260.0]] * 4
+
+
+def test_gradients_of_a_token_from_several_experts_here_are_summed_in_fp32():
+    ids, grad = torch.arange(4).unsqueeze(0), torch.tensor([256.0, 1, 1, 1]).unsqueeze(1)
+    for spread in (
+        lambda x: Arrivals.of(ids, 4, [1, 1, 1, 1]).spread(x),
+        lambda x: LocalDispatch(4).dispatch(x, torch.ones(1, 4), ids).rows,
+    ):
+        x = torch.ones(1, DIM, dtype=torch.bfloat16, requires_grad=True)
+        (spread(x).float() * grad).sum().backward()
+        assert x.grad.unique().tolist() == [260.0]
