@@ -180,7 +180,7 @@ PROBES: dict[str, Probe] = {
     "model.moe.every_n_layers": Probe(2, shapes, MOE),
     "model.moe.first_dense_layers": Probe(1, shapes, MOE),
     "model.moe.width_multiplier": Probe(0.5, shapes, MOE),
-    "model.moe.top_k": Probe(1, routed, MOE),
+    "model.moe.top_k": Probe(3, routed, MOE),
     "model.moe.router": Probe("sigmoid_topk", routed, MOE),
     "model.moe.normalize": Probe("before_top_k", routed, MOE),
     "model.moe.num_groups": Probe(2, routed, MOE),

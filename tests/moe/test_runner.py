@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_core import generate
 from forge_moe import MoE, MoEConfig, aux_losses
 from forge_testing.runs import (
     assert_close,
@@ -18,6 +19,7 @@ from forge_testing.runs import (
     make_job,
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.trainer.build import build_model
 from forge_train.trainer.layout import layout_problems
 
 pytestmark = pytest.mark.distributed
@@ -122,7 +124,9 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ) as refused:
         load_job(job, choice)
     assert len(refused.value.problems) == 1
-    load_job(job, {**choice, "sample.max_new_tokens": 0})  # it scores rows
+    config = load_job(job, {**choice, "sample.max_new_tokens": 0}).config  # it scores rows
+    with pytest.raises(ValueError, match="cannot decode one token at a time; score whole rows"):
+        generate(build_model(config.model, 0), [[1, 2, 3]], 2)
     with pytest.raises(ConfigError, match=r"first_dense_layers 1 leaves none of 1"):
         load_job(job, {"model.moe.first_dense_layers": 1})
     with pytest.raises(ConfigError, match=r"top_k 9 must not be above num_experts 8"):

@@ -199,7 +199,7 @@ class MoEConfig:
     )
     shared_gate: bool = _field(False, "a sigmoid of the token scales the shared output (Qwen2-MoE)")
     capacity_factor: float | None = _field(
-        None, "rows an expert takes at most, over its even share; empty: drop nothing"
+        None, "rows an expert takes at most in training, over its even share; empty: drop nothing"
     )
     drop_policy: Literal["position", "probability"] = _field(
         "position", "who stays when an expert is full: earlier tokens, or likelier ones"
