@@ -153,23 +153,30 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
 
 def dropout_problems(model: nn.Module) -> list[str]:
     """Modules that drop at random: ranks of tp, seeded alike, would drop the same of different heads and tokens."""
-    problems = []
+    found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        drops = {k: v for k, v in vars(module).items() if "dropout" in k or k.endswith("pdrop")}
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            drops["p"] = module.p
-        config = getattr(module, "config", None)
-        drops |= {
-            f"config.{key}": getattr(config, key, 0.0)
-            for key in ("attention_dropout", "attn_pdrop")
+        dot = f"{name}." if name else ""
+        found |= {
+            f"{dot}{k}": v for k, v in vars(module).items() if "dropout" in k or k.endswith("pdrop")
         }
-        problems += [
-            f"{f'{name}.' if name else ''}{key}: dropout {value} must be 0 under tp, whose ranks would drop the "
-            "same of different heads and tokens; set it to 0, or use tp = 1"
-            for key, value in drops.items()
-            if isinstance(value, float) and value > 0.0
-        ]
-    return problems
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            found[f"{dot}p"] = module.p
+    if not any(
+        _drops(value) for value in found.values()
+    ):  # in a function that reads the model's config
+        config = getattr(model, "config", None)
+        names = ("attention_dropout", "attn_pdrop")
+        found = {f"config.{name}": getattr(config, name, None) for name in names}
+    return [
+        f"{name}: dropout {value} must be 0 under tp, whose ranks would drop the same of different heads and "
+        "tokens; set it to 0, or use tp = 1"
+        for name, value in found.items()
+        if _drops(value)
+    ]
+
+
+def _drops(value: Any) -> bool:
+    return isinstance(value, float) and value > 0.0
 
 
 def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
