@@ -77,7 +77,7 @@ UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "tokens_null": (lambda o: o["progress"]["value"].update(tokens=None), "must hold step"),
     "seconds_gone": (lambda o: o["progress"]["value"].pop("seconds"), "must hold step"),
-    "cursor_off_by_one": (lambda o: o["loader"]["value"].update(cursor=17), "loader.cursor 17"),
+    "cursor_off_by_one": (lambda o: o["loader"]["value"].update(cursor=17), "has cursor 17, where"),
     "cursor_2_to_80": (lambda o: o["loader"]["value"].update(cursor=2**80), "Loader.state_dict"),
     "optimizer_step_a_list": (
         lambda o: next(v for k, v in o.items() if k.startswith("optimizer.")).update(value=[1]),
