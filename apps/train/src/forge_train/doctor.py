@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
@@ -23,7 +24,14 @@ _OPTIONAL = {
     "tensorboard": ("TensorBoard files", "pip install 'forge-train[track]'"),
     "tokenizers": ("tokenizer JSON files", "pip install 'forge-train[tokenizers]'"),
 }
-_PACKAGES = ("forge_core", "forge_parallel", "forge_data", "forge_ckpt", "forge_resilience")
+_PACKAGES = (
+    "forge_core",
+    "forge_parallel",
+    "forge_moe",
+    "forge_data",
+    "forge_ckpt",
+    "forge_resilience",
+)
 
 
 class Finding(NamedTuple):
@@ -44,7 +52,8 @@ def examine(as_json: bool = False) -> int:
     table = Table("what", "state", "detail", "what to do")
     colours = {OK: "green", MISSING: "yellow", BROKEN: "red"}
     for f in findings:
-        table.add_row(f.what, f"[{colours[f.state]}]{f.state}[/]", f.detail, f.fix)
+        state = f"[{colours[f.state]}]{f.state}[/]"
+        table.add_row(f.what, state, escape(f.detail), escape(f.fix))
     console = Console()
     console.print(table)
     console.print(("ready", "ready; some extras are missing", "not ready")[code])
@@ -101,9 +110,14 @@ def _import(name: str) -> Finding:
 
 
 def _compute() -> Finding:
-    a = torch.ones(64, 64)
-    assert float((a @ a).sum()) == 64**3
+    if not _computes("cpu"):
+        return Finding("computing", BROKEN, "a wrong sum on the CPU", "reinstall torch")
     return Finding("computing", OK, f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads")
+
+
+def _computes(device: torch.device | str) -> bool:
+    a = torch.ones(64, 64, device=device)
+    return float((a @ a).sum()) == 64**3
 
 
 def _accelerator() -> Finding:
@@ -113,7 +127,9 @@ def _accelerator() -> Finding:
     assert device is not None
     count = torch.accelerator.device_count()
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
-    float(torch.ones(2, device=device).sum())
+    if not _computes(device):
+        fix = "look at its driver, or hide it: CUDA_VISIBLE_DEVICES= runs on the CPU"
+        return Finding("accelerator", BROKEN, f"{count} x {name}: a wrong sum", fix)
     return Finding("accelerator", OK, f"{count} x {name}")
 
 

@@ -1,0 +1,44 @@
+"""What `forge-train doctor` finds and advises."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_train import doctor
+
+
+def test_F119_an_accelerator_that_computes_nothing_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert doctor._accelerator().state == doctor.OK
+    monkeypatch.setattr(torch, "ones", torch.zeros)
+    found = doctor._accelerator()
+    assert found.state == doctor.BROKEN
+    assert "wrong sum" in found.detail
+
+
+def test_F119_the_table_shows_an_extra_in_brackets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (module, (use, fix)) = next(iter(doctor._OPTIONAL.items()))
+    missing = doctor.Finding(module, doctor.MISSING, f"{use} [red]", fix)
+    monkeypatch.setattr(doctor, "_findings", lambda: iter([missing]))
+    assert doctor.examine() == 1
+    out = capsys.readouterr().out
+    assert fix in out
+    assert "[red]" in out
+
+
+def test_F119_every_package_that_forge_train_needs_is_looked_at() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    names = {n.split(">=")[0].split("[")[0] for n in project["project"]["dependencies"]}
+    needed = {n.replace("-train-", "-").replace("-", "_") for n in names if n.startswith("forge-")}
+    assert set(doctor._PACKAGES) == needed
