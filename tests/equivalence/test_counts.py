@@ -62,6 +62,8 @@ HOST_READERS = (
     "forge_core.model.documents",  # cuts rows at documents; on an accelerator one copy, as documented
     "documents",  # context parallelism plans by ids that lie on the host
     "forge_data.batch",  # counts a batch's labels as it makes it
+    "forge_train.trainer.host_copy",  # what was copied a step before
+    "_columns",  # the same numbers, of mixtures
     "_not_padding",  # forge_core looks for padding on a CPU only
 )
 
@@ -160,6 +162,20 @@ def test_the_runners_step_communicates_the_same_and_waits_for_nothing(
     # with every further micro-batch FSDP gathers and scatters again; the rest is once a step
     wanted = COLLECTIVES + (2 // micro_batch - 1) * (COLLECTIVES - 3)
     assert found == [(0, wanted)] * 2
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_F121_a_logged_row_reads_nothing_that_the_device_still_makes(
+    tmp_path: Path, experts: int
+) -> None:
+    """All of a row's numbers were copied when it was made, those of mixtures too."""
+    found = []
+    for every in (100, 1):
+        settings = {**QUIET, "sample.max_new_tokens": 0, "model.moe.num_experts": experts}
+        settings |= {"metrics.every_steps": every, "run.dir": str(tmp_path / str(every))}
+        found += run_on_ranks(1, count_runner, write_job(tmp_path), settings)
+    (quiet, _), (logged, _) = found
+    assert logged == quiet
 
 
 FSDP = 3 * LAYERS + 2  # gathered twice, scattered once, per block; the root gathered once

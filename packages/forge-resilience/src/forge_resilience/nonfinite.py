@@ -39,9 +39,14 @@ class Skips:
         self._counts = torch.stack([skipped + flag, torch.maximum(longest, current), current])
 
     def read(self) -> tuple[int, int]:
-        """(steps skipped, longest run of them) since the last read; a run goes on over a read."""
+        """(steps skipped, longest run of them) since the last look; a run goes on over it."""
         if self._counts is None:
             return 0, 0
-        skipped, longest = (int(n) for n in self._counts[:2].tolist())
-        self._counts[:2].zero_()
+        skipped, longest = (int(n) for n in self.take().tolist())
         return skipped, longest
+
+    def take(self) -> Any:
+        """The same as a tensor (2,) fp32 where the verdicts are, at least one; no sync."""
+        taken = self._counts[:2].clone()
+        self._counts[:2].zero_()
+        return taken

@@ -13,8 +13,8 @@ import torch
 class Meter:
     """Counts tokens and seconds of training steps; evaluation and saving do not count.
 
-    One object per window between two rows. No device synchronisation: on an accelerator the time of a window
-    is exact because the row's values were read at its end.
+    One object per window between two rows. No device synchronisation: on an accelerator the host is
+    at most the step ahead of it that is queued before a row's values are read, at either end of a window.
     """
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from forge_moe.parallel import expert_parallelize
 from forge_moe.statistics import load_summary
 from forge_parallel import Meshes, find_world
 from forge_train.config.schema import DenseModelConfig, JobConfig
+from forge_train.trainer.host_copy import HostCopy
 
 
 def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module] | None:
@@ -95,7 +96,7 @@ class Mixtures:
         sums = torch.cat(rows)
         if self._meshes.world_size > 1:
             dist.all_reduce(sums)
-        return partial(_columns, self._sizes, sums)
+        return partial(_columns, self._sizes, HostCopy([sums]))
 
     def _row(self, name: str, size: int) -> Tensor:
         """Counts, dropped, tokens, summed entropy and largest bias of a layer, fp64, as this rank adds to
@@ -115,11 +116,13 @@ class Mixtures:
             layer.statistics(reset=True)
 
 
-def _columns(sizes: Mapping[str, int], sums: Tensor) -> dict[str, float]:
+def _columns(sizes: Mapping[str, int], sums: HostCopy) -> dict[str, float]:
     """`moe.<layer>.max_load`: the fullest expert over the mean; min_load; entropy of the router in nats;
     drop_rate: share of the choices that found no room; dead experts; max_bias, 0 without one."""
     columns: dict[str, float] = {}
-    rows = sums.cpu().split([size + 4 for size in sizes.values()])
+    rows = torch.tensor(sums.read(), dtype=torch.float64).split(
+        [size + 4 for size in sizes.values()]
+    )
     for name, row in zip(sizes, rows, strict=True):
         counts, (dropped, tokens, entropy, bias) = row[:-4], row[-4:].tolist()
         load = load_summary(counts.long())

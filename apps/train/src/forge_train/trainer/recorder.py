@@ -7,31 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from forge_resilience import Journal
 from forge_train.config.schema import MetricsConfig
 from forge_train.metrics.console import ConsoleSink, console_mode
 from forge_train.metrics.sinks import BackgroundSink, JsonlSink, TensorBoardSink
+from forge_train.trainer.host_copy import HostCopy
 from forge_train.trainer.run_directory import RunDirectory
 
 
 @dataclass
 class PendingRow:
-    """A logged step whose device values have not been read yet."""
+    """A logged step whose device values are on their way."""
 
     row: dict[str, Any]
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
+    values: HostCopy
+    """Loss, gradient norm, steps skipped since the row before, longest run of them."""
     more: Callable[[], dict[str, float]] = dict
-    """Further columns, read from the device with the values above."""
+    """Further columns, which were copied with the values above."""
 
 
 class Recorder:
     """Sinks and journal of a run, and the row that waits for its values.
 
-    A row is read one step after its own, when the device has long finished it: the only host read of
-    the loop. `record` writes an event. On ranks other than 0 nothing is written.
+    A row's values are copied to the host when it is made and looked at one step later: nobody waits for the
+    step that was queued in between. `record` writes an event. On ranks other than 0 nothing is written.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Recorder:
             return None
         pending, self.pending = self.pending, None
         row = pending.row
-        row["loss"], row["grad_norm"] = _finite(pending.loss), _finite(pending.grad_norm)
+        row["loss"], row["grad_norm"] = map(_finite, pending.values.read()[:2])
         row.update(pending.more())
         for sink in self.sinks:
             sink.write(row)
@@ -82,7 +81,6 @@ class Recorder:
             sink.close()
 
 
-def _finite(value: torch.Tensor) -> float | None:
+def _finite(number: float) -> float | None:
     """None for nan and inf, which JSON cannot say."""
-    number = float(value)
     return number if math.isfinite(number) else None

@@ -58,6 +58,7 @@ from forge_train.trainer.callbacks import Callback, load_callbacks, state_name
 from forge_train.trainer.choose import placement, with_layout
 from forge_train.trainer.compute import Compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
+from forge_train.trainer.host_copy import HostCopy
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
 from forge_train.trainer.part import PartOfState, by_name, tensor_names
@@ -323,7 +324,7 @@ class Trainer:
         loss = sums[0]  # of the global batch, on every rank
         clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
         if self.recorder.pending is not None:
-            self._check_skips()  # up to the step before: the device has long finished it
+            self._check_skips()  # up to the row's step
         set_lr(self.optimizer, lr)
         bad = nonfinite(loss, grad_norm)
         self._update(bad)
@@ -337,7 +338,8 @@ class Trainer:
         self.meter.count(tokens)
         if self._due(self.config.metrics.every_steps) or self._evaluation_due():
             row = self._row(lr, batch.digest)
-            self.recorder.pending = PendingRow(row, loss, grad_norm, self.mixtures.take())
+            values = HostCopy([loss, grad_norm, self._skips.take()])
+            self.recorder.pending = PendingRow(row, values, self.mixtures.take())
 
     def _next_batch(self) -> Batch:
         """This rank's share; one without labels if it cannot be read, which the vote then tells."""
@@ -479,7 +481,7 @@ class Trainer:
         }
 
     def _send_row(self) -> None:
-        """Read the last logged step's values (the only host read of the loop) and send the row."""
+        """Read the last logged step's values, which have arrived, and send the row."""
         pending = self.recorder.pending
         if pending is None:
             return
@@ -487,8 +489,10 @@ class Trainer:
         self._call("on_log", self.recorder.take())
 
     def _check_skips(self) -> None:
-        """Say what was skipped since the last look; fail when it was too much."""
-        skipped, longest = self._skips.read()
+        """Say what was skipped up to the row that waits, or up to here; fail when it was too much."""
+        waits = self.recorder.pending
+        counts = self._skips.read() if waits is None else waits.values.read()[2:]
+        skipped, longest = map(int, counts)
         if not skipped:
             return
         self._skipped_since_row += skipped
