@@ -68,6 +68,7 @@ class Compute:
             part = self._here(part)
             output = self._forward(part)
             loss = self._token_loss(output, part.labels) / valid()
+            del output  # or it would stand beside the next one's forward
             loss.backward()
             total += loss.detach()
         return self._mine(total)

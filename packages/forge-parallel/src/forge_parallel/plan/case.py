@@ -22,15 +22,15 @@ _BYTES = {"bf16": 2, "fp32": 4}
 class Storage:
     """Bytes of an element, and what other trainers than Forge do otherwise.
 
-    moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, their
-    gradient by default; workspace: of the loss, at most. sync_once: gradients are kept whole until the last
+    moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, by
+    default their gradient in the compute dtype; workspace: of the loss, at most. sync_once: gradients are kept whole until the last
     micro-batch; whole_logits: logits are gathered; compiled_tp: tp does not break compilation.
     """
 
     weights: int = 4
     gradients: int = 4
     moments: float = 8
-    loss: float = 2
+    loss: float | None = None
     workspace: float = 2**30
     sync_once: bool = False
     whole_logits: bool = False

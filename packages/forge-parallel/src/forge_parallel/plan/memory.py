@@ -17,7 +17,8 @@ class Memory:
     weights, gradients, moments: shards. activations: kept for `in_flight` micro-batches. recomputed: of one
     block, made again, and its gradients on the way. gathered: whole weights of two neighbouring blocks and
     of what is outside blocks, in the compute dtype, with gradients and buffers of collectives. loss: logits,
-    their gradient, the loss's own. `peak` is the larger of two moments: the loss, and a block's backward.
+    their gradient, the loss's own. `peak` is the largest of three moments: the loss, a block's backward, the
+    end of the backward; with what the moment before has left, and workspaces.
     """
 
     weights: float
@@ -29,6 +30,11 @@ class Memory:
     loss: float
     peak: float
     in_flight: float
+
+
+#: torch's own workspaces for cuBLAS and cuBLASLt, 32 MiB each on Hopper, and as much again for what is small:
+#: ids, losses, norms, tables of positions.
+_LIBRARIES = 2.0**27
 
 
 class Held(NamedTuple):
@@ -90,8 +96,14 @@ def stage_memory(case: Case, pp_rank: int) -> Memory:
     recomputed = case.micro_batch * _transient(case, load)
     gathered, buffers, ends = _gathered(case, load)
     loss = _loss(case) if load.last else 0.0
-    static = weights + gradients + moments + gathered
-    peak = static + max(activations + loss, activations + recomputed + buffers, ends)
+    static = weights + moments + gathered + _LIBRARIES
+    # the first micro-batch finds no gradients: they come as activations go
+    before = gradients + _unreduced(case, load) if case.num_micro_batches > 1 else 0.0
+    peak = static + max(
+        before + activations + loss,
+        max(before + activations, gradients) + recomputed + buffers,
+        gradients + ends,
+    )
     return Memory(weights, gradients, moments, activations, recomputed,
                   gathered + buffers, loss, peak, in_flight)  # fmt: skip
 
@@ -163,9 +175,17 @@ def _gathered(case: Case, load: Load) -> tuple[float, float, float]:
     return gathered, buffers + behind * case.compute, outside * (case.compute + case.reduce)
 
 
+def _unreduced(case: Case, load: Load) -> float:
+    """What the gradients outside blocks were reduced from: FSDP2 lets go of it in the next backward."""
+    if not case.wrapped or case.layout.pp > 1 or case.storage.sync_once:
+        return 0.0
+    return float(held(load.ends, case).whole * case.reduce)
+
+
 def _loss(case: Case) -> float:
     """Logits of a micro-batch, their gradient, and the blocks in which the loss is computed."""
     s, logits = case.storage, case.trace.logits * case.micro_batch
     if s.whole_logits:
         logits *= case.layout.tp
-    return logits * (case.compute + s.loss) + min(s.workspace, logits * 8)
+    beside = case.compute if s.loss is None else s.loss
+    return logits * (case.compute + beside) + min(s.workspace, logits * 8)

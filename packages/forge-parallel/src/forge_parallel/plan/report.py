@@ -127,7 +127,20 @@ def _head(plan: Plan) -> str:
         f"{case.layout.batch_size} data ranks",
         f"{verdict}: {_gb(plan.peak)} of {_gb(gpu.limit)} GB usable ({_gb(gpu.memory)} in all); "
         f"a checkpoint is {_gb(plan.checkpoint)} GB",
+        *_waits(case),
     ))  # fmt: skip
+
+
+def _waits(case: Case) -> list[str]:
+    """What FSDP2 waits for where gradients lie on the host."""
+    further = case.num_micro_batches - 1
+    if not case.config.cpu_offload or not further:
+        return []
+    tensors = sum(len(part.rows) for part in case.load(0).parts)
+    return [
+        f"cpu_offload waits for the device {tensors * further} times a step: once for each of {tensors} "
+        f"parameters in each of {further} further micro-batches; use a larger micro_batch"
+    ]
 
 
 def _memory(plan: Plan) -> str:

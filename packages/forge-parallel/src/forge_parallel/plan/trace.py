@@ -189,6 +189,11 @@ class _Tracer(TorchFunctionMode):
             kwargs = {**kwargs, "is_causal": False}  # the length of q is not that of k
             if self.gather_keys:
                 args = (q, *keys, *args[3:])
+        if func is F.scaled_dot_product_attention and args[0].dtype == torch.float32:
+            # no flash kernel of a GPU shares heads in fp32: keys and values are repeated
+            q, *keys = args[:3]
+            keys = [k.repeat_interleave(q.size(1) // k.size(1), dim=1) for k in keys]
+            args, kwargs = (q, *keys, *args[3:]), {**kwargs, "enable_gqa": False}
         return func(*args, **kwargs)
 
     def _attach(self, profile: Profile, model: nn.Module) -> None:
