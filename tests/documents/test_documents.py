@@ -45,7 +45,9 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name != "bad-input.md"], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_commands_and_flags_exist(page: Path) -> None:
     flags = {f"--{key}" for section, cls in section_types({}).items()
              for key, *_ in dotted_fields(cls, f"{section}.")}  # fmt: skip

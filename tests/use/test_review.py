@@ -9,7 +9,9 @@ import torch
 
 from forge_testing import write_job
 from forge_testing.models import Counting
-from forge_train import ConfigError, Trainer, load_job, read_run
+from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.report.summary import print_summary, sample_text
+from forge_train.report.text import stream_text
 from forge_train.trainer.callbacks import state_name
 
 
@@ -46,7 +48,7 @@ def test_every_evaluation_and_the_last_step_have_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["train.max_grad_norm", "sample.temperature", "optimizer.lr"])
 def test_a_setting_that_is_no_number_is_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key.replace(chr(46), chr(58) + chr(32))} nan must be"):
+    with pytest.raises(ConfigError, match=f"{key}: nan must be"):
         load_job(write_job(tmp_path), {key: float("nan")})
 
 
@@ -62,3 +64,36 @@ def test_a_run_goes_on_with_its_own_model_only(tmp_path: Path) -> None:
     Trainer(load_job(job, {"train.steps": 3})).fit()
     with pytest.raises(ConfigError, match="rope_theta was 10000"):
         Trainer(load_job(job, {"model.rope_theta": 77.0})).fit()
+
+
+def test_F114_an_optimizer_that_cannot_run_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    """By all verbs, as it is a matter of the configuration."""
+    for name in ("torch.optim:LBFGS", "forge_testing.models:bigram.nothing", "math:pi"):
+        with pytest.raises(ConfigError, match=r"optimizer\.name"):
+            load_job(write_job(tmp_path), {"optimizer.name": name})
+    assert not (tmp_path / "run").exists()
+
+
+def test_F116_float8_recomputation_and_text_go_through_save_load_and_sample(tmp_path: Path) -> None:
+    """What a CPU computes by emulation only, end to end as the command line does it."""
+    float8 = {
+        "parallel.precision": "bf16", "parallel.float8": "rowwise", "parallel.recompute": "full",
+        "sample.max_new_tokens": 3, "model.dim": 32, "model.num_layers": 2, "metrics.console": "off",
+    }  # fmt: skip
+    job = load_job(write_job(tmp_path), {**float8, "train.steps": 2})
+    trainer = Trainer(job)
+    result = trainer.fit()
+    text = sample_text(trainer)
+    assert text.startswith("The ")
+    assert (tmp_path / "run/sample.txt").read_text() == text + "\n"
+    print_summary(trainer, result, [])
+    again = Trainer(load_job(write_job(tmp_path), {**float8, "train.steps": 3}))
+    assert again.fit().step == 3
+    events = [event["event"] for event in read_run(tmp_path / "run").events]
+    assert "resume" in events
+    model, _, step = load_trained(tmp_path / "run")
+    assert step == 3
+    assert stream_text(tmp_path / "run", prompt="The ", max_new_tokens=3, device="cpu") == 0
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

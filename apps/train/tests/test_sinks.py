@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forge_train import read_run
+from forge_train.metrics import sinks
 from forge_train.metrics.sinks import BackgroundSink, JsonlSink
 
 
@@ -77,6 +78,41 @@ def test_a_hanging_sink_drops_rows_and_never_blocks(capfd: pytest.CaptureFixture
     go.set()
     sink.close()
     assert "45 rows dropped" in capfd.readouterr().err
+
+
+def test_a_hanging_sink_is_waited_for_once_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    class Counted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return super().wait(10 if go.is_set() else 0.001)
+
+    go, entered = threading.Event(), threading.Event()
+
+    class Hanging(Recording):
+        def write(self, row: Any) -> None:
+            entered.set()
+            go.wait()
+
+    sink = BackgroundSink(Hanging, "slow")
+    monkeypatch.setattr(sinks.threading, "Event", Counted)
+    monkeypatch.setattr(sink._thread, "join", lambda timeout: waits.append(timeout))
+    sink.write({"step": 0})
+    assert entered.wait(10)
+    for _ in range(4):
+        assert not sink.flush()  # as at saves
+    sink.close()
+    assert waits == [5.0]
+    go.set()
+    assert sink._asked is not None
+    assert sink._asked.wait(10)
+    waits.clear()
+    assert sink.flush()
+    sink.close()
+    assert waits == [5.0, 5.0, 5.0]  # it answers again: a flush, and those of the close
 
 
 def test_rows_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob
     from forge_train.errors import JobError
 
+_LONGEST = 4000  # characters of a sentence: what a user gave may be a megabyte
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
 
@@ -104,6 +106,7 @@ def _dispatch(args: list[str]) -> int:
             [f"{verb!r} is not a verb of forge-train; use one of {near}"], ExitCode.CONFIG_ERROR
         )
     try:
+        _refuse_doubles(rest)
         return VERBS[verb](rest)
     except JobError as error:
         return _fail(_of_this_rank(error), error.exit_code)
@@ -167,13 +170,24 @@ def _leave_on_signal(code: int, *more: signal.Signals) -> None:
         signal.signal(number, lambda *_: os._exit(code))
 
 
+def _refuse_doubles(args: Sequence[str]) -> None:
+    """A flag stands once: parsers would take the last in silence."""
+    from forge_train.errors import ConfigError
+
+    names = [arg.partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            [f"--{name[2:]} must be given once, and it is there {names.count(name)} times; leave "
+             "one out" for name in twice]
+        )  # fmt: skip
+
+
 def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
     """`--nproc N` or `--nproc=N`, and the other arguments."""
     from forge_train.errors import ConfigError
 
     rest = list(args)
-    if sum(arg.partition("=")[0] == "--nproc" for arg in rest) > 1:
-        raise ConfigError(["--nproc must be given once, and it is there twice; leave one out"])
     for i, arg in enumerate(rest):
         name, equals, value = arg.partition("=")
         if name != "--nproc":
@@ -268,9 +282,7 @@ def _mounted() -> dict[str, EntryPoint]:
 
 def _job(args: list[str], verb: str, description: str, *, with_data: bool = True) -> ResolvedJob:
     """The job of `CONFIG [--section.key value ...]`."""
-    from forge_train.config.flags import parse_flags
     from forge_train.config.layers import Layers, read_layers
-    from forge_train.config.resolve import resolve
     from forge_train.errors import ConfigError
 
     config = _positional(args)
@@ -278,6 +290,10 @@ def _job(args: list[str], verb: str, description: str, *, with_data: bool = True
     if config is None and not wants_help:
         raise ConfigError([f"forge-train {verb} needs a TOML file; forge-train {verb} CONFIG.toml"])
     layers = Layers() if config is None else read_layers(Path(config))
+    # both need torch: a file that cannot be read is refused before its seconds
+    from forge_train.config.flags import parse_flags
+    from forge_train.config.resolve import resolve
+
     data = layers.values.get("data", {})
     if wants_help and isinstance(data, dict) and "sources" not in data:
         layers.set("data.sources.NAME.name", "builtin", "example")
@@ -359,5 +375,5 @@ def _lost_rank(error: RuntimeError) -> Sequence[str] | None:
 def _fail(problems: Sequence[str], code: int) -> int:
     with contextlib.suppress(OSError):  # a terminal that is gone changes no code
         for problem in problems:
-            print(f"forge-train: {problem}", file=sys.stderr)
+            print(f"forge-train: {problem[:_LONGEST]}", file=sys.stderr)
     return code

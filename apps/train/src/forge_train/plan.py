@@ -26,6 +26,7 @@ from forge_parallel.plan import (
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError
 from forge_train.trainer.build import build_model
+from forge_train.trainer.layout import layout_problems
 
 #: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
 _MOMENTS = {"adamw": 8.0, "sgd": 4.0}
@@ -34,7 +35,9 @@ _SHOWN = 8
 
 def parser() -> argparse.ArgumentParser:
     """The flags of the verb; all others are keys of the configuration."""
-    flags = argparse.ArgumentParser(prog="forge-train plan CONFIG.toml", add_help=False)
+    flags = argparse.ArgumentParser(
+        prog="forge-train plan CONFIG.toml", add_help=False, allow_abbrev=False
+    )
     flags.add_argument("--gpus", type=int, required=True, help="GPUs of the job")
     flags.add_argument("--gpu", default="h200", help=f"their kind: {', '.join(HARDWARE)}")
     flags.add_argument("--nodes", type=int, help="nodes they stand in (default: of 8 GPUs each)")
@@ -50,6 +53,9 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
     parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
         parallel, reasons = _chosen(wish)
+    problems = layout_problems(replace(config, parallel=parallel), flags.gpus, per_node)
+    if problems:
+        raise ConfigError(problems)
     try:
         plan = make_plan(
             profile,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import keyword
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_train.config.schema import ONE_OF
+from forge_train.config.files import read_toml
 from forge_train.errors import ConfigError
+
+LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
+#: Keys of which a file or flag that sets one unsets the others of earlier layers.
+ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
+_MAX_FILES = 16
 
 
 @dataclass
@@ -99,27 +103,23 @@ def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     seen: list[Path] = []
     current: Path | None = path
     while current is not None:
+        by = f" (extends of {seen[-1]})" if seen else ""
+        try:
+            table = read_toml(current)
+        except ValueError as error:
+            raise ConfigError([f"{current}{by}: {error}"]) from error
         if current.resolve() in [p.resolve() for p in seen]:
             circle = " -> ".join(map(str, [*seen, current]))
             raise ConfigError(
                 [f"extends {circle} is a circle; a base file must not extend its own child"]
             )
-        table = _read_toml(current, seen[-1] if seen else None)
+        if len(seen) == _MAX_FILES:
+            raise ConfigError(
+                [f"{path}: extends leads through more than {_MAX_FILES} files; merge some"]
+            )
         base = table.pop("extends", None)
         if base is not None and not isinstance(base, str):
             raise ConfigError([f"{current}: extends {base!r} must be the path of one TOML file"])
         seen.append(current)
         yield current, table
         current = None if base is None else current.parent / base
-
-
-def _read_toml(path: Path, child: Path | None) -> dict[str, Any]:
-    by = f" (extends of {child})" if child else ""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([f"{path}{by}: {error.strerror}; name an existing TOML file"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}{by}: is not text; name a TOML file"]) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{path}{by}: not valid TOML: {error}; mend that line"]) from error

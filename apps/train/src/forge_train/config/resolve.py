@@ -13,6 +13,7 @@ import tomlkit
 
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
 from forge_train.config.layers import Layers, flatten
+from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, DataError
@@ -98,7 +99,7 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
 
 def _check_combination(config: JobConfig, with_data: bool) -> None:
     """The rules that span sections; those of one section stand in its own dataclass."""
-    problems = []
+    problems = name_problems(config)
     limit = getattr(config.model, "max_seq_len", None)
     if limit is not None and config.data.seq_len > limit:
         problems.append(
@@ -155,7 +156,7 @@ def _check_data(config: JobConfig) -> None:
             )
         limit = getattr(config.model, "max_seq_len", None)
         if key != "data.validation" and source.tokenizer and limit and config.sample.max_new_tokens:
-            length = _prompt_length(source.tokenizer, config.sample.prompt, problems)
+            length = max(1, len(load_tokenizer(source.tokenizer).encode(config.sample.prompt)))
             if length + config.sample.max_new_tokens > limit:
                 problems.append(
                     f"sample.max_new_tokens {config.sample.max_new_tokens} after a prompt of {length} "
@@ -169,14 +170,6 @@ def _check_data(config: JobConfig) -> None:
             )
     if problems:
         raise DataError(problems)
-
-
-def _prompt_length(tokenizer: dict[str, Any], prompt: str, problems: list[str]) -> int:
-    try:
-        return max(1, len(load_tokenizer(tokenizer).encode(prompt)))
-    except ValueError as error:  # a byte of the command line that is no text
-        problems.append(f"sample.prompt {prompt!r}: {error}; write it as UTF-8 text")
-        return 1
 
 
 def _sentence(error: BaseException) -> str:

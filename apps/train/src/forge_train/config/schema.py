@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
 from forge_train.config.experts import MoESection
+from forge_train.config.layers import LENGTH_KEYS
 
 
 def _field(default: Any, help: str) -> Any:
@@ -21,12 +21,19 @@ def _require(problems: list[str]) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _at_least(minimum: float, **values: float | None) -> list[str]:
+def _within(low: float, high: float, **values: float | None) -> list[str]:
+    """`high` is far above every job there is: what lies beyond it has some zeros too many."""
     return [
-        f"{name} {value} must be a finite number of at least {minimum}; use {minimum} or more"
+        f"{name} {value} must be from {low} to {high}; use "
+        + (f"{low} or more" if value < low else "fewer zeros")
         for name, value in values.items()
-        if value is not None and not minimum <= value < math.inf
+        if value is not None and not low <= value <= high
     ]
+
+
+_MAX_STEPS = 10**9
+_MAX_TOKENS = 10**16
+_MAX_BATCH = 2**20
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,8 @@ class RunConfig:
     seed: int = _field(0, "seed of initial weights, of the order of data and of random numbers")
 
     def __post_init__(self) -> None:
-        large = self.seed >= 2**63
         _require(
-            _at_least(0, seed=self.seed)
-            + ([f"seed {self.seed} must be below 2**63; use a smaller one"] if large else [])
+            _within(0, 2**63 - 1, seed=self.seed)
             + ([] if self.dir.strip() else ["dir '' must name a folder; use dir = 'runs/my_run'"])
         )
 
@@ -83,7 +88,8 @@ class ImportedModelConfig:
         module, _, attr = self.name.partition(":")
         good = all(part.isidentifier() for part in [*module.split("."), attr])
         _require(
-            [] if good else [f"name {self.name!r} must be 'transformer' or 'package.module:attr'"]
+            ([] if good else [f"name {self.name!r} must be 'transformer' or 'package.module:attr'"])
+            + _within(0, 2**31 - 1, vocab_size=self.vocab_size)
         )
 
 
@@ -113,24 +119,25 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         lengths = [k for k in LENGTH_KEYS if getattr(self, k) is not None]
-        problems = _at_least(
-            1,
-            steps=self.steps,
-            tokens=self.tokens,
-            global_batch=self.global_batch,
-            micro_batch=self.micro_batch,
-        ) + _at_least(0, max_skipped_steps=self.max_skipped_steps)
+        problems = [
+            *_within(1, _MAX_STEPS, steps=self.steps),
+            *_within(1, _MAX_TOKENS, tokens=self.tokens),
+            *_within(1, _MAX_BATCH, global_batch=self.global_batch, micro_batch=self.micro_batch),
+            *_within(0, _MAX_STEPS, max_skipped_steps=self.max_skipped_steps),
+        ]
+        in_range = not problems
         if len(lengths) != 1:
             given = ", ".join(lengths) or "none"
             problems.append(
                 f"length given by {given}: exactly one of {', '.join(LENGTH_KEYS)} must be set; "
                 "set train.steps = 400, for example"
             )
-        if self.tokens_per_parameter is not None and not 0 < self.tokens_per_parameter < math.inf:
+        if self.tokens_per_parameter is not None and not 0 < self.tokens_per_parameter <= 10**6:
             problems.append(
-                f"tokens_per_parameter {self.tokens_per_parameter} must be above 0; use 20.0"
+                f"tokens_per_parameter {self.tokens_per_parameter} must be above 0 and at most 10**6; "
+                "use 20.0"
             )
-        if self.micro_batch and self.micro_batch > 0 and self.global_batch % self.micro_batch:
+        if in_range and self.micro_batch and self.global_batch % self.micro_batch:
             problems.append(
                 f"global_batch {self.global_batch} must be divisible by micro_batch "
                 f"{self.micro_batch}; use micro_batch {_divisors(self.global_batch)}"
@@ -151,7 +158,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         _require(
-            _at_least(0, every_steps=self.every_steps) + _at_least(1, sequences=self.sequences)
+            _within(0, _MAX_STEPS, every_steps=self.every_steps)
+            + _within(1, _MAX_BATCH, sequences=self.sequences)
         )
 
 
@@ -166,7 +174,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         _require(
-            _at_least(0, every_steps=self.every_steps) + _at_least(1, keep_last=self.keep_last)
+            _within(0, _MAX_STEPS, every_steps=self.every_steps)
+            + _within(1, _MAX_STEPS, keep_last=self.keep_last)
         )
 
 
@@ -181,7 +190,7 @@ class MetricsConfig:
     tensorboard: bool = _field(False, "write TensorBoard files to <run.dir>/tensorboard")
 
     def __post_init__(self) -> None:
-        _require(_at_least(1, every_steps=self.every_steps))
+        _require(_within(1, _MAX_STEPS, every_steps=self.every_steps))
 
 
 @dataclass(frozen=True)
@@ -195,13 +204,13 @@ class SampleConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(_at_least(0, max_new_tokens=self.max_new_tokens, temperature=self.temperature))
+        _require(
+            _within(0, 10**6, max_new_tokens=self.max_new_tokens)
+            + _within(0, 100, temperature=self.temperature)
+        )
 
 
 ModelSection = DenseModelConfig | ImportedModelConfig
-LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
-#: Keys of which a file or flag that sets one unsets the others of earlier layers.
-ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
 
 
 @dataclass(frozen=True)

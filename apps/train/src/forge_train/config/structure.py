@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +25,8 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     built: dict[str, Any] = {}
     problems: list[str] = []
     types_of_sections = section_types(values)
-    for name in values.keys() - types_of_sections.keys():
-        problems.append(_unknown(name, types_of_sections))
+    strangers = [name for name in values if name not in types_of_sections]
+    problems += _unknowns(strangers, types_of_sections)
     for name, cls in types_of_sections.items():
         table = values.get(name, {})
         if not isinstance(table, dict):
@@ -102,7 +103,7 @@ def _known_part(
     """
     hints = get_type_hints(cls)
     siblings = [f"{prefix}{key}" for key in hints]
-    problems += [_unknown(f"{prefix}{key}", siblings) for key in table if key not in hints]
+    problems += _unknowns([f"{prefix}{key}" for key in table if key not in hints], siblings)
     known = {key: value for key, value in table.items() if key in hints}
     for key, value in known.items():
         inner = inner_dataclass(hints[key])
@@ -127,16 +128,37 @@ def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
     def hook(value: Any, _: Any) -> Any:
         if isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted):
             raise TypeError(f"{_show(value)} must be {_article(expected.__name__)}")
-        return expected(value)
+        return _sound(str(value)) if expected is str else _finite(value, expected)
 
     return hook
+
+
+def _finite(value: Any, kind: type) -> Any:
+    """A number that 64 bits hold; nan and inf would come back as a loss, hours later."""
+    if isinstance(value, int) and value.bit_length() >= 64:
+        raise ValueError(f"{_show(value)} must be a number that 64 bits hold; use fewer zeros")
+    if not math.isfinite(value):
+        raise ValueError(f"{value} must be a finite number; write one")
+    return kind(value)
+
+
+def _sound(text: str) -> str:
+    """Text as files, paths and terminals take it."""
+    try:
+        good = b"\0" not in text.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+        good = False
+    if not good:
+        raise ValueError(f"{_show(text)} must be UTF-8 text without NUL; write it again")
+    return text
 
 
 def _literal(value: Any, kind: Any) -> Any:
     for choice in get_args(kind):
         if value == choice and type(value) is type(choice):
             return value
-    near = difflib.get_close_matches(str(value), [str(c) for c in get_args(kind)], 1)
+    written = value[:_SHOWN_CHARACTERS] if isinstance(value, str) else ""
+    near = difflib.get_close_matches(written, [str(c) for c in get_args(kind)], 1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     raise ValueError(f"{_show(value)} must be {type_name(kind)}{hint}")
 
@@ -183,6 +205,7 @@ def _converter() -> cattrs.Converter:
 
 
 _CONVERTER = _converter()
+_SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200
 _OWN_ADDRESS = re.compile(r"^[a-z_]+: ")
 
 
@@ -213,15 +236,32 @@ def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
     return [f"{path}: {_OWN_ADDRESS.sub('', line)}" for line in str(error).splitlines() if line]
 
 
+def _unknowns(keys: list[str], known: Iterable[str]) -> list[str]:
+    """A sentence for each of the first; a file of something else has thousands."""
+    shown = [_unknown(key, known) for key in keys[:_SHOWN_KEYS]]
+    rest = len(keys) - _SHOWN_KEYS
+    return (
+        [*shown, f"{rest} more keys are not known; is this a file of forge-train?"]
+        if rest > 0
+        else shown
+    )
+
+
 def _unknown(key: str, known: Iterable[str]) -> str:
-    names = list(known)
+    names, key = list(known), _cut(key)
     near = difflib.get_close_matches(key, names, 1, cutoff=0.5)
     fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
     return f"{key} is not a known key; {fix}"
 
 
 def _show(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print thousands
+        return f"an integer of {value.bit_length()} bits"
+    return f"{_cut(repr(value))} ({type(value).__name__})"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def _article(name: str) -> str:

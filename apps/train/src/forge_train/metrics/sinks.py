@@ -56,13 +56,15 @@ class BackgroundSink:
     """Runs a sink on a daemon thread behind a bounded queue.
 
     A full queue drops the row and counts it; an exception of the sink disables it with one line
-    on stderr. `flush` and `close` wait at most `timeout_seconds`.
+    on stderr. `flush` and `close` wait at most `timeout_seconds` for a sink that hangs, once: until it
+    answers, nobody waits for it again.
     """
 
     def __init__(self, open_sink: Callable[[], Any], name: str, max_rows: int = 1024) -> None:
         self.name = name
         self.dropped = 0
         self._open = open_sink
+        self._asked: threading.Event | None = None  # the last flush, which may still be unanswered
         self._queue: queue.Queue[Row | threading.Event | None] = queue.Queue(max_rows)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
@@ -75,20 +77,20 @@ class BackgroundSink:
 
     def flush(self, timeout_seconds: float = 5.0) -> bool:
         """Wait until everything written so far is out; False if that took too long."""
+        if self._asked is not None and not self._asked.is_set():
+            return False
         done = threading.Event()
         try:
-            self._queue.put(done, timeout=timeout_seconds)
+            self._queue.put_nowait(done)
         except queue.Full:
             return False
+        self._asked = done
         return done.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        self.flush(timeout_seconds)
-        try:
-            self._queue.put(None, timeout=timeout_seconds)
-        except queue.Full:
-            return
-        self._thread.join(timeout_seconds)
+        if self.flush(timeout_seconds):
+            self._queue.put(None)
+            self._thread.join(timeout_seconds)
         if self.dropped:
             _warn(f"{self.name}: {self.dropped} rows dropped because the sink was too slow")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forge_resilience import read_events
+from forge_train.config.files import read_toml
 from forge_train.metrics.sinks import read_rows
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -27,13 +27,15 @@ def read_run(run_dir: str | Path) -> Run:
     """Read config, environment, metrics and events of a run; a torn last line is left out, and with a
     warning lines of metrics that are no rows.
 
-    Raises FileNotFoundError when `run_dir` is not the folder of a run.
+    Raises FileNotFoundError when `run_dir` is not the folder of a run, ValueError for a damaged one.
     """
     paths = RunDirectory(run_dir)
+    if not paths.config.exists():
+        raise FileNotFoundError(f"{paths.config} is not there; name the folder of a run")
     rows = read_rows(paths.metrics) if paths.metrics.exists() else []
     names = list(dict.fromkeys(name for row in rows for name in row))
     return Run(
-        config=tomllib.loads(paths.config.read_text(encoding="utf-8")),
+        config=read_toml(paths.config),
         environment=json.loads(paths.environment.read_text(encoding="utf-8")),
         metrics={name: [row.get(name) for row in rows] for name in names},
         events=list(read_events(paths.events)),

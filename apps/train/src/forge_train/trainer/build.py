@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import random
 
@@ -23,9 +22,9 @@ from forge_data import (
 )
 from forge_data.batch import IGNORE
 from forge_resilience import Agreement
+from forge_train.config.names import model_builder
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError
-from forge_train.trainer.callbacks import import_attribute
 from forge_train.trainer.mixtures import feed_forward_factory
 
 
@@ -38,16 +37,9 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     if isinstance(section, DenseModelConfig):
         with torch.device("meta"):
             return Transformer(section, feed_forward=feed_forward_factory(section))
-    build = import_attribute(section.name, "model.name")
-    try:
-        inspect.signature(build).bind(vocab_size=section.vocab_size, **section.args)
-        seed_process(seed, 0)
-        model = build(vocab_size=section.vocab_size, **section.args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            [f"model.args {section.args}: {section.name}(vocab_size=..., **args): {error}; "
-             "give the arguments that this builder takes"]
-        ) from error  # fmt: skip
+    build = model_builder(section)
+    seed_process(seed, 0)
+    model = build()
     if not isinstance(model, nn.Module):
         raise ConfigError([f"model.name {section.name!r} built a {type(model).__name__}, which must "
                            "be a torch.nn.Module; return the model"])  # fmt: skip
@@ -80,12 +72,14 @@ def refuse_other_model(model: nn.Module, agreement: Agreement) -> None:
         )  # fmt: skip
 
 
-def total_steps(config: JobConfig, model: nn.Module) -> int:
-    """Length of the run in optimizer steps; a length in tokens is rounded up."""
+def total_steps(config: JobConfig, model: nn.Module | None) -> int:
+    """Length of the run in optimizer steps; a length in tokens is rounded up. The model is asked for
+    its size where the length is a multiple of that."""
     if config.train.steps is not None:
         return config.train.steps
     tokens = config.train.tokens
     if tokens is None:
+        assert model is not None
         tokens = math.ceil((config.train.tokens_per_parameter or 0) * parameter_count(model))
     return max(1, math.ceil(tokens / (config.train.global_batch * config.data.seq_len)))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_train.config.names import import_attribute
 from forge_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,18 +38,6 @@ class Callback:
 
     def on_end(self, trainer: Trainer) -> None:
         """Once, after the last save, whether finished or stopped."""
-
-
-def import_attribute(path: str, key: str) -> Any:
-    """The object behind `module:attr`; ConfigError naming `key` when there is none."""
-    module, _, attr = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attr)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            [f"{key}: {path!r} cannot be imported ({error}); write 'package.module:attr' of something "
-             "on PYTHONPATH"]
-        ) from error  # fmt: skip
 
 
 def load_callbacks(paths: tuple[str, ...]) -> list[Callback]:

@@ -9,6 +9,7 @@ import tomlkit
 
 from forge_parallel import ParallelConfig, World
 from forge_parallel.plan import Topology
+from forge_train.config.files import read_text
 from forge_train.config.resolve import ResolvedJob
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -44,12 +45,12 @@ def _kept(job: ResolvedJob, world_size: int, per_node: int) -> ParallelConfig | 
     """What the planner chose when this run began, if it fits."""
     path = RunDirectory(job.config.run.dir).config
     try:
-        table: Any = tomlkit.parse(path.read_text(encoding="utf-8"))["parallel"]
+        table: Any = tomlkit.parse(read_text(path))["parallel"]
         rows = [(key.key, item) for key, item in table.value.body if key is not None]
         chosen = {key: item.unwrap() for key, item in rows if _ORIGIN in item.trivia.comment}
         kept = replace(job.config.parallel, **chosen)
         kept.axes(world_size, per_node)
-    except (OSError, KeyError, TypeError, ValueError):  # of another version, or of other ranks
+    except (KeyError, TypeError, ValueError):  # of another version, or of other ranks
         return None
     return kept if chosen else None
 

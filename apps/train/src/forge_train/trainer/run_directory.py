@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from forge_train.config.files import read_toml
 from forge_train.config.layers import flatten
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError
@@ -74,16 +75,22 @@ class RunDirectory:
             probe.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
-                [f"run.dir {str(self.path)!r} cannot be written ({error.strerror}); choose a folder "
+                [f"run.dir {str(self.path)[:500]!r} cannot be written ({error.strerror}); choose a folder "
                  "that you own, such as --run.dir runs/mine"]
             ) from error  # fmt: skip
 
     def changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
-        """Key -> [value of the last life, value now]; empty for a new run."""
-        try:
-            before = dict(flatten(tomllib.loads(self.config.read_text(encoding="utf-8"))))
-        except (OSError, tomllib.TOMLDecodeError):
+        """Key -> [value of the last life, value now]; empty for a new run. ConfigError when what is there
+        cannot be read: without it nobody knows whether the checkpoints are of this experiment."""
+        if not self.config.exists():
             return {}
+        try:
+            before = dict(flatten(read_toml(self.config)))
+        except ValueError as error:
+            raise ConfigError(
+                [f"{self.config}: {error}; it says what this run is: restore it, remove it to go on "
+                 "unchecked, or choose another run.dir"]
+            ) from error  # fmt: skip
         now = dict(flatten(tomllib.loads(job.to_toml())))
         keys = [*now, *(k for k in before if k not in now)]
         return {k: [before.get(k), now.get(k)] for k in keys if before.get(k) != now.get(k)}

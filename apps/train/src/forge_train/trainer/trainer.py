@@ -20,7 +20,7 @@ from forge_core import (
     initialise,
 )
 from forge_core.flops import peak_flops
-from forge_core.optim import check_optimizer, set_lr
+from forge_core.optim import set_lr
 from forge_data import Batch
 from forge_moe import recompute_contexts
 from forge_parallel import (
@@ -118,7 +118,6 @@ class Trainer:
             )  # fmt: skip
         self.total_steps = total_steps(config, self.model)
         self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
-        as_config_error(lambda: check_optimizer(self.model, config.optimizer))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
         layout = config.parallel.axes(world.world_size)
         mixed = bool(mixture_sizes(self.model))

@@ -1,0 +1,76 @@
+"""Files that are read whole, with an end to what they may ask: of a known kind, of a bounded size."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 2**20
+MAX_DEPTH = 16
+#: More names in a row than any table is deep; tomllib would need hours for thousands of them.
+_LONG_NAME = re.compile(
+    r"""(?<![\w.-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*)"""
+    rf"{{{MAX_DEPTH}}}"
+)
+
+
+def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
+    """The text of a regular file of at most `max_bytes` bytes of UTF-8; never waits for a pipe or device.
+
+    Raises ValueError that ends in a fix, without the path: the caller knows what the file is to it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"{error.strerror}; name an existing file") from error
+    except ValueError as error:  # NUL, or half a surrogate pair
+        raise ValueError(f"is no path ({error}); name an existing file") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("is no regular file (a folder, pipe or device); name an existing file")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > max_bytes:
+        raise ValueError(
+            f"has more than {max_bytes} bytes; name the right file, or make it shorter"
+        )
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"is not text: byte {error.start} is not UTF-8; save it as UTF-8"
+        ) from error
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The table of a TOML file. Raises ValueError as `read_text` does; cost: one read, linear parsing."""
+    text = read_text(path)
+    if _LONG_NAME.search(text):
+        raise ValueError(f"has a name of more than {MAX_DEPTH} parts; write fewer dots")
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"not valid TOML: {error}; mend that line") from error
+    except ValueError as error:  # int() of more than 4300 digits
+        raise ValueError("holds a number of thousands of digits; write a shorter one") from error
+    except RecursionError as error:
+        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels; write it flat") from error
+    if _is_deep(table):
+        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels; write it flat")
+    return table
+
+
+def _is_deep(table: Any) -> bool:
+    level = [table]
+    for _ in range(MAX_DEPTH):
+        inner = (
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
+        )
+        level = [value for values in inner for value in values]
+    return bool(level)

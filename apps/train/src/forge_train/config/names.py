@@ -1,0 +1,99 @@
+"""What a configuration only names: found before anything starts, by every verb that reads one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from forge_core import build_schedule
+from forge_core.optim import check_optimizer
+from forge_core.optim.schedule import find_schedule
+from forge_moe.routers.registry import find_rule
+from forge_train.config.schema import DenseModelConfig, ImportedModelConfig, JobConfig
+from forge_train.errors import ConfigError
+
+
+def import_attribute(path: str, key: str) -> Any:
+    """The object behind `module:attr`; ConfigError naming `key` when there is none."""
+    module, _, attr = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attr)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            [f"{key}: {path!r} cannot be imported ({error}); write 'package.module:attr' of something "
+             "on PYTHONPATH"]
+        ) from error  # fmt: skip
+
+
+def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
+    """Somebody else's builder with its arguments; ConfigError where it does not take them."""
+    build = import_attribute(section.name, "model.name")
+
+    def call(function: Callable[..., Any]) -> Any:
+        try:
+            return function(vocab_size=section.vocab_size, **section.args)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                [f"model.args {section.args}: {section.name}(vocab_size=..., **args): {error}; "
+                 "give the arguments that this builder takes"]
+            ) from error  # fmt: skip
+
+    call(inspect.signature(build).bind)
+    return lambda: call(build)
+
+
+def name_problems(config: JobConfig) -> list[str]:
+    """A sentence for each name that leads nowhere: model, router, optimizer, schedule, callbacks.
+
+    Imports what import paths name and runs none of it: a schedule whose length hangs on the size of
+    somebody else's model is only looked up.
+    """
+    return [
+        *_model_problems(config),
+        *_refusal("", lambda: check_optimizer(_stand_in(), config.optimizer)),
+        *_schedule_problems(config),
+        *(
+            problem
+            for path in config.train.callbacks
+            for problem in _refusal("", lambda: import_attribute(path, "train.callbacks"))  # noqa: B023
+        ),
+    ]
+
+
+def _model_problems(config: JobConfig) -> list[str]:
+    model = config.model
+    if isinstance(model, DenseModelConfig):
+        if not model.moe.num_experts:
+            return []
+        return _refusal("model.moe.", lambda: find_rule(model.moe.router))
+    return _refusal("", lambda: model_builder(model))
+
+
+def _stand_in() -> nn.Module:
+    """A matrix and a vector without values, for what an optimizer does not say before it has some."""
+    return nn.Linear(1, 1, device="meta")
+
+
+def _schedule_problems(config: JobConfig) -> list[str]:
+    from forge_train.trainer.build import build_model, total_steps  # which imports this module
+
+    by_size = config.train.tokens_per_parameter is not None
+    unknown = _refusal("", lambda: find_schedule(config.schedule.name))
+    if unknown or (by_size and not isinstance(config.model, DenseModelConfig)):
+        return unknown
+    model = build_model(config.model, config.run.seed) if by_size else None
+    return _refusal("", lambda: build_schedule(config.schedule, total_steps(config, model)))
+
+
+def _refusal(key: str, find_it: Callable[[], Any]) -> list[str]:
+    try:
+        find_it()
+    except ConfigError as error:
+        return list(error.problems)
+    except (ValueError, ImportError) as error:
+        return [f"{key}{line}" for line in str(error).splitlines()]
+    return []

@@ -1,0 +1,510 @@
+"""Bad input by kind: how to make it, the exit code it gets, and the words its sentence must hold.
+
+`prepare` and `call` run in children of a warm process; docs/bad-input.md is written from what they say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from forge_testing.jobs import write_job
+
+CONFIG, DATA, CORRUPT = 78, 65, 66
+Args = list[str | Path]
+
+
+class Case(NamedTuple):
+    """`args(folder)` makes what is wrong and returns the command line."""
+
+    name: str
+    args: Callable[[Path], Args]
+    code: int
+    says: tuple[str, ...]
+
+
+class Call(NamedTuple):
+    """A library call on bad input, which raises ValueError (or a kind of it) with a sentence."""
+
+    name: str
+    call: Callable[[Path], object]
+    says: tuple[str, ...]
+
+
+def warm_up() -> None:
+    """What a first command line reads, once for all: docstrings of classes, Python's own texts."""
+    from forge_data import SourceConfig, open_source
+    from forge_train.config.flags import parse_flags
+
+    parse_flags({"data": {"sources": {"text": {}}}}, [], "warm", "")
+    open_source(SourceConfig())
+
+
+def prepare(name: str, folder: str) -> None:
+    """Make the input of a case; its command line is left in `folder/.args`."""
+    args = BY_NAME[name].args(Path(folder))  # type: ignore[union-attr]
+    (Path(folder) / ".args").write_text(json.dumps([str(arg) for arg in args]))
+
+
+def call(name: str, folder: str) -> None:
+    """Make a library call; its refusal is printed as a command would."""
+    try:
+        BY_NAME[name].call(Path(folder))  # type: ignore[union-attr]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(CONFIG)
+
+
+def flags(*more: str, verb: str = "run") -> Callable[[Path], Args]:
+    gpus = ["--gpus", "2"] if verb == "plan" else []
+    return lambda folder: [verb, write_job(folder), *more, *gpus]
+
+
+def toml(extra: str, verb: str = "run") -> Callable[[Path], Args]:
+    """A job file with lines replaced or added: `section.key = value`, `key` may be new."""
+    gpus = ["--gpus", "2"] if verb == "plan" else []
+
+    def build(folder: Path) -> Args:
+        job = write_job(folder)
+        (folder / "child.toml").write_text(f'extends = "{job.name}"\n{extra}\n')
+        return [verb, folder / "child.toml", *gpus]
+
+    return build
+
+
+def _line(key: str, value: str) -> str:
+    table, _, name = key.rpartition(".")
+    return f"[{table}]\n{name} = {value}\n"
+
+
+def content(text: str | bytes) -> Callable[[Path], Args]:
+    """A configuration that consists of this."""
+
+    def build(folder: Path) -> Args:
+        path = folder / "odd.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return ["run", path]
+
+    return build
+
+
+def fifo(folder: Path, name: str = "pipe.toml") -> Path:
+    os.mkfifo(folder / name)
+    return folder / name
+
+
+def extends(base: Callable[[Path], object]) -> Callable[[Path], Args]:
+    def build(folder: Path) -> Args:
+        (folder / "child.toml").write_text(f'extends = "{base(folder)}"')
+        return ["run", folder / "child.toml"]
+
+    return build
+
+
+def chain(folder: Path) -> Args:
+    for i in range(20):
+        (folder / f"{i}.toml").write_text(f'extends = "{i + 1}.toml"')
+    return ["run", folder / "0.toml"]
+
+
+def circle(folder: Path) -> Args:
+    (folder / "a.toml").write_text('extends = "b.toml"')
+    (folder / "b.toml").write_text('extends = "a.toml"')
+    return ["run", folder / "a.toml"]
+
+
+def train(folder: Path) -> Path:
+    """Two steps of the tiny job, with a checkpoint; trained once for all cases, beside their folders."""
+    from forge_train import Trainer, load_job
+
+    original = folder.parent / "trained"
+    if not original.exists():
+        original.mkdir()
+        Trainer(load_job(write_job(original), {"train.steps": 2, "metrics.console": "off"})).fit()
+    shutil.copytree(original / "run", folder / "run")
+    return write_job(folder)
+
+
+def recorded(text: bytes) -> Callable[[Path], Args]:
+    """A run with checkpoints whose config.toml is this."""
+
+    def build(folder: Path) -> Args:
+        job = train(folder)
+        (folder / "run/config.toml").write_bytes(text)
+        return ["run", job]
+
+    return build
+
+
+def token_file(folder: Path, ids: int = 4000, **sidecar: object) -> Path:
+    """A prepared token directory of `ids` bytes, with fields of its sidecar replaced."""
+    from forge_data.prepare import prepare
+
+    text, more = folder / "text.txt", folder / "more.txt"
+    text.write_text("some words to read\n" * (ids // 19 + 1))
+    more.write_text("a few more")
+    out = folder / "tokens"
+    prepare([text, more], out)
+    meta = next(out.glob("*.json"))
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), **sidecar}))
+    return out
+
+
+def data_job(folder: Path, path: Path, *more: str) -> Args:
+    job = write_job(folder)
+    job.write_text(job.read_text().replace('name = "builtin"', f'name = "tokens"\npath = "{path}"'))
+    job.write_text(job.read_text().replace("every_steps = 6", "every_steps = 0"))
+    return ["run", job, *more]
+
+
+def truncated(folder: Path) -> Args:
+    path = token_file(folder)
+    tokens = path / "tokens.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-7])
+    return data_job(folder, path)
+
+
+def sidecar(text: str) -> Callable[[Path], Args]:
+    """Token files whose sidecar is this."""
+
+    def build(folder: Path) -> Args:
+        path = token_file(folder)
+        next(path.glob("*.json")).write_text(text)
+        return data_job(folder, path)
+
+    return build
+
+
+def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], Args]:
+    """Token files, one of them with other bytes."""
+
+    def build(folder: Path) -> Args:
+        path = token_file(folder) / name
+        path.write_bytes(change(path.read_bytes()))
+        return data_job(folder, path.parent)
+
+    return build
+
+
+def piped(name: str) -> Callable[[Path], Args]:
+    """Token files, one of them a pipe."""
+
+    def build(folder: Path) -> Args:
+        path = token_file(folder)
+        next(path.glob(name)).unlink()
+        fifo(path, name.replace("*", "tokens"))
+        return data_job(folder, path)
+
+    return build
+
+
+def raw_without_dtype(folder: Path) -> Args:
+    raw = folder / "raw.bin"
+    raw.write_bytes(bytes(range(200)) * 20)
+    return data_job(folder, raw, "--sample.max_new_tokens", "0")
+
+
+def vocabulary(folder: Path) -> Args:
+    return data_job(folder, token_file(folder), "--model.vocab_size", "64")
+
+
+def unwritable(folder: Path) -> Args:
+    (folder / "file").write_text("in the way")
+    return ["run", write_job(folder), "--run.dir", str(folder / "file/run")]
+
+
+def other_model(folder: Path) -> Args:
+    return ["run", train(folder), "--model.dim", "32"]
+
+
+def damaged_store(folder: Path) -> Args:
+    job = train(folder)
+    for manifest in (folder / "run/checkpoints").glob("step-*/manifest.json"):
+        manifest.write_text("{}")
+    return ["run", job]
+
+
+_HF = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+       "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+       "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False}  # fmt: skip
+
+
+def _hf(key: str, value: object, *says: str) -> Call:
+    """A config.json of transformers with one key wrong."""
+
+    def read(_: Path) -> object:
+        from forge_core.families import LLAMA
+
+        return LLAMA.config_from_hf({**_HF, key: value})
+
+    return Call(f"{key} = {value!r:.20}", read, says or (key,))
+
+
+def resealed(change: Callable[[dict], object]) -> Callable[[Path], Args]:
+    """A run whose newest manifest says something else, under a digest that fits."""
+
+    def build(folder: Path) -> Args:
+        job = train(folder)
+        for path in (folder / "run/checkpoints").glob("step-*/manifest.json"):
+            table = json.loads(path.read_bytes())["manifest"]
+            change(table)
+            body = json.dumps(table, separators=(",", ":")).encode()
+            digest = hashlib.sha256(body).hexdigest().encode()
+            path.write_bytes(b'{"sha256": "' + digest + b'", "manifest": ' + body + b"}\n")
+        return ["run", job]
+
+    return build
+
+
+def stored(change: Callable[[Path], object]) -> Callable[[Path], Args]:
+    """A run whose checkpoints folder was changed by hand."""
+
+    def build(folder: Path) -> Args:
+        job = train(folder)
+        change(folder / "run/checkpoints")
+        return ["run", job]
+
+    return build
+
+
+def _newest(checkpoints: Path) -> Path:
+    return max(checkpoints.glob("step-*"))
+
+
+def _sparse(path: Path, size: int) -> None:
+    path.write_bytes(b"")
+    os.truncate(path, size)
+
+
+def _replace_by_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def changed_data(folder: Path) -> Args:
+    from forge_train import Trainer, load_job
+
+    path = token_file(folder)
+    args = data_job(folder, path)
+    settings = {"train.steps": 2, "eval.every_steps": 0, "metrics.console": "off"}
+    Trainer(load_job(args[1], settings)).fit()
+    for file in [folder / "text.txt", *path.iterdir()]:
+        file.unlink()
+    path.rmdir()
+    token_file(folder, ids=5000)
+    return args
+
+
+def _zeros(key: str, number: int) -> Case:
+    return Case(f"{key} = {number:.0e}", toml(_line(key, str(number))), CONFIG,
+                (key.split(".")[-1], str(number), "zeros"))  # fmt: skip
+
+
+def _no_number(key: str, value: str) -> Case:
+    return Case(f"{key} = {value}", toml(_line(key, value)), CONFIG,
+                (f"{key}: {value} must be a finite number",))  # fmt: skip
+
+
+def _unknown(key: str, value: str, more: str = "") -> list[Case]:
+    """All three verbs say the same."""
+    return [Case(f"{verb}: {key} = {value}", toml(_line(key, value) + more, verb), CONFIG,
+                 (key, value.strip("[]").strip("'"))) for verb in ("run", "explain", "plan")]  # fmt: skip
+
+
+# fmt: off
+CASES: dict[str, list[Case | Call]] = {
+    "A key, flag or verb that nobody knows": [
+        Case("unknown key", toml("[train]\nstepz = 3"), CONFIG, ("train.stepz", "did you mean train.steps")),
+        Case("unknown section", toml("[trian]\nsteps = 3"), CONFIG, ("trian", "did you mean train")),
+        Case("unknown flag", flags("--train.stepz", "3"), CONFIG, ("--train.stepz", "--train.steps")),
+        Case("unknown verb", lambda f: ["rum", write_job(f)], CONFIG, ("'rum'", "use one of run")),
+        Case("50,000 unknown keys", content("".join(f"k{i} = 1\n" for i in range(50_000))), CONFIG,
+             ("k0 is not a known key", "more keys are not known")),
+        Case("a key of 100,000 characters", content("k" * 100_000 + " = 1"), CONFIG,
+             ("kkk", "is not a known key")),
+        Case("F108 the same flag twice", flags("--train.steps", "3", "--train.steps", "5"), CONFIG,
+             ("--train.steps", "once", "leave one out")),
+        Case("the same flag twice, spelt in two ways", flags("--data.seq-len=8", "--data.seq_len=9"), CONFIG,
+             ("--data.seq_len", "once")),
+        Case("the same flag of a verb twice", flags("--gpus", "4", verb="plan"), CONFIG, ("--gpus", "once")),
+    ],
+    "A value of the wrong type": [
+        Case("float for an int", toml("[model]\nnum_heads = 1.9"), CONFIG,
+             ("model.num_heads", "1.9", "must be an integer")),
+        Case("float flag for an int", flags("--model.num_heads", "1.9"), CONFIG, ("model.num_heads", "1.9")),
+        Case("misspelt bool", toml('[model]\ntie_embeddings = "flase"'), CONFIG,
+             ("model.tie_embeddings", "flase", "true or false")),
+        Case("misspelt bool flag", flags("--model.tie_embeddings", "flase"), CONFIG,
+             ("model.tie_embeddings", "flase", "true")),
+        Case("int for a bool", toml("[model]\nqk_norm = 1"), CONFIG, ("model.qk_norm", "true or false")),
+        Case("misspelt choice", toml('[parallel]\nprecision = "bf61"'), CONFIG,
+             ("parallel.precision", "bf61", "did you mean 'bf16'")),
+        Case("a table where a value belongs", toml("[train.steps]\nx = 1"), CONFIG, ("train.steps",)),
+        Case("a value where a table belongs", toml("eval = 3"), CONFIG, ("eval", "table")),
+        Case("a list where a number belongs", toml("[train]\nsteps = [3]"), CONFIG,
+             ("train.steps", "[3]", "must be an integer")),
+        Case("a date where a number belongs", toml("[train]\nsteps = 2020-01-01"), CONFIG,
+             ("train.steps", "must be an integer")),
+    ],
+    "A number that is none": [
+        *(_no_number(key, value) for value in ("nan", "inf", "-inf") for key in
+          ("optimizer.lr", "train.max_grad_norm", "sample.temperature", "model.rope_theta")),
+        Case("infinity in a file", toml("[optimizer]\nlr = inf"), CONFIG, ("optimizer.lr: inf must be",)),
+        Case("an integer of 5,000 digits", toml("[train]\nsteps = " + "9" * 5000), CONFIG,
+             ("child.toml", "thousands of digits")),
+        Case("a flag of 5,000 digits", flags("--train.steps", "9" * 5000), CONFIG, ("train.steps",)),
+        Case("a hexadecimal integer of 50,000 digits", toml("[train]\nsteps = 0x" + "f" * 50_000), CONFIG,
+             ("train.steps", "an integer of 200000 bits", "64 bits")),
+        Case("a float beyond all", toml("[optimizer]\nlr = 1e999"), CONFIG, ("optimizer.lr", "finite")),
+        Case("text beyond all for a choice", toml('[parallel]\nprecision = "' + "b" * 10_000 + '"'), CONFIG,
+             ("parallel.precision", "must be")),
+    ],
+    "Some zeros too many": [
+        _zeros("train.steps", 10**12), _zeros("train.global_batch", 10**9), _zeros("train.tokens", 10**18),
+        _zeros("train.micro_batch", 10**9), _zeros("eval.sequences", 10**9),
+        _zeros("eval.every_steps", 10**12), _zeros("checkpoint.every_steps", 10**12),
+        _zeros("checkpoint.keep_last", 10**12), _zeros("metrics.every_steps", 10**12),
+        *(Case(f"{key} = {n:.0e}", toml(_line(key, str(n))), CONFIG, (key.split(".")[-1], str(n))) for key, n in (
+            ("model.dim", 10**9), ("model.num_layers", 10**6), ("model.vocab_size", 10**12),
+            ("model.hidden_dim", 10**12), ("data.seq_len", 10**12), ("data.num_workers", 100_000))),
+        _zeros("sample.max_new_tokens", 10**9), _zeros("train.max_skipped_steps", 10**12),
+        Case("train.tokens = 2**70", flags("--train.tokens", str(2**70)), CONFIG, ("train.tokens", "64 bits")),
+        Case("train.tokens_per_parameter = 1e300", flags("--train.tokens_per_parameter", "1e300"), CONFIG,
+             ("tokens_per_parameter 1e+300", "at most 10**6")),
+        Case("run.seed = 2**64", flags("--run.seed", str(2**64)), CONFIG, ("run.seed", "64 bits")),
+    ],
+    "Settings that do not go together": [
+        Case("indivisible heads", flags("--model.num_heads", "3"), CONFIG, ("dim 16", "num_heads 3", "divisible")),
+        Case("indivisible batch", flags("--train.micro_batch", "3"), CONFIG,
+             ("global_batch 4", "micro_batch 3", "use micro_batch 1, 2, 4")),
+        Case("two lengths", toml("[train]\nsteps = 3\ntokens = 100"), CONFIG, ("steps, tokens", "exactly one")),
+        Case("warm-up longer than the run", flags("--schedule.warmup_steps", "50"), CONFIG,
+             ("warmup_steps", "50", "12")),
+        Case("warm-up longer than the run, in a plan", flags("--schedule.warmup_steps", "50", verb="plan"),
+             CONFIG, ("warmup_steps", "50", "12")),
+        Case("warm-up longer than a run in tokens", flags("--train.tokens", "500", "--schedule.warmup_steps", "4",
+             verb="explain"), CONFIG, ("warmup_steps 4", "the 4 steps")),
+        Case("row longer than the model", flags("--model.max_seq_len", "16"), CONFIG,
+             ("data.seq_len 32", "model.max_seq_len 16")),
+        Case("several problems at once", toml("[train]\nglobal_batch = 0\n[optimizer]\nlr = -1.0"), CONFIG,
+             ("global_batch 0", "lr")),
+        Case("a batch that the planned GPUs do not divide", flags("--train.global_batch", "3", verb="plan"),
+             CONFIG, ("global_batch 3", "2 ranks")),
+    ],
+    "A name that leads nowhere": [
+        *_unknown("optimizer.name", "'muon'"), *_unknown("schedule.name", "'wsd'"),
+        *_unknown("model.moe.router", "'hashed'", "num_experts = 4"),
+        *_unknown("train.callbacks", "['no_lab.hooks:Mine']"),
+        *_unknown("model.name", "'no_lab.model:build'"),
+        Case("no such optimizer", flags("--optimizer.name", "adamww"), CONFIG, ("adamww", "did you mean 'adamw'")),
+        Case("an optimizer that cannot be imported", flags("--optimizer.name", "no_lab:Opt"), CONFIG,
+             ("optimizer.name", "no_lab:Opt")),
+        Case("no GPU", flags("--parallel.device", "cuda"), CONFIG, ("cuda", "cpu")),
+    ],
+    "A file that is no configuration": [
+        Case("missing config file", lambda f: ["run", f / "nothing.toml"], CONFIG, ("nothing.toml", "No such file")),
+        Case("no config file at all", lambda f: ["run"], CONFIG, ("needs a TOML file",)),
+        Case("broken TOML", content("[train\nsteps = 3"), CONFIG, ("odd.toml", "not valid TOML", "line 1")),
+        Case("bytes", content(bytes(range(256))), CONFIG, ("odd.toml", "is not text", "UTF-8")),
+        Case("NUL in a file", content("a = '\0'"), CONFIG, ("odd.toml", "not valid TOML")),
+        Case("2 MiB", content("# comment\n" * 210_000), CONFIG, ("odd.toml", "more than 1048576 bytes")),
+        Case("lists 20,000 deep", content("a = " + "[" * 20_000), CONFIG, ("odd.toml", "nested", "flat")),
+        Case("inline tables 20,000 deep", content("a = " + "{a = " * 20_000), CONFIG, ("odd.toml", "nested")),
+        Case("a list 20 deep", content("a = " + "[" * 20 + "]" * 20), CONFIG, ("odd.toml", "nested")),
+        Case("a dotted key of 20,000", content("a." * 20_000 + "a = 1"), CONFIG, ("odd.toml", "fewer dots")),
+        Case("a table name of 20,000", content("[" + "a." * 20_000 + "a]"), CONFIG, ("odd.toml", "fewer dots")),
+        Case("a folder", lambda f: ["run", f], CONFIG, ("is no regular file",)),
+        Case("a pipe", lambda f: ["run", fifo(f)], CONFIG, ("pipe.toml", "is no regular file")),
+        Case("a device without end", lambda f: ["run", "/dev/zero"], CONFIG, ("/dev/zero", "is no regular file")),
+        Case("circle of extends", circle, CONFIG, ("circle", "a.toml", "b.toml")),
+        Case("20 files of extends", chain, CONFIG, ("extends", "more than 16 files")),
+        Case("extends a pipe", extends(fifo), CONFIG, ("pipe.toml", "extends of", "is no regular file")),
+        Case("extends a number", content("extends = 3"), CONFIG, ("extends 3", "path of one TOML file")),
+        Case("extends a path with NUL", content('extends = "a\\u0000b"'), CONFIG, ("is no path",)),
+        Case("the run's config.toml is bytes", recorded(b"\xff\xfe"), CONFIG, ("run/config.toml", "is not text")),
+        Case("the run's config.toml is torn", recorded(b"[model\n"), CONFIG, ("run/config.toml", "not valid TOML")),
+        Case("the run's config.toml is deep", recorded(b"a = " + b"[" * 9000), CONFIG, ("run/config.toml", "nested")),
+    ],
+    "A path or text that no file system takes": [
+        Case("NUL in run.dir", toml('[run]\ndir = "a\\u0000b"'), CONFIG, ("run.dir", "without NUL")),
+        Case("bytes in run.dir", flags("--run.dir", "a\udcffb"), CONFIG, ("run.dir", "UTF-8")),
+        Case("bytes in a prompt", flags("--sample.prompt", "a\udcff"), CONFIG, ("sample.prompt", "UTF-8")),
+        Case("NUL in a data path", toml('[data.sources.text]\nname = "tokens"\npath = "a\\u0000b"'), CONFIG,
+             ("data.sources.text.path", "without NUL")),
+        Case("a run directory below a file", unwritable, CONFIG, ("file/run", "cannot be written")),
+        Case("a name of 5,000 characters", flags("--run.dir", "a" * 5000), CONFIG,
+             ("run.dir", "cannot be written", "File name too long")),
+    ],
+    "Data": [
+        Case("missing data path", lambda f: data_job(f, f / "nowhere"), DATA, ("nowhere",)),
+        Case("truncated token file", truncated, DATA, ("tokens.bin", "bytes")),
+        Case("F41 raw file without dtype", raw_without_dtype, DATA, ("raw.bin", "dtype")),
+        Case("F49 vocabulary too small", vocabulary, DATA, ("model.vocab_size 64", "must be below")),
+        Case("a sidecar of lists 20,000 deep", sidecar("[" * 20_000), DATA, ("tokens",)),
+        Case("a sidecar of bytes", sidecar("\0\1"), DATA, ("tokens",)),
+        Case("a sidecar that is a list", sidecar("[]"), DATA, ("tokens",)),
+        Case("a sidecar that is a pipe", piped("*.json"), DATA, ("must be a regular file",)),
+        Case("a tokenizer {} in a sidecar", lambda f: data_job(f, token_file(f, tokenizer={})), DATA,
+             ("tokenizer",)),
+        Case("a vocabulary of 10**12 in a sidecar", lambda f: data_job(f, token_file(f, vocab_size=10**12)),
+             CONFIG, ("vocab_size", "1000000000000")),
+        Case("offsets of documents that fall", rewritten("documents.bin", lambda b: b[::-1]), DATA,
+             ("documents.bin",)),
+        Case("offsets of documents that are zero", rewritten("documents.bin", lambda b: bytes(len(b))), DATA,
+             ("documents.bin",)),
+        Case("a flipped bit in the tokens", rewritten("tokens.bin", lambda b: bytes([b[0] ^ 1]) + b[1:]), DATA,
+             ("tokens.bin",)),
+        Case("data changed under a run", changed_data, DATA, ("other data", "source.num_tokens: checkpoint")),
+    ],
+    "A config.json of transformers": [
+        *(_hf("hidden_size", value) for value in ("32", None, 2.5, float("nan"), float("inf"), True, [32],
+                                                  {}, 0, -1, 10**400)),
+        _hf("hidden_size", 10**12, "dim 1000000000000", "at most"),
+        _hf("num_attention_heads", 0), _hf("num_attention_heads", 3, "num_heads 3"),
+        _hf("num_key_value_heads", 3, "num_kv_heads 3"),
+        _hf("num_hidden_layers", 10**7, "num_layers 10000000", "at most"), _hf("vocab_size", "x"), _hf("rms_norm_eps", float("nan")),
+        _hf("rms_norm_eps", "small"), _hf("rope_theta", float("inf")), _hf("rope_theta", []),
+        _hf("rope_scaling", {"rope_type": "linear", "factor": float("nan")}), _hf("rope_scaling", "linear"),
+        _hf("hidden_act", "relu6"), _hf("hidden_act", None), _hf("tie_word_embeddings", "yes"),
+        _hf("sliding_window", 128), _hf("embedding_multiplier", 12.0), _hf("no_rope_layers", [1, 0]),
+        _hf("model_type", "granite"), _hf("attention_bias", 2),
+    ],
+    "Checkpoints and runs": [
+        Case("checkpoint of another model", other_model, CONFIG, ("model.dim was 16", "32")),
+        Case("no checkpoint verifies", damaged_store, CORRUPT, ("step-", "manifest")),
+        Case("a checkpoint of a newer format", resealed(lambda t: t.update(format=2)), CONFIG,
+             ("format 2", "use the version that wrote it")),
+        Case("a manifest of 2**30 zeros", stored(lambda c: _sparse(_newest(c) / "manifest.json", 2**30)), CORRUPT,
+             ("manifest.json", "does not match its own digest")),
+        Case("a manifest that is a pipe", stored(lambda c: _replace_by_pipe(_newest(c) / "manifest.json")),
+             CORRUPT, ("manifest.json",)),
+        Case("a progress that no run has", resealed(lambda t: t["objects"]["progress"]["value"].update(
+             step=10**9)), CORRUPT, ("step",)),
+        Case("a progress that is a list", resealed(lambda t: t["objects"]["progress"].update(value=[1])),
+             CORRUPT, ("progress",)),
+        Case("an object 900 deep", resealed(lambda t: t["objects"]["progress"].update(
+             value=json.loads("[" * 900 + "]" * 900))), CORRUPT, ("progress",)),
+        Case("an object of an unknown kind", resealed(lambda t: t["objects"]["progress"].update(
+             value={"$": "eval", "v": "1"})), CORRUPT, ("progress",)),
+        Case("a shape of 10**6 dimensions", resealed(lambda t: next(iter(t["tensors"].values())).update(
+             shape=[1] * 10**6)), CORRUPT, ("impossible entry",)),
+        Case("a file of 10**15 bytes", resealed(lambda t: next(iter(t["files"].values())).update(
+             bytes=10**15)), CORRUPT, ("bytes",)),
+        Case("checkpoints is a file", stored(lambda c: (shutil.rmtree(c), c.write_text(""))), CONFIG,
+             ("checkpoints",)),
+        Case("the lock is a pipe", stored(lambda c: _replace_by_pipe(c / "lock")), CONFIG, ("lock",)),
+        Case("the lock is a folder", stored(lambda c: ((c / "lock").unlink(missing_ok=True), (c / "lock").mkdir())),
+             CONFIG, ("lock",)),
+        Case("generate from nothing", lambda f: ["generate", f / "nothing"], CONFIG, ("nothing", "folder of a run")),
+        Case("explain nothing", lambda f: ["explain", f / "nothing"], CONFIG, ("nothing", "No such file")),
+    ],
+}
+# fmt: on
+BY_NAME: dict[str, Case | Call] = {case.name: case for cases in CASES.values() for case in cases}
+assert len(BY_NAME) == sum(map(len, CASES.values())), "two cases of one name"
