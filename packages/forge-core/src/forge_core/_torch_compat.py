@@ -35,6 +35,13 @@ def not_compiled(function: F) -> F:
         return disabled[0](*args)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
+    if (
+        torch.__version__ < "2.12"
+    ):  # which looks at the mark in what it traces, not in a frame of its own
+        frames: Any = torch._C._dynamo.eval_frame
+        actions = frames._FrameAction
+        never = frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+        frames.set_code_exec_strategy(cast(Any, call).__code__, never)
     return cast(F, call)
 
 

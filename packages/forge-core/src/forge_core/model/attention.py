@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from forge_core._torch_compat import not_compiled
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.documents import causal, within_segments
@@ -26,8 +27,14 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tenso
 
     q (B, S, H, D), k and v (B, S, K, D) -> like q.
     """
+    return causal(q, k, v) if ctx.document_ids is None else _within_documents(q, k, v, ctx)
+
+
+@not_compiled  # torch 2.11 would compile again for each plan that it sees
+def _within_documents(q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tensor:
     plan = ctx.segments()
-    return causal(q, k, v) if plan is None else within_segments(q, k, v, plan)
+    assert plan is not None
+    return within_segments(q, k, v, plan)
 
 
 #: Says that another implementation of the same may stand in: scores by D ** -0.5, no window, no bias.
