@@ -158,7 +158,7 @@ def test_too_little_memory_leaves_with_78_after_the_tables(
         (("--gpus", "8", "--gpu", "h900"), "must be one of h200"),
         (("--gpus", "8", "--nodes", "3"), "--nodes 3 must divide --gpus 8"),
         (("--gpus", "16", "--parallel.tp", "16"), "must stay inside a node of 8"),
-        (("--gpus", "48"), "global_batch 512 must be divisible by 48 readers"),
+        (("--gpus", "48"), "global_batch 512 must be divisible by the 48 ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
