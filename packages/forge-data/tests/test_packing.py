@@ -132,7 +132,7 @@ def test_the_fingerprint_tells_what_the_stream_is_a_function_of(change):
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="seq_len 0 must be at least 1; use"):
+    with pytest.raises(ValueError, match="seq_len 0 must be at least 1 and at most"):
         PackedStream(BuiltinCorpus(), 0)
     with pytest.raises(ValueError, match="instance -1 must be at least 0"):
         PackedStream(BuiltinCorpus(), 8).instance(-1)
