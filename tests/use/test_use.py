@@ -153,7 +153,7 @@ def test_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     assert run.config["optimizer"]["lr"] == 0.02
     assert "lr = 0.02 # flag" in (tmp_path / "run/config.toml").read_text()
-    assert run.environment["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(run.environment["versions"]["torch"])  # or "2.11.0+cu130"
     assert len(run.environment["git"]["commit"]) == 40
     assert run.environment["command"][-2:] == ["--optimizer.lr", "0.02"]
     assert run.metrics["step"] == list(range(1, 13))
