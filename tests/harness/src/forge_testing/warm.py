@@ -14,7 +14,9 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,11 +54,27 @@ class WarmProcess:
         )
         atexit.register(self.close)
 
-    def call(self, function: str, *args: Any, folder: Path) -> Called:
-        """`module:function(*args)` in a child with `folder` as its working directory; `args` are JSON."""
+    def call(
+        self,
+        function: str,
+        *args: Any,
+        folder: Path,
+        environ: Mapping[str, str] | None = None,
+        limited: bool = True,
+    ) -> Called:
+        """`module:function(*args)` in a child with `folder` as its working directory; `args` are JSON.
+
+        `environ` replaces the environment; `limited` bounds its memory and processor seconds.
+        """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        request = {"function": function, "args": args, "folder": str(folder)}
+        request = {
+            "function": function,
+            "args": args,
+            "folder": str(folder),
+            "environ": environ and dict(environ),
+            "limited": limited,
+        }
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return Called(*json.loads(self._server.stdout.readline()))
@@ -81,14 +99,13 @@ def main(modules: list[str]) -> None:
 
 
 def _call(request: dict[str, Any]) -> tuple[int, str, str, int]:
-    names = [Path(request["folder"]) / f".{name}" for name in ("stdout", "stderr", "opened")]
-    pid = os.fork()
-    if pid == 0:
-        _child(request, names)
-    _, status = os.waitpid(pid, 0)
-    texts = [name.read_text(errors="replace") if name.exists() else "" for name in names]
-    for name in names:
-        name.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        names = [Path(folder) / name for name in ("stdout", "stderr", "opened")]
+        pid = os.fork()
+        if pid == 0:
+            _child(request, names)
+        _, status = os.waitpid(pid, 0)
+        texts = [name.read_text(errors="replace") if name.exists() else "" for name in names]
     return os.waitstatus_to_exitcode(status), texts[0], texts[1], int(texts[2] or 0)
 
 
@@ -99,9 +116,15 @@ def _child(request: dict[str, Any], names: list[Path]) -> None:
         for number, name in zip((1, 2), names, strict=False):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
         os.chdir(request["folder"])
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MORE_BYTES, used + _MORE_BYTES))
-        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+        if request["environ"] is not None:
+            os.environ.clear()
+            os.environ.update(request["environ"])
+        if request["args"] and isinstance(request["args"][0], list):  # a command line
+            sys.argv[1:] = request["args"][0]
+        if request["limited"]:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + _MORE_BYTES, used + _MORE_BYTES))
+            resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
 
         def count(event: str, _: Any) -> None:
             nonlocal opened
