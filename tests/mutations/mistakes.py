@@ -1,0 +1,197 @@
+"""Twenty small mistakes, each in one place, and the tests that see them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    """`right` occurs once in `file`; with `wrong` in its place one of `tests` must fail."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+_CORE = "packages/forge-core/src/forge_core"
+_DATA = "packages/forge-data/src/forge_data"
+_CKPT = "packages/forge-ckpt/src/forge_ckpt"
+_MOE = "packages/forge-moe/src/forge_moe"
+_PARALLEL = "packages/forge-parallel/src/forge_parallel"
+_TRAIN = "apps/train/src/forge_train"
+
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake(
+        "keys turn against the rotation",
+        f"{_CORE}/model/rope.py",
+        "value=-direction",
+        "value=direction",
+        ("packages/forge-core/tests/test_model_layers.py",),
+    ),
+    Mistake(
+        "the gradient of a masked label is kept",
+        f"{_CORE}/loss/token.py",
+        "scale = grads[0] * valid[:, None]",
+        "scale = grads[0] * torch.ones_like(valid)[:, None]",
+        ("packages/forge-core/tests/test_loss.py::test_an_ignored_row_has_no_gradient",),
+    ),
+    Mistake(
+        "all epochs have one order",
+        f"{_DATA}/packing.py",
+        "self._permutation = epoch, Permutation(self._n, self.seed, epoch)",
+        "self._permutation = epoch, Permutation(self._n, self.seed, 0)",
+        (
+            "packages/forge-data/tests/test_packing.py::test_epochs_have_orders_of_their_own_and_a_batch_may_span_two",
+        ),
+    ),
+    Mistake(
+        "a document predicts the next one",
+        f"{_DATA}/packing.py",
+        "labels[begins - 1] = IGNORE",
+        "labels[begins[begins < 0]] = IGNORE",
+        (
+            "packages/forge-data/tests/test_packing.py::test_F47_the_last_token_of_a_document_does_not_predict_the_next_document",
+        ),
+    ),
+    Mistake(
+        "a block is read without a look at its digest",
+        f"{_CKPT}/read/blocks.py",
+        "if hashlib.sha256(block).hexdigest() != entry.blocks[index]:",
+        "if not entry.blocks[index]:",
+        ("packages/forge-ckpt/tests/test_faults.py::test_F51_flipped_bit_in_a_data_file",),
+    ),
+    Mistake(
+        "norms and biases decay",
+        f"{_CORE}/optim/named.py",
+        "for name, p in parameters.items() if p.ndim >= 2]",
+        "for name, p in parameters.items() if p.ndim >= 1]",
+        ("packages/forge-core/tests/test_optim.py::test_decay_is_for_matrices_only",),
+    ),
+    Mistake(
+        "documents of a packed row see each other",
+        f"{_CORE}/model/documents.py",
+        "changed = (host[:, 1:] != host[:, :-1]).nonzero().tolist()",
+        "changed = (host[:, 1:] < host[:, :-1]).nonzero().tolist()",
+        ("packages/forge-core/tests/test_model_documents.py::test_model_equals_documents_apart",),
+    ),
+    Mistake(
+        "a step is named before its directory is on the disk",
+        f"{_CKPT}/write/writer.py",
+        "        files.sync_directory(self._temporary)\n",
+        "",
+        (
+            "packages/forge-ckpt/tests/test_crash.py::test_a_step_is_on_the_disk_before_its_name_and_its_name_before_save_returns",
+        ),
+    ),
+    Mistake(
+        "new random streams ignore the saved state of torch",
+        f"{_CKPT}/rng.py",
+        '    digest.update(bytes(stream["torch"].tolist()))\n',
+        "",
+        ("packages/forge-ckpt/tests/test_rng.py",),
+    ),
+    Mistake(
+        "capacity 1.1 rounds up by one",
+        f"{_MOE}/capacity.py",
+        " * (1 - 1e-9)",
+        "",
+        ("packages/forge-moe/tests/test_capacity.py::test_limits",),
+    ),
+    Mistake(
+        "evaluation drops what is over capacity",
+        f"{_MOE}/layer.py",
+        "return self.training and self.config.capacity_factor is not None",
+        "return self.config.capacity_factor is not None",
+        (
+            "packages/forge-moe/tests/test_evaluation.py::test_F91_a_row_in_eval_depends_on_itself_alone",
+        ),
+    ),
+    Mistake(
+        "evaluation counts as load of experts",
+        f"{_MOE}/layer.py",
+        "self.tally.add(counts, tokens, dropped, entropy.sum(), training=self.training)",
+        "self.tally.add(counts, tokens, dropped, entropy.sum(), training=True)",
+        (
+            "packages/forge-moe/tests/test_evaluation.py::test_F91_an_evaluation_leaves_the_step_alone",
+        ),
+    ),
+    Mistake(
+        "a skipped step moves the biases of experts",
+        f"{_MOE}/balance/bias.py",
+        "target.copy_(value if skip is None else torch.where(skip > 0, target, value))",
+        "target.copy_(value)",
+        (
+            "packages/forge-moe/tests/test_balance.py::test_update_ends_a_step_once_and_skip_masks_it",
+        ),
+    ),
+    Mistake(
+        "a cut weight is shown to all code",
+        f"{_PARALLEL}/axes/local.py",
+        "if parameter.placements[0].is_shard() and not module.in_forward:",
+        "if parameter.placements[0].is_shard() and module.in_forward is None:",
+        (
+            "packages/forge-parallel/tests/test_tensor_foreign.py::test_F87_a_cut_weight_is_refused_to_other_code",
+        ),
+    ),
+    Mistake(
+        "weights of an evaluation stay gathered",
+        f"{_PARALLEL}/axes/fsdp.py",
+        "            module.reshard()  # type: ignore[operator]",
+        "            pass",
+        (
+            "packages/forge-parallel/tests/test_stale.py::test_F88_weights_put_back_after_an_evaluation_are_used",
+        ),
+    ),
+    Mistake(
+        "parameters unused on a rank are not reduced",
+        f"{_PARALLEL}/axes/fsdp.py",
+        "    reduce_alike(units)\n",
+        "",
+        (
+            "packages/forge-parallel/tests/test_unused.py::test_F86_ranks_that_take_different_branches_have_the_gradients_of_one_process",
+        ),
+    ),
+    Mistake(
+        "the learning rate of the step before",
+        f"{_TRAIN}/trainer/trainer.py",
+        "self.schedule(self.progress.step + 1)",
+        "self.schedule(max(self.progress.step, 1))",
+        ("tests/use/test_runner_by_values.py::test_the_runner_equals_a_loop_by_hand",),
+    ),
+    Mistake(
+        "a run of tokens is rounded down",
+        f"{_TRAIN}/trainer/build.py",
+        "return max(1, math.ceil(tokens / (",
+        "return max(1, math.floor(tokens / (",
+        ("tests/use/test_runner_by_values.py::test_the_runner_equals_a_loop_by_hand",),
+    ),
+    Mistake(
+        "gradients of a token's experts are summed in 16 bits",
+        f"{_MOE}/dispatch/wire.py",
+        "wide = torch.promote_types(layout.dtype, torch.float32)",
+        "wide = layout.dtype",
+        (
+            "packages/forge-moe/tests/test_dispatch_ranks.py::test_gradients_of_a_token_from_several_ranks_are_summed_in_fp32",
+        ),
+    ),
+    Mistake(
+        "the digest chain is not compared at a resume",
+        f"{_DATA}/loader.py",
+        "        problem = _problem(state)\n",
+        "        problem = None\n",
+        (
+            "packages/forge-data/tests/test_loader.py::test_F97_a_cursor_that_is_not_where_the_chain_of_digests_ends",
+        ),
+    ),
+    Mistake(
+        "a sink that hangs is waited for at each save",
+        f"{_TRAIN}/metrics/sinks.py",
+        "if self._asked is not None and not self._asked.is_set():",
+        "if self._asked is not None and self._asked.is_set() is None:",
+        (
+            "apps/train/tests/test_sinks.py::test_a_hanging_sink_is_waited_for_once_until_it_answers",
+        ),
+    ),
+)
