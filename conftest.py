@@ -1,0 +1,27 @@
+"""What holds for all tests: which are slow, and which share a worker of pytest-xdist."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+SLOW = frozenset((ROOT / "tests" / "slow.txt").read_text().splitlines())
+
+
+def pytest_configure() -> None:
+    """A suite under nohup ignores SIGHUP, and would hand that on to the processes that it tests."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses, and before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
+        # Two workers with ranks would have twice the processes, and pools of ranks, on the same cores.
+        if item.get_closest_marker("distributed"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
