@@ -16,7 +16,7 @@ _HEAD = """# Bad input
 
 The kinds of mistakes and damage that are tried on every change, each with the exit code it gets and the
 first sentence of what is said: value, rule, fix. `...` stands for a folder of the test. Each case runs in a
-process with 2 GB of memory to spare and a minute of processor time, and writes nothing but its message.
+process with 2 GB of memory to spare and 20 s of processor time, and writes nothing but its message.
 The page is written by `python -m tests.bad_input.page`; a test compares each row with what is said now.
 
 """
