@@ -35,8 +35,8 @@ def around_an_evaluation(options: dict[str, Any]) -> tuple[bool, bool]:
     """Whether a forward sees what was put in, and one with grad afterwards what was put back."""
     config = ParallelConfig(**{"device": "cpu", "precision": "fp32", **options})
     model, rows = parallelize(Net(), config, make_meshes(config)), torch.ones(2, 6)
-    before = model(rows).detach()
-    reshard(model)
+    before = model(rows)
+    before.sum().backward()  # which leaves nothing gathered, as a step of training does
     parameters = list(model.parameters())  # held, as an optimizer does
     own = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
