@@ -94,6 +94,7 @@ def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: 
                 zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
                 parameter.unsharded_accumulated_grad = zeros
             elif dtype is not None:  # FSDP2 packs one dtype
+                parameter.accumulate_unsharded_grad_if_needed()  # or the cast would replace the sum
                 parameter.to_accumulated_grad_if_needed()
     reduce(*args)
 
