@@ -116,6 +116,10 @@ def test_F88_weights_swapped_around_an_evaluation() -> None:
     assert green(Cell("one_rank", "bf16_swapped", "sgd"), Cell("pp_1f1b", "swapped", "sgd"))
 
 
+def test_F86_deferred_sums_in_bf16_keep_the_earlier_micro_batches() -> None:
+    assert green(Cell("fsdp_2", "bf16_deferred", "sgd"))
+
+
 # ---- what these comparisons would have caught
 
 EVERYTHING = {"loss", "gradients", "norm", "weights"}
