@@ -138,6 +138,7 @@ def layout(options: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+PARTS = "forge_testing.parts"
 ROPE = {
     "model.rope_scaling.factor": 4.0,
     "model.rope_scaling.low_freq_factor": 1.0,
@@ -222,6 +223,20 @@ PROBES: dict[str, Probe] = {
     "model.feed_forward": Probe("gelu", shapes),
     "model.rope_theta": Probe(100.0, logits),
     **{key: Probe(value * 2, logits, ROPE) for key, value in ROPE.items()},
+    "model.rope_scaling.name": Probe("linear", logits, {"model.rope_scaling.factor": 2.0}),
+    "model.rope_scaling.options": Probe(
+        {"by": 3.0}, logits, {"model.rope_scaling.name": f"{PARTS}:slower"}
+    ),
+    "model.mixer": Probe(f"{PARTS}:RunningMean", shapes),
+    "model.mixer_options": Probe({"gain": 2.0}, logits, {"model.mixer": f"{PARTS}:RunningMean"}),
+    "model.norm_options": Probe({"gain": 2.0}, logits, {"model.norm": f"{PARTS}:GainNorm"}),
+    "model.feed_forward_options": Probe(
+        {"power": 2},
+        logits,
+        {"model.feed_forward": f"{PARTS}:PowerOfReLU", "model.feed_forward_options.power": 1},
+    ),
+    "model.block": Probe(f"{PARTS}:SideBySide", logits),
+    "model.block_options": Probe({"weight": 2.0}, logits, {"model.block": f"{PARTS}:SideBySide"}),
     "model.qk_norm": Probe(True, shapes),
     "model.qkv_bias": Probe(True, shapes),
     "model.o_bias": Probe(True, shapes),
@@ -250,7 +265,13 @@ PROBES: dict[str, Probe] = {
     "optimizer.betas": Probe([0.5, 0.9], trained),
     "optimizer.eps": Probe(1e-2, trained),
     "optimizer.weight_decay": Probe(5.0, trained),
+    "optimizer.options": Probe({"momentum": 0.5}, trained, {"optimizer.name": "torch.optim:SGD"}),
     "schedule.name": Probe("constant", trained),
+    "schedule.options": Probe(
+        {"height": 0.5},
+        trained,
+        {"schedule.name": f"{PARTS}:staircase", "schedule.options.height": 0.1},
+    ),
     "schedule.warmup_steps": Probe(2, trained),
     "schedule.min_lr_ratio": Probe(0.9, trained),
     "parallel.precision": Probe("bf16", trained),

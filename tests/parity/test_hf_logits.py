@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Family, type, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
     "llama_rope_scaling": (LLAMA, LlamaConfig, {"rope_parameters": LLAMA3}),
+    "llama_rope_linear": (
+        LLAMA,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "llama_head_dim": (LLAMA, LlamaConfig, {"head_dim": 20}),
     "mistral": (MISTRAL, MistralConfig, {"sliding_window": None}),
     "qwen2": (QWEN2, Qwen2Config, {}),

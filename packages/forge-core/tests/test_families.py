@@ -26,7 +26,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"attention_dropout": 0.1}, r"attention_dropout 0\.1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs factor"),
         ({"rope_parameters": {"rope_type": "llama3", **LLAMA3}}, "needs original_max_position"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
     ],
@@ -52,6 +52,8 @@ def test_config_that_a_family_cannot_express_is_refused() -> None:
         QWEN3.config_to_hf(TransformerConfig(8))
     with pytest.raises(ValueError, match="llama: o_bias True must be False"):
         LLAMA.config_to_hf(TransformerConfig(8, o_bias=True))
+    with pytest.raises(ValueError, match=r"llama: rope_scaling.name 'my_lab:yarn' must be"):
+        LLAMA.config_to_hf(TransformerConfig(8, rope_scaling=RopeScaling(name="my_lab:yarn")))
 
 
 def test_both_forms_of_rotary_keys() -> None:
@@ -60,6 +62,13 @@ def test_both_forms_of_rotary_keys() -> None:
     new = LLAMA.config_from_hf({**HF, "rope_parameters": {"rope_theta": 5e5, **scaling}})
     assert old == new
     assert (new.rope_theta, new.rope_scaling) == (5e5, RopeScaling(8.0, 1.0, 4.0, 32))
+
+
+def test_linear_stretching_both_ways() -> None:
+    linear = {"rope_type": "linear", "factor": 4.0}
+    config = LLAMA.config_from_hf({**HF, "rope_scaling": linear})
+    assert config.rope_scaling == RopeScaling(4.0, name="linear")
+    assert LLAMA.config_to_hf(config)["rope_scaling"] == linear
 
 
 def test_head_width_of_qwen3_is_its_own() -> None:

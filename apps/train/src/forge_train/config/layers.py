@@ -42,6 +42,8 @@ class Layers:
             for other in [k for k in self.origins if k.startswith("model.")]:
                 if self.origins[other] != origin:
                     self._drop(other)
+        if self._at(dotted) not in (None, value):
+            self._drop_options(dotted, origin)
         *parents, last = dotted.split(".")
         table = self.values
         for parent in parents:
@@ -50,6 +52,20 @@ class Layers:
             table = table[parent]
         table[last] = value
         self.origins[dotted] = origin
+
+    def _at(self, dotted: str) -> Any:
+        found: Any = self.values
+        for part in dotted.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def _drop_options(self, dotted: str, origin: str) -> None:
+        """Another part has other options: those that earlier layers gave to the old one go."""
+        section, _, last = dotted.rpartition(".")
+        options = f"{section}.options" if last == "name" else f"{dotted}_options"
+        for key in [k for k in self.origins if f"{k}.".startswith(f"{options}.")]:
+            if self.origins[key] != origin:
+                self._drop(key)
 
     def _drop(self, dotted: str) -> None:
         *parents, last = dotted.split(".")

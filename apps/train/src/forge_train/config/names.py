@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from forge_core import build_schedule
-from forge_core.optim import check_optimizer
-from forge_core.optim.schedule import find_schedule
+from forge_core.model import check_parts
+from forge_core.optim import check_optimizer, check_schedule
 from forge_moe.routers.registry import find_rule
 from forge_train.config.schema import DenseModelConfig, ImportedModelConfig, JobConfig
 from forge_train.errors import ConfigError
@@ -47,7 +47,8 @@ def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
 
 
 def name_problems(config: JobConfig) -> list[str]:
-    """A sentence for each name that leads nowhere: model, router, optimizer, schedule, callbacks.
+    """A sentence for each name that leads nowhere (model, its parts, router, optimizer, schedule, callbacks), and
+    for each option that a part does not take or lacks.
 
     Imports what import paths name and runs none of it: a schedule whose length hangs on the size of
     somebody else's model is only looked up.
@@ -67,9 +68,10 @@ def name_problems(config: JobConfig) -> list[str]:
 def _model_problems(config: JobConfig) -> list[str]:
     model = config.model
     if isinstance(model, DenseModelConfig):
+        parts = _refusal("", lambda: check_parts(model))
         if not model.moe.num_experts:
-            return []
-        return _refusal("model.moe.", lambda: find_rule(model.moe.router))
+            return parts
+        return [*parts, *_refusal("model.moe.", lambda: find_rule(model.moe.router))]
     return _refusal("", lambda: model_builder(model))
 
 
@@ -82,8 +84,9 @@ def _schedule_problems(config: JobConfig) -> list[str]:
     from forge_train.trainer.build import build_model, total_steps  # which imports this module
 
     by_size = config.train.tokens_per_parameter is not None
-    unknown = _refusal("", lambda: find_schedule(config.schedule.name))
-    if unknown or (by_size and not isinstance(config.model, DenseModelConfig)):
+    unknown = _refusal("", lambda: check_schedule(config.schedule))
+    parts = by_size and bool(_model_problems(config))
+    if unknown or parts or (by_size and not isinstance(config.model, DenseModelConfig)):
         return unknown
     model = build_model(config.model, config.run.seed) if by_size else None
     return _refusal("", lambda: build_schedule(config.schedule, total_steps(config, model)))

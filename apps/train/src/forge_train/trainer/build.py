@@ -10,7 +10,8 @@ import numpy
 import torch
 from torch import nn
 
-from forge_core import Transformer, parameter_count
+from forge_core import Transformer, flops_per_token, parameter_count
+from forge_core.model import check_init_tables
 from forge_data import (
     Batch,
     Loader,
@@ -24,7 +25,7 @@ from forge_data.batch import IGNORE
 from forge_resilience import Agreement
 from forge_train.config.names import model_builder
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, as_config_error
 from forge_train.trainer.mixtures import feed_forward_factory
 
 
@@ -35,14 +36,22 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     for real, on the CPU, after the generators of torch, Python and numpy were seeded alike on all ranks.
     """
     if isinstance(section, DenseModelConfig):
-        with torch.device("meta"):
-            return Transformer(section, feed_forward=feed_forward_factory(section))
+        return as_config_error(lambda: _build_transformer(section))
     build = model_builder(section)
     seed_process(seed, 0)
     model = build()
     if not isinstance(model, nn.Module):
         raise ConfigError([f"model.name {section.name!r} built a {type(model).__name__}, which must "
                            "be a torch.nn.Module; return the model"])  # fmt: skip
+    return model
+
+
+def _build_transformer(section: DenseModelConfig) -> nn.Module:
+    """Parts of somebody else must say how their parameters begin and what they cost."""
+    with torch.device("meta"):
+        model = Transformer(section, feed_forward=feed_forward_factory(section))
+    check_init_tables(model)
+    flops_per_token(model, 1)
     return model
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_core.model import FeedForward
+from forge_core.model import build_feed_forward
 from forge_moe import MoE, set_aux_scale, update_expert_bias
 from forge_moe.parallel import expert_parallelize
 from forge_moe.statistics import load_summary
@@ -26,11 +26,9 @@ def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module]
         return None
 
     def make(layer: int) -> nn.Module:
-        hidden = config.resolved_hidden_dim
         if config.moe.is_mixture(layer):
-            return MoE(config.moe.layer_config(config.dim, hidden))
-        gated = config.feed_forward == "swiglu"
-        return FeedForward(config.dim, hidden, gated=gated, bias=config.feed_forward_bias)
+            return MoE(config.moe.layer_config(config.dim, config.resolved_hidden_dim))
+        return build_feed_forward(config, layer)
 
     return make
 

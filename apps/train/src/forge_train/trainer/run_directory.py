@@ -92,7 +92,9 @@ class RunDirectory:
                  "unchecked, or choose another run.dir"]
             ) from error  # fmt: skip
         now = dict(flatten(tomllib.loads(job.to_toml())))
-        keys = [*now, *(k for k in before if k not in now)]
+        # a key that the last life did not know had the effect of its default
+        known = (k for k in now if k in before or job.origin(k) != "default")
+        keys = [*known, *(k for k in before if k not in now)]
         return {k: [before.get(k), now.get(k)] for k in keys if before.get(k) != now.get(k)}
 
     def refuse_other_experiment(self, changes: Mapping[str, list[Any]]) -> None:

@@ -113,13 +113,21 @@ def write_common(
     `wanted` are fields that the family fixes. Raises ValueError with a line for each field whose
     value the family cannot express.
     """
-    fixed = {"norm": "rms_norm", "feed_forward": "swiglu", **wanted}
+    fixed = {
+        **{"mixer": "attention", "block": "pre_norm", "norm": "rms_norm", "feed_forward": "swiglu"},
+        **wanted,
+    }
     problems = [
         f"{model_type}: {name} {getattr(config, name)!r} must be {value!r} in this family; "
         "choose another family"
         for name, value in fixed.items()
         if getattr(config, name) != value
     ]
+    if config.rope_scaling is not None and config.rope_scaling.name not in ("llama3", "linear"):
+        problems.append(
+            f"{model_type}: rope_scaling.name {config.rope_scaling.name!r} must be 'llama3' or 'linear' in "
+            "this family; choose one"
+        )
     if problems:
         raise ValueError("\n".join(problems))
     scaling = _scaling_to_hf(config.rope_scaling)
@@ -215,10 +223,12 @@ def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unlike_rope(rope: Mapping[str, Any]) -> list[str]:
     problems = []
-    if rope["rope_type"] not in ("default", "llama3"):
+    if rope["rope_type"] not in ("default", "linear", "llama3"):
         problems.append(
-            f"rope_type {rope['rope_type']!r} is not supported; use 'default' or 'llama3'"
+            f"rope_type {rope['rope_type']!r} is not supported; use 'default', 'linear' or 'llama3'"
         )
+    if rope["rope_type"] == "linear" and "factor" not in rope:
+        problems.append("rope_type 'linear' needs factor; give it")
     if rope["partial_rotary_factor"] != 1.0:
         problems.append(
             f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported; use 1"
@@ -233,6 +243,8 @@ def _unlike_rope(rope: Mapping[str, Any]) -> list[str]:
 def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if rope["rope_type"] == "default":
         return None
+    if rope["rope_type"] == "linear":
+        return RopeScaling(factor=rope["factor"], name="linear")
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
@@ -244,6 +256,8 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
+    if scaling.name == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,

@@ -1,13 +1,15 @@
 """The dense decoder-only transformer and its parts."""
 
 from forge_core.model.attention import Attention
+from forge_core.model.block import Block
 from forge_core.model.config import RopeScaling, TransformerConfig
 from forge_core.model.context import TokenContext
-from forge_core.model.feed_forward import FeedForward
-from forge_core.model.init import Init, initialise
+from forge_core.model.feed_forward import FeedForward, build_feed_forward
+from forge_core.model.init import Init, check_init_tables, initialise
 from forge_core.model.kv_cache import KVCache
 from forge_core.model.norm import RMSNorm
-from forge_core.model.transformer import Block, Transformer
+from forge_core.model.parts import check_parts
+from forge_core.model.transformer import Transformer
 
 __all__ = [
     "Attention",
@@ -20,5 +22,8 @@ __all__ = [
     "TokenContext",
     "Transformer",
     "TransformerConfig",
+    "build_feed_forward",
+    "check_init_tables",
+    "check_parts",
     "initialise",
 ]

@@ -4,13 +4,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any
 
+from forge_core._registry import installed
 from forge_core._rules import Rule, check
 
 
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
+
+
+def _options_of(part: str) -> dict[str, str]:
+    """Metadata of an options table; such fields stay out of the hash, as dicts have none."""
+    return {"help": f"keyword arguments of a {part} that is not built in"}
 
 
 def is_size(value: object, most: int) -> bool:
@@ -30,6 +36,33 @@ def _size(name: str, most: int, *, optional: bool = False) -> Rule:
         lambda c: not (optional and c[name] is None) and not is_size(c[name], most),
         f"{name} {{{name}!r}} must be a whole number, at least 1 and at most {most}",
         "give one in that range",
+    )
+
+
+def _name(key: str, group: str, built_in: tuple[str, ...]) -> Rule:
+    """Rule that a name is built in, installed as an entry point of `group`, or an import path."""
+
+    def unknown(c: Mapping[str, Any]) -> bool:
+        name = c[key]
+        if not isinstance(name, str) or not name:
+            return True
+        return name not in built_in and ":" not in name and not installed(name, group)
+
+    return Rule(
+        f"{group}_{key}",
+        unknown,
+        f"{key} {{{key}!r}} is unknown",
+        f"use {' or '.join(map(repr, built_in))}, an entry point of {group}, or module:attr",
+    )
+
+
+def _only_llama3(key: str, default: float) -> Rule:
+    """Rule that no other built-in name has a key of llama3; a scaling of your own may read it."""
+    return Rule(
+        f"rope_scaling_{key}_of_llama3",
+        lambda c: c["name"] == "linear" and c[key] != default,
+        f"{key} {{{key}}} is a key of name 'llama3', and name is {{name!r}}",
+        "remove it, or use llama3",
     )
 
 
@@ -53,21 +86,33 @@ ROPE_SCALING_RULES: tuple[Rule, ...] = (
         "use 1 and 4",
     ),
     _size("original_max_position", 2**31),
+    _name("name", "forge.rope_scalings", ("llama3", "linear")),
+    _only_llama3("low_freq_factor", 1.0),
+    _only_llama3("high_freq_factor", 4.0),
+    _only_llama3("original_max_position", 8192),
 )
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of the rotary wavelengths as in Llama 3.1 (`rope_type` "llama3" of Hugging Face).
+    """Stretching of the rotary wavelengths, by a name of Hugging Face's `rope_type`.
 
-    Wavelengths above `original_max_position / low_freq_factor` are multiplied by `factor`, those below
-    `original_max_position / high_freq_factor` stay, and the ones between are blended.
+    "llama3": wavelengths above `original_max_position / low_freq_factor` are multiplied by `factor`, those
+    below `original_max_position / high_freq_factor` stay, and the ones between are blended. "linear"
+    (Chen et al. 2023): all are multiplied by `factor`. Others: see `inverse_frequencies`.
     """
 
     factor: float = _field(8.0, "how much the longest wavelengths are stretched")
     low_freq_factor: float = _field(1.0, "wavelengths over original_max_position / this: stretched")
     high_freq_factor: float = _field(4.0, "wavelengths under original_max_position / this: kept")
     original_max_position: int = _field(8192, "context length before stretching, in tokens")
+    name: str = _field(
+        "llama3",
+        "rule of the wavelengths: llama3, linear, an entry point of forge.rope_scalings, or module:attr",
+    )
+    options: dict[str, Any] = field(
+        default_factory=dict, hash=False, metadata=_options_of("scaling")
+    )
 
     def __post_init__(self) -> None:
         check(vars(self), ROPE_SCALING_RULES, "rope_scaling")
@@ -125,18 +170,10 @@ TRANSFORMER_RULES: tuple[Rule, ...] = (
         "the head width (head_dim {head_dim}, or dim {dim} / num_heads {num_heads}) must be even",
         "rotary embedding turns pairs: give an even head_dim",
     ),
-    Rule(
-        "norm_name",
-        lambda c: c["norm"] not in ("rms_norm", "layer_norm"),
-        "norm {norm!r} is unknown",
-        "use 'rms_norm' or 'layer_norm'",
-    ),
-    Rule(
-        "feed_forward_name",
-        lambda c: c["feed_forward"] not in ("swiglu", "gelu"),
-        "feed_forward {feed_forward!r} is unknown",
-        "use 'swiglu' or 'gelu'",
-    ),
+    _name("mixer", "forge.mixers", ("attention",)),
+    _name("norm", "forge.norms", ("rms_norm", "layer_norm")),
+    _name("feed_forward", "forge.feed_forwards", ("swiglu", "gelu")),
+    _name("block", "forge.blocks", ("pre_norm",)),
     Rule(
         "norm_eps_range",
         lambda c: not (is_finite(c["norm_eps"]) and 0.0 < c["norm_eps"] < 1.0),
@@ -177,11 +214,15 @@ class TransformerConfig:
         None,
         "width inside the feed-forward; empty: 8/3 dim rounded up to 64 (swiglu), 4 dim (gelu)",
     )
-    norm: Literal["rms_norm", "layer_norm"] = _field(
-        "rms_norm", "normalisation before each sublayer"
+    norm: str = _field(
+        "rms_norm",
+        "normalisation: rms_norm, layer_norm, an entry point of forge.norms, or module:attr",
     )
     norm_eps: float = _field(1e-5, "added to the variance in every norm")
-    feed_forward: Literal["swiglu", "gelu"] = _field("swiglu", "kind of feed-forward")
+    feed_forward: str = _field(
+        "swiglu",
+        "feed-forward: swiglu, gelu, an entry point of forge.feed_forwards, or module:attr",
+    )
     rope_theta: float = _field(10000.0, "base of the rotary wavelengths")
     rope_scaling: RopeScaling | None = field(
         default=None, metadata={"help": "Llama 3.1 stretching of the wavelengths; empty: none"}
@@ -196,6 +237,25 @@ class TransformerConfig:
         "standard deviation of initial weights; residual outputs are divided by sqrt(2 num_layers)",
     )
     max_seq_len: int = _field(8192, "longest row, cached tokens included")
+    mixer: str = _field(
+        "attention", "token mixer: attention, an entry point of forge.mixers, or module:attr"
+    )
+    block: str = _field(
+        "pre_norm",
+        "what joins mixer and feed-forward: pre_norm, an entry point of forge.blocks, or module:attr",
+    )
+    mixer_options: dict[str, Any] = field(
+        default_factory=dict, hash=False, metadata=_options_of("mixer")
+    )
+    norm_options: dict[str, Any] = field(
+        default_factory=dict, hash=False, metadata=_options_of("norm")
+    )
+    feed_forward_options: dict[str, Any] = field(
+        default_factory=dict, hash=False, metadata=_options_of("feed-forward")
+    )
+    block_options: dict[str, Any] = field(
+        default_factory=dict, hash=False, metadata=_options_of("block")
+    )
 
     def __post_init__(self) -> None:
         check(vars(self), TRANSFORMER_RULES, "model")

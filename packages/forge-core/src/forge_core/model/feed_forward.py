@@ -3,9 +3,13 @@
 Shapes: B rows, S tokens, D width of the residual stream, F width inside.
 """
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_core._registry import Registry
+from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
 
@@ -51,3 +55,23 @@ class FeedForward(nn.Module):
         """Forward FLOPs of the matrix products for one token."""
         matrices = (self.gate_proj, self.up_proj, self.down_proj)
         return 2.0 * sum(m.in_features * m.out_features for m in matrices if m is not None)
+
+
+def _dense(config: TransformerConfig, layer: int, *, gated: bool) -> FeedForward:
+    hidden, bias = config.resolved_hidden_dim, config.feed_forward_bias
+    return FeedForward(config.dim, hidden, gated=gated, bias=bias)
+
+
+FEED_FORWARDS = Registry(
+    "model.feed_forward",
+    "forge.feed_forwards",
+    ("config", "layer"),
+    {"swiglu": partial(_dense, gated=True), "gelu": partial(_dense, gated=False)},
+)
+
+
+def build_feed_forward(config: TransformerConfig, layer: int) -> nn.Module:
+    """The feed-forward of a layer, counted from 0, that a config names."""
+    builder = FEED_FORWARDS.find(config.feed_forward)
+    feed_forward: nn.Module = builder(config, layer, **config.feed_forward_options)
+    return feed_forward

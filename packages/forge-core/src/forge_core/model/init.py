@@ -55,11 +55,7 @@ def initialise(
         residual_std = getattr(config, "residual_std", std)
     table = _table(model, std, residual_std)
     targets = {**dict(model.named_parameters()), **_named_rows(model, table)}
-    problems = [
-        f"{name}: no init_table of a module names it; add a row (kind, value) for it"
-        for name in targets
-        if name not in table and strict
-    ] + [
+    problems = [_without_row(name) for name in targets if name not in table and strict] + [
         f"{name}: still on the meta device; call model.to_empty(device=...) first"
         for name, target in targets.items()
         if target.is_meta
@@ -69,6 +65,22 @@ def initialise(
     for name, target in targets.items():
         if name in table:
             _fill(target, Init(*table[name]), seed, name)
+
+
+def _without_row(name: str) -> str:
+    return f"{name}: no init_table of a module names it; add a row (kind, value) for it"
+
+
+def check_init_tables(model: nn.Module) -> None:
+    """ValueError that names each parameter, and each buffer on the meta device, that no init_table describes.
+
+    What was built on the meta device has no value but that of its row. Nothing is drawn.
+    """
+    table = _table(model, 0.02, 0.02)
+    lost = [name for name, b in model.named_buffers() if b.is_meta]
+    nameless = [n for n in (*dict(model.named_parameters()), *lost) if n not in table]
+    if nameless:
+        raise ValueError("\n".join(map(_without_row, nameless)))
 
 
 def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:

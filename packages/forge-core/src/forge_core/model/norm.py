@@ -3,12 +3,13 @@
 Shapes: D width of the last dim, ... any leading dims.
 """
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from forge_core._registry import Registry
+from forge_core.model.config import TransformerConfig
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -64,6 +65,12 @@ class RMSNorm(nn.Module):
         return f"{self.weight.size(0)}, eps={self.eps}"
 
 
-def build_norm(name: Literal["rms_norm", "layer_norm"], dim: int, eps: float) -> nn.Module:
-    """A norm over the last dim by its name in TransformerConfig."""
-    return RMSNorm(dim, eps) if name == "rms_norm" else nn.LayerNorm(dim, eps)
+NORMS = Registry(
+    "model.norm", "forge.norms", ("dim", "eps"), {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
+)
+
+
+def build_norm(config: TransformerConfig) -> nn.Module:
+    """The norm over the last dim that a config names."""
+    norm: nn.Module = NORMS.find(config.norm)(config.dim, config.norm_eps, **config.norm_options)
+    return norm

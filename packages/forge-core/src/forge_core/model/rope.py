@@ -10,22 +10,44 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_core._registry import Registry
 from forge_core.model.config import RopeScaling
 
 
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> Tensor:
-    """Radians per position of each pair, (D / 2,) fp32; scaled as in Llama 3.1 if asked."""
+    """Radians per position of each pair, (D / 2,) fp32, scaled if asked.
+
+    A scaling from elsewhere is called as `rule(frequencies, scaling, **scaling.options)` and returns new
+    frequencies of the same shape.
+    """
     exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     plain = 1.0 / (theta**exponent)  # (D / 2,)
     if scaling is None:
         return plain
+    scaled: Tensor = ROPE_SCALINGS.find(scaling.name)(plain, scaling, **scaling.options)
+    return scaled
+
+
+def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
     length = scaling.original_max_position
     wavelength = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     share = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)  # 1: keep, 0: stretch
     return torch.where(share < 1.0, (1 - share) * (plain / scaling.factor) + share * plain, plain)
+
+
+def _linear(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    return plain / scaling.factor
+
+
+ROPE_SCALINGS = Registry(
+    "model.rope_scaling.name",
+    "forge.rope_scalings",
+    ("frequencies", "scaling"),
+    {"llama3": _llama3, "linear": _linear},
+)
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,55 +3,24 @@
 Shapes: B rows, S tokens, D width of the residual stream, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core.model.attention import Attention
+from forge_core.model.block import flops_of, prepare, roles_of
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
-from forge_core.model.feed_forward import FeedForward
+from forge_core.model.feed_forward import build_feed_forward
 from forge_core.model.init import initialise
-from forge_core.model.kv_cache import KVCache, LayerCache
+from forge_core.model.kv_cache import KVCache
 from forge_core.model.norm import build_norm
+from forge_core.model.parts import build_block, build_mixer, check_parts
 
 Factory = Callable[[int], nn.Module]
-
-
-class Block(nn.Module):
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)): (B, S, D) -> (B, S, D)."""
-
-    def __init__(
-        self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
-    ) -> None:
-        super().__init__()
-        self.mixer_norm = build_norm(config.norm, config.dim, config.norm_eps)
-        self.mixer = mixer
-        self.feed_forward_norm = build_norm(config.norm, config.dim, config.norm_eps)
-        self.feed_forward = feed_forward
-
-    def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), ctx, cache)
-        x = x + self.feed_forward(self.feed_forward_norm(x), ctx)
-        return x
-
-    def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> None:
-        """Let the mixer derive from ctx what all layers share."""
-        _prepare(self.mixer, ctx, x, cache)
-
-    def parallel_roles(self) -> dict[str, str]:
-        """Roles of the norms (tokens may be sharded there) and of the two sublayers."""
-        roles = {"mixer_norm.*": "sequence", "feed_forward_norm.*": "sequence"}
-        for name in ("mixer", "feed_forward"):
-            roles.update(_roles(getattr(self, name), name))
-        return roles
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs of the two sublayers for one token."""
-        return _flops(self.mixer, seq_len) + _flops(self.feed_forward, seq_len)
 
 
 class TiedHead(nn.Module):
@@ -71,6 +40,7 @@ class Transformer(nn.Module):
     `mixer`, `feed_forward` and `block` are factories `(layer_index) -> nn.Module` on (B, S, D). A
     mixer is called `forward(x, ctx, cache=None)` with its own LayerCache, a feed-forward
     `forward(x, ctx)`, a block `forward(x, ctx, cache=None)`; ctx is the TokenContext of the call.
+    Without one the config's `mixer`, `feed_forward` and `block` name what is built (see `check_parts`).
     A mixer may offer `prepare(ctx, x, cache)`, any of them `init_table(std, residual_std)`,
     `parallel_roles()` and `flops_per_token(seq_len)`.
 
@@ -94,14 +64,15 @@ class Transformer(nn.Module):
                 "block replaces mixer and feed_forward; give either block or the other two"
             )
         self.config = config
-        mixer = mixer or (lambda _: Attention(config))
-        feed_forward = feed_forward or (lambda _: _dense(config))
-        block = block or (lambda i: Block(config, mixer(i), feed_forward(i)))
+        check_parts(config)
+        mixer = mixer or partial(build_mixer, config)
+        feed_forward = feed_forward or partial(build_feed_forward, config)
+        block = block or (lambda i: build_block(config, mixer(i), feed_forward(i)))
         # filled by `initialise`; torch's own draw would import its compiler on the meta device (0.4 s)
         empty = torch.empty(config.vocab_size, config.dim)
         self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=empty)
         self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.num_layers)})
-        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.norm = build_norm(config)
         tied = config.tie_embeddings
         self.lm_head: nn.Module = (
             TiedHead() if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -135,7 +106,7 @@ class Transformer(nn.Module):
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)  # (B, S, D)
         parts = {key: cache.layer(key) if cache is not None else None for key in self.layers}
         for key, block in self.layers.items():
-            _prepare(block, ctx, x, parts[key])
+            prepare(block, ctx, x, parts[key])
         for key, block in self.layers.items():
             x = block(x, ctx, parts[key])
         if cache is not None:
@@ -239,7 +210,7 @@ class Transformer(nn.Module):
         # a tied head has no parameter of its own: the row names the module
         roles["lm_head" if self.config.tie_embeddings else "lm_head.*"] = "sharded_logits"
         for key, block in self.layers.items():
-            roles.update(_roles(block, f"layers.{key}"))
+            roles.update(roles_of(block, f"layers.{key}"))
         return roles
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -249,7 +220,7 @@ class Transformer(nn.Module):
         causally, at half of seq_len. A backward pass costs twice this again.
         """
         head = 2.0 * self.config.dim * self.config.vocab_size
-        return head + sum(_flops(block, seq_len) for block in self.blocks())
+        return head + sum(flops_of(block, seq_len) for block in self.blocks())
 
 
 def _check_tokens(tokens: Tensor, dim: int) -> None:
@@ -276,38 +247,3 @@ def _not_padding(document_ids: Tensor | None, device: torch.device) -> Tensor | 
     if valid.device.type == "cpu" and bool(valid.all()):
         return None
     return valid.to(device, non_blocking=True)
-
-
-def _dense(config: TransformerConfig) -> FeedForward:
-    return FeedForward(
-        config.dim,
-        config.resolved_hidden_dim,
-        gated=config.feed_forward == "swiglu",
-        bias=config.feed_forward_bias,
-    )
-
-
-def _prepare(module: nn.Module, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> None:
-    offer: Any = getattr(module, "prepare", None)
-    if offer is not None:
-        offer(ctx, x, cache)
-
-
-def _roles(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    """Rows of a module with its prefix; one "opaque" row where it declares none."""
-    offer = getattr(module, "parallel_roles", None)
-    if offer is not None:
-        rows: dict[str, str] = offer()
-    else:
-        rows = {"*": "opaque"} if any(True for _ in module.parameters()) else {}
-    return ((f"{prefix}.{pattern}", role) for pattern, role in rows.items())
-
-
-def _flops(module: nn.Module, seq_len: int) -> float:
-    offer: Any = getattr(module, "flops_per_token", None)
-    if offer is None:
-        raise ValueError(
-            f"{type(module).__name__} does not say its FLOPs; "
-            "give it a method flops_per_token(seq_len) -> float"
-        )
-    return float(offer(seq_len))

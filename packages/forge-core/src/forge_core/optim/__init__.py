@@ -9,7 +9,7 @@ from forge_core.optim.config import (
     ScheduleConfig,
 )
 from forge_core.optim.named import set_lr
-from forge_core.optim.schedule import build_schedule, find_schedule
+from forge_core.optim.schedule import build_schedule, check_schedule
 
 __all__ = [
     "OPTIMIZER_RULES",
@@ -20,7 +20,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "check_optimizer",
+    "check_schedule",
     "find_optimizer",
-    "find_schedule",
     "set_lr",
 ]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from forge_core._registry import Registry
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.named import decay_groups
-from forge_core.optim.registry import find
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 #: Without them an object cannot be an optimizer; a torch optimizer needs no `set_lr`.
@@ -27,9 +26,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
     A name is one of Forge, or leads to one of these:
 
     - a class of torch optimizers (`torch.optim:SGD`): built over groups in which matrices decay and other
-      parameters do not, with those of lr, betas, eps and weight_decay that it takes;
-    - a callable `builder(model, config)` that returns a torch optimizer, or an object with `step()`,
-      `zero_grad()`, `set_lr(lr)`, `state_dict()` and `load_state_dict(state)`.
+      parameters do not, with those of lr, betas, eps and weight_decay that it takes, and the options;
+    - a callable `builder(model, config, **config.options)` that returns a torch optimizer, or an object with
+      `step()`, `zero_grad()`, `set_lr(lr)`, `state_dict()` and `load_state_dict(state)`.
 
     A `step(skip=...)` that masks an update (see `AdamW.step`) saves the runner a host sync per step. State
     by parameter name, `named_state()` and `load_named_state(state)` complete before the first step, is
@@ -42,7 +41,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
     built = find_optimizer(config.name)
     if _is_torch_class(built):
         return _over_groups(built, model, config)
-    optimizer = built(model, config)
+    OPTIMIZERS.check(built, config.name, config.options)
+    optimizer = built(model, config, **config.options)
     _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
     return optimizer
 
@@ -55,18 +55,15 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
     built = find_optimizer(config.name)
     if _is_torch_class(built):
         _over_groups(built, model, config)
-    elif isinstance(built, type):
-        _check_methods(built, f"{config.name!r}")
-    elif not callable(built):
-        raise ValueError(
-            f"optimizer.name {config.name!r} is of type {type(built).__name__} and must be callable as "
-            "builder(model, config); name a function or a class"
-        )
+    else:
+        if isinstance(built, type):
+            _check_methods(built, f"{config.name!r}")
+        OPTIMIZERS.check(built, config.name, config.options)
 
 
 def find_optimizer(name: str) -> Any:
     """What an `optimizer.name` stands for; ValueError names the key."""
-    return find(name, OPTIMIZERS, "forge.optimizers", "optimizer.name")
+    return OPTIMIZERS.find(name)
 
 
 def _is_torch_class(built: Any) -> bool:
@@ -93,11 +90,12 @@ def _over_groups(
     ]
     if ignored:
         raise ValueError("\n".join(ignored))
+    OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
     groups = decay_groups(model, config.weight_decay)
     if "weight_decay" not in given:
         groups = [{"params": group["params"]} for group in groups]
     try:
-        return kind(groups, **given)
+        return kind(groups, **given, **config.options)
     except TypeError as error:
         raise ValueError(
             f"optimizer.name {config.name!r}: {error}; name a function builder(model, config) that "
@@ -124,4 +122,6 @@ def _check_methods(optimizer: Any, what: str) -> None:
         )
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], Any]] = {"adamw": build_adamw}
+OPTIMIZERS = Registry(
+    "optimizer.name", "forge.optimizers", ("model", "config"), {"adamw": build_adamw}
+)

@@ -28,6 +28,11 @@ class OptimizerConfig:
     weight_decay: float = _field(
         0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
     )
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "keyword arguments of an optimizer that is not built in"},
+    )
 
     def __post_init__(self) -> None:
         check(asdict(self), OPTIMIZER_RULES, "optimizer")
@@ -44,6 +49,11 @@ class ScheduleConfig:
         0, "steps of linear warm-up; step 1 has 1/warmup_steps of the peak rate"
     )
     min_lr_ratio: float = _field(0.1, "last learning rate of a cosine, as a part of the peak rate")
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "keyword arguments of a schedule that is not built in"},
+    )
 
     def __post_init__(self) -> None:
         check(asdict(self), SCHEDULE_RULES, "schedule")
@@ -100,5 +110,11 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         lambda c: not 0.0 <= c["min_lr_ratio"] <= 1.0,
         "min_lr_ratio {min_lr_ratio} must be in [0, 1]",
         "use 0.1",
+    ),
+    Rule(  # its default stands in every configuration that was ever written
+        "min_lr_ratio_of_cosine",
+        lambda c: c["name"] == "constant" and c["min_lr_ratio"] != ScheduleConfig.min_lr_ratio,
+        "min_lr_ratio {min_lr_ratio} is a key of name 'cosine', and name is {name!r}",
+        "remove it, or use cosine",
     ),
 )

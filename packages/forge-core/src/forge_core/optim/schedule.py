@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from forge_core._registry import Registry
 from forge_core.optim.config import ScheduleConfig
-from forge_core.optim.registry import find
 
 Schedule = Callable[[int], float]
 
@@ -18,9 +18,10 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
 
     Steps count from one. Warm-up is linear: step 1 has `1 / warmup_steps`, never zero, and step
     `warmup_steps` exactly 1. `cosine` then falls to exactly `min_lr_ratio` at `total_steps` and stays
-    there; `constant` stays at 1. A schedule from elsewhere is called as `builder(config, total_steps)`.
+    there; `constant` stays at 1. A schedule from elsewhere is called as
+    `builder(config, total_steps, **config.options)`.
 
-    Raises: ValueError for an unknown name, `total_steps < 1` or a warm-up as long as the run; the
+    Raises: ValueError for an unknown name or option, `total_steps < 1` or a warm-up as long as the run; the
         function it returns raises it for a step below one.
     """
     if total_steps < 1:
@@ -32,15 +33,14 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
             f"schedule: warmup_steps {config.warmup_steps} must be below the {total_steps} steps of the "
             f"run, or the peak rate is never used; use {total_steps - 1} or fewer, or train longer"
         )
-    schedule: Schedule = find_schedule(config.name)(config, total_steps)
+    builder = SCHEDULES.checked(config.name, config.options)
+    schedule: Schedule = builder(config, total_steps, **config.options)
     return schedule
 
 
-def find_schedule(name: str) -> Callable[[ScheduleConfig, int], Schedule]:
-    """What a `schedule.name` stands for; ValueError names the key."""
-    found: Callable[[ScheduleConfig, int], Schedule]
-    found = find(name, SCHEDULES, "forge.schedules", "schedule.name")
-    return found
+def check_schedule(config: ScheduleConfig) -> None:
+    """ValueError where the name leads nowhere, or the part does not take its options; nothing is called."""
+    SCHEDULES.checked(config.name, config.options)
 
 
 def cosine(config: ScheduleConfig, total_steps: int) -> Schedule:
@@ -74,7 +74,9 @@ def _check_step(step: int) -> None:
         )
 
 
-SCHEDULES: dict[str, Callable[[ScheduleConfig, int], Schedule]] = {
-    "cosine": cosine,
-    "constant": constant,
-}
+SCHEDULES = Registry(
+    "schedule.name",
+    "forge.schedules",
+    ("config", "total_steps"),
+    {"cosine": cosine, "constant": constant},
+)

@@ -1,0 +1,169 @@
+"""Parts by name: built in, installed by another package, or by import path; and the options they take."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, get_type_hints
+
+
+class Registry(NamedTuple):
+    """Parts of one kind.
+
+    key: the setting that holds a name, for messages; group: of entry points, such as `forge.optimizers`;
+    arguments: what a part is called with, before its options; built_in: what this package brings.
+    """
+
+    key: str
+    group: str
+    arguments: tuple[str, ...]
+    built_in: Mapping[str, Callable[..., Any]]
+
+    def find(self, name: str) -> Any:
+        """What `name` stands for: a built-in name, an entry point, or an import path `module:attr`.
+
+        Entry points are read only for a name that is not built in. Raises ValueError for an unknown name
+        (with the nearest known one) and for a path that leads nowhere.
+        """
+        if name in self.built_in:
+            return self.built_in[name]
+        if ":" in name:
+            return _from_path(name, self.key)
+        installed = {entry.name: entry for entry in entry_points(group=self.group)}
+        if name in installed:
+            return installed[name].load()
+        known = sorted({*self.built_in, *installed})
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ValueError(
+            f"{self.key} {name!r} is unknown: known in {self.group} are {', '.join(known)}, anything else is "
+            "an import path module:attr; "
+            + (f"did you mean {near[0]!r}?" if near else "use one of these")
+        )
+
+    def checked(self, name: str, options: Mapping[str, Any]) -> Any:
+        """What `name` stands for, if it takes `options`; ValueError with all problems. Nothing is called."""
+        part = self.find(name)
+        self.check(part, name, options)
+        return part
+
+    def check(
+        self, part: Any, name: str, options: Mapping[str, Any], given: Collection[str] = ()
+    ) -> None:
+        """Compare options with the signature of what `name` stands for; ValueError with all problems.
+
+        `given` are keywords that the part is called with beside its options. A built-in part takes none:
+        its options are keys of its section.
+        """
+        problems = self._problems(part, name, options, given)
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _problems(
+        self, part: Any, name: str, options: Mapping[str, Any], given: Collection[str]
+    ) -> list[str]:
+        table = options_table(self.key)
+        if name in self.built_in:
+            section = self.key.rpartition(".")[0]
+            return [
+                f"{table}.{key} {value!r}: {name!r} is built in and takes no options; use the keys of "
+                f"[{section}], or name a part of your own"
+                for key, value in options.items()
+            ]
+        call = f"{name}({', '.join((*self.arguments, '**options'))})"
+        if not callable(part):
+            return [
+                f"{self.key} {name!r} is of type {type(part).__name__} and must be callable as {call}; name a "
+                "function or a class"
+            ]
+        return _unlike_signature(part, name, options, table, call, len(self.arguments), given)
+
+
+def options_table(key: str) -> str:
+    """Where the options of the part named by `key` stand: beside `x.name` in `x.options`, beside `y` in
+    `y_options`."""
+    section, _, last = key.rpartition(".")
+    return f"{section}.options" if last == "name" else f"{key}_options"
+
+
+def installed(name: str, group: str) -> bool:
+    """Whether a package installed an entry point of that name."""
+    return any(entry.name == name for entry in entry_points(group=group))
+
+
+def _unlike_signature(
+    part: Callable[..., Any],
+    name: str,
+    options: Mapping[str, Any],
+    table: str,
+    call: str,
+    places: int,
+    given: Collection[str],
+) -> list[str]:
+    parameters = list(inspect.signature(part).parameters.values())
+    kinds = [p.kind for p in parameters]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < places and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return [
+            f"{name!r} takes {len(positional)} arguments by position and is called as {call}; give it those"
+        ]
+    first = {p.name for p in positional[:places]}
+    taken = {
+        p.name: p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in {*first, *given}
+    }
+    problems = [
+        f"{table}.{key} {value!r} is no option of {name!r}; {_taken(key, list(taken))}"
+        for key, value in options.items()
+        if key not in taken
+        and (inspect.Parameter.VAR_KEYWORD not in kinds or key in {*first, *given})
+    ]
+    problems += [
+        f"{table} lacks {key!r}, which {name!r} has no default for; give it in [{table}]"
+        for key, p in taken.items()
+        if p.default is p.empty and key not in options
+    ]
+    hints = _hints(part)
+    return problems + [
+        f"{table}.{key} {options[key]!r} must be of type {hints[key].__name__}, as {name!r} says; correct it"
+        for key in taken
+        if key in options and not _fits(options[key], hints.get(key))
+    ]
+
+
+def _taken(key: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"it takes {', '.join(names)}" if names else "it takes none: remove it"
+
+
+def _hints(part: Any) -> dict[str, Any]:
+    """Its annotations, or none where they cannot be read."""
+    try:
+        return get_type_hints(part.__init__ if isinstance(part, type) else part)  # type: ignore[misc]
+    except Exception:  # annotations may name what exists for type checkers alone
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a plain type; other annotations are not looked at."""
+    if hint not in (bool, int, float, str):
+        return True
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _from_path(path: str, key: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{key}: cannot import {path!r} ({error}): a name with a colon is module:attr; "
+            "install the module or correct the path"
+        ) from error

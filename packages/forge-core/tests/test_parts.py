@@ -1,0 +1,234 @@
+"""Parts by name: what a model is built of, and what is refused before anything is called."""
+
+import importlib.metadata
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core import (
+    Attention,
+    OptimizerConfig,
+    RopeScaling,
+    ScheduleConfig,
+    Transformer,
+    TransformerConfig,
+    build_optimizer,
+    build_schedule,
+    initialise,
+)
+from forge_core.model import Block, FeedForward, check_init_tables, check_parts
+from forge_core.model.rope import inverse_frequencies
+
+SHAPE = {"vocab_size": 16, "dim": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
+
+
+class Mixer(Attention):
+    def __init__(self, config, layer, every: int, name: str = "x"):
+        super().__init__(config)
+        self.layer, self.every = layer, every
+
+
+class Wide(FeedForward):
+    def __init__(self, config, layer, times: int = 2):
+        super().__init__(config.dim, times * config.dim)
+        self.layer = layer
+
+
+class Twice(Block):
+    def __init__(self, config, mixer, feed_forward, *, gain: float = 2.0):
+        super().__init__(config, mixer, feed_forward)
+        self.gain = gain
+
+
+def by(frequencies, scaling, share: float = 0.5):
+    return frequencies * share
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    module = types.ModuleType("somebodys_lab")
+    for part in (Mixer, Wide, Twice, by):
+        setattr(module, part.__name__, part)
+    module.number = 3
+    module.alone = lambda config: None
+    monkeypatch.setitem(sys.modules, "somebodys_lab", module)
+
+
+def test_each_part_by_import_path_gets_its_options(lab) -> None:
+    config = TransformerConfig(
+        **SHAPE,
+        mixer="somebodys_lab:Mixer",
+        mixer_options={"every": 3},
+        norm="torch.nn:RMSNorm",
+        norm_options={"elementwise_affine": True},
+        feed_forward="somebodys_lab:Wide",
+        feed_forward_options={"times": 4},
+        block="somebodys_lab:Twice",
+        block_options={"gain": 3.0},
+        rope_scaling=RopeScaling(name="somebodys_lab:by", options={"share": 0.25}),
+    )
+    model = Transformer(config)
+    assert (
+        [b.mixer.layer for b in model.blocks()]
+        == [0, 1]
+        == [b.feed_forward.layer for b in model.blocks()]
+    )
+    (block, _) = model.blocks()
+    assert (type(block), block.gain, block.mixer.every) == (Twice, 3.0, 3)
+    assert block.feed_forward.up_proj.out_features == 32
+    assert {type(m) for m in (model.norm, block.mixer_norm)} == {nn.RMSNorm}
+    plain = inverse_frequencies(4, 1e4, None)
+    assert torch.equal(inverse_frequencies(4, 1e4, config.rope_scaling), plain * 0.25)
+    assert model(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 16)
+
+
+def test_an_argument_goes_before_the_name() -> None:
+    config = TransformerConfig(**SHAPE, feed_forward="gelu")
+    model = Transformer(config, feed_forward=lambda layer: Wide(config, layer))
+    assert {type(b.feed_forward) for b in model.blocks()} == {Wide}
+
+
+def test_linear_stretching_by_its_definition() -> None:
+    plain = inverse_frequencies(8, 1e4, None)
+    assert torch.equal(inverse_frequencies(8, 1e4, RopeScaling(4.0, name="linear")), plain / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mixer": "nowhere:Mixer"}, "model.mixer: cannot import 'nowhere:Mixer'"),
+        ({"mixer": "somebodys_lab:Mixer"}, "model.mixer_options lacks 'every'"),
+        (
+            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": 1, "evry": 2}},
+            "model.mixer_options.evry 2 is no option of 'somebodys_lab:Mixer'; did you mean 'every'",
+        ),
+        (
+            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": 1.5}},
+            "model.mixer_options.every 1.5 must be of type int",
+        ),
+        (
+            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": True}},
+            "every True must be of type int",
+        ),
+        (
+            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": 1, "layer": 2}},
+            "model.mixer_options.layer 2 is no option",
+        ),
+        ({"mixer": "somebodys_lab:alone"}, "takes 1 arguments by position and is called as"),
+        ({"block": "somebodys_lab:number"}, r"model.block 'somebodys_lab:number' is of type int"),
+        (
+            {"norm_options": {"eps": 1e-6}},
+            r"model.norm_options.eps 1e-06: 'rms_norm' is built in .* keys of \[model\]",
+        ),
+        (
+            {"rope_scaling": RopeScaling(name="somebodys_lab:by", options={"shar": 1.0})},
+            "model.rope_scaling.options.shar 1.0 is no option",
+        ),
+    ],
+)
+def test_what_a_part_does_not_take_is_refused_uncalled(lab, options: dict, words: str) -> None:
+    config = TransformerConfig(**SHAPE, **options)
+    with pytest.raises(ValueError, match=words):
+        check_parts(config)
+    with pytest.raises(ValueError, match=words):
+        Transformer(config)
+
+
+def test_all_parts_in_one_message(lab) -> None:
+    config = TransformerConfig(**SHAPE, mixer="a:b", block="c:d", norm="e:f", feed_forward="g:h")
+    with pytest.raises(ValueError, match=r"model.mixer") as caught:
+        check_parts(config)
+    assert len(str(caught.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mixer", "mixer 'x' is unknown; use 'attention', an entry point of forge.mixers"),
+        ("block", "block 'x' is unknown; use 'pre_norm', an entry point of forge.blocks"),
+        ("norm", "norm 'x' is unknown; use 'rms_norm' or 'layer_norm', an entry point"),
+    ],
+)
+def test_an_unknown_name_is_refused_when_the_config_is_made(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TransformerConfig(16, **{name: "x"})
+
+
+def test_a_key_of_another_name_says_whose_it_is(lab) -> None:
+    with pytest.raises(
+        ValueError, match=r"min_lr_ratio 0.2 is a key of name 'cosine', and name is"
+    ):
+        ScheduleConfig("constant", min_lr_ratio=0.2)
+    for key in ("low_freq_factor", "high_freq_factor", "original_max_position"):
+        with pytest.raises(
+            ValueError, match=f"{key} 2 is a key of name 'llama3', and name is 'lin"
+        ):
+            RopeScaling(2.0, name="linear", **{key: 2})
+    RopeScaling(2.0, name="somebodys_lab:by", high_freq_factor=2.0)  # may read them
+
+
+def test_options_of_schedules_and_optimizers(lab) -> None:
+    lab = sys.modules["somebodys_lab"]
+    lab.flat = lambda config, total_steps, *, at: lambda step: at
+    lab.sgd = lambda model, config, momentum=0.0: torch.optim.SGD(
+        model.parameters(), config.lr, momentum
+    )
+    schedule = ScheduleConfig("somebodys_lab:flat", options={"at": 0.5})
+    assert build_schedule(schedule, 10)(1) == 0.5
+    model = nn.Linear(2, 2)
+    for name in ("torch.optim:SGD", "somebodys_lab:sgd"):
+        optimizer = build_optimizer(model, OptimizerConfig(name, options={"momentum": 0.5}))
+        assert optimizer.param_groups[0]["momentum"] == 0.5
+        with pytest.raises(ValueError, match=r"optimizer.options.moment 1 .*mean 'momentum'"):
+            build_optimizer(model, OptimizerConfig(name, options={"moment": 1}))
+    with pytest.raises(ValueError, match=r"optimizer.options.lr 1.0 is no option"):
+        build_optimizer(model, OptimizerConfig("torch.optim:SGD", options={"lr": 1.0}))
+    with pytest.raises(ValueError, match=r"optimizer.options.amsgrad True: 'adamw' is built in"):
+        build_optimizer(model, OptimizerConfig(options={"amsgrad": True}))
+    with pytest.raises(ValueError, match=r"schedule.options lacks 'at'"):
+        build_schedule(ScheduleConfig("somebodys_lab:flat"), 10)
+
+
+def test_an_installed_part_is_found_by_its_name(monkeypatch) -> None:
+    point = types.SimpleNamespace(
+        name="theirs", load=lambda: lambda config, layer: Attention(config)
+    )
+    found = lambda group: [point] if group == "forge.mixers" else []  # noqa: E731
+    monkeypatch.setattr("forge_core._registry.entry_points", found)
+    Transformer(TransformerConfig(**SHAPE, mixer="theirs"))
+    with pytest.raises(ValueError, match="mixer 'their' is unknown"):
+        TransformerConfig(**SHAPE, mixer="their")
+    assert importlib.metadata.entry_points is not found
+
+
+def test_what_cannot_begin_on_the_meta_device_is_named() -> None:
+    class Lost(Attention):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("decay", torch.ones(2))
+
+    class Described(Lost):
+        def init_table(self, std, residual_std):
+            return {**super().init_table(std, residual_std), "decay": ("constant", 2.0)}
+
+    config = TransformerConfig(**SHAPE)
+    for kind in (Lost, Described):
+        with torch.device("meta"):
+            model = Transformer(config, mixer=lambda _: kind(config))  # noqa: B023
+        if kind is Lost:
+            with pytest.raises(
+                ValueError, match=r"layers.0.mixer.decay: no init_table .*\nlayers.1"
+            ):
+                check_init_tables(model)
+    check_init_tables(model)
+    initialise(model.to_empty(device="cpu"), 0)
+    assert model.blocks()[1].mixer.decay.tolist() == [2.0, 2.0]
+
+
+def test_configs_with_options_have_a_hash() -> None:
+    one, two = (TransformerConfig(16, mixer="a:b", mixer_options={"x": n}) for n in (1, 2))
+    assert hash(one) == hash(two)
+    assert one != two

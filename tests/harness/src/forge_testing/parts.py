@@ -1,0 +1,91 @@
+"""Somebody else's parts of a transformer, each with one option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_core import FeedForward, RMSNorm
+from forge_core.model import Block
+
+
+class RunningMean(nn.Module):
+    """A mixer that tells each token the mean of its row so far."""
+
+    def __init__(self, config: Any, layer: int, gain: float = 1.0) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.gain = gain
+
+    def forward(self, x: Tensor, ctx: Any = None, cache: Any = None) -> Tensor:
+        count = torch.arange(1, x.size(1) + 1, device=x.device)[:, None]
+        mean: Tensor = self.proj(x).cumsum(1) / count * self.gain  # (B, S, D)
+        return mean
+
+    def flops_per_token(self, seq_len: int) -> float:
+        return 2.0 * self.proj.weight.numel()
+
+
+class Buffered(RunningMean):
+    """The same with a buffer that nothing describes, so that it cannot begin on the meta device."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__(config, layer)
+        self.register_buffer("decay", torch.ones(3))
+
+
+class Silent(nn.Linear):
+    """A feed-forward that does not say what it costs."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__(config.dim, config.dim)
+
+    def forward(self, x: Tensor, ctx: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+class GainNorm(RMSNorm):
+    def __init__(self, dim: int, eps: float, gain: float = 1.0) -> None:
+        super().__init__(dim, eps)
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class PowerOfReLU(FeedForward):
+    def __init__(self, config: Any, layer: int, *, power: int) -> None:
+        super().__init__(config.dim, config.resolved_hidden_dim, gated=False)
+        self.power = power
+
+    def forward(self, x: Tensor, ctx: Any = None) -> Tensor:
+        down: Tensor = self.down_proj(F.relu(self.up_proj(x)) ** self.power)
+        return down
+
+
+class SideBySide(Block):
+    """Both sublayers read the same stream (GPT-J)."""
+
+    def __init__(
+        self, config: Any, mixer: nn.Module, feed_forward: nn.Module, weight: float = 1.0
+    ) -> None:
+        super().__init__(config, mixer, feed_forward)
+        self.weight = weight
+
+    def forward(self, x: Tensor, ctx: Any, cache: Any = None) -> Tensor:
+        mixed = self.mixer(self.mixer_norm(x), ctx, cache)
+        return x + self.weight * (mixed + self.feed_forward(self.feed_forward_norm(x), ctx))
+
+
+def slower(frequencies: Tensor, scaling: Any, by: float = 2.0) -> Tensor:
+    """All rotary frequencies divided by a number."""
+    return frequencies / by
+
+
+def staircase(config: Any, total_steps: int, *, height: float) -> Callable[[int], float]:
+    """A schedule that is multiplied by `height` half way."""
+    return lambda step: height if 2 * step > total_steps else 1.0
