@@ -223,6 +223,19 @@ def test_a_caller_whose_threads_have_run_can_prove() -> None:
     assert result.verdict == "green"
 
 
+def test_a_caller_that_cannot_fork_any_more_is_told_what_to_do() -> None:
+    """A CUDA build starts a thread for each device at the first backward; this stands in for its error."""
+
+    class Forked(Model):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(
+                "Unable to handle autograd's threading with fork-based multiprocessing."
+            )
+
+    with pytest.raises(ProveError, match=r"must not have.*python -m forge_parallel\.prove"):
+        prove(Forked, vocab_size=VOCAB, worlds=(2,), only="accumulation", timeout=20)
+
+
 def test_a_tiny_llama_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
 

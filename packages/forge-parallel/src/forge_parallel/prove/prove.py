@@ -117,6 +117,11 @@ def _truth(task: Task, timeout: float) -> Truth:
         return outcome.value
     if outcome.how == "ProveError":
         raise ProveError(outcome.value)
+    if "fork-based multiprocessing" in str(outcome.value):
+        raise ProveError(
+            "this process has run a backward on a CUDA build of torch and must not have, as its forks then "
+            "cannot run any; prove first, or in a process of its own: python -m forge_parallel.prove"
+        )
     raise ProveError(
         f"the model must train in one process, and there {_said(outcome)}; mend build, its args, vocab_size or "
         f"seq_len\n{outcome.trace}"
