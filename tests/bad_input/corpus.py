@@ -394,8 +394,6 @@ CASES: dict[str, list[Case | Call]] = {
              ("data.seq_len 32", "model.max_seq_len 16")),
         Case("several problems at once", toml("[train]\nglobal_batch = 0\n[optimizer]\nlr = -1.0"), CONFIG,
              ("global_batch 0", "lr")),
-        Case("a batch that the planned GPUs do not divide", flags("--train.global_batch", "3", verb="plan"),
-             CONFIG, ("global_batch 3", "2 ranks")),
     ],
     "A name that leads nowhere": [
         *_unknown("optimizer.name", "'muon'"), *_unknown("schedule.name", "'wsd'"),

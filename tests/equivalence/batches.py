@@ -12,6 +12,8 @@ import torch
 from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor
 
+from forge_data import filler_batch
+
 STEPS, ROWS, SEQ, VOCAB = 3, 2, 16, 99  # 99: no number of ranks here divides it
 IGNORED = -100
 # Where the documents of each row of a packed micro-batch end.
@@ -53,14 +55,30 @@ def together(parts: Sequence[MicroBatch]) -> MicroBatch:
 
 
 def batches(cell: Cell) -> list[list[list[MicroBatch]]]:
-    """[step][data rank][micro-batch], the same wherever it is called."""
+    """[step][data rank][micro-batch], the same wherever it is called; filler is not among them."""
+    readers, total = LAYOUTS[cell.layout].readers, FEATURES[cell.feature].total
+    if total is not None:
+        return [_dealt(cell, step, total, readers) for step in range(STEPS)]
     return [
         [
             [_micro_batch(cell, step, rank, index) for index in range(cell.micro_batches)]
-            for rank in range(LAYOUTS[cell.layout].readers)
+            for rank in range(readers)
         ]
         for step in range(STEPS)
     ]
+
+
+def _dealt(cell: Cell, step: int, total: int, readers: int) -> list[list[MicroBatch]]:
+    """`total` micro-batches in order, one more for the first readers where they do not divide."""
+    parts = iter([_micro_batch(cell, step, index, 0) for index in range(total)])
+    shares = [total // readers + (reader < total % readers) for reader in range(readers)]
+    return [[next(parts) for _ in range(share)] for share in shares]
+
+
+def filler() -> MicroBatch:
+    """What a reader runs that has no more micro-batches, as forge_data makes it."""
+    batch = filler_batch(ROWS, SEQ)
+    return MicroBatch(batch.tokens, batch.labels, batch.positions, batch.document_ids)
 
 
 def _micro_batch(cell: Cell, step: int, rank: int, index: int) -> MicroBatch:

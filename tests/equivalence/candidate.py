@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from batches import ROWS, SEQ, STEPS, MicroBatch, batches, together
+from batches import ROWS, SEQ, STEPS, MicroBatch, batches, filler, together
 from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor, nn
 from training import (
@@ -116,14 +116,20 @@ class Side:
         for layer in mixtures(self.model).values():
             layer.data_group = meshes.stage.group or ()
             layer.sequence_group = rows or None
-        parts = self.cell.micro_batches * LAYOUTS[self.cell.layout].readers
+        cell = self.cell
+        parts = FEATURES[cell.feature].total or cell.micro_batches * LAYOUTS[cell.layout].readers
         set_aux_scale(self.model, torch.tensor(1 / parts))
 
     def mine(self, step: list[list[MicroBatch]]) -> list[MicroBatch]:
-        """This rank's micro-batches; one may stand for several (see compare.py): it takes all of theirs."""
+        """This rank's micro-batches; one may stand for several (see compare.py): it takes all of theirs.
+        Where they do not divide, filler follows."""
         share = len(step) // self.meshes.batch_size
         first = self.meshes.batch_rank * share
-        return [part for rank in step[first : first + share] for part in rank]
+        parts = [part for rank in step[first : first + share] for part in rank]
+        if FEATURES[self.cell.feature].total is None:
+            return parts
+        missing = self.cell.micro_batches * share - len(parts)
+        return [*map(_with_documents, parts), *(filler() for _ in range(missing))]
 
     @torch.no_grad()
     def evaluate(self, step: list[list[MicroBatch]]) -> Tensor:
@@ -190,6 +196,14 @@ class Side:
         if self.meshes.tp.size > 1:
             return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
         return cross_entropy(logits, labels).sum
+
+
+def _with_documents(part: MicroBatch) -> MicroBatch:
+    """Rows of one document each, where none were said: filler has its ids, and all parts have the same keys."""
+    if part.document_ids is not None:
+        return part
+    positions = torch.arange(SEQ).repeat(ROWS, 1)
+    return MicroBatch(part.tokens, part.labels, positions, torch.zeros_like(positions))
 
 
 class _Update:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_parallel import ParallelConfig
+from forge_parallel.micro_batches import divide_batch
 
 # Worst of the quantities against the same cell on one rank.
 ONE_RANK_BF16 = "one rank bf16"
@@ -74,7 +75,8 @@ class Feature:
     the second step is the last of an epoch, with pads behind its tokens; evaluated, that the loss of whole
     rows in eval mode is compared after the updates; branches, that a micro-batch takes one of two
     feed-forwards, as its first token says; swaps, that between steps other weights are put in for an
-    evaluation, and the own ones back; deferred means that nothing is
+    evaluation, and the own ones back; total, that a step has so many micro-batches in all, dealt to the
+    readers whether they divide or not, with filler where one has fewer; deferred means that nothing is
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
     forge_parallel's `accumulate` does; backend is the compiler's.
     """
@@ -86,6 +88,7 @@ class Feature:
     evaluated: bool = False
     branches: bool = False
     swaps: bool = False
+    total: int | None = None
     deferred: bool = False
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +121,11 @@ class Cell:
 
     @property
     def micro_batches(self) -> int:
-        """Of each data rank and step."""
+        """Of each data rank and step, filler included."""
+        total, layout = FEATURES[self.feature].total, LAYOUTS[self.layout]
+        if total is not None:
+            config = ParallelConfig(device="cpu", **layout.keys)
+            return divide_batch(config, total, layout.readers, micro_batch=1).count
         return max(LAYOUTS[self.layout].micro_batches, FEATURES[self.feature].micro_batches)
 
     @property
@@ -154,6 +161,10 @@ LAYOUTS = {
     "one_rank": Layout(1),
     "fsdp_2": Layout(2),
     "fsdp_4": Layout(4),
+    "fsdp_3": Layout(3),
+    "fsdp_5": Layout(5),
+    "fsdp_6": Layout(6),
+    "fsdp_7": Layout(7),
     "hsdp_2x2": Layout(4, {"dp_replicate": 2}),
     "tp": Layout(2, _TP),
     "tp_whole": Layout(2, _WHOLE),
@@ -185,6 +196,9 @@ LAYOUTS = {
     "tp_whole_cp_ring": Layout(4, {**_WHOLE, **_RING}),
     "tp_pp": _pipe(4, "1f1b", **_TP),
     "tp_pp_zbv": _pipe(4, "zbv_zero_bubble", **_TP),
+    "tp_dp3": Layout(6, _TP),
+    "pp_dp3": _pipe(6, "1f1b"),
+    "pp_interleaved_dp3": _pipe(6, "interleaved_1f1b"),
     "tp_whole_pp": _pipe(4, "interleaved_1f1b", **_WHOLE),
     "cp_pp": _pipe(4, "1f1b", **_CP),
     "cp_ring_pp": _pipe(4, _ZERO_BUBBLE, **_RING),
@@ -216,6 +230,7 @@ _GLOBAL = {"aux_loss_weight": 0.02, "aux_scope": "global_batch"}
 _LAGGED = {"aux_loss_weight": 0.02, "aux_scope": "global_batch_lagged"}
 _FULL = {"recompute": "full"}
 _SELECTIVE = {"recompute": "selective"}
+_EVEN = {"vocab_size": 102}  # over tp 2 and three shards
 _COMPILE = {"compile": True}
 FEATURES = {
     "plain": Feature(labels="all"),
@@ -269,6 +284,30 @@ FEATURES = {
     "moe_compile": Feature(moe=_SOFTMAX, parallel=_COMPILE),
     "moe_compile_recompute": Feature(moe=_SOFTMAX, parallel={**_COMPILE, **_FULL}),
     "moe_bf16": Feature(moe=_SIGMOID, parallel=_BF16),
+    # 16 rows in micro-batches of two, for readers that do not divide them
+    "dealt": Feature(total=8, model=_EVEN),
+    "dealt_packed": Feature(total=8, packed=True, model=_EVEN),
+    "dealt_moe": Feature(total=8, packed=True, moe=_SIGMOID, model=_EVEN),
+    "dealt_moe_lagged": Feature(total=8, packed=True, moe=_LAGGED, model=_EVEN),
+    "dealt_moe_capacity": Feature(
+        total=8, packed=True, moe={**_SOFTMAX, "capacity_factor": 0.75}, model=_EVEN
+    ),
+    "dealt_bf16": Feature(total=8, packed=True, parallel=_BF16),
+    # a reader that has nothing but filler, and experts that get no row from it
+    "idle": Feature(total=3),
+    "idle_compile": Feature(total=3, parallel=_COMPILE),
+    **{
+        f"idle_moe_{backend}": Feature(
+            total=3, packed=True, moe={**_SIGMOID, "backend": backend}, parallel=_SELECTIVE
+        )
+        for backend in ("grouped_mm", "loop", "batched")
+    },
+    "idle_moe_choice": Feature(
+        total=3,
+        packed=True,
+        moe={"router": "expert_choice", "z_loss_weight": 0.01},
+        parallel=_SELECTIVE,
+    ),
 }
 OPTIMIZERS = ("sgd", "adamw")
 # With both optimizers, in any of these layouts. One rank in plain fp32 wraps nothing; these do.
@@ -288,7 +327,14 @@ _CHOSEN = {
     "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
     "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
     " moe_expert_choice moe_expert_biases",
-    "fsdp_4": "packed_recompute moe_packed moe_lagged",
+    "fsdp_4": "packed_recompute moe_packed moe_lagged idle idle_compile idle_moe_loop",
+    "fsdp_3": "dealt dealt_packed dealt_moe dealt_moe_lagged dealt_moe_capacity dealt_bf16",
+    "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
+    "fsdp_6": "dealt dealt_moe",
+    "fsdp_7": "dealt_packed dealt_moe_lagged dealt_moe",
+    "tp_dp3": "dealt_packed dealt_moe",
+    "pp_dp3": "dealt_packed dealt_moe dealt",
+    "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
     " moe_recompute",
@@ -316,8 +362,9 @@ _CHOSEN = {
     "fsdp_pp_zbv": "accumulation recompute_selective moe",
     "fsdp_pp_dualpipev": "packed moe_recompute",
     "hsdp_pp": "accumulation tied_embeddings recompute_full moe bf16_branches",
-    "efsdp_ep": "moe moe_bias moe_global moe_recompute",
-    "hsdp_ep": "moe_bias moe_packed",
+    "efsdp_ep": "moe moe_bias moe_global moe_recompute idle_moe_grouped_mm idle_moe_loop idle_moe_batched"
+    " idle_moe_choice",
+    "hsdp_ep": "moe_bias moe_packed idle_moe_grouped_mm",
     "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed",
     "tp_whole_cp_ring": "packed qk_norm moe",
     "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import candidate
 import torch
 import torch.distributed as dist
+from batches import MicroBatch
 from cells import Cell
 from torch import Tensor
 from torch.distributed.tensor import Replicate
@@ -98,6 +100,14 @@ def _nothing(_: Any) -> None:
     """FSDP2 as it comes: each rank reduces what it used, and weights stay gathered after an evaluation."""
 
 
+def _filler_that_counts() -> MicroBatch:
+    """Rows without labels that experts take for tokens."""
+    return replace(_filler(), document_ids=torch.zeros_like(_filler().tokens))
+
+
+_filler = candidate.filler
+
+
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "local label count": (candidate, "global_count", _local_count),
     "gradients averaged over ranks": (fsdp, "sum_gradients", _leave_division),
@@ -111,4 +121,5 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),
     "each rank reduces what it used": (fsdp, "reduce_alike", _nothing),
     "weights gathered after an evaluation": (candidate, "reshard", _nothing),
+    "filler that counts": (candidate, "filler", _filler_that_counts),
 }

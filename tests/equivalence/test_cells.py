@@ -116,6 +116,18 @@ def test_F88_weights_swapped_around_an_evaluation() -> None:
     assert green(Cell("one_rank", "bf16_swapped", "sgd"), Cell("pp_1f1b", "swapped", "sgd"))
 
 
+def test_F101_readers_that_do_not_divide_the_batch() -> None:
+    assert green(Cell("fsdp_3", "dealt_packed", "adamw"), Cell("pp_dp3", "dealt_moe", "adamw"))
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop", "batched"])
+def test_F101_a_reader_that_has_nothing_but_filler(backend: str) -> None:
+    """Under selective recomputation, with experts over ranks."""
+    cells = [c for c in CELLS if c.layout == "efsdp_ep" and c.feature == f"idle_moe_{backend}"]
+    assert len(cells) == 1
+    assert green(*cells)
+
+
 def test_F86_deferred_sums_in_bf16_keep_the_earlier_micro_batches() -> None:
     assert green(Cell("fsdp_2", "bf16_deferred", "sgd"))
 
@@ -138,6 +150,7 @@ CAUGHT = [
     ("each rank reduces what it used", "branches", ("fsdp_2",), {"gradients", "norm"}),
     ("weights gathered after an evaluation", "swapped", ("fsdp_2", "tp_whole"), EVERYTHING),
     ("weights gathered after an evaluation", "bf16_swapped", ("one_rank",), EVERYTHING),
+    ("filler that counts", "dealt_moe", ("fsdp_3", "pp_dp3"), {"routes", "weights"}),
 ]  # fmt: skip
 
 

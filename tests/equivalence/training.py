@@ -78,14 +78,13 @@ def build_model(cell: Cell, aux: str) -> Transformer:
         return MoE(MoEConfig(dim=DIM, **{**MIXTURE, **mixture, "aux": aux}))
 
     config = TransformerConfig(
-        vocab_size=VOCAB,
         dim=DIM,
         num_layers=LAYOUTS[cell.layout].layers,
         num_heads=4,
         num_kv_heads=2,
         hidden_dim=HIDDEN,
         max_seq_len=SEQ,
-        **feature.model,
+        **{"vocab_size": VOCAB, **feature.model},
     )
     return Transformer(config, feed_forward=feed_forward if mixture or feature.branches else None)
 

@@ -93,17 +93,12 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
     ),
     "layers and stages": (
         {"parallel.pp": 2, "train.micro_batch": 1}, 2, 2, ("num_layers 1", "or more layers")),
-    "micro-batches and a schedule": (
-        {"parallel.pp": 2, **WIDE}, 2, 2, ("1 micro-batches must be at least pp 2", "gpipe")),
     "tied weights in a V": (
         {"parallel.pp": 2, **WIDE, "model.tie_embeddings": True, "train.micro_batch": 1,
          "parallel.pp_schedule": "zbv_zero_bubble"}, 2, 2, ("tie_embeddings", "untie")),
     "optimizer without names in a pipeline": (
         {"parallel.pp": 2, **WIDE, "train.micro_batch": 1,
          "optimizer.name": "forge_testing.models:PlainSGD"}, 2, 2, ("PlainSGD", "pp = 1")),
-    "batch": ({"train.global_batch": 6}, 4, 4, ("global_batch 6 must be divisible by the 4", "use 8")),
-    "micro-batch": (
-        {"train.global_batch": 12, "train.micro_batch": 4}, 2, 2, ("micro_batch 4", "use 2")),
     "somebody's model in a pipeline": (
         {"model.name": "forge_testing.models:bigram", "sample.max_new_tokens": 0, "parallel.pp": 2},
         2, 2, ("'transformer'", "Pipeline")),

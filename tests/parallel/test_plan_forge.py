@@ -158,7 +158,6 @@ def test_too_little_memory_leaves_with_78_after_the_tables(
         (("--gpus", "8", "--gpu", "h900"), "must be one of h200"),
         (("--gpus", "8", "--nodes", "3"), "--nodes 3 must divide --gpus 8"),
         (("--gpus", "16", "--parallel.tp", "16"), "must stay inside a node of 8"),
-        (("--gpus", "48"), "global_batch 512 must be divisible by the 48 ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -166,6 +165,12 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     assert run_plan(str(PRESET / "7b_8gpu.toml"), *flags) == 78
     assert said in capsys.readouterr().err
+
+
+def test_F101_what_uneven_shares_cost_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(str(PRESET / "7b_8gpu.toml"), "--gpus", "48", "--train.micro_batch", "2") == 0
+    cost = "48 readers of 512 rows run 6 micro-batches of 2 each: 12.5% of the computation is added"
+    assert cost in capsys.readouterr().out
 
 
 def test_auto_on_cpus_is_fsdp_over_all_ranks() -> None:

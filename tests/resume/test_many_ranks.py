@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -269,14 +270,45 @@ def test_saved_on_four_ranks_goes_on_on_another_number(
     assert_close(fitted[0].weights, alone[1].weights)
 
 
-def test_a_batch_that_the_ranks_do_not_divide_is_refused_with_all_rules(tmp_path: Path) -> None:
-    refused = forge_train("run", make_job(tmp_path), "--nproc", "5", "--parallel.dp_shard", "2")
-    assert refused.code == 78
-    assert "dp_shard 2 = 2 must be the 5 ranks" in refused.err
-    assert (
-        "train.global_batch 12 must be divisible by the 5 ranks that read data; use 10"
-        in refused.err
-    )
+def test_F101_goes_on_on_numbers_of_ranks_that_do_not_divide_the_batch(tmp_path: Path) -> None:
+    """16 rows on 4 ranks, on 3, on 4 again, on 7: what one process trains, evaluates and reports."""
+    sizes = {"train.global_batch": 16, "train.micro_batch": 2, "eval.sequences": 10}
+    wanted = make_job(tmp_path / "alone")
+    alone = fit_alone(wanted, **sizes)
+    job = make_job(tmp_path / "ranks")
+    options = {key.replace(".", "__"): value for key, value in sizes.items()}
+    keep = {"checkpoint__every_steps": 3, "checkpoint__keep_last": 9}
+    for world, step in ((4, 3), (3, 6), (4, 9), (7, 12)):
+        fitted = fit_on_ranks(world, job, **options, **keep)
+        assert [(f.code, f.problems) for f in fitted] == [(0, ())] * world
+        for folder in (tmp_path / "ranks/run/checkpoints").glob("step-*"):
+            if int(folder.name.removeprefix("step-")) > step:
+                shutil.rmtree(folder)
+    assert_same_rows(columns(job), columns(wanted))
+    assert_close(fitted[0].weights, alone.weights)
+    tokens = read_run(job.parent / "run").metrics["tokens"]
+    assert tokens == read_run(wanted.parent / "run").metrics["tokens"]
+
+
+def test_F101_explain_and_run_say_what_uneven_shares_cost(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    cost = "5 readers of 12 rows run 1 micro-batches of 3 each: 25.0% of the computation is added"
+    told = forge_train("explain", job, "--nproc", "5")
+    assert told.code == 0
+    assert cost in told.out
+    assert "filler" not in forge_train("explain", job, "--nproc", "4").out
+    fitted = fit_on_ranks(5, job, None, train__steps=1)
+    assert [f.code for f in fitted] == [0] * 5
+    lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    (begun,) = [row for row in map(json.loads, lines) if row["event"] == "start"]
+    assert any(cost in reason for reason in begun["reasons"])
+
+
+def test_a_layout_that_is_not_the_ranks_is_refused(tmp_path: Path) -> None:
+    for verb in ("run", "explain"):
+        refused = forge_train(verb, make_job(tmp_path), "--nproc", "5", "--parallel.dp_shard", "2")
+        assert refused.code == 78
+        assert "dp_shard 2 = 2 must be the 5 ranks" in refused.err
 
 
 def test_a_rank_without_its_group_is_told_so(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge_data import Batch, BuiltinCorpus, DataError, Loader, PackedStream
+from forge_data import Batch, BuiltinCorpus, DataError, Loader, PackedStream, filler_batch
 
 TENSORS = ("tokens", "labels", "positions", "document_ids", "instance_ids")
 
@@ -57,8 +57,44 @@ def test_stream_does_not_depend_on_world_size(stream, world_size):
             assert torch.equal(joined, getattr(batch, name))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(3, 1), (5, 1), (3, 4), (5, 4), (7, 2)])
+def test_F101_any_number_of_ranks_deals_out_whole_micro_batches(
+    stream, world_size, micro_batch, num_workers
+):
+    """In stream order, the first ranks one more; filler behind the rows, never among them."""
+    ranks = [
+        take(Loader(stream, 16, r, world_size, num_workers, micro_batch=micro_batch), 2)
+        for r in range(world_size)
+    ]
+    for step, batch in enumerate(take(Loader(stream, 16), 2)):
+        parts = [rank[step] for rank in ranks]
+        assert {part.digest for part in parts} == {batch.digest}
+        assert len({len(part.tokens) for part in parts}) == 1
+        assert sum(part.num_valid for part in parts) == batch.num_valid
+        real = [[m for m in p.split(micro_batch) if m.instance_ids[0] >= 0] for p in parts]
+        shares = [len(one) for one in real]
+        assert shares == sorted(shares, reverse=True)
+        assert max(shares) - min(shares) <= 1
+        for name in TENSORS:
+            joined = torch.cat([getattr(m, name) for one in real for m in one])
+            assert torch.equal(joined, getattr(batch, name))
+        for part, share in zip(parts, shares, strict=True):
+            filler = filler_batch(len(part.tokens) - share * micro_batch, 64)
+            for name in TENSORS:
+                assert torch.equal(
+                    getattr(part, name)[share * micro_batch :], getattr(filler, name)
+                )
+
+
+def test_F101_a_schedule_may_want_more_micro_batches(stream):
+    batch = next(Loader(stream, 4, 0, 2, micro_batch=2, num_micro_batches=3))
+    assert batch.instance_ids.tolist() == [0, 1, -1, -1, -1, -1]
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [((1, 8), (4, 8)), ((4, 8), (2, 12)), ((2, 4), (1, 6))]
+    ("before", "after"),
+    [((4, 8), (3, 8)), ((3, 8), (5, 7)), ((1, 8), (4, 8)), ((4, 8), (2, 12)), ((2, 4), (1, 6))],
 )
 def test_F44_resume_at_another_world_size_neither_repeats_nor_skips(stream, before, after):
     seen, state = [], None
@@ -68,7 +104,7 @@ def test_F44_resume_at_another_world_size_neither_repeats_nor_skips(stream, befo
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))
         for _ in range(3):
-            seen += [i for loader in loaders for i in next(loader).instance_ids.tolist()]
+            seen += [i for loader in loaders for i in next(loader).instance_ids.tolist() if i >= 0]
         states = [loader.state_dict() for loader in loaders]
         assert all(s == states[0] for s in states)
         state = states[0]
@@ -187,8 +223,13 @@ def test_F102_what_is_no_state_is_refused(stream, bad):
     ("arguments", "message"),
     [
         (
-            {"global_batch": 6, "world_size": 4},
-            "global_batch 6 must be divisible by world_size 4; use 8",
+            {"global_batch": 6, "micro_batch": 4},
+            "micro_batch 4 must divide global_batch 6; use 2",
+        ),
+        ({"global_batch": 6, "micro_batch": 0}, "micro_batch 0 must divide global_batch 6; use 6"),
+        (
+            {"global_batch": 8, "world_size": 3, "num_micro_batches": 2},
+            "num_micro_batches 2 must be at least 3, .* 3 ranks .* global_batch 8; use 3",
         ),
         ({"global_batch": 0}, "global_batch 0"),
         ({"global_batch": 4, "rank": 2, "world_size": 2}, "rank 2 must lie within"),

@@ -225,8 +225,7 @@ def test_places_on_nodes_of_four_and_eight() -> None:
         ({"cp": 2, "tp": 2, "seq": 6}, "seq_len 6 must be divisible by 8"),
         ({"pp": 8}, "num_layers 4"),
         ({"ep": 2}, "ep 2 must divide the 0 experts"),
-        ({"batch": 12}, "global_batch 12 must be divisible by 8 readers"),
-        ({"batch": 24, "micro_batch": 2}, "micro_batch 2 must divide the 3 rows"),
+        ({"batch": 25, "micro_batch": 2}, "micro_batch 2 must divide global_batch 25; use 1"),
     ],
     ids=str,
 )

@@ -208,22 +208,38 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
 def _run_local_workers(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """The same command in `nproc` processes; what can be refused is refused here, once."""
     from forge_parallel import run_local_workers
+
+    _refuse_layout(job, nproc)
+    command = [sys.executable, "-m", "forge_train", "run", *args]
+    return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
+
+
+def explain(args: list[str]) -> int:
+    """Print the resolved configuration of CONFIG: each value and where it came from.
+
+    With `--nproc N` also what keeps N processes from running it, and what their number costs.
+    """
+    from forge_train.config.describe import print_explanation
+
+    nproc, rest = _nproc(args)
+    job = _job(rest, "explain", explain.__doc__ or "")
+    if nproc is not None:
+        _refuse_layout(job, nproc)
+    print_explanation(job, Console())
+    if nproc is not None:
+        from forge_train.trainer.layout import remarks
+
+        print("\n".join(remarks(job.config, job.config.parallel.axes(nproc, nproc))))
+    return ExitCode.DONE
+
+
+def _refuse_layout(job: ResolvedJob, nproc: int) -> None:
     from forge_train.errors import ConfigError
     from forge_train.trainer.layout import layout_problems
 
     problems = layout_problems(job.config, nproc, nproc)
     if problems:
         raise ConfigError(problems)
-    command = [sys.executable, "-m", "forge_train", "run", *args]
-    return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
-
-
-def explain(args: list[str]) -> int:
-    """Print the resolved configuration of CONFIG: each value and where it came from."""
-    from forge_train.config.describe import print_explanation
-
-    print_explanation(_job(args, "explain", explain.__doc__ or ""), Console())
-    return ExitCode.DONE
 
 
 def plan(args: list[str]) -> int:

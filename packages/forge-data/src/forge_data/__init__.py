@@ -1,6 +1,6 @@
 """Token files, packing and a resumable global order of training data."""
 
-from forge_data.batch import Batch
+from forge_data.batch import Batch, filler_batch
 from forge_data.config import CAPABILITIES, DataConfig, SourceConfig
 from forge_data.errors import DataError
 from forge_data.loader import Loader
@@ -26,6 +26,7 @@ __all__ = [
     "SourceConfig",
     "TokenFiles",
     "Tokenizer",
+    "filler_batch",
     "load_tokenizer",
     "open_source",
     "verify",

@@ -1,6 +1,6 @@
-"""Batches of one rank, in an order that no rank, worker or prefetching has a say in.
+"""Batches of one rank; their order depends on the stream and the cursor alone.
 
-B   rows of this rank = global_batch / world_size        S   tokens in a row
+B   rows of this rank        S   tokens in a row
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import math
 import re
 import signal
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from forge_data._torch_compat import end_workers
-from forge_data.batch import Batch
+from forge_data.batch import Batch, filler_batch
 from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
 from forge_data.errors import DataError
 from forge_data.orphans import end_with_parent
@@ -39,11 +40,16 @@ class Stream(Protocol):
 class Loader:
     """Endless iterator over this rank's rows of each global batch.
 
-    Step k of the loader is instances `cursor .. cursor + global_batch - 1`; rank r takes the r-th of
-    `world_size` equal runs of them. What is read depends on the stream and the cursor alone: world
-    size, `num_workers` and, between steps, `global_batch` may change at a resume. With workers,
-    process w reads every `num_workers`-th step ahead of time; without, no process is started.
-    Raises ValueError for a `global_batch` that `world_size` does not divide.
+    Step k of the loader is instances `cursor .. cursor + global_batch - 1`, in micro-batches of
+    `micro_batch` rows. Rank r takes the r-th of `world_size` runs of them; where they do not divide,
+    the first ranks take one more, and the others get filler rows behind their own (`filler_batch`),
+    so that all ranks have `num_micro_batches` of them: by default as many as the fullest rank needs.
+    No micro-batch mixes rows and filler.
+
+    What is read depends on the stream and the cursor alone: world size, `micro_batch`, `num_workers`
+    and, between steps, `global_batch` may change at a resume. With workers, process w reads every
+    `num_workers`-th step ahead of time; without, no process is started.
+    Raises ValueError for a `micro_batch` that does not divide `global_batch`.
     Usage: `loader = Loader(stream, global_batch=16); batch = next(loader)`.
     """
 
@@ -54,6 +60,9 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
+        *,
+        micro_batch: int = 1,
+        num_micro_batches: int | None = None,
     ) -> None:
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
@@ -65,10 +74,16 @@ class Loader:
                 f"global_batch {global_batch!r:.40} must be at least 1 and at most {MAX_GLOBAL_BATCH} "
                 "rows; use 16"
             )
-        if global_batch % world_size:
-            near = max(1, round(global_batch / world_size)) * world_size
+        if micro_batch < 1 or global_batch % micro_batch:
             raise ValueError(
-                f"global_batch {global_batch} must be divisible by world_size {world_size}; use {near}"
+                f"micro_batch {micro_batch!r:.40} must divide global_batch {global_batch}; use "
+                f"{math.gcd(micro_batch, global_batch)}"
+            )
+        fullest = -(-global_batch // (micro_batch * world_size))
+        if num_micro_batches is not None and num_micro_batches < fullest:
+            raise ValueError(
+                f"num_micro_batches {num_micro_batches!r:.40} must be at least {fullest}, which the "
+                f"fullest of {world_size} ranks has of global_batch {global_batch}; use {fullest}"
             )
         if not 0 <= num_workers <= MAX_WORKERS:
             raise ValueError(
@@ -80,6 +95,9 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.num_workers = num_workers
+        self.micro_batch = micro_batch
+        self.num_micro_batches = num_micro_batches or fullest
+        self._rows = _run(global_batch // micro_batch, rank, world_size, micro_batch)
         self._cursor = 0
         self._chain = self._chain_before = _NO_STEPS
         self._last_batch: int | None = 0  # None after a state of an older version
@@ -94,10 +112,13 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        ids = _column(self._cursor, self.global_batch, self.rank, self.world_size)  # (B,)
-        arrays = self._fetched() if self.num_workers else self.stream.arrays(ids)  # (B, S) each
-        digest = digest_of_ids(_column(self._cursor, self.global_batch, 0, 1))
+        ids = self._cursor + self._rows  # (rows of the stream,)
+        arrays = self._fetched() if self.num_workers else self.stream.arrays(ids)  # (rows, S) each
+        digest = digest_of_ids(np.arange(self._cursor, self._cursor + self.global_batch))
         batch = make_batch(arrays, ids, digest)
+        missing = self.num_micro_batches * self.micro_batch - len(ids)
+        if missing:
+            batch = batch.followed_by(filler_batch(missing, batch.tokens.size(1)))  # (B, S)
         self._cursor += self.global_batch
         self._last_batch = self.global_batch
         self._chain_before, self._chain = self._chain, _link(self._chain, digest)
@@ -165,7 +186,7 @@ class Loader:
         loader: DataLoader[Any] = DataLoader(
             _Fetch(self.stream),
             batch_size=None,
-            sampler=_Steps(self._cursor, self.global_batch, self.rank, self.world_size),
+            sampler=_Steps(self._cursor, self.global_batch, self._rows),
             num_workers=self.num_workers,
             collate_fn=_as_is,
             worker_init_fn=_leave_signals_to_parent,
@@ -207,23 +228,24 @@ def _link(chain: str, digest: str) -> str:
     return hashlib.sha256((chain + digest).encode()).hexdigest()[:16]
 
 
+def _run(num_micro_batches: int, rank: int, world_size: int, micro_batch: int) -> np.ndarray:
+    """Rows of a global batch that a rank reads: consecutive micro-batches, the first ranks one more."""
+    each, more = divmod(num_micro_batches, world_size)
+    first = rank * each + min(rank, more)
+    return np.arange(first * micro_batch, (first + each + (rank < more)) * micro_batch)
+
+
 class _Steps:
     """Sampler: this rank's instance ids of one step after another, without end."""
 
-    def __init__(self, cursor: int, global_batch: int, rank: int, world_size: int) -> None:
-        self._arguments = cursor, global_batch, rank, world_size
+    def __init__(self, cursor: int, global_batch: int, rows: np.ndarray) -> None:
+        self._arguments = cursor, global_batch, rows
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        cursor, global_batch, rank, world_size = self._arguments
+        cursor, global_batch, rows = self._arguments
         while True:
-            yield _column(cursor, global_batch, rank, world_size)
+            yield cursor + rows
             cursor += global_batch
-
-
-def _column(cursor: int, global_batch: int, rank: int, world_size: int) -> np.ndarray:
-    """Instance ids (B,) of one rank in the step that begins at `cursor`."""
-    rows = global_batch // world_size
-    return np.arange(cursor + rank * rows, cursor + (rank + 1) * rows)
 
 
 class _Fetch(Dataset[Any]):

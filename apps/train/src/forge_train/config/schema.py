@@ -106,7 +106,9 @@ class TrainConfig:
     )
     global_batch: int = _field(16, "sequences per optimizer step, whatever the number of processes")
     micro_batch: int | None = _field(
-        None, "sequences per forward pass (default: the whole share of the process)"
+        None,
+        "sequences per forward pass, a divisor of global_batch (default: the whole share of a process, or the "
+        "largest that costs a tenth more at most where shares are not equal)",
     )
     max_grad_norm: float | None = _field(1.0, "clip the global gradient norm to this; none: never")
     max_skipped_steps: int = _field(

@@ -13,7 +13,6 @@ from torch import nn
 from forge_core import Transformer, flops_per_token, parameter_count
 from forge_core.model import check_init_tables
 from forge_data import (
-    Batch,
     Loader,
     PackedStream,
     SourceConfig,
@@ -21,7 +20,7 @@ from forge_data import (
     load_tokenizer,
     open_source,
 )
-from forge_data.batch import IGNORE
+from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
 from forge_train.config.names import model_builder
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
@@ -93,23 +92,18 @@ def total_steps(config: JobConfig, model: nn.Module | None) -> int:
     return max(1, math.ceil(tokens / (config.train.global_batch * config.data.seq_len)))
 
 
-def build_loader(config: JobConfig, rank: int, world_size: int) -> Loader:
-    """Shuffled batches of the training source: this rank's columns of them."""
+def build_loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
+    """Shuffled batches of the training source: the micro-batches of one reader."""
     (source,) = config.data.sources.values()
     stream = PackedStream(open_source(source), config.data.seq_len, seed=config.run.seed)
-    return Loader(stream, config.train.global_batch, rank, world_size, config.data.num_workers)
-
-
-def empty_batch(rows: int, seq_len: int) -> Batch:
-    """A batch without labels: what a rank without data brings, so that the others do not wait."""
-    zeros = torch.zeros(rows, seq_len, dtype=torch.int64)
-    return Batch(
-        tokens=zeros,
-        labels=torch.full_like(zeros, IGNORE),
-        positions=torch.arange(seq_len).repeat(rows, 1),
-        document_ids=zeros,
-        instance_ids=torch.full((rows,), -1),
-        digest="0" * 16,
+    return Loader(
+        stream,
+        division.global_batch,
+        reader,
+        division.readers,
+        config.data.num_workers,
+        micro_batch=division.size,
+        num_micro_batches=division.count,
     )
 
 

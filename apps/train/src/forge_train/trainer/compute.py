@@ -16,6 +16,7 @@ from forge_parallel import Meshes, accumulate
 from forge_parallel.axes.context import arguments_with_positions, cut_sequence
 from forge_parallel.axes.tensor import width_of_cut_logits
 from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_train.config.schema import DenseModelConfig, JobConfig
 
@@ -27,10 +28,11 @@ class Compute:
     them (stages without the head), give zero.
     """
 
-    def __init__(self, model: nn.Module, config: JobConfig, meshes: Meshes) -> None:
+    def __init__(
+        self, model: nn.Module, config: JobConfig, meshes: Meshes, division: MicroBatches
+    ) -> None:
         self.model, self.meshes = model, meshes
-        rows = config.train.global_batch // meshes.batch_size
-        self.micro_batch = config.train.micro_batch or rows
+        self.micro_batch = division.size
         self._cut_width = width_of_cut_logits(model)
         self._pipeline: Any = None
         if meshes.pp.size > 1 and isinstance(config.model, DenseModelConfig):
@@ -38,7 +40,7 @@ class Compute:
                 model,
                 config.parallel,
                 meshes,
-                num_micro_batches=rows // self.micro_batch,
+                num_micro_batches=division.count,
                 micro_batch=self.micro_batch,
                 seq_len=config.data.seq_len,
                 dim=config.model.dim,

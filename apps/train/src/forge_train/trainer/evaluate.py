@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 import forge_data
-from forge_data import Batch, PackedStream
-from forge_data.batch import IGNORE
+from forge_data import Batch, PackedStream, filler_batch
 from forge_parallel import Meshes, reshard
 from forge_resilience import Agreement
 from forge_train.errors import DataError, together
@@ -22,9 +20,9 @@ def share_of_rows(
 ) -> list[Batch]:
     """This rank's part of the first `sequences` rows (all if there are fewer), `batch_size` at a time.
 
-    Every data rank gets an equal run of rows; where they do not divide, the last ones get rows without
-    labels, as every rank must take part in every gather. They are read before anything is computed:
-    a rank that cannot raises DataError on all of them.
+    Every data rank gets an equal run of rows; where they do not divide, the last ones get filler, as every
+    rank must take part in every gather. They are read before anything is computed: a rank that cannot
+    raises DataError on all of them.
     """
     rows = min(sequences, len(stream))
     share = -(-rows // meshes.batch_size)
@@ -68,9 +66,8 @@ def evaluate(
 
 
 def _rows(stream: PackedStream, ids: range, rows: int) -> Batch:
-    """Rows `ids`; those from `rows` on without labels."""
-    batch = stream.batch([min(i, rows - 1) for i in ids])
-    beyond = torch.tensor([i >= rows for i in ids])
-    if not beyond.any():
-        return batch
-    return replace(batch, labels=batch.labels.masked_fill(beyond[:, None], IGNORE), num_valid=-1)
+    """Rows `ids`; filler for those from `rows` on."""
+    real = range(ids.start, max(ids.start, min(ids.stop, rows)))
+    missing = len(ids) - len(real)
+    batch = stream.batch(real)
+    return batch.followed_by(filler_batch(missing, stream.seq_len)) if missing else batch

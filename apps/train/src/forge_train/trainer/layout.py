@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from forge_parallel.config import V_SCHEDULES, Layout, lies_as_said
+from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_parallel.pipeline import schedule_problems
 from forge_train.config.schema import DenseModelConfig, JobConfig
 
@@ -16,30 +17,35 @@ def layout_problems(
     try:
         layout = config.parallel.axes(world_size, ranks_per_node)
     except ValueError as error:
-        cut = config.parallel.tp * config.parallel.cp * config.parallel.pp > 1
-        return [str(error), *([] if cut else _batch_problems(config, world_size))]
+        return [str(error)]
     return [
-        *_batch_problems(config, layout.batch_size),
+        *_pipeline_problems(config, layout),
         *_sequence_problems(config, layout),
         *_float8_problems(config, layout),
         *_model_problems(config, layout),
     ]
 
 
-def _batch_problems(config: JobConfig, readers: int) -> list[str]:
-    batch, micro = config.train.global_batch, config.train.micro_batch
-    if batch % readers:
-        near = max(1, round(batch / readers)) * readers
-        return [
-            f"train.global_batch {batch} must be divisible by the {readers} ranks that read data; "
-            f"use {near}"
-        ]
-    rows = batch // readers
-    if micro and rows % micro:
-        return [
-            f"train.micro_batch {micro} must divide the {rows} sequences of a rank "
-            f"(train.global_batch {batch} over {readers} ranks); use {math.gcd(rows, micro)}"
-        ]
+def micro_batches(config: JobConfig, layout: Layout) -> MicroBatches:
+    """How the readers of a layout divide the global batch."""
+    train = config.train
+    return divide_batch(config.parallel, train.global_batch, layout.batch_size, train.micro_batch)
+
+
+def remarks(config: JobConfig, layout: Layout) -> list[str]:
+    """What the number of readers costs or changes, a line each; nothing where it does neither."""
+    parts = micro_batches(config, layout)
+    lines = [parts.cost] if parts.cost else []
+    moe = getattr(config.model, "moe", None)
+    if moe and moe.num_experts and moe.aux_scope == "global_batch" and layout.batch_size > 1:
+        lines.append(
+            f"model.moe.aux_scope 'global_batch' counts the k-th micro-batches of {layout.batch_size} readers "
+            "together, so the balance loss depends on their number; global_batch_lagged does not"
+        )
+    return lines
+
+
+def _pipeline_problems(config: JobConfig, layout: Layout) -> list[str]:
     if config.parallel.pp == 1:
         return []
     model = config.model
@@ -48,7 +54,8 @@ def _batch_problems(config: JobConfig, readers: int) -> list[str]:
             f"parallel.pp {config.parallel.pp} must go with model.name 'transformer', and it is "
             f"{model.name!r}; use pp = 1, or forge_parallel.Pipeline in a loop of your own"
         ]
-    problems = schedule_problems(config.parallel, rows // (micro or rows), model.num_layers)
+    count = micro_batches(config, layout).count
+    problems = schedule_problems(config.parallel, count, model.num_layers)
     if model.tie_embeddings and config.parallel.pp_schedule in V_SCHEDULES:
         problems.append(
             f"model.tie_embeddings true must go with a schedule whose ends lie on two ranks, and "
@@ -81,7 +88,7 @@ def _float8_problems(config: JobConfig, layout: Layout) -> list[str]:
     """Float8 kernels sum gradients of weights over the tokens of a rank in pieces of 16; emulation does not."""
     if config.parallel.float8 == "none" or config.parallel.device == "cpu":
         return []
-    micro = config.train.micro_batch or config.train.global_batch // layout.batch_size
+    micro = micro_batches(config, layout).size
     # shared experts see a tp rank's part
     ranks = layout.cp * (layout.tp if _experts(config) else 1)
     tokens = micro * config.data.seq_len // ranks

@@ -21,7 +21,7 @@ from forge_core import (
 )
 from forge_core.flops import peak_flops
 from forge_core.optim import set_lr
-from forge_data import Batch
+from forge_data import Batch, filler_batch
 from forge_moe import recompute_contexts
 from forge_parallel import (
     Meshes,
@@ -48,7 +48,6 @@ from forge_train.metrics.meter import Meter, memory_bytes
 from forge_train.trainer.build import (
     build_loader,
     build_model,
-    empty_batch,
     refuse_other_model,
     seed_process,
     total_steps,
@@ -59,7 +58,7 @@ from forge_train.trainer.choose import placement, with_layout
 from forge_train.trainer.compute import Compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.host_copy import HostCopy
-from forge_train.trainer.layout import layout_problems
+from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
 from forge_train.trainer.part import PartOfState, by_name, tensor_names
 from forge_train.trainer.progress import Progress
@@ -123,7 +122,9 @@ class Trainer:
         mixed = bool(mixture_sizes(self.model))
         self._placement = placement(config.parallel, world, experts=mixed)
         reader = world.rank // (layout.cp * layout.tp) % layout.batch_size
-        self.loader = build_loader(config, reader, layout.batch_size)
+        self.division = micro_batches(config, layout)
+        self._reasons += remarks(config, layout)
+        self.loader = build_loader(config, reader, self.division)
         self.validation = validation_stream(config)
         self.progress = Progress()
         self.val_loss: float | None = None
@@ -236,9 +237,11 @@ class Trainer:
                 self.model, config.run.seed, strict=isinstance(config.model, DenseModelConfig)
             )
         )
-        self.compute = as_config_error(lambda: Compute(self.model, config, self.meshes))
+        self.compute = as_config_error(
+            lambda: Compute(self.model, config, self.meshes, self.division)
+        )
         self.optimizer = as_config_error(lambda: build_optimizer(self.model, config.optimizer))
-        share = self.compute.micro_batch / config.train.global_batch
+        share = self.division.size / config.train.global_batch
         self.mixtures = Mixtures(self.model, self.meshes, share, self._mixture_sizes)
         self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
         # ranks of a tp group hold the same stream and must drop the same of it
@@ -331,7 +334,7 @@ class Trainer:
         self.optimizer.zero_grad()
         # after the update: hooks may run the model, which leaves weights gathered for the next forward
         self._send_row()
-        tokens = batch.tokens.numel() * self.meshes.batch_size
+        tokens = self.config.train.global_batch * self.config.data.seq_len  # filler is not data
         self.progress.step += 1
         self.progress.tokens += tokens
         self.meter.count(tokens)
@@ -341,13 +344,12 @@ class Trainer:
             self.recorder.pending = PendingRow(row, values, self.mixtures.take())
 
     def _next_batch(self) -> Batch:
-        """This rank's share; one without labels if it cannot be read, which the vote then tells."""
+        """This rank's share; filler if it cannot be read, which the vote then tells."""
         try:
             return next(self.loader)
         except Exception as error:
             self.votes.fault = error
-            rows = self.config.train.global_batch // self.meshes.batch_size
-            return empty_batch(self.config.train.micro_batch or rows, self.config.data.seq_len)
+            return filler_batch(self.division.size, self.config.data.seq_len)
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
         """Sum of this rank's token losses over the labels of the global batch, as a 0-dim tensor.

@@ -53,6 +53,39 @@ def forward_starts(config: ParallelConfig, count: int) -> list[int]:
     return [stage // config.pp * turn + stage % config.pp for stage in range(num_stages(config))]
 
 
+def next_allowed_count(config: ParallelConfig, num_micro_batches: int) -> int:
+    """The least number of micro-batches, from `num_micro_batches` on, that the schedule can run."""
+    count, pp = max(1, num_micro_batches), config.pp
+    if pp == 1:
+        return count
+    if config.pp_schedule == "1f1b":
+        return max(count, pp)
+    if config.pp_schedule == "dualpipev":
+        return max(count, num_stages(config))
+    if config.pp_schedule.startswith("interleaved"):
+        while count % max(1, count // pp):
+            count += 1
+    return count
+
+
+def _count_rule(config: ParallelConfig, count: int, allowed: int) -> str:
+    """What `next_allowed_count` asks of a number of micro-batches, and the fix, in words."""
+    if count < 1:
+        return f"at least 1; use pp {config.pp} or more of them"
+    if config.pp_schedule == "1f1b":
+        return f"at least pp {config.pp} with 1f1b; use {allowed} or more, or gpipe"
+    if config.pp_schedule == "dualpipev":
+        return (
+            f"at least the {num_stages(config)} stages with dualpipev; use {allowed} or more, or "
+            "zbv_zero_bubble"
+        )
+    fewer = count - count % config.pp
+    return (
+        f"a multiple of their {count // config.pp} rounds of pp {config.pp} with {config.pp_schedule}; "
+        f"use {fewer} or {allowed}"
+    )
+
+
 def schedule_problems(config: ParallelConfig, num_micro_batches: int, num_layers: int) -> list[str]:
     """What keeps a pipeline from running, each as "value, rule; fix"; empty without pp.
 
@@ -67,22 +100,9 @@ def schedule_problems(config: ParallelConfig, num_micro_batches: int, num_layers
             f"num_layers {num_layers} must be at least one for each of the {stages} stages of pp {pp} with "
             f"{config.stages_per_rank} per rank; use pp {max(1, num_layers // config.stages_per_rank)} or more layers"
         )
-    if batches < 1:
-        found.append(f"{batches} micro-batches must be at least 1; use pp {pp} or more of them")
-    if name == "1f1b" and batches < pp:
-        found.append(
-            f"{batches} micro-batches must be at least pp {pp} with 1f1b; use {pp} or more, or gpipe"
-        )
-    if name.startswith("interleaved") and batches % max(1, batches // pp):
-        found.append(
-            f"{batches} micro-batches must be a multiple of their {batches // pp} rounds of pp {pp} with "
-            f"{name}; use {batches - batches % pp} or {batches - batches % pp + pp}"
-        )
-    if name == "dualpipev" and batches < stages:
-        found.append(
-            f"{batches} micro-batches must be at least the {stages} stages with dualpipev; use {stages} or "
-            "more, or zbv_zero_bubble"
-        )
+    allowed = next_allowed_count(config, batches)
+    if batches != allowed:
+        found.append(f"{batches} micro-batches must be {_count_rule(config, batches, allowed)}")
     if splits_backward(config) and not _torch_compat.SPLITS_ANY_BACKWARD:
         found.append(
             f"pp_schedule {name} must have torch 2.13 or newer, not {torch.__version__}, whose halves of a backward "

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from forge_parallel.config import Layout, ParallelConfig
+from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_parallel.pipeline.schedule import schedule_problems, splits_backward, stages_on
 from forge_parallel.plan.profile import Part, Profile
 from forge_parallel.plan.topology import Hardware, Topology
@@ -52,10 +53,11 @@ class Wish:
     storage: Storage = field(default_factory=Storage)
 
     def case(self, config: ParallelConfig, micro_batch: int | None) -> Case:
-        """One way; without a micro_batch a rank's whole share. ValueError, a line for each broken rule."""
-        rows = self.global_batch // config.axes(self.world_size, self.gpus_per_node).batch_size
+        """One way; without a micro_batch as `divide_batch` chooses it. ValueError, a line for each broken rule."""
+        readers = config.axes(self.world_size, self.gpus_per_node).batch_size
+        parts = divide_batch(config, self.global_batch, readers, micro_batch)
         case = Case(self.profile, config, self.world_size, self.global_batch,
-                    micro_batch or max(rows, 1), self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
+                    parts.size, self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
         if broken := _problems(case):
             raise ValueError("\n".join(broken))
         return case
@@ -82,10 +84,17 @@ class Case:
     def topology(self) -> Topology:
         return Topology(self.layout, self.gpus_per_node)
 
+    @cached_property
+    def micro_batches(self) -> MicroBatches:
+        """How the data ranks divide the global batch."""
+        return divide_batch(
+            self.config, self.global_batch, self.layout.batch_size, self.micro_batch
+        )
+
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a data rank in a step."""
-        return self.global_batch // self.layout.batch_size // self.micro_batch
+        """Micro-batches of a data rank in a step, filler included."""
+        return self.micro_batches.count
 
     @property
     def tokens(self) -> int:
@@ -171,13 +180,6 @@ def _problems(case: Case) -> list[str]:
     """Why a layout cannot run this model and batch, each as value and rule; empty if it can."""
     d, p, c = case.layout, case.profile, case.config
     found = []
-    rows, uneven = divmod(case.global_batch, d.batch_size)
-    if uneven:
-        found.append(
-            f"global_batch {case.global_batch} must be divisible by {d.batch_size} readers"
-        )
-    elif rows % case.micro_batch:
-        found.append(f"micro_batch {case.micro_batch} must divide the {rows} rows of a rank")
     if (misfit := p.misfit_tp(d.tp)) is not None:
         found.append(misfit)
     experts = p.num_experts

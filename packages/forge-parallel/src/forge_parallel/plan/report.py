@@ -64,6 +64,7 @@ class Plan:
             "layout": self.case.layout._asdict(),
             "micro_batch": self.case.micro_batch,
             "num_micro_batches": self.case.num_micro_batches,
+            "filler": self.case.micro_batches.filler,
             "tokens": self.case.tokens,
             "fits": self.fits,
             "peak": self.peak,
@@ -91,7 +92,7 @@ def make_plan(
         plan = make_plan(model, ParallelConfig(tp=4), 32, global_batch=64, micro_batch=2, seq_len=4096)
         print(render(plan))
 
-    `micro_batch` is by default a data rank's whole share. No process group, no GPU; under a second for
+    `micro_batch` is by default what `divide` chooses: a data rank's whole share where shares are equal. No process group, no GPU; under a second for
     any size. Raises ValueError, a line for each rule that the layout breaks.
     """
     profile = model if isinstance(model, Profile) else Profile(model, seq_len)
@@ -127,6 +128,7 @@ def _head(plan: Plan) -> str:
         f"{case.layout.batch_size} data ranks",
         f"{verdict}: {_gb(plan.peak)} of {_gb(gpu.limit)} GB usable ({_gb(gpu.memory)} in all); "
         f"a checkpoint is {_gb(plan.checkpoint)} GB",
+        *filter(None, [case.micro_batches.cost]),
         *_waits(case),
     ))  # fmt: skip
 

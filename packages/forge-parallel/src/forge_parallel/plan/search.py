@@ -51,7 +51,7 @@ def choose(wish: Wish) -> tuple[Candidate, list[str]]:
     if not ranked:
         raise ValueError(
             f"global_batch {wish.global_batch} on {wish.world_size} ranks must have an allowed layout, and "
-            f"none is; use a multiple of {wish.world_size}, and rows of a length that tp and cp divide"
+            "none is; use rows of a length that tp and cp divide, or fewer layers than ranks of pp"
         )
     best = ranked[0]
     if not best.fits:
@@ -101,7 +101,7 @@ def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
     schedules = list(dict.fromkeys((config.pp_schedule, "1f1b", "interleaved_1f1b")))
     for tp, cp, pp, replicate, ep in product(tps, cps, pps or [1], copies, eps):
         shard, rest = divmod(world, tp * cp * pp * replicate)
-        if rest or wish.global_batch % (replicate * shard):
+        if rest:
             continue
         sizes: Any = dict(
             dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, layout="manual"
