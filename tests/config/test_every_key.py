@@ -154,6 +154,14 @@ LOSS = {**MOE, "model.moe.aux_loss_weight": 0.5}
 BIAS = {**MOE, "model.moe.bias_update_rate": 0.1}
 
 
+GROUP = {"optimizer.groups.<name>.patterns": ["lm_head.*"]}
+STAGE = {
+    **GROUP,
+    "train.stages.<name>.start_step": 2,
+    "train.stages.<name>.lr_multipliers": {"text": 0.5},
+}
+
+
 def routed(t: Trainer) -> Any:
     """Output of the first mixture on tokens that differ, with weights that tell experts apart."""
     t._materialise()
@@ -266,6 +274,13 @@ PROBES: dict[str, Probe] = {
     "optimizer.eps": Probe(1e-2, trained),
     "optimizer.weight_decay": Probe(5.0, trained),
     "optimizer.options": Probe({"momentum": 0.5}, trained, {"optimizer.name": "torch.optim:SGD"}),
+    "optimizer.groups.<name>.patterns": Probe(
+        ["layers.*"], trained, {**GROUP, "optimizer.groups.<name>.lr_multiplier": 0.1}
+    ),
+    "optimizer.groups.<name>.lr_multiplier": Probe(0.1, trained, GROUP),
+    "optimizer.groups.<name>.weight_decay": Probe(5.0, trained, GROUP),
+    "train.stages.<name>.start_step": Probe(3, trained, STAGE),
+    "train.stages.<name>.lr_multipliers": Probe({"text": 0.0}, trained, STAGE),
     "schedule.name": Probe("constant", trained),
     "schedule.options": Probe(
         {"height": 0.5},

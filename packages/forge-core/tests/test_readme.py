@@ -7,7 +7,9 @@ import pytest
 from torch import int64 as long
 from torch import zeros
 
+import forge_core.optim
 from forge_core import KVCache, Transformer, TransformerConfig, families, generate_stream
+from forge_core.optim import OptimizerConfig, OptimizerGroupConfig
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -25,6 +27,15 @@ def test_example_runs() -> None:
     exec(code.group(1), names)
     assert names["loss"].item() < 3.0  # from ln 256 = 5.5
     assert names["new"].shape == (1, 12)
+
+
+def test_example_of_groups_runs() -> None:
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    names: dict = {**vars(forge_core.optim), "model": small(), "step": 1001}
+    names["config"] = OptimizerConfig(groups={"tables": OptimizerGroupConfig(("embedding.*",))})
+    exec(code, names)
+    assert [g["lr"] for g in names["optimizer"].param_groups] == [5e-4, 5e-4, 0.0]
+    assert names["model"].lm_head.weight.requires_grad
 
 
 def small() -> Transformer:

@@ -19,6 +19,7 @@ from forge_core.model.kv_cache import KVCache
 from forge_core.model.norm import RMSNorm
 from forge_core.model.transformer import Transformer
 from forge_core.optim import (
+    OPTIMIZER_GROUP_RULES,
     OPTIMIZER_RULES,
     SCHEDULE_RULES,
     OptimizerConfig,
@@ -32,6 +33,7 @@ CAPABILITIES: tuple[Rule, ...] = (
     *ROPE_SCALING_RULES,
     *SAMPLING_RULES,
     *OPTIMIZER_RULES,
+    *OPTIMIZER_GROUP_RULES,
     *SCHEDULE_RULES,
 )
 

@@ -1,6 +1,6 @@
 """Devices, precision and layouts over many ranks for PyTorch models."""
 
-from forge_parallel.axes.fsdp import accumulate, apply_fsdp, reshard
+from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
 from forge_parallel.config import CAPABILITIES, ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.device import select_device
@@ -30,6 +30,7 @@ __all__ = [
     "clip_grads_",
     "end_process_group",
     "find_world",
+    "follow_requires_grad",
     "global_count",
     "global_grad_norm",
     "launch",

@@ -78,6 +78,17 @@ def reduce_alike(meshes: Mapping[Any, Any]) -> None:
         state._root_post_backward_final_callback = ending
 
 
+def read_dtypes_again(module: Any) -> None:
+    """Let an FSDP2 unit take the dtypes of its gradients from the parameters that are trained now.
+
+    FSDP2 looks once, at the first forward, and finds none where all were frozen: it would then sum in the compute
+    dtype and leave gradients in it.
+    """
+    for group in _groups(module._get_fsdp_state()):
+        must_have(type(group), "_init_mp_dtypes")
+        group._init_mp_dtypes()
+
+
 def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
     """Note which parameters have a gradient, give the others zeros, then `reduce`."""
     gathered = [p for p in _trained(group) if _gathered(p) is not None]
@@ -111,6 +122,8 @@ def _finish(
 
 def _drop_unused(groups: list[Any], mesh: Any, used: set[Any]) -> None:
     parameters = [parameter for group in groups for parameter in _trained(group)]
+    if not parameters:
+        return
     mine = [parameter in used for parameter in parameters]
     # of the device itself where everything was used: a copy from the host would wait for what runs there
     flags = torch.ones(len(mine), dtype=torch.uint8, device=mesh.device_type)

@@ -14,6 +14,8 @@ from forge_train.errors import ConfigError
 LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
 #: Keys of which a file or flag that sets one unsets the others of earlier layers.
 ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
+#: Tables whose keys are names of the user's choice.
+NAMED_TABLES = (("data", "sources"), ("optimizer", "groups"), ("train", "stages"))
 _MAX_FILES = 16
 
 
@@ -98,21 +100,18 @@ def read_layers(path: Path) -> Layers:
 
 
 def _refuse_odd_names(values: Mapping[str, Any]) -> None:
-    """Names of sources become parts of flags, `--data.sources.NAME.path`."""
-    data = values.get("data", {})
-    sources = data.get("sources", {}) if isinstance(data, dict) else {}
-    odd = (
-        [n for n in sources if not n.isidentifier() or keyword.iskeyword(n)]
-        if isinstance(sources, dict)
-        else []
-    )
+    """Names that a user gives to tables become parts of flags, `--data.sources.NAME.path`."""
+    odd = []
+    for section, key in NAMED_TABLES:
+        table = values.get(section, {})
+        names = table.get(key, {}) if isinstance(table, dict) else {}
+        odd += [
+            f"{section}.{key}.{name}: {name!r} must be letters, digits and underscores; rename it"
+            for name in (names if isinstance(names, dict) else ())
+            if not name.isidentifier() or keyword.iskeyword(name)
+        ]
     if odd:
-        raise ConfigError(
-            [
-                f"data.sources.{name}: {name!r} must be letters, digits and underscores; rename it"
-                for name in odd
-            ]
-        )
+        raise ConfigError(odd)
 
 
 def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from forge_core import build_schedule
 from forge_core.model import check_parts
-from forge_core.optim import check_optimizer, check_schedule
+from forge_core.optim import (
+    check_optimizer,
+    check_schedule,
+    check_something_trains,
+    stage_problems,
+)
 from forge_moe.routers.registry import find_rule
 from forge_train.config.schema import DenseModelConfig, ImportedModelConfig, JobConfig
 from forge_train.errors import ConfigError
@@ -55,7 +61,7 @@ def name_problems(config: JobConfig) -> list[str]:
     """
     return [
         *_model_problems(config),
-        *_refusal("", lambda: check_optimizer(_stand_in(), config.optimizer)),
+        *_optimizer_problems(config),
         *_schedule_problems(config),
         *(
             problem
@@ -73,6 +79,25 @@ def _model_problems(config: JobConfig) -> list[str]:
             return parts
         return [*parts, *_refusal("model.moe.", lambda: find_rule(model.moe.router))]
     return _refusal("", lambda: model_builder(model))
+
+
+def _optimizer_problems(config: JobConfig) -> list[str]:
+    """Of the optimizer, its groups and the stages; patterns are tried on models of ours, built without values."""
+    alone = replace(config.optimizer, groups={})
+    found = _refusal("", lambda: check_optimizer(_stand_in(), alone))
+    found += stage_problems(config.optimizer, config.train.stages, config.train.steps)
+    if found or not config.optimizer.groups or not isinstance(config.model, DenseModelConfig):
+        return found
+    from forge_train.trainer.build import build_model  # which imports this module
+
+    model = build_model(config.model, config.run.seed)
+    return _refusal("", lambda: check_groups(model, config))
+
+
+def check_groups(model: nn.Module, config: JobConfig) -> None:
+    """Raise ValueError for groups and stages that do not fit a whole model, on the meta device or not."""
+    check_optimizer(model, config.optimizer)
+    check_something_trains(model, config.optimizer, config.train.stages)
 
 
 def _stand_in() -> nn.Module:

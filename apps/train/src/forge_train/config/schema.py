@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
+from forge_core.optim import StageConfig
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
 from forge_train.config.experts import MoESection
@@ -117,6 +118,10 @@ class TrainConfig:
     )  # fmt: skip
     callbacks: tuple[str, ...] = _field(
         (), "import paths 'my_lab.hooks:MyCallback' of classes made without arguments"
+    )
+    stages: dict[str, StageConfig] = field(
+        default_factory=dict,
+        metadata={"help": "steps from which groups learn at other rates, by name"},
     )
 
     def __post_init__(self) -> None:

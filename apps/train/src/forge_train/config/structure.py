@@ -225,7 +225,8 @@ def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
             problems.extend(_explain(inner, path, cls))
         return problems
     if isinstance(error, KeyError):  # a key without default
-        return [f"{path}.{error.args[0]} is missing; it has no default, so give it a value"]
+        key = path if path.endswith(f".{error.args[0]}") else f"{path}.{error.args[0]}"
+        return [f"{key} is missing; it has no default, so give it a value"]
     if (
         cls is not None
         and isinstance(error, TypeError | AttributeError)

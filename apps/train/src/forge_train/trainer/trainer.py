@@ -7,7 +7,7 @@ import functools
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from forge_core import (
     initialise,
 )
 from forge_core.flops import peak_flops
-from forge_core.optim import set_lr
+from forge_core.optim import freeze_never_trained, groups_of_part, set_lr, stage_problems
 from forge_data import Batch, filler_batch
 from forge_moe import recompute_contexts
 from forge_parallel import (
@@ -35,6 +35,7 @@ from forge_parallel import (
 )
 from forge_parallel.compile import recompilations
 from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
+from forge_train.config.names import check_groups
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import (
@@ -58,12 +59,14 @@ from forge_train.trainer.choose import placement, with_layout
 from forge_train.trainer.compute import Compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.host_copy import HostCopy
+from forge_train.trainer.idle import IdleOptimizer, trains_nothing
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
 from forge_train.trainer.part import PartOfState, by_name, tensor_names
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.stages import Stages
 from forge_train.trainer.store_errors import store_errors
 from forge_train.trainer.votes import StepVotes
 
@@ -116,6 +119,7 @@ class Trainer:
                  f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"]
             )  # fmt: skip
         self.total_steps = total_steps(config, self.model)
+        self._prepare_groups()
         self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
         layout = config.parallel.axes(world.world_size)
@@ -142,6 +146,18 @@ class Trainer:
             self._join(as_config_error(lambda: make_meshes(self.config.parallel, self.device)))
         assert self._meshes is not None
         return self._meshes
+
+    def _prepare_groups(self) -> None:
+        """Check groups and stages on the whole model, and freeze what this run never trains."""
+        config = self.config
+        if not config.optimizer.groups:
+            return
+        stages = config.train.stages
+        problems = stage_problems(config.optimizer, stages, self.total_steps)
+        if problems:
+            raise ConfigError(problems)
+        as_config_error(lambda: check_groups(self.model, config))
+        freeze_never_trained(self.model, config.optimizer, stages)
 
     def request_save(self) -> None:
         """Ask, on any rank, for a checkpoint after the next step."""
@@ -240,19 +256,28 @@ class Trainer:
         self.compute = as_config_error(
             lambda: Compute(self.model, config, self.meshes, self.division)
         )
-        self.optimizer = as_config_error(lambda: build_optimizer(self.model, config.optimizer))
+        self.optimizer = as_config_error(self._build_optimizer)
+        self.stages = Stages(config, self.model, self.optimizer)
         share = self.division.size / config.train.global_batch
         self.mixtures = Mixtures(self.model, self.meshes, share, self._mixture_sizes)
         self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
         # ranks of a tp group hold the same stream and must drop the same of it
         seed_process(config.run.seed, self.meshes.rank // self.meshes.tp.size)
 
+    def _build_optimizer(self) -> Any:
+        """Over this rank's part of the model, which may hold none of a group, or nothing to train at all."""
+        if self.meshes.pp.size > 1 and trains_nothing(self.model):
+            return IdleOptimizer()
+        config = self.config.optimizer
+        groups = groups_of_part(self.model, config)
+        return build_optimizer(self.model, replace(config, groups=groups))
+
     def _resume(self, store: Store) -> float:
         """Load the newest checkpoint that verifies, or start at step 0; the seconds it took."""
         started = time.perf_counter()
         self.state = {
             "model": self._part(self.model),
-            "optimizer": self._part(by_name(self.optimizer)),
+            **self._optimizer_state(),
             "loader": self.loader,
             "progress": self.progress,
             "rng": RNGState(alike=self.meshes.tp.size),
@@ -264,6 +289,11 @@ class Trainer:
             step = store.load(self.state, self._check_saved)
         self._last_saved = -1 if step is None else step
         return time.perf_counter() - started
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        if isinstance(self.optimizer, IdleOptimizer):
+            return {}
+        return {"optimizer": self._part(by_name(self.optimizer))}
 
     def _check_saved(self, step: int, saved: Mapping[str, Any]) -> None:
         """What a checkpoint says in two places must agree: the step, and how far the data is."""
@@ -319,6 +349,7 @@ class Trainer:
         """One optimizer step on one global batch. No device synchronisation here."""
         with self.meter.waiting():
             batch = self._next_batch()
+        self.stages.enter(self.progress.step + 1, self._record)
         lr = self.config.optimizer.lr * self.schedule(self.progress.step + 1)
         share = self._forward_backward(batch)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share.reshape(1))

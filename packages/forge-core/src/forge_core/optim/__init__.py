@@ -3,24 +3,54 @@
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.build import build_optimizer, check_optimizer, find_optimizer
 from forge_core.optim.config import (
+    OPTIMIZER_GROUP_RULES,
     OPTIMIZER_RULES,
     SCHEDULE_RULES,
     OptimizerConfig,
+    OptimizerGroupConfig,
     ScheduleConfig,
+)
+from forge_core.optim.groups import (
+    groups_of_part,
+    match_groups,
+    parameter_groups,
+    set_multipliers,
 )
 from forge_core.optim.named import set_lr
 from forge_core.optim.schedule import build_schedule, check_schedule
+from forge_core.optim.stages import (
+    StageConfig,
+    check_something_trains,
+    freeze_never_trained,
+    in_order,
+    multipliers_at,
+    never_trained,
+    stage_problems,
+)
 
 __all__ = [
+    "OPTIMIZER_GROUP_RULES",
     "OPTIMIZER_RULES",
     "SCHEDULE_RULES",
     "AdamW",
     "OptimizerConfig",
+    "OptimizerGroupConfig",
     "ScheduleConfig",
+    "StageConfig",
     "build_optimizer",
     "build_schedule",
     "check_optimizer",
     "check_schedule",
+    "check_something_trains",
     "find_optimizer",
+    "freeze_never_trained",
+    "groups_of_part",
+    "in_order",
+    "match_groups",
+    "multipliers_at",
+    "never_trained",
+    "parameter_groups",
     "set_lr",
+    "set_multipliers",
+    "stage_problems",
 ]

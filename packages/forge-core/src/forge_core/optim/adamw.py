@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.named import decay_groups, named_parameters, set_group_lrs
+from forge_core.optim.groups import parameter_groups, take_part
+from forge_core.optim.named import named_parameters, set_group_lrs
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SLOTS = (*_MOMENTS, "step")
@@ -25,7 +26,9 @@ class AdamW(torch.optim.Optimizer):
     Parameters are the fp32 masters; moments are fp32 and sharded like their parameter. Weight decay
     applies to parameters with two dims or more, embeddings included, not to norms and biases. A tied
     parameter counts once, under its first name; frozen ones (`requires_grad` False when this is
-    built) are left out. A parameter without a gradient is not touched by `step`.
+    built) are left out. A parameter without a gradient is not touched by `step`. Groups of the configuration
+    have a learning rate and decay of their own (see `parameter_groups`); `set_multipliers` freezes and
+    unfreezes them, and each parameter counts its own steps.
 
     It is a torch optimizer: `state_dict` and `load_state_dict` have torch's form, and torch's
     schedulers, GradScaler and `torch.distributed.checkpoint` take it. `named_state` and
@@ -38,7 +41,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        groups = decay_groups(model, config.weight_decay)
+        groups = parameter_groups(model, config)
         parameters = {n: p for group in groups for n, p in group["params"]}
         for name, parameter in parameters.items():
             if parameter.is_meta:
@@ -50,6 +53,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(groups, {**defaults, "weight_decay": config.weight_decay, "fused": fused})
         for parameter in parameters.values():
             self._slots(parameter)
+        take_part(self, model, config)
 
     @property
     def lr(self) -> float:
@@ -57,7 +61,7 @@ class AdamW(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next step, in each group times its "lr_scale" if it has one."""
+        """Set the learning rate of the next step, in each group times its "lr_multiplier"."""
         set_group_lrs(self, lr)
 
     @torch.no_grad()
@@ -87,6 +91,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, group: Mapping[str, Any], skip: Tensor | None) -> None:
         parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+        if not parameters:  # a frozen group
+            return
         slots = [self._slots(parameter) for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(

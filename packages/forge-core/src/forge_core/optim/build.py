@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from forge_core._registry import Registry
-from forge_core.optim.adamw import build_adamw
+from forge_core.optim.adamw import AdamW, build_adamw
 from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.named import decay_groups
+from forge_core.optim.groups import match_groups, parameter_groups, take_part
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 #: Without them an object cannot be an optimizer; a torch optimizer needs no `set_lr`.
@@ -34,16 +34,19 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
     by parameter name, `named_state()` and `load_named_state(state)` complete before the first step, is
     what a checkpoint holds where both are offered; it fits any layout of ranks.
 
-    Raises: ValueError for an unknown name, for a setting that a torch class does not take, and what the
-        optimizer itself refuses.
+    Raises: ValueError for an unknown name, for a setting that a torch class does not take, for groups that
+        do not fit the model or that a builder's optimizer does not show, and what the optimizer refuses.
     """
     config = OptimizerConfig() if config is None else config
     built = find_optimizer(config.name)
     if _is_torch_class(built):
-        return _over_groups(built, model, config)
-    OPTIMIZERS.check(built, config.name, config.options)
-    optimizer = built(model, config, **config.options)
-    _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
+        optimizer: Any = _over_groups(built, model, config)
+    else:
+        OPTIMIZERS.check(built, config.name, config.options)
+        optimizer = built(model, config, **config.options)
+        _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
+    if not isinstance(optimizer, AdamW):  # which did it as it was made
+        take_part(optimizer, model, config)
     return optimizer
 
 
@@ -52,6 +55,7 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
 
     `model` may be on the meta device; torch classes are tried on it, builders are only looked at.
     """
+    match_groups(model, config.groups)
     built = find_optimizer(config.name)
     if _is_torch_class(built):
         _over_groups(built, model, config)
@@ -88,12 +92,20 @@ def _over_groups(
         for key in _SETTINGS
         if key not in given and getattr(config, key) != getattr(OptimizerConfig(), key)
     ]
+    if "weight_decay" not in given:
+        ignored += [
+            f"optimizer.groups.{name}.weight_decay {group.weight_decay}: {config.name} takes none like it; "
+            "leave it out"
+            for name, group in config.groups.items()
+            if group.weight_decay is not None
+        ]
     if ignored:
         raise ValueError("\n".join(ignored))
     OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
-    groups = decay_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config)
     if "weight_decay" not in given:
-        groups = [{"params": group["params"]} for group in groups]
+        for group in groups:
+            del group["weight_decay"]
     try:
         return kind(groups, **given, **config.options)
     except TypeError as error:

@@ -14,6 +14,27 @@ def _field(default: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True)
+class OptimizerGroupConfig:
+    """Parameters by name, with a learning rate and weight decay of their own.
+
+    `OptimizerGroupConfig(("*.embedding.*", "lm_head.*"), lr_multiplier=0.1, weight_decay=0.0)`
+    """
+
+    patterns: tuple[str, ...] = field(
+        metadata={"help": "full names of parameters, as in fnmatch: 'vision.*', '*.norm.weight'"}
+    )
+    lr_multiplier: float = _field(
+        1.0, "times optimizer.lr and the schedule; 0 freezes: no gradient, no decay, no change"
+    )
+    weight_decay: float | None = _field(
+        None, "of all parameters of the group (default: optimizer.weight_decay, of matrices alone)"
+    )
+
+    def __post_init__(self) -> None:
+        check(asdict(self), OPTIMIZER_GROUP_RULES, "group")
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Settings of an optimizer; a ValueError lists every one that cannot be."""
 
@@ -32,6 +53,11 @@ class OptimizerConfig:
         default_factory=dict,
         hash=False,
         metadata={"help": "keyword arguments of an optimizer that is not built in"},
+    )
+    groups: dict[str, OptimizerGroupConfig] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "parameters with settings of their own, by name"},
     )
 
     def __post_init__(self) -> None:
@@ -87,6 +113,27 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule(
         "weight_decay",
         lambda c: not 0.0 <= c["weight_decay"] < math.inf,
+        "weight_decay {weight_decay} must not be negative",
+        "use 0.1, or 0 to switch it off",
+    ),
+)
+
+OPTIMIZER_GROUP_RULES: tuple[Rule, ...] = (
+    Rule(
+        "group_patterns",
+        lambda c: isinstance(c["patterns"], str) or not c["patterns"] or not all(c["patterns"]),
+        "patterns {patterns!r} must be a list of one or more names",
+        "use ['vision.*'] for all below a module vision",
+    ),
+    Rule(
+        "group_lr_multiplier",
+        lambda c: not 0.0 <= c["lr_multiplier"] < math.inf,
+        "lr_multiplier {lr_multiplier} must be a finite number of at least 0",
+        "use 0.1 for a tenth of the rate, or 0 to freeze the group",
+    ),
+    Rule(
+        "group_weight_decay",
+        lambda c: c["weight_decay"] is not None and not 0.0 <= c["weight_decay"] < math.inf,
         "weight_decay {weight_decay} must not be negative",
         "use 0.1, or 0 to switch it off",
     ),

@@ -1,4 +1,4 @@
-"""What Forge asks of any torch optimizer: parameters by name, groups, a learning rate."""
+"""What Forge asks of any torch optimizer: parameters by name, a learning rate."""
 
 from __future__ import annotations
 
@@ -25,18 +25,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Torch's parameter groups, with names: matrices decay, parameters with fewer than two dims do not."""
-    parameters = trainable(model)
-    decayed = [(name, p) for name, p in parameters.items() if p.ndim >= 2]
-    plain = [(name, p) for name, p in parameters.items() if p.ndim < 2]
-    groups = (
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    )
-    return [group for group in groups if group["params"]]
-
-
 def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """Parameters of an optimizer whose groups have names (torch's `param_names`)."""
     groups = optimizer.param_groups
@@ -46,8 +34,8 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter
 def set_lr(optimizer: Any, lr: float) -> None:
     """Set the learning rate of the next step, in each group.
 
-    A group with an "lr_scale" gets `lr * lr_scale`. An optimizer that has a method `set_lr` of its own
-    is asked instead.
+    A group with an "lr_multiplier" or an "lr_scale" (timm's name) gets `lr` times both. An optimizer that
+    has a method `set_lr` of its own is asked instead.
     """
     own = getattr(optimizer, "set_lr", None)
     if own is not None:
@@ -59,7 +47,7 @@ def set_lr(optimizer: Any, lr: float) -> None:
 def set_group_lrs(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """`set_lr` of a torch optimizer; a rate that is a tensor is filled."""
     for group in optimizer.param_groups:
-        rate = lr * group.get("lr_scale", 1.0)
+        rate = lr * group.get("lr_multiplier", 1.0) * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forge_parallel._torch_compat import reduce_alike
+from forge_parallel._torch_compat import read_dtypes_again, reduce_alike
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -175,11 +175,33 @@ def reshard(model: nn.Module) -> None:
     `reshard_after_forward` off, all. A change of the parameters does not reach these copies.
     Cost: none now, one gather (on one rank, one cast) of what was gathered in the next forward.
     """
+    for module in _units(model):
+        module.reshard()  # type: ignore[operator]
+
+
+def follow_requires_grad(model: nn.Module) -> None:
+    """Let FSDP2 see `requires_grad` of parameters that was changed since `parallelize`; others need no call.
+
+        model.vision.requires_grad_(False)      # or forge_core.optim.set_multipliers
+        follow_requires_grad(model)             # between steps, on all ranks
+
+    A unit that is gathered keeps what it had when it was, and the dtypes in which a unit sums gradients are
+    those of its parameters that were trained at its first forward: none, and sums in the compute dtype, where
+    all were frozen then. A unit without a trained parameter reduces nothing.
+
+    Cost: that of `reshard`; blocks that are compiled are compiled once more for what is trained now.
+    """
+    reshard(model)
+    for module in _units(model):
+        read_dtypes_again(module)
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """The FSDP2 modules of the model, or of this rank's stages of it."""
     from forge_parallel.pipeline.split import stages_of  # late: a pipeline imports this package
 
-    for module in dict.fromkeys(m for stage in stages_of(model) for m in stage.modules()):
-        if hasattr(module, "set_requires_gradient_sync"):  # an FSDP2 module
-            module.reshard()  # type: ignore[operator]
+    modules = dict.fromkeys(m for stage in stages_of(model) for m in stage.modules())
+    return [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
 
 
 def accumulate(model: Any, last: bool) -> None:

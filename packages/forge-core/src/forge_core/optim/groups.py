@@ -1,0 +1,170 @@
+"""Groups of parameters by patterns of their names: who belongs to which, and freezing them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_core.optim.config import OptimizerConfig, OptimizerGroupConfig
+from forge_core.optim.named import set_group_lrs, trainable
+
+
+def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -> dict[str, str]:
+    """{parameter name: group} of every parameter that a group's patterns match.
+
+        match_groups(model, {"head": OptimizerGroupConfig(("lm_head.*",))}) == {"lm_head.weight": "head"}
+
+    A tied parameter has several names: a pattern of one of them is about all. Raises one ValueError that
+    lists every parameter that two groups match, and every pattern that matches nothing.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    found: dict[str, str] = {}
+    problems = []
+    for alike in names.values():
+        owners = [group for group, config in groups.items() if any(_fits(n, config) for n in alike)]
+        if len(owners) > 1:
+            listed = " and ".join(f"optimizer.groups.{owner}" for owner in owners)
+            problems.append(
+                f"parameter {alike[0]} must be in one group at most, and patterns of {listed} match it; "
+                "make one of them narrower"
+            )
+        found.update(dict.fromkeys(alike, owners[0]) if owners else {})
+    for group, config in groups.items():
+        for pattern in config.patterns:
+            if not any(fnmatchcase(name, pattern) for alike in names.values() for name in alike):
+                near = ", ".join(_nearest(pattern, [n for alike in names.values() for n in alike]))
+                problems.append(
+                    f"optimizer.groups.{group}.patterns {pattern!r} must match a parameter of the model, "
+                    f"and matches none; the nearest names are {near or 'none: it has no parameter'}"
+                )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
+def groups_of_part(part: nn.Module, config: OptimizerConfig) -> dict[str, OptimizerGroupConfig]:
+    """The groups and patterns that speak of a part of a model, whose names are those of the whole.
+
+    `build_optimizer(stage, replace(config, groups=groups_of_part(stage, config)))` on a rank of a pipeline,
+    after `match_groups` on the whole model, which refuses patterns that match nothing anywhere.
+    """
+    names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
+    found = {}
+    for group, own in config.groups.items():
+        patterns = tuple(p for p in own.patterns if any(fnmatchcase(n, p) for n in names))
+        if patterns:
+            found[group] = OptimizerGroupConfig(patterns, own.lr_multiplier, own.weight_decay)
+    return found
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Torch's parameter groups over the trainable parameters, with names, for any torch optimizer.
+
+        optimizer = torch.optim.SGD(parameter_groups(model, config), lr=config.lr)
+
+    Without a group of the configuration matrices decay by `config.weight_decay` and parameters with
+    fewer than two dims do not. A group of its own becomes one of torch's, or two where it names no decay;
+    they have the keys "group", its name, and "lr_multiplier". Raises ValueError as `match_groups`, for
+    a model without a trainable parameter, and for parameters that are not fp32.
+    """
+    parameters = trainable(model)
+    owners = match_groups(model, config.groups)
+    found = _by_decay({n: p for n, p in parameters.items() if n not in owners}, config.weight_decay)
+    for group, own in config.groups.items():
+        members = {n: p for n, p in parameters.items() if owners.get(n) == group}
+        if own.weight_decay is None:
+            rows = _by_decay(members, config.weight_decay)
+        else:
+            rows = [{"params": list(members.items()), "weight_decay": own.weight_decay}]
+        marks = {"group": group, "lr_multiplier": own.lr_multiplier}
+        found += [{**row, **marks} for row in rows]
+    return [group for group in found if group["params"]]
+
+
+def set_multipliers(optimizer: Any, multipliers: Mapping[str, float]) -> None:
+    """Give groups other learning rates from the next step on; 0 freezes a group, more than 0 trains it.
+
+        set_multipliers(optimizer, {"vision": 0.0, "head": 1.0})    # between steps; then set_lr
+        set_multipliers(optimizer, {"vision": 0.1})                 # later: train it too
+
+    Frozen parameters get `requires_grad` False and lose their gradient, so nothing is computed, sent, counted
+    in the norm or decayed, and their state stays as it is. Trained again they go on with the moments and the
+    step count that they had: zeros and 0 if they never were trained, so AdamW corrects the bias of their
+    first steps as at the start of a run. Groups that are not named here, or not in this optimizer (on a rank
+    of a pipeline), are left alone. Under FSDP2 call `forge_parallel.follow_requires_grad(model)` next.
+    """
+    for group in optimizer.param_groups:
+        multiplier = multipliers.get(group.get("group"))
+        if multiplier is None:
+            continue
+        group["lr_multiplier"] = multiplier
+        for parameter in group["params"]:
+            parameter.requires_grad_(multiplier != 0.0)
+            if multiplier == 0.0:
+                parameter.grad = None
+
+
+def take_part(optimizer: Any, model: nn.Module, config: OptimizerConfig) -> None:
+    """Start the groups of an optimizer that was just built; ValueError if it does not keep them apart."""
+    owners = match_groups(model, config.groups)
+    if not owners:
+        return
+    rows = [row for row in getattr(optimizer, "param_groups", ()) if isinstance(row, dict)]
+    kept = {p: row.get("group") for row in rows for p in row["params"]}
+    lost = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and name in owners and kept.get(p) != owners[name]
+    ]
+    if lost:
+        raise ValueError(
+            f"optimizer.groups.{owners[lost[0]]}: {config.name!r} built a {type(optimizer).__name__} whose "
+            f"param_groups do not hold {lost[0]} in a group of that name; build it over "
+            "forge_core.optim.parameter_groups(model, config), or remove optimizer.groups"
+        )
+    set_multipliers(optimizer, {name: own.lr_multiplier for name, own in config.groups.items()})
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.register_load_state_dict_pre_hook(_keep_marks)
+        set_group_lrs(optimizer, config.lr)
+
+
+def _keep_marks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state to load with this optimizer's groups: torch would put the saved settings in their place."""
+    marks = [
+        {key: group[key] for key in ("group", "lr_multiplier") if key in group}
+        for group in optimizer.param_groups
+    ]
+    saved = state["param_groups"]
+    if len(saved) != len(marks):
+        return state  # torch refuses it
+    return {**state, "param_groups": [{**old, **mark} for old, mark in zip(saved, marks)]}
+
+
+def _by_decay(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, parameters with fewer than two dims do not."""
+    decayed = [(name, p) for name, p in parameters.items() if p.ndim >= 2]
+    plain = [(name, p) for name, p in parameters.items() if p.ndim < 2]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+
+
+def _fits(name: str, group: OptimizerGroupConfig) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in group.patterns)
+
+
+def _nearest(pattern: str, names: list[str]) -> list[str]:
+    """Names like a pattern, one of each kind of layer."""
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), name)
+    return [kinds[kind] for kind in difflib.get_close_matches(pattern, kinds, n=3, cutoff=0.0)]

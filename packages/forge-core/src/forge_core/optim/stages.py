@@ -1,0 +1,139 @@
+"""Stages of a run: from a step on, groups of parameters get other learning rates, or are frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from forge_core.optim.config import OptimizerConfig
+from forge_core.optim.groups import match_groups
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What changes at a step: `StageConfig(start_step=1001, lr_multipliers={"vision": 0.1})`.
+
+    Raises ValueError for a step below 1 and for multipliers that are negative or not finite.
+    """
+
+    start_step: int = field(
+        metadata={
+            "help": "first optimizer step of the stage, counted from 1; it lasts until changed"
+        }
+    )
+    lr_multipliers: dict[str, float] = field(
+        metadata={
+            "help": "group of optimizer.groups = its lr_multiplier from then on; 0 freezes it, others "
+            "keep theirs"
+        }
+    )
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.start_step < 1:
+            problems.append(
+                f"start_step {self.start_step} must be at least 1, the first step; use 1"
+            )
+        if not self.lr_multipliers:
+            problems.append("lr_multipliers {} must name a group; write {vision = 0.0} or so")
+        problems += [
+            f"lr_multipliers.{group} {value} must be a finite number of at least 0; use 0 to freeze it"
+            for group, value in self.lr_multipliers.items()
+            if not 0.0 <= value < math.inf
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+def multipliers_at(
+    config: OptimizerConfig, stages: Mapping[str, StageConfig], step: int
+) -> dict[str, float]:
+    """{group: multiplier} of a step, counted from one.
+
+    A group begins with its own `lr_multiplier` and keeps what the latest stage that names it gave it.
+    """
+    found = {name: group.lr_multiplier for name, group in config.groups.items()}
+    for stage in in_order(stages).values():
+        if stage.start_step <= step:
+            found |= stage.lr_multipliers
+    return found
+
+
+def in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
+    """Stages by name, the earliest first."""
+    return dict(sorted(stages.items(), key=lambda item: item[1].start_step))
+
+
+def stage_problems(
+    config: OptimizerConfig, stages: Mapping[str, StageConfig], total_steps: int | None = None
+) -> list[str]:
+    """What of stages does not fit the groups, each other or a run's length, as sentences."""
+    problems = []
+    ordered = in_order(stages)
+    for before, after in zip(ordered, list(ordered)[1:]):
+        step = ordered[before].start_step
+        if step == ordered[after].start_step:
+            problems.append(
+                f"train.stages.{after}.start_step {step} must differ from that of train.stages.{before}; "
+                "make them one stage, or start one later"
+            )
+    for name, stage in ordered.items():
+        known = ", ".join(config.groups) or "none"
+        problems += [
+            f"train.stages.{name}.lr_multipliers {group!r} must be a group of optimizer.groups, which are "
+            f"{known}; correct it, or add [optimizer.groups.{group}]"
+            for group in stage.lr_multipliers
+            if group not in config.groups
+        ]
+        if total_steps is not None and stage.start_step > total_steps:
+            problems.append(
+                f"train.stages.{name}.start_step {stage.start_step} must be at most {total_steps}, the "
+                "steps of the run, or the stage is never reached; start it earlier or train longer"
+            )
+    return problems
+
+
+def never_trained(config: OptimizerConfig, stages: Mapping[str, StageConfig]) -> list[str]:
+    """Groups that are frozen from the first step to the last."""
+    steps = [1, *(stage.start_step for stage in stages.values())]
+    found = [multipliers_at(config, stages, step) for step in steps]
+    return [name for name in config.groups if not any(row[name] for row in found)]
+
+
+def check_something_trains(
+    model: nn.Module, config: OptimizerConfig, stages: Mapping[str, StageConfig]
+) -> None:
+    """Raise ValueError, naming the stage, if a step would have no parameter to train.
+
+    `model` may be on the meta device. Raises what `match_groups` does, too.
+    """
+    owners = match_groups(model, config.groups)
+    trainable = {owners.get(name) for name, p in model.named_parameters() if p.requires_grad}
+    starts = {
+        "optimizer.groups": 1,
+        **{f"train.stages.{n}": s.start_step for n, s in stages.items()},
+    }
+    for key, step in starts.items():
+        now = multipliers_at(config, stages, step)
+        if not any(owner is None or now[owner] for owner in trainable):
+            raise ValueError(
+                f"{key}: every parameter is frozen from step {step} on, and a step must have some to train; "
+                "give one group an lr_multiplier above 0"
+            )
+
+
+def freeze_never_trained(
+    model: nn.Module, config: OptimizerConfig, stages: Mapping[str, StageConfig]
+) -> None:
+    """Set `requires_grad` False where it will never be needed: no optimizer state is made for these.
+
+    Before the model is sharded and the optimizer built.
+    """
+    frozen = set(never_trained(config, stages))
+    owners = match_groups(model, config.groups) if frozen else {}
+    for name, parameter in model.named_parameters():
+        if owners.get(name) in frozen:
+            parameter.requires_grad_(False)

@@ -1,0 +1,297 @@
+"""Groups of parameters by pattern: who is in which, what torch sees of them, freezing, and stages as functions of a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.optim import (
+    OptimizerConfig,
+    OptimizerGroupConfig,
+    StageConfig,
+    build_optimizer,
+    check_optimizer,
+    check_something_trains,
+    freeze_never_trained,
+    groups_of_part,
+    match_groups,
+    multipliers_at,
+    never_trained,
+    parameter_groups,
+    set_lr,
+    set_multipliers,
+    stage_problems,
+)
+
+
+def group(*patterns: str, **options: Any) -> OptimizerGroupConfig:
+    return OptimizerGroupConfig(patterns, **options)
+
+
+class Net(nn.Module):
+    """The head is tied to the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(5, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(self.table(ids))))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, lr: float = 0.1) -> None:
+    for step in range(steps):
+        set_lr(optimizer, lr / (step + 1))
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+PLAN = {"body": group("body.0.*", lr_multiplier=0.5), "norm": group("body.1.*", weight_decay=0.7)}
+
+
+def test_patterns_find_parameters_by_all_of_their_names() -> None:
+    found = match_groups(Net(), {"out": group("head.*"), "rest": group("body.*")})
+    assert {n for n, owner in found.items() if owner == "out"} == {"table.weight", "head.weight"}
+    assert found["body.1.bias"] == "rest"
+
+
+def test_wrong_patterns_are_named_all_at_once() -> None:
+    groups = {"a": group("table.*", "boddy.*"), "b": group("head.*"), "c": group("body.1.*")}
+    with pytest.raises(ValueError, match=r"optimizer\.groups") as caught:
+        check_optimizer(Net(), OptimizerConfig(groups=groups))
+    two, none = str(caught.value).splitlines()
+    assert two == (
+        "parameter table.weight must be in one group at most, and patterns of optimizer.groups.a and "
+        "optimizer.groups.b match it; make one of them narrower"
+    )
+    assert "optimizer.groups.a.patterns 'boddy.*' must match a parameter" in none
+    assert "the nearest names are body." in none
+
+
+def test_a_part_of_a_model_keeps_the_patterns_that_speak_of_it() -> None:
+    config = OptimizerConfig(groups={"a": group("body.*", "table.*"), "b": group("head.*")})
+    part = Net()
+    del part.table, part.head
+    assert groups_of_part(part, config) == {"a": group("body.*")}
+
+
+def test_torch_sees_groups_with_rates_and_decay() -> None:
+    model, config = Net(), OptimizerConfig(lr=0.4, weight_decay=0.2, groups=PLAN)
+    seen = [
+        (
+            g["params"][0][0],
+            len(g["params"]),
+            g["weight_decay"],
+            g.get("group"),
+            g.get("lr_multiplier"),
+        )
+        for g in parameter_groups(model, config)
+    ]
+    assert seen == [
+        ("table.weight", 1, 0.2, None, None),
+        ("body.0.weight", 1, 0.2, "body", 0.5),
+        ("body.0.bias", 1, 0.0, "body", 0.5),
+        ("body.1.weight", 2, 0.7, "norm", 1.0),
+    ]
+    for name in ("adamw", "torch.optim:SGD", "torch.optim:Adam"):
+        optimizer = build_optimizer(model, OptimizerConfig(name, lr=0.4, groups=PLAN))
+        assert [g["lr"] for g in optimizer.param_groups] == [0.4, 0.2, 0.2, 0.4]
+        set_lr(optimizer, 0.1)
+        assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.05, 0.05, 0.1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch.optim:Adam"])
+def test_a_frozen_group_keeps_bits_and_state_and_goes_on_from_it(name: str) -> None:
+    groups = {"body": group("body.*", weight_decay=0.5, lr_multiplier=0.0)}
+    model = Net()
+    optimizer = build_optimizer(model, OptimizerConfig(name, groups=groups))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, 2)
+    for n, p in model.named_parameters():
+        assert torch.equal(p, before[n]) == n.startswith("body"), n
+        assert p.grad is None
+    set_multipliers(optimizer, {"body": 0.5, "elsewhere": 1.0})
+    train(model, optimizer, 3)
+    assert not torch.equal(model.body[0].weight, before["body.0.weight"])
+    model(torch.arange(5)).sum().backward()
+    state = {n: copy.deepcopy(optimizer.state[p]) for n, p in model.named_parameters()}
+    set_multipliers(optimizer, {"body": 0.0})
+    assert model.body[0].weight.grad is None
+    train(model, optimizer, 2)
+    assert int(optimizer.state[model.table.weight]["step"]) == 7
+    for n, p in model.named_parameters():
+        if n.startswith("body"):
+            assert int(optimizer.state[p]["step"]) == 3
+            assert all(torch.equal(v, state[n][k]) for k, v in optimizer.state[p].items())
+    set_multipliers(optimizer, {"body": 1.0})
+    train(model, optimizer, 1)
+    assert int(optimizer.state[model.body[0].weight]["step"]) == 4
+
+
+def test_the_first_step_after_a_thaw_is_that_of_a_fresh_adam() -> None:
+    model, fresh = Net(), Net()
+    plan = {"body": group("body.*", lr_multiplier=0.0)}
+    optimizer = build_optimizer(model, OptimizerConfig(eps=1e-3, groups=plan))
+    train(model, optimizer, 4)
+    fresh.load_state_dict(model.state_dict())
+    set_multipliers(optimizer, {"body": 1.0})
+    other = build_optimizer(fresh, OptimizerConfig(eps=1e-3))
+    train(model, optimizer, 1)
+    train(fresh, other, 1)
+    assert torch.equal(model.body[0].weight, fresh.body[0].weight)
+    assert not torch.equal(model.table.weight, fresh.table.weight)
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch.optim:Adam"])
+def test_state_in_the_form_of_torch_keeps_the_groups_of_this_configuration(name: str) -> None:
+    """Also a state that was saved before there were groups."""
+    all_of_it = {"all": group("*", lr_multiplier=0.5, weight_decay=0.1)}
+    model, old = Net(), Net()
+    optimizer = build_optimizer(model, OptimizerConfig(name, groups=all_of_it))
+    plain = getattr(torch.optim, "Adam" if ":" in name else "AdamW")(old.parameters(), lr=0.3)
+    train(old, plain, 2)
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    (row,) = optimizer.param_groups
+    assert (row["group"], row["lr_multiplier"]) == ("all", 0.5)
+    set_lr(optimizer, 0.2)
+    assert row["lr"] == 0.1
+    again = build_optimizer(
+        Net(), OptimizerConfig(name, groups={"all": group("*", lr_multiplier=0.25)})
+    )
+    assert len(again.param_groups) == 2
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        again.load_state_dict(optimizer.state_dict())
+
+
+def test_named_state_holds_frozen_groups_too() -> None:
+    plan = {"body": group("body.*", lr_multiplier=0.0)}
+    model, twin = Net(), Net()
+    optimizer = build_optimizer(model, OptimizerConfig(groups=plan))
+    train(model, optimizer, 2)
+    state = optimizer.named_state()
+    assert {n: s["step"] for n, s in state.items() if n.startswith("body")} == {
+        f"body.{i}.{kind}": 0.0 for i in (0, 1) for kind in ("weight", "bias")
+    }
+    other = build_optimizer(twin)  # an optimizer without groups has the same names
+    other.load_named_state(state)
+    assert other.named_state()["table.weight"]["step"] == 2.0
+
+
+def test_an_outside_builder_takes_part_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab: Any = types.ModuleType("somebodys_lab")
+    lab.deaf = lambda model, config: torch.optim.SGD(model.parameters(), config.lr)
+    lab.listens = lambda model, config: torch.optim.SGD(parameter_groups(model, config), config.lr)
+    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
+    plan = {"body": group("body.*", lr_multiplier=0.0)}
+    with pytest.raises(
+        ValueError, match=r"optimizer.groups.body: 'somebodys_lab:deaf' built a SGD whose"
+    ):
+        build_optimizer(Net(), OptimizerConfig("somebodys_lab:deaf", groups=plan))
+    model = Net()
+    optimizer = build_optimizer(model, OptimizerConfig("somebodys_lab:listens", groups=plan))
+    before = copy.deepcopy(model.body.state_dict())
+    train(model, optimizer, 1)
+    assert all(torch.equal(v, before[n]) for n, v in model.body.state_dict().items())
+
+
+# ---- stages
+
+
+STAGES = {
+    "late": StageConfig(5, {"body": 0.5}),
+    "early": StageConfig(2, {"body": 0.0, "norm": 0.0}),
+}
+
+
+def test_a_group_keeps_what_the_latest_stage_that_names_it_gave() -> None:
+    config = OptimizerConfig(
+        groups={"body": group("body.0.*"), "norm": group("body.1.*", lr_multiplier=2.0)}
+    )
+    assert multipliers_at(config, STAGES, 1) == {"body": 1.0, "norm": 2.0}
+    assert multipliers_at(config, STAGES, 2) == {"body": 0.0, "norm": 0.0}
+    assert multipliers_at(config, STAGES, 4) == {"body": 0.0, "norm": 0.0}
+    assert multipliers_at(config, STAGES, 5) == {"body": 0.5, "norm": 0.0}
+    assert stage_problems(config, STAGES, 5) == []
+    assert never_trained(config, STAGES) == []
+
+
+def test_what_is_never_trained_gets_no_state() -> None:
+    plan = {
+        "body": group("body.0.*", lr_multiplier=0.0),
+        "norm": group("body.1.*", lr_multiplier=0.0),
+    }
+    config, stages = OptimizerConfig(groups=plan), {"s": StageConfig(3, {"norm": 1.0})}
+    assert never_trained(config, stages) == ["body"]
+    model = Net()
+    freeze_never_trained(model, config, stages)
+    optimizer = build_optimizer(model, config)
+    assert set(optimizer.named_state()) == {"table.weight", "body.1.weight", "body.1.bias"}
+
+
+def test_a_step_that_trains_nothing_is_refused() -> None:
+    config = OptimizerConfig(groups={"all": group("*")})
+    check_something_trains(Net(), config, {})
+    with pytest.raises(
+        ValueError, match=r"train\.stages\.s: every parameter is frozen from step 3 on"
+    ):
+        check_something_trains(Net(), config, {"s": StageConfig(3, {"all": 0.0})})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"patterns": ()}, r"patterns \(\) must be a list of one or more names; use"),
+        ({"patterns": "body.*"}, "patterns 'body.*' must be a list"),
+        ({"patterns": ("",)}, "must be a list of one or more names"),
+        (
+            {"lr_multiplier": -1.0},
+            "lr_multiplier -1.0 must be a finite number of at least 0; use 0.1",
+        ),
+        ({"lr_multiplier": math.nan}, "lr_multiplier nan must be"),
+        ({"lr_multiplier": math.inf}, "lr_multiplier inf must be"),
+        ({"weight_decay": -0.1}, "weight_decay -0.1 must not be negative; use 0.1"),
+        ({"weight_decay": math.nan}, "weight_decay nan must not"),
+    ],
+)
+def test_wrong_groups_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        OptimizerGroupConfig(**{"patterns": ("body.*",), **options})
+
+
+@pytest.mark.parametrize(
+    ("step", "multipliers", "words"),
+    [
+        (0, {"a": 1.0}, "start_step 0 must be at least 1, the first step; use 1"),
+        (1, {}, "must name a group"),
+        (1, {"a": -1.0}, r"lr_multipliers.a -1.0 must be a finite number of at least 0; use 0"),
+        (1, {"a": math.nan}, r"lr_multipliers.a nan must be"),
+    ],
+)
+def test_wrong_stages_are_refused(step: int, multipliers: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StageConfig(step, multipliers)
+
+
+def test_stages_that_do_not_fit_are_all_named() -> None:
+    config = OptimizerConfig(groups={"body": group("body.*")})
+    stages = {
+        "a": StageConfig(2, {"body": 0.0}),
+        "b": StageConfig(2, {"bodi": 1.0}),
+        "c": StageConfig(9, {"body": 1.0}),
+    }
+    same, unknown, late = stage_problems(config, stages, total_steps=8)
+    assert "train.stages.b.start_step 2 must differ from that of train.stages.a" in same
+    assert "train.stages.b.lr_multipliers 'bodi' must be a group" in unknown
+    assert "train.stages.c.start_step 9 must be at most 8" in late

@@ -1,0 +1,116 @@
+"""Parameters that are frozen and trained again after `parallelize`: gradients of one process, no traffic for the frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge_parallel import (
+    ParallelConfig,
+    follow_requires_grad,
+    global_grad_norm,
+    make_meshes,
+    parallelize,
+)
+from forge_testing import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.middle = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.middle)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.first(rows)
+        for block in self.middle:
+            x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
+#: What is frozen in each step: nothing reaches first and middle.0 at first, later they alone are trained.
+STEPS = [
+    ("first", "middle.0"),
+    ("first", "middle.0"),
+    ("middle.1", "middle.2", "last"),
+    (),
+    ("middle.1.weight",),
+]
+
+
+def train(model: Any, rank: int, ranks: int) -> list[dict[str, Any]]:
+    """Of each step the gradients (dtype and value), their norm, and how many reduce-scatters there were."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    parameters, found = dict(model.named_parameters()), []
+    for step, frozen in enumerate(STEPS):
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(not name.startswith(frozen or ("-",)))
+            parameter.grad = None
+        follow_requires_grad(model)
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        mine = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+        with CommDebugMode() as counted:
+            model(rows[mine]).float().square().sum().backward()
+        sent = {str(op): n for op, n in counted.get_comm_counts().items()}
+        norm, _ = global_grad_norm(parameters.values())
+        gradients = {n: whole(p.grad) for n, p in parameters.items() if p.grad is not None}
+        sums = sum(n for op, n in sent.items() if "reduce_scatter" in op)
+        found.append({"gradients": gradients, "norm": norm.item(), "sums": sums})
+        with torch.no_grad():
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+            model(rows)  # leaves the root gathered, as an evaluation does
+    return found
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def spread(options: dict[str, Any]) -> Any:
+    config = ParallelConfig(**{"device": "cpu", "precision": "fp32", **options})
+    meshes = make_meshes(config)
+    return train(parallelize(Net(), config, meshes), meshes.batch_rank, meshes.batch_size)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (2, {"reshard_after_forward": False}),
+        (4, {"dp_replicate": 2}),
+        (2, {"recompute": "full"}),
+        (2, {"compile": True}),
+        (2, {"precision": "bf16"}),
+        (1, {"precision": "bf16"}),
+    ],
+    ids=str,
+)
+def test_freezing_has_the_gradients_of_one_process(ranks: int, options: dict[str, Any]) -> None:
+    (wanted,) = run_on_ranks(1, spread, {})
+    bound = 3e-2 if options.get("precision") == "bf16" else 1e-5
+    for got in run_on_ranks(ranks, spread, options, timeout=120):
+        for step, (mine, its) in enumerate(zip(got, wanted, strict=True)):
+            assert mine["gradients"].keys() == its["gradients"].keys(), step
+            assert mine["norm"] == pytest.approx(its["norm"], rel=bound)
+            for name, value in its["gradients"].items():
+                assert mine["gradients"][name].dtype == torch.float32, (step, name)
+                difference = (mine["gradients"][name] - value).abs().max()
+                assert difference <= bound * value.abs().max(), (step, name)
+
+
+def test_a_unit_that_is_frozen_sends_no_gradients() -> None:
+    """The root (first and last) and three blocks are four units."""
+    for got in run_on_ranks(2, spread, {}):
+        assert [step["sums"] for step in got] == [3, 3, 2, 4, 4]
