@@ -211,6 +211,20 @@ def test_every_layout_equals_one_process(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.distributed
+def test_a_table_that_both_ends_of_a_pipeline_hold_is_frozen_on_both(tmp_path: Path) -> None:
+    plan = (
+        '[optimizer.groups.table]\npatterns = ["embedding.*"]\nlr_multiplier = 0.0\n'
+        "[train.stages.s]\nstart_step = 4\nlr_multipliers = {table = 0.5}\n"
+    )
+    options = {**SHORT, "model.tie_embeddings": True}
+    wanted = fit_alone(make_job(tmp_path / "one", plan), **options).weights
+    cut = {**options, "parallel.pp": 2, "train.micro_batch": 3}
+    for one in fit_on_ranks(2, make_job(tmp_path / "two", plan), **cut):
+        assert one.problems == ()
+        assert_close(one.weights, {name: wanted[name] for name in one.weights})
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_of_what_was_frozen_are_summed_in_fp32(tmp_path: Path, world: int) -> None:
     options = {**SHORT, "parallel.precision": "bf16"}
@@ -411,6 +425,31 @@ def test_an_optimizer_that_knows_no_groups_is_refused_by_name(tmp_path: Path) ->
         ConfigError, match=r"optimizer\.groups\.front: 'forge_testing.models:PlainSGD'"
     ):
         trainer.fit()
+
+
+def test_other_groups_are_refused_where_state_goes_by_position(tmp_path: Path) -> None:
+    """Groups of one parameter each: torch would give the head's moments to the table."""
+    adam = {**SHORT, "optimizer.name": "torch.optim:Adam"}
+    table = '[optimizer.groups.a]\npatterns = ["{}.*"]\n'
+    job = make_job(tmp_path, table.format("embedding"))
+    assert fit_alone(job, **{**adam, "train.steps": 2}).step == 2
+    job = make_job(tmp_path, table.format("lm_head"))
+    with pytest.raises(
+        ConfigError, match=r"saved a group with layers\.0\.\S+ where it is embedding"
+    ):
+        fit_alone(job, **adam)
+
+
+def test_an_imported_model_in_16_bits_has_groups(tmp_path: Path) -> None:
+    """Masters in fp32 are made later; what never trains keeps its dtype but in one process in fp32."""
+    name = {"model.name": "forge_testing.models:half", "parallel.precision": "bf16"}
+    table = '[optimizer.groups.a]\npatterns = ["table.*"]\nlr_multiplier = 0.0\n'
+    settings = {**name, **SHORT, "optimizer.name": "torch.optim:Adam"}
+    del settings["model.num_layers"]
+    trainer = Trainer(load_job(make_job(tmp_path, table), settings))
+    assert trainer.fit().step == STEPS
+    dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
+    assert dtypes == {"table.weight": torch.bfloat16, "head.weight": torch.float32}
 
 
 def test_patterns_are_tried_on_somebody_elses_model_before_a_run_begins(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ def bigram(vocab_size: int, width: int = 8) -> Bigram:
     return Bigram(vocab_size, width)
 
 
+def half(vocab_size: int, width: int = 8) -> Bigram:
+    """In 16 bits, as downloaded models are."""
+    return Bigram(vocab_size, width).bfloat16()
+
+
 class Answering(Bigram):
     """Its logits are an attribute of what it returns, as with the models of transformers."""
 

@@ -83,21 +83,23 @@ def _model_problems(config: JobConfig) -> list[str]:
 
 def _optimizer_problems(config: JobConfig) -> list[str]:
     """Of the optimizer, its groups and the stages; patterns are tried on models of ours, built without values."""
-    alone = replace(config.optimizer, groups={})
-    found = _refusal("", lambda: check_optimizer(_stand_in(), alone))
-    found += stage_problems(config.optimizer, config.train.stages, config.train.steps)
-    if found or not config.optimizer.groups or not isinstance(config.model, DenseModelConfig):
-        return found
+    optimizer, stages = config.optimizer, config.train.stages
+    alone = [{name: replace(own, patterns=("*",))} for name, own in optimizer.groups.items()]
+    found = [
+        problem
+        for groups in alone or [{}]
+        for problem in _refusal(
+            "",
+            lambda: check_optimizer(_stand_in(), replace(optimizer, groups=groups)),  # noqa: B023
+        )
+    ]
+    found += stage_problems(optimizer, stages, config.train.steps)
+    if found or not optimizer.groups or not isinstance(config.model, DenseModelConfig):
+        return list(dict.fromkeys(found))
     from forge_train.trainer.build import build_model  # which imports this module
 
     model = build_model(config.model, config.run.seed)
-    return _refusal("", lambda: check_groups(model, config))
-
-
-def check_groups(model: nn.Module, config: JobConfig) -> None:
-    """Raise ValueError for groups and stages that do not fit a whole model, on the meta device or not."""
-    check_optimizer(model, config.optimizer)
-    check_something_trains(model, config.optimizer, config.train.stages)
+    return _refusal("", lambda: check_something_trains(model, optimizer, stages))
 
 
 def _stand_in() -> nn.Module:

@@ -20,7 +20,13 @@ from forge_core import (
     initialise,
 )
 from forge_core.flops import peak_flops
-from forge_core.optim import freeze_never_trained, groups_of_part, set_lr, stage_problems
+from forge_core.optim import (
+    check_something_trains,
+    freeze_never_trained,
+    groups_of_part,
+    set_lr,
+    stage_problems,
+)
 from forge_data import Batch, filler_batch
 from forge_moe import recompute_contexts
 from forge_parallel import (
@@ -35,7 +41,6 @@ from forge_parallel import (
 )
 from forge_parallel.compile import recompilations
 from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
-from forge_train.config.names import check_groups
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import (
@@ -156,7 +161,7 @@ class Trainer:
         problems = stage_problems(config.optimizer, stages, self.total_steps)
         if problems:
             raise ConfigError(problems)
-        as_config_error(lambda: check_groups(self.model, config))
+        as_config_error(lambda: check_something_trains(self.model, config.optimizer, stages))
         freeze_never_trained(self.model, config.optimizer, stages)
 
     def request_save(self) -> None:

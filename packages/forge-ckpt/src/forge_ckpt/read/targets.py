@@ -46,7 +46,7 @@ def check_object(value: Any, name: str, saved: Any) -> None:
     """Refuse what ``value`` cannot load, before anything changes.
 
     An object's own ``load_checks(saved)`` says so by a ValueError. A torch optimizer is asked for
-    the sizes of its groups: its load_state_dict would compare them after the model was loaded.
+    the sizes of its groups and, where they have some, the names in them: its load_state_dict would compare them after the model was loaded.
     """
     checks = getattr(value, "load_checks", None)
     if callable(checks):
@@ -61,6 +61,19 @@ def check_object(value: Any, name: str, saved: Any) -> None:
             raise CheckpointMismatch(
                 f"{name}: saved groups of {there} parameters, here {here}; build the optimizer over "
                 "the same parameters as the run that saved it"
+            )
+        _check_names(value, name, saved["param_groups"])
+
+
+def _check_names(optimizer: torch.optim.Optimizer, name: str, saved: Any) -> None:
+    """State by position goes to the wrong parameters where groups of the same sizes hold others."""
+    for group, there in zip(optimizer.param_groups, saved, strict=True):
+        mine, its = group.get("param_names"), there.get("param_names")
+        if mine and its and mine != its:
+            first, other = next((a, b) for a, b in zip(mine, its, strict=True) if a != b)
+            raise CheckpointMismatch(
+                f"{name}: saved a group with {other} where it is {first} here; build the optimizer over "
+                "the same groups as the run that saved it"
             )
 
 
