@@ -94,7 +94,8 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
         )
     ]
     found += stage_problems(optimizer, stages, config.train.steps)
-    if found or not optimizer.groups or not isinstance(config.model, DenseModelConfig):
+    ours = isinstance(config.model, DenseModelConfig) and not _model_problems(config)
+    if found or not optimizer.groups or not ours:
         return list(dict.fromkeys(found))
     from forge_train.trainer.build import build_model  # which imports this module
 
