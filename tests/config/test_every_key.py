@@ -235,6 +235,13 @@ PROBES: dict[str, Probe] = {
     "model.rope_scaling.options": Probe(
         {"by": 3.0}, logits, {"model.rope_scaling.name": f"{PARTS}:slower"}
     ),
+    "model.attention.scale": Probe(0.01, logits),
+    "model.attention.window": Probe(3, logits),
+    "model.attention.softcap": Probe(0.5, logits),
+    "model.attention.sinks": Probe(True, shapes),
+    "model.attention.mask": Probe(
+        f"{PARTS}:sees_itself", logits, {"sample.max_new_tokens": 0, "eval.every_steps": 0}
+    ),
     "model.mixer": Probe(f"{PARTS}:RunningMean", shapes),
     "model.mixer_options": Probe({"gain": 2.0}, logits, {"model.mixer": f"{PARTS}:RunningMean"}),
     "model.norm_options": Probe({"gain": 2.0}, logits, {"model.norm": f"{PARTS}:GainNorm"}),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forge_core import Transformer, TransformerConfig
+from forge_core import AttentionSpec, Transformer, TransformerConfig
 from forge_core.model.context import default_positions
 from forge_moe import MoE, MoEConfig, recompute_contexts, set_aux_scale, update_expert_bias
 from forge_parallel.axes.context import context_parallel, cut_sequence, join_sequence
@@ -57,6 +57,7 @@ def build(kind: str) -> Transformer:
         num_kv_heads=2,
         max_seq_len=S,
         qk_norm=kind == "qk_norm",
+        attention=AttentionSpec(scale=0.7 if kind == "scale" else None),
     )
     if kind != "moe":
         return Transformer(config)
@@ -132,6 +133,8 @@ CASES = [
     (4, "dense", True, "ring", "as it is"),
     (2, "qk_norm", True, "all_gather", "as it is"),
     (4, "qk_norm", True, "ring", "recomputed"),
+    (2, "scale", True, "ring", "as it is"),
+    (2, "scale", False, "all_gather", "as it is"),
     (2, "moe", True, "all_gather", "recomputed"),
     (4, "moe", True, "ring", "as it is"),
     (2, "moe", False, "ring", "as it is"),

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Family, type, dict[str, Any]]] = {
     ),
     "llama_head_dim": (LLAMA, LlamaConfig, {"head_dim": 20}),
     "mistral": (MISTRAL, MistralConfig, {"sliding_window": None}),
+    "mistral_window": (MISTRAL, MistralConfig, {"sliding_window": 5}),
     "qwen2": (QWEN2, Qwen2Config, {}),
     "qwen2_tied": (QWEN2, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (QWEN3, Qwen3Config, {"head_dim": 16}),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forge_testing import write_job
 from forge_train import Trainer, load_job
@@ -39,6 +40,11 @@ PARTS = "forge_testing.parts"
             r"schedule: min_lr_ratio 0.2 is a key of name 'cosine', and name is 'constant'",
         ),
         ({"schedule.options.x": 1}, r"schedule.options.x 1: 'cosine' is built in"),
+        (
+            {"model.attention.mask": f"{PARTS}:sees_itself"},
+            r"model.attention.mask 'forge_testing.parts:sees_itself' is not computed with a KV cache",
+        ),
+        ({"model.attention.window": 0}, r"model.attention: window 0 must be a whole number"),
         ({"model.norm": "rmsnorm"}, r"model: norm 'rmsnorm' is unknown; use 'rms_norm'"),
     ],
 )
@@ -48,6 +54,30 @@ def test_refused_before_the_run_directory_exists(
     with pytest.raises(ConfigError, match=words):
         Trainer(load_job(write_job(tmp_path), settings))
     assert not (tmp_path / "run").exists()
+
+
+def test_attention_over_ranks_is_refused_by_layer_and_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "init_process_group", None)
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    job, settings = write_job(tmp_path), {"parallel.cp": 2, "sample.max_new_tokens": 0}
+    for field, value in {
+        "window": 8,
+        "softcap": 2.0,
+        "sinks": True,
+        "mask": f"{PARTS}:sees_itself",
+    }.items():
+        words = rf"layers.0.mixer.attend: {field} {value!r} is not computed over the ranks of cp"
+        with pytest.raises(ConfigError, match=words):
+            Trainer(load_job(job, {**settings, f"model.attention.{field}": value}))
+    with pytest.raises(ConfigError, match=r"no module with an attribute attend"):
+        Trainer(load_job(job, {**settings, "model.mixer": f"{PARTS}:RunningMean"}))
+    Trainer(load_job(job, {**settings, "model.attention.scale": 0.3}))
+    with pytest.raises(ConfigError, match=r"parallel.tp 2 cannot cut model.attention.sinks"):
+        Trainer(load_job(job, {"parallel.tp": 2, "model.attention.sinks": True}))
 
 
 def test_a_later_layer_with_another_part_drops_the_options_of_the_first(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_core import RopeScaling, TransformerConfig
+from forge_core import AttentionSpec, RopeScaling, TransformerConfig
 from forge_core.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family
 
 HF = {
@@ -91,8 +91,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("key", CHANGES)
-@pytest.mark.parametrize("family", [LLAMA, MISTRAL], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [(f, k) for f in (LLAMA, MISTRAL) for k in CHANGES if (f, k) != (MISTRAL, "sliding_window")],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_F98_a_key_that_may_change_the_function_is_refused(family: Family, key: str) -> None:
     hf = {**HF, "sliding_window": None, key: CHANGES[key]}
     with pytest.raises(ValueError, match=f"{family.name}: {key} "):
@@ -135,8 +138,14 @@ def test_F98_a_value_of_another_kind_is_refused(keys: dict, words: str) -> None:
         LLAMA.config_from_hf({**HF, **keys})
 
 
-def test_a_window_of_mistral_is_refused_also_where_it_is_the_default() -> None:
-    for keys in ({}, {"sliding_window": 4096}):
-        with pytest.raises(ValueError, match="mistral: sliding_window 4096 is not supported"):
-            MISTRAL.config_from_hf({**HF, **keys})
-    assert MISTRAL.config_from_hf({**HF, "sliding_window": None}).num_kv_heads == 1
+def test_the_window_of_mistral_both_ways() -> None:
+    for keys, window in (({}, 4096), ({"sliding_window": 8}, 8), ({"sliding_window": None}, None)):
+        config = MISTRAL.config_from_hf({**HF, **keys})
+        assert config.attention == AttentionSpec(window=window)
+        assert MISTRAL.config_to_hf(config)["sliding_window"] == window
+    with pytest.raises(ValueError, match=r"mistral: sliding_window 2.5 must be a whole number"):
+        MISTRAL.config_from_hf({**HF, "sliding_window": 2.5})
+    with pytest.raises(ValueError, match=r"mistral: attention.softcap 50.0 cannot be said"):
+        MISTRAL.config_to_hf(TransformerConfig(8, attention=AttentionSpec(softcap=50.0)))
+    with pytest.raises(ValueError, match=r"llama: attention.window 8 cannot be said"):
+        LLAMA.config_to_hf(TransformerConfig(8, attention=AttentionSpec(window=8)))

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from forge_core import CAPABILITIES, RopeScaling, SamplingConfig, TransformerConfig
+from forge_core import CAPABILITIES, AttentionSpec, RopeScaling, SamplingConfig, TransformerConfig
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,22 @@ def test_sampling_refusals(bad: dict) -> None:
         SamplingConfig(**bad)
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("scale", [0.0, -1.0, math.nan, math.inf, True, "x"]),
+        ("softcap", [0.0, -1.0, math.nan, math.inf, True, "x"]),
+        ("window", [0, -1, 2.5, True, "x"]),
+        ("sinks", [0, 1, None, "x"]),
+        ("mask", ["", "full", None, 3]),
+    ],
+)
+def test_attention_refusals(key: str, values: list) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"attention: {key} {value!r} must be"):
+            AttentionSpec(**{key: value})
+
+
 def test_resolved_values() -> None:
     config = TransformerConfig(vocab_size=16, dim=256, num_heads=4)
     assert (config.resolved_head_dim, config.resolved_num_kv_heads) == (64, 4)
@@ -108,7 +124,7 @@ def test_resolved_values() -> None:
     assert other.resolved_hidden_dim == 7
 
 
-@pytest.mark.parametrize("kind", [TransformerConfig, RopeScaling, SamplingConfig])
+@pytest.mark.parametrize("kind", [TransformerConfig, AttentionSpec, RopeScaling, SamplingConfig])
 def test_every_field_has_help(kind: type) -> None:
     assert all(field.metadata.get("help") for field in fields(kind))
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from forge_core import Attention, KVCache, TokenContext, Transformer, TransformerConfig, initialise
 from forge_core.model.context import default_positions
-from forge_core.model.documents import SegmentPlan, causal, sdpa, within_segments
+from forge_core.model.documents import SegmentPlan, within_segments
 from forge_core.model.kv_cache import LayerCache
+from forge_core.model.rows import attend_rows, sdpa
 
 ROWS = {
     "one_length": [[4, 4, 4], [4, 4, 4]],
@@ -224,7 +225,7 @@ def test_F117_fp32_on_cuda_repeats_shared_heads(
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(Tensor, "is_cuda", device == "cuda", raising=False)
     q, k, v = (torch.randn(2, 6, n, 8).to(dtype) for n in (4, 2, 2))
-    assert causal(q, k, v).shape == q.shape
+    assert attend_rows(q, k, v).shape == q.shape
     cache = LayerCache(max_length=12)
     for tokens in (slice(0, 3), slice(3, 4), slice(4, 6)):  # prompt, one token, several
         out = cache.attend(q[:, tokens], k[:, tokens], v[:, tokens], TokenContext())

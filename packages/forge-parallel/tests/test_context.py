@@ -4,8 +4,10 @@ Shapes: B rows, S tokens, H query heads, K key/value heads, D width of a head, M
 """
 
 import copy
+import dataclasses
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -321,6 +323,12 @@ def test_what_cannot_work_is_refused() -> None:
     other = Model()
     other.layers[1].attend = lambda q, k, v, ctx: dense(q, k, v, None)
     with pytest.raises(ValueError, match=r"layers.1.attend must be causal .* is_causal = True"):
+        context_parallel(other, axis)
+    spec = dataclasses.make_dataclass("Spec", [("scale", Any, None), ("window", Any, None)])
+    other.layers[1].attend = SimpleNamespace(spec=spec(window=4))
+    with pytest.raises(
+        ValueError, match=r"layers.1.attend: window 4 is not computed over .* window None"
+    ):
         context_parallel(other, axis)
     with pytest.raises(ValueError, match=r"'tree' is unknown; use all_gather or ring"):
         context_parallel(Model(), axis, "tree")

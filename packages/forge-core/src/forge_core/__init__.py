@@ -17,6 +17,7 @@ from forge_core.model.feed_forward import FeedForward
 from forge_core.model.init import Init, initialise
 from forge_core.model.kv_cache import KVCache
 from forge_core.model.norm import RMSNorm
+from forge_core.model.spec import ATTENTION_RULES, AttentionSpec
 from forge_core.model.transformer import Transformer
 from forge_core.optim import (
     OPTIMIZER_GROUP_RULES,
@@ -31,6 +32,7 @@ from forge_core.optim import (
 CAPABILITIES: tuple[Rule, ...] = (
     *TRANSFORMER_RULES,
     *ROPE_SCALING_RULES,
+    *ATTENTION_RULES,
     *SAMPLING_RULES,
     *OPTIMIZER_RULES,
     *OPTIMIZER_GROUP_RULES,
@@ -40,6 +42,7 @@ CAPABILITIES: tuple[Rule, ...] = (
 __all__ = [
     "CAPABILITIES",
     "Attention",
+    "AttentionSpec",
     "FeedForward",
     "Init",
     "KVCache",

@@ -46,15 +46,26 @@ def not_compiled(function: F) -> F:
 
 
 @cache
-def _causal_argument() -> dict[str, Any]:
-    """Torch 2.11 spells it `is_causal=True`, 2.13 `window_size=(-1, 0)` (tokens left, right)."""
+def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
 
-    names = inspect.signature(varlen_attn).parameters
-    return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def varlen_causal(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int) -> Tensor:
+def varlen_computes(window: int | None) -> bool:
+    """Whether the installed `varlen_attn` has a window; that of torch 2.11 is causal at most."""
+    return window is None or "window_size" in _varlen_parameters()
+
+
+def varlen_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    borders: Tensor,
+    longest: int,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Causal attention inside each of several sequences laid end to end; CUDA, 16-bit only.
 
     q (T, H, D), k and v (T, Hkv, D), borders (N + 1,) int32 on the device of q -> (T, H, D). Heads
@@ -62,9 +73,16 @@ def varlen_causal(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    arguments = dict(_causal_argument())
+    named = _varlen_parameters()
+    # torch 2.11 spells it `is_causal=True`, 2.13 `window_size=(tokens to the left, to the right)`
+    left = -1 if window is None else window - 1
+    arguments: dict[str, Any] = (
+        {"window_size": (left, 0)} if "window_size" in named else {"is_causal": True}
+    )
+    if scale is not None:
+        arguments["scale"] = scale
     if q.size(1) != k.size(1):
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if "enable_gqa" in named:
             arguments["enable_gqa"] = True
         else:
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))

@@ -81,6 +81,11 @@ class SideBySide(Block):
         return x + self.weight * (mixed + self.feed_forward(self.feed_forward_norm(x), ctx))
 
 
+def sees_itself(ctx: Any, queries: Tensor, keys: Tensor) -> Tensor:
+    """A mask that shows each token itself alone."""
+    return (queries[:, None] == keys)[None]
+
+
 def slower(frequencies: Tensor, scaling: Any, by: float = 2.0) -> Tensor:
     """All rotary frequencies divided by a number."""
     return frequencies / by

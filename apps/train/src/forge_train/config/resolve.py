@@ -117,6 +117,12 @@ def _check_combination(config: JobConfig, with_data: bool) -> None:
             "model.moe.router 'expert_choice' chooses among all tokens of a row and cannot generate, and "
             f"sample.max_new_tokens {config.sample.max_new_tokens} does; set sample.max_new_tokens = 0"
         )
+    spec = getattr(config.model, "attention", None)
+    if spec and spec.mask != "causal" and config.sample.max_new_tokens:
+        problems.append(
+            f"model.attention.mask {spec.mask!r} is not computed with a KV cache and cannot generate, and "
+            f"sample.max_new_tokens {config.sample.max_new_tokens} does; set sample.max_new_tokens = 0"
+        )
     if config.eval.every_steps == 0 and config.data.validation is not None:
         problems.append(
             "data.validation is given but eval.every_steps 0 never reads it; set "

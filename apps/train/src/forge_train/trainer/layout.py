@@ -121,6 +121,11 @@ def _model_problems(config: JobConfig, layout: Layout) -> list[str]:
         problems += _experts_see_some_tokens(model)
     if layout.tp == 1:
         return problems
+    if model.attention.sinks:
+        problems.append(
+            f"parallel.tp {layout.tp} cannot cut model.attention.sinks, a logit per head; use tp = 1, or "
+            "sinks = false"
+        )
     widths = {
         "num_heads": model.num_heads,
         "num_kv_heads": model.resolved_num_kv_heads,

@@ -39,6 +39,7 @@ from forge_parallel import (
     reshard,
     select_device,
 )
+from forge_parallel.axes.context import attention_problems
 from forge_parallel.compile import recompilations
 from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
 from forge_train.config.resolve import ResolvedJob
@@ -123,6 +124,10 @@ class Trainer:
                 [f"sample.max_new_tokens {config.sample.max_new_tokens} needs a model that generates "
                  f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"]
             )  # fmt: skip
+        if config.parallel.cp > 1:
+            unreachable = attention_problems(self.model)
+            if unreachable:
+                raise ConfigError(unreachable)
         self.total_steps = total_steps(config, self.model)
         self._prepare_groups()
         self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))

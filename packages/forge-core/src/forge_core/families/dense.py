@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from forge_core.families.keys import read_common, write_common
-from forge_core.model.config import TransformerConfig
+from forge_core.model.config import TransformerConfig, is_size
+from forge_core.model.spec import AttentionSpec
 
 Row = tuple[str, str, tuple[tuple[Any, ...], ...]]
 
@@ -118,19 +119,15 @@ def _qwen3_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 def _mistral_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     window = hf.get("sliding_window", 4096)  # transformers' default where the key is missing
-    if window is not None:
-        raise ValueError(
-            f"mistral: sliding_window {window!r} is not supported; use a model whose config.json has "
-            "sliding_window null"
-        )
-    return read_common(hf, "mistral")
+    spec = AttentionSpec(window=window if is_size(window, 2**31) else None)  # the rest is refused
+    return read_common(hf, "mistral", ("sliding_window",), attention=spec)
 
 
 def _mistral_to_hf(config: TransformerConfig) -> dict[str, Any]:
     biases = ("qkv_bias", "o_bias", "feed_forward_bias")
     wanted = {"qk_norm": False, **dict.fromkeys(biases, False)}
-    hf = write_common(config, "mistral", "MistralForCausalLM", wanted)
-    return {**hf, "sliding_window": None}
+    hf = write_common(config, "mistral", "MistralForCausalLM", wanted, ("window",))
+    return {**hf, "sliding_window": config.attention.window}
 
 
 LLAMA = Family(

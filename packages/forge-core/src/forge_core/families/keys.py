@@ -25,7 +25,7 @@ _ROPE = {
 }
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        (*_REQUIRED, *_OPTIONAL_SIZES, _ROPE_SIZE),
+        (*_REQUIRED, *_OPTIONAL_SIZES, _ROPE_SIZE, "sliding_window"),
         lambda value: is_size(value, 2**62),
         "a whole number, at least 1",
     ),
@@ -106,11 +106,15 @@ def _head_dim(hf: Mapping[str, Any]) -> int | None:
 
 
 def write_common(
-    config: TransformerConfig, model_type: str, architecture: str, wanted: Mapping[str, Any]
+    config: TransformerConfig,
+    model_type: str,
+    architecture: str,
+    wanted: Mapping[str, Any],
+    spec: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """The shared part of `config.json`, rotary keys in the forms of transformers 4 and 5.
 
-    `wanted` are fields that the family fixes. Raises ValueError with a line for each field whose
+    `wanted` are fields that the family fixes, `spec` those of AttentionSpec that it writes itself. Raises ValueError with a line for each field whose
     value the family cannot express.
     """
     fixed = {
@@ -122,6 +126,10 @@ def write_common(
         "choose another family"
         for name, value in fixed.items()
         if getattr(config, name) != value
+    ]
+    problems += [
+        f"{model_type}: attention.{name} {value!r} cannot be said in this family; choose another family"
+        for name, value in config.attention.beyond(spec).items()
     ]
     if config.rope_scaling is not None and config.rope_scaling.name not in ("llama3", "linear"):
         problems.append(

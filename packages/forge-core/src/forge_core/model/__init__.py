@@ -9,10 +9,12 @@ from forge_core.model.init import Init, check_init_tables, initialise
 from forge_core.model.kv_cache import KVCache
 from forge_core.model.norm import RMSNorm
 from forge_core.model.parts import check_parts
+from forge_core.model.spec import AttentionSpec
 from forge_core.model.transformer import Transformer
 
 __all__ = [
     "Attention",
+    "AttentionSpec",
     "Block",
     "FeedForward",
     "Init",

@@ -7,38 +7,75 @@ of a head.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core._torch_compat import not_compiled
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
-from forge_core.model.documents import causal, within_segments
+from forge_core.model.documents import within_segments
 from forge_core.model.init import Init, linear_rows
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.norm import RMSNorm
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
+from forge_core.model.rows import attend_rows, attend_scores
+from forge_core.model.spec import MASKS, AttentionSpec
 
 Tables = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, TokenContext], Tensor]
+Attend = Callable[..., Tensor]
 
 
-def attend_causally(q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tensor:
-    """Each token to its row so far, or to its document so far where ctx.document_ids part the row.
+class LocalAttention:
+    """Attention as a spec says, where whole rows are in this process; computes every field.
 
-    q (B, S, H, D), k and v (B, S, K, D) -> like q.
+    Each token sees its row so far, or its document so far where ctx.document_ids part the row. A mask of
+    its own holds (B, H, S, S) scores and is given whole rows of ctx.
     """
-    return causal(q, k, v) if ctx.document_ids is None else _within_documents(q, k, v, ctx)
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self._mask = None if spec.mask == "causal" else MASKS.checked(spec.mask, {})
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q."""
+        if self._mask is not None:
+            mask = self._visible(self._mask, ctx, q.size(1), q.device).unsqueeze(1)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D)
+            return attend_scores(q, k, v, mask, self.spec, sinks).transpose(1, 2)
+        if ctx.document_ids is None:
+            return attend_rows(q, k, v, self.spec, sinks)
+        return _within_documents(q, k, v, ctx, self.spec, sinks)
+
+    def _visible(
+        self, mask: Callable[..., Tensor], ctx: TokenContext, size: int, device: torch.device
+    ) -> Tensor:
+        """(B or 1, S, S) bool: what the mask lets through within documents and the window, and itself."""
+
+        def make() -> Tensor:
+            index = torch.arange(size, device=device)
+            behind = index[:, None] - index
+            seen = mask(ctx, index, index)
+            if self.spec.window is not None:
+                seen = seen & (behind < self.spec.window)
+            if ctx.document_ids is not None:
+                ids = ctx.document_ids.to(device)
+                number = F.pad((ids[:, 1:] != ids[:, :-1]).cumsum(1), (1, 0))  # (B, S)
+                seen = seen & (number[:, :, None] == number[:, None, :])
+            return seen | (behind == 0)  # or a row that sees nothing would be nan
+
+        return ctx.once(("mask", self.spec.mask, self.spec.window, device), make)
 
 
 @not_compiled  # torch 2.11 would compile again for each plan that it sees
-def _within_documents(q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tensor:
+def _within_documents(
+    q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     plan = ctx.segments()
     assert plan is not None
-    return within_segments(q, k, v, plan)
-
-
-#: Says that another implementation of the same may stand in: scores by D ** -0.5, no window, no bias.
-attend_causally.is_causal = True  # type: ignore[attr-defined]
+    return within_segments(q, k, v, plan, spec, sinks)
 
 
 class Attention(nn.Module):
@@ -47,18 +84,24 @@ class Attention(nn.Module):
         Attention(config)(x)                  # (B, S, M) -> (B, S, M), rows are single documents
         Attention(config)(x, ctx, cache)      # packed documents, positions, a LayerCache
 
+    `spec` says what is computed between the projections (default: `config.attention`); a mixer of your own
+    may give each layer another.
+
     Number of heads is read off the projections' outputs, so heads may be sharded over ranks.
 
     `attend(q, k, v, ctx)` is the attention between the projections where there is no cache, and may
     be replaced by another callable of the same shapes (tokens of a row spread over ranks, a kernel
     of your own). What it must know about tokens it finds in ctx; where it offers `prepare(ctx, x)`,
-    that runs before the first block, outside compiled code. It is no part of the state.
+    that runs before the first block, outside compiled code. It is no part of the state. With sinks it is
+    given them, (H,), as a fifth argument. Where it says what it computes by an attribute `spec`, who replaces
+    it (context parallelism) refuses what that cannot compute.
     """
 
     attend: Attend
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, spec: AttentionSpec | None = None) -> None:
         super().__init__()
+        self.spec = config.attention if spec is None else spec
         self.head_dim = config.resolved_head_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         heads, kv_heads = config.num_heads, config.resolved_num_kv_heads
@@ -69,7 +112,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.attend = attend_causally
+        self.sinks = nn.Parameter(torch.zeros(heads)) if self.spec.sinks else None
+        self.attend = LocalAttention(self.spec)
 
     def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> Tables:
         """Rotary tables for x (B, S, M), and what `attend` needs, once per context for all layers.
@@ -107,7 +151,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, tables), rotate(k, tables)
-        out = self.attend(q, k, v, ctx) if cache is None else cache.attend(q, k, v, ctx)
+        sinks = () if self.sinks is None else (self.sinks,)
+        if cache is None:
+            out = self.attend(q, k, v, ctx, *sinks)
+        else:
+            out = cache.attend(q, k, v, ctx, self.spec, *sinks)
         projected: Tensor = self.o_proj(out.flatten(-2))  # (B, S, M)
         return projected
 
@@ -120,10 +168,14 @@ class Attention(nn.Module):
             **linear_rows("v_proj", self.v_proj, std),
             **linear_rows("o_proj", self.o_proj, residual_std),
             **{f"{name}.weight": Init("constant", 1.0) for name in norms},
+            **({} if self.sinks is None else {"sinks": Init("normal", std)}),
         }
 
     def parallel_roles(self) -> dict[str, str]:
-        """Role of each parameter under tensor parallelism, by pattern; see Transformer."""
+        """Role of each parameter under tensor parallelism, by pattern; see Transformer.
+
+        Sinks, one per head, have none: no role cuts a vector, so tensor parallelism refuses them by name.
+        """
         norms = ("q_norm", "k_norm") if self.q_norm is not None else ()
         return {
             "q_proj.*": "colwise",
@@ -137,8 +189,13 @@ class Attention(nn.Module):
         """Forward FLOPs for one token in rows of `seq_len`: projections, scores and values.
 
         A token sees seq_len / 2 tokens on average (causal), so scores and values take
-        2 * 2 * H * D * seq_len / 2. Packed documents need less; their row length is the bound.
+        2 * 2 * H * D * seq_len / 2; less with a window. Packed documents need less; their row length is the
+        bound.
         """
         linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
         projections = 2.0 * sum(m.in_features * m.out_features for m in linears)
-        return projections + 2.0 * self.q_proj.out_features * seq_len
+        window = min(self.spec.window or seq_len, seq_len)
+        seen = (
+            window * (2 * seq_len - window) / seq_len
+        )  # twice the tokens that one sees on average
+        return projections + 2.0 * self.q_proj.out_features * seen

@@ -8,6 +8,7 @@ from typing import Any
 
 from forge_core._registry import installed
 from forge_core._rules import Rule, check
+from forge_core.model.spec import AttentionSpec
 
 
 def _field(default: Any, help: str) -> Any:
@@ -243,6 +244,9 @@ class TransformerConfig:
     block: str = _field(
         "pre_norm",
         "what joins mixer and feed-forward: pre_norm, an entry point of forge.blocks, or module:attr",
+    )
+    attention: AttentionSpec = field(
+        default=AttentionSpec(), metadata={"help": "what each attention computes"}
     )
     mixer_options: dict[str, Any] = field(
         default_factory=dict, hash=False, metadata=_options_of("mixer")

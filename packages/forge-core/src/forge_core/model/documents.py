@@ -13,11 +13,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_core._torch_compat import not_compiled, varlen_causal
+from forge_core._torch_compat import not_compiled, varlen_causal, varlen_computes
+from forge_core.model.rows import PLAIN, attend_rows
+from forge_core.model.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -107,39 +108,29 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Attention with shared key/value heads: q (B, H, S, D), k and v (B, K, T, D) -> like q.
-
-    `options` are those of `F.scaled_dot_product_attention`. In fp32 on CUDA keys and values are
-    repeated to H heads: only torch's math kernel shares heads there, and it holds (S, T) scores of
-    every head.
-    """
-    groups = q.size(1) // k.size(1)
-    if groups > 1 and q.is_cuda and q.dtype == torch.float32:
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))  # (B, H, T, D)
-        groups = 1
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1, **options)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of whole rows: q (B, S, H, D), k and v (B, S, K, D) -> (B, S, H, D)."""
-    parts = (t.transpose(1, 2) for t in (q, k, v))
-    return sdpa(*parts, is_causal=True).transpose(1, 2)
-
-
 @not_compiled  # host lengths change with every batch: compiled, each would be a new graph
-def within_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tensor:
+def within_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: SegmentPlan,
+    spec: AttentionSpec = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention inside the segments of a plan: q (B, S, H, D), k, v (B, S, K, D) -> like q.
 
-    On CUDA in bf16 or fp16 one `varlen_attn` call; elsewhere one SDPA call for each length that
-    occurs, plus one gather of q, k, v and the output where equal lengths are not neighbours.
+    On CUDA in bf16 or fp16 one `varlen_attn` call, if that computes the spec; elsewhere one call of
+    `attend_rows` for each length that occurs, plus one gather of q, k, v and the output where equal lengths
+    are not neighbours.
     """
     if plan.whole_rows:
-        return causal(q, k, v)
+        return attend_rows(q, k, v, spec, sinks)
     batch, size = q.shape[:2]
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        out = varlen_causal(q, k, v, plan.borders(q.device), max(plan.lengths))
+    short = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    if short and not spec.needs_scores and varlen_computes(spec.window):
+        borders, longest = plan.borders(q.device), max(plan.lengths)
+        out = varlen_causal(q, k, v, borders, longest, spec.scale, spec.window)
         return out.unflatten(0, (batch, size))
     if plan.order is not None:
         order, inverse = plan.permutation(q.device)
@@ -147,8 +138,8 @@ def within_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tenso
     sizes = [length * count for length, count in plan.groups]
     pieces = []
     for (length, count), *parts in zip(plan.groups, *(t.split(sizes) for t in (q, k, v))):
-        rows = (t.unflatten(0, (count, length)) for t in parts)  # (N, L, H or K, D)
-        pieces.append(causal(*rows).flatten(0, 1))
+        q, k, v = (t.unflatten(0, (count, length)) for t in parts)  # (N, L, H or K, D)
+        pieces.append(attend_rows(q, k, v, spec, sinks).flatten(0, 1))
     out = torch.cat(pieces)  # (B S, H, D)
     if plan.order is not None:
         out = _Reorder.apply(out, inverse, order)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from forge_core.model.context import TokenContext
-from forge_core.model.documents import SegmentPlan, cut, sdpa, within_segments
+from forge_core.model.documents import SegmentPlan, cut, within_segments
+from forge_core.model.rows import PLAIN, attend_masked, visible
+from forge_core.model.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -123,57 +125,96 @@ class LayerCache:
         key = ("starts", id(self.history))
         return ctx.once(key, lambda: self.history.peek(ctx.document_ids, batch, size))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext) -> Tensor:
-        """Store k, v (B, S, K, D) and attend q (B, S, H, D) to what each token may see -> like q."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: TokenContext,
+        spec: AttentionSpec = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k, v (B, S, K, D) and attend q (B, S, H, D) to what each token may see -> like q.
+
+        Keys outside of a window stay stored. ValueError for a mask of its own: a token cannot see later ones.
+        """
+        refuse_mask(spec)
         batch, size = q.shape[:2]
         past = self.length
         keys, values = self.append(k, v)
         if past == 0:
             plan = ctx.segments() or SegmentPlan.of_lengths([[size]] * batch)
-            out = within_segments(q, k, v, plan)
+            out = within_segments(q, k, v, plan, spec, sinks)
         else:
             starts = self._starts(ctx, batch, size)
             query = q.transpose(1, 2)  # (B, H, S, D)
             attend = _one_token if size == 1 else _many_tokens
-            out = attend(query, keys, values, starts, past, ctx).transpose(1, 2)
+            seen = attend(query, keys, values, starts, past, ctx, spec, sinks)
+            out = seen.transpose(1, 2)
         if self._owns_history:
             self.history.advance(ctx.document_ids, batch, size)
         return out
 
 
+def refuse_mask(spec: AttentionSpec) -> None:
+    """ValueError for what a cache cannot compute."""
+    if spec.mask != "causal":
+        raise ValueError(
+            f"attention.mask {spec.mask!r} is not computed with a KV cache, where a token sees earlier ones "
+            "alone; score whole rows without a cache, or use 'causal'"
+        )
+
+
 def _one_token(
-    q: Tensor, k: Tensor, v: Tensor, starts: list[list[int]], past: int, ctx: TokenContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[list[int]],
+    past: int,
+    ctx: TokenContext,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One new token per row: q (B, H, 1, D), k and v (B, K, T, D) -> (B, H, 1, D)."""
-    first = [row[0] for row in starts]
+    oldest = 0 if spec.window is None else past + 1 - spec.window
+    first = [max(row[0], oldest) for row in starts]
     low = min(first)
     mask = None
     if max(first) != low:  # (B, 1, 1, T): one row of keys for one query, nothing quadratic
 
-        def visible() -> Tensor:
+        def reached() -> Tensor:
             begin = torch.tensor(first, device=q.device)[:, None, None, None]
             return torch.arange(low, past + 1, device=q.device) >= begin
 
-        mask = ctx.once(("one token", q.device), visible)
-    return sdpa(q, k[:, :, low:], v[:, :, low:], attn_mask=mask)
+        mask = ctx.once(("one token", q.device, spec.window), reached)
+    return attend_masked(q, k[:, :, low:], v[:, :, low:], mask, spec, sinks)
 
 
 def _many_tokens(
-    q: Tensor, k: Tensor, v: Tensor, starts: list[list[int]], past: int, ctx: TokenContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[list[int]],
+    past: int,
+    ctx: TokenContext,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Several new tokens after cached ones, a call per distinct span: shapes as `_one_token`."""
     out = torch.empty_like(q)
     for span in _spans(starts, past, q.size(2)):
         rows = slice(None) if len(span.rows) == q.size(0) else list(span.rows)
-        stop = past + span.stop
-        q_index = torch.arange(past + span.start, stop, device=q.device)
-        k_index = torch.arange(span.first, stop, device=q.device)
-        mask = k_index[None, :] <= q_index[:, None]  # (new, visible)
-        out[rows, :, span.start : span.stop] = sdpa(
+        start, stop = past + span.start, past + span.stop
+        first = span.first if spec.window is None else max(span.first, start + 1 - spec.window)
+        q_index = torch.arange(start, stop, device=q.device)
+        k_index = torch.arange(first, stop, device=q.device)
+        out[rows, :, span.start : span.stop] = attend_masked(
             q[rows][:, :, span.start : span.stop],
-            k[rows][:, :, span.first : stop],
-            v[rows][:, :, span.first : stop],
-            attn_mask=mask,
+            k[rows][:, :, first:stop],
+            v[rows][:, :, first:stop],
+            visible(q_index, k_index, spec.window),  # (new, visible)
+            spec,
+            sinks,
         )
     return out
 

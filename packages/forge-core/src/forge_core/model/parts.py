@@ -6,6 +6,7 @@ A part of your own is an entry point of the kind's group or an import path `modu
     norm                  part(dim, eps, **options)
     block                 part(config, mixer, feed_forward, **options)   both are modules
     rope_scaling          part(frequencies, scaling, **options)          see `inverse_frequencies`
+    attention.mask        part(ctx, queries, keys)                       see `AttentionSpec`
 
 with the options of `config.mixer_options` and so on, which its signature must have.
 """
@@ -19,6 +20,7 @@ from forge_core.model.config import TransformerConfig
 from forge_core.model.feed_forward import FEED_FORWARDS
 from forge_core.model.norm import NORMS
 from forge_core.model.rope import ROPE_SCALINGS
+from forge_core.model.spec import MASKS
 
 MIXERS = Registry(
     "model.mixer",
@@ -55,6 +57,8 @@ def check_parts(config: TransformerConfig) -> None:
         (FEED_FORWARDS, config.feed_forward, config.feed_forward_options),
         (BLOCKS, config.block, config.block_options),
     ]
+    if config.attention.mask != "causal":
+        named.append((MASKS, config.attention.mask, {}))
     if config.rope_scaling is not None:
         named.append((ROPE_SCALINGS, config.rope_scaling.name, config.rope_scaling.options))
     problems = []

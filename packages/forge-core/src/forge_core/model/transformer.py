@@ -16,9 +16,10 @@ from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.feed_forward import build_feed_forward
 from forge_core.model.init import initialise
-from forge_core.model.kv_cache import KVCache
+from forge_core.model.kv_cache import KVCache, refuse_mask
 from forge_core.model.norm import build_norm
 from forge_core.model.parts import build_block, build_mixer, check_parts
+from forge_core.model.spec import AttentionSpec
 
 Factory = Callable[[int], nn.Module]
 
@@ -174,9 +175,11 @@ class Transformer(nn.Module):
     def new_cache(self, max_length: int) -> KVCache:
         """An empty cache for rows of up to `max_length` tokens.
 
-        ValueError if a layer says that it `needs_whole_rows`.
+        ValueError if a layer says that it `needs_whole_rows`, or its attention's spec has a mask of its own.
         """
         for name, module in self.named_modules():
+            if isinstance(getattr(module, "spec", None), AttentionSpec):
+                refuse_mask(module.spec)
             if getattr(module, "needs_whole_rows", False):
                 raise ValueError(
                     f"{name} chooses among all tokens of a row and cannot decode one token at a time; "

@@ -9,6 +9,8 @@ width of a head.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -70,8 +72,9 @@ def context_parallel(
 
     Sets `module.attend` on every module that has this attribute: a callable (q (B, s, H, D), k, v
     (B, s, K, D), ctx) -> like q that is causal within the row, or within the document of
-    `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5, no window, no bias. What was
-    there must be the same and say so by `is_causal = True`. Nothing else may mix the tokens of a row.
+    `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5 or a scale of its own, no window,
+    no bias. What was there must be the same and say so (see `attention_problems`); a scale is a factor of q,
+    which in 16 bits rounds once more. Nothing else may mix the tokens of a row.
     A model whose forward has `positions` may be given document_ids of whole rows (B, S) instead, on the host:
     it sees its part of them, and which tokens are its own is planned from the rows.
 
@@ -86,30 +89,51 @@ def context_parallel(
     """
     if exchange not in _EXCHANGES:
         raise ValueError(f"exchange {exchange!r} is unknown; use {' or '.join(_EXCHANGES)}")
-    found = [module for module in model.modules() if hasattr(module, "attend")]
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no module with an attribute attend(q, k, v, ctx), so its "
-            "attention cannot reach over ranks; give its attention one, or use cp 1"
-        )
-    for name, module in model.named_modules():
-        if hasattr(module, "attend") and not getattr(module.attend, "is_causal", False):
-            raise ValueError(
-                f"{name}.attend must be causal attention inside of documents with scores by D ** -0.5, which cp "
-                "puts in its place, and does not say so; give the function is_causal = True if it is, or use cp 1"
-            )
+    problems = attention_problems(model)
+    if problems:
+        raise ValueError("\n".join(problems))
     if axis.size == 1:
         return model
     mark(model, "context")
     attention = ContextAttention(axis, exchange)
-    for module in found:
-        module.attend = attention  # type: ignore[assignment]  # a callable, not a module
+    for module in model.modules():
+        if hasattr(module, "attend"):
+            module.attend = attention.scaled(module.attend)  # type: ignore[assignment]  # no module
     arguments = arguments_with_positions(model)
     if arguments:
         model.__dict__["_forge_arguments"] = arguments
         model.__dict__["_forge_attention"] = attention
         swap(model, _RowsOverRanks)
     return model
+
+
+def attention_problems(model: nn.Module) -> list[str]:
+    """What of a model's attention cannot reach over ranks: a sentence per layer and field.
+
+    `module.attend` says by `spec`, a dataclass, what it computes, where each field at its default is plain
+    causal attention inside of documents with scores by D ** -0.5; or by `is_causal = True` that it is that.
+    """
+    offers = {name: m.attend for name, m in model.named_modules() if hasattr(m, "attend")}
+    if not offers:
+        return [
+            f"{type(model).__name__} has no module with an attribute attend(q, k, v, ctx), so its "
+            "attention cannot reach over ranks; give its attention one, or use cp 1"
+        ]
+    problems = []
+    for name, attend in offers.items():
+        spec = getattr(attend, "spec", None)
+        if spec is None and not getattr(attend, "is_causal", False):
+            problems.append(
+                f"{name}.attend must be causal attention inside of documents with scores by D ** -0.5, which cp "
+                "puts in its place, and does not say so; give the function is_causal = True if it is, or use cp 1"
+            )
+        problems += [
+            f"{name}.attend: {f.name} {getattr(spec, f.name)!r} is not computed over the ranks of cp, where "
+            f"attention is causal with a scale and no more; use cp 1, or {f.name} {f.default!r}"
+            for f in (() if spec is None else dataclasses.fields(spec))
+            if f.name != "scale" and getattr(spec, f.name) != f.default
+        ]
+    return problems
 
 
 class Span(NamedTuple):
@@ -129,11 +153,21 @@ class ContextAttention:
     """What `context_parallel` puts in place of a module's `attend`."""
 
     is_causal = True
+    scale: float | None = None  # None: D ** -0.5
 
     def __init__(self, axis: Any, exchange: str) -> None:
         self.axis, self.name = axis, exchange
         self.exchange = _EXCHANGES[exchange](axis)
         self._rows = WeakTensorKeyDictionary()  # this rank's document ids -> those of whole rows
+
+    def scaled(self, attend: Any) -> ContextAttention:
+        """This one with the scale that `attend` says; plans and exchange are shared."""
+        scale = getattr(getattr(attend, "spec", None), "scale", None)
+        if scale is None:
+            return self
+        other = copy.copy(self)
+        other.scale = scale
+        return other
 
     def __deepcopy__(self, memo: Any) -> ContextAttention:
         return self  # process groups cannot be copied, and copies of a model share them
@@ -161,6 +195,8 @@ class ContextAttention:
             )
         else:
             plan = self._plan(ctx, q.device)
+        if self.scale is not None:  # kernels scale by D ** -0.5
+            q = q * (self.scale * q.size(-1) ** 0.5)
         return blockwise_attention(q, k, v, plan, self.exchange)
 
     def _plan(self, ctx: Any, device: torch.device) -> Plan:
@@ -172,7 +208,7 @@ class ContextAttention:
             return packed_plan(documents(ids), ids.size(1) // size, rank, size, self.name)
 
         once = getattr(ctx, "once", None)
-        return make() if once is None else once(("context parallel", id(self)), make)
+        return make() if once is None else once(("context parallel", id(self.exchange)), make)
 
 
 def documents(ids: Tensor) -> list[list[tuple[int, int]]]:
