@@ -4,7 +4,7 @@ from forge_core import families
 from forge_core._rules import Rule
 from forge_core.flops import flops_per_token, parameter_count
 from forge_core.generate import SAMPLING_RULES, SamplingConfig, generate, generate_stream
-from forge_core.loss import TokenLoss, cross_entropy
+from forge_core.loss import TokenLoss, cross_entropy, fused_cross_entropy
 from forge_core.model.attention import Attention
 from forge_core.model.config import (
     ROPE_SCALING_RULES,
@@ -60,6 +60,7 @@ __all__ = [
     "cross_entropy",
     "families",
     "flops_per_token",
+    "fused_cross_entropy",
     "generate",
     "generate_stream",
     "initialise",

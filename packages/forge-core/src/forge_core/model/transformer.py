@@ -22,14 +22,23 @@ from forge_core.model.parts import build_block, build_mixer, check_parts
 from forge_core.model.spec import AttentionSpec
 
 Factory = Callable[[int], nn.Module]
+#: Of the stream behind the final norm (B, S, D) and the head's weight (V, D).
+Then = Callable[[Tensor, Tensor], Tensor]
+
+
+class Head(nn.Linear):
+    """The output projection: (B, S, D) -> (B, S, V), or what `then` makes of x and the weight (V, D)."""
+
+    def forward(self, x: Tensor, then: Then | None = None) -> Tensor:
+        return super().forward(x) if then is None else then(x, self.weight)
 
 
 class TiedHead(nn.Module):
-    """The output projection by the embedding's weight (V, D), which it does not hold, so that nothing
-    can untie it (`to_empty` would): (B, S, D) -> (B, S, V)."""
+    """The same by the embedding's weight (V, D), which it does not hold, so that nothing can untie it
+    (`to_empty` would)."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def forward(self, x: Tensor, weight: Tensor, then: Then | None = None) -> Tensor:
+        return F.linear(x, weight) if then is None else then(x, weight)
 
 
 class Transformer(nn.Module):
@@ -76,7 +85,7 @@ class Transformer(nn.Module):
         self.norm = build_norm(config)
         tied = config.tie_embeddings
         self.lm_head: nn.Module = (
-            TiedHead() if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+            TiedHead() if tied else Head(config.dim, config.vocab_size, bias=False)
         )
         if not self.embedding.weight.is_meta:
             initialise(self, seed=0, strict=False)
@@ -90,6 +99,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
         token_ids: Tensor | None = None,
+        then: Then | None = None,
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S) int64, in the compute dtype.
 
@@ -100,6 +110,11 @@ class Transformer(nn.Module):
 
         A stage of a pipeline takes the stream (B, S, D) of the stage before in place of tokens, and gives its
         own where norm and head are None; blocks there know `token_ids` (B, S) only if they are passed.
+
+        `then(x, weight)` takes the stream behind the final norm (B, S, D) and the head's weight (V, D), and its
+        tensor is returned in place of logits: a loss that never holds all of them (`fused_cross_entropy`). It
+        runs inside the head's forward, the one place where that weight is gathered (FSDP2); under tensor
+        parallelism weight is this rank's rows (V / tp, D), and x whole tokens.
 
         Raises ValueError for a row longer than max_seq_len and for shapes and dtypes that do not fit.
         """
@@ -112,16 +127,19 @@ class Transformer(nn.Module):
             x = block(x, ctx, parts[key])
         if cache is not None:
             cache.history.advance(document_ids, *tokens.shape[:2])
-        return self.head(x[:, -1:] if last_only else x)
+        return self.head(x[:, -1:] if last_only else x, then)
 
-    def head(self, x: Tensor) -> Tensor:
-        """Final norm and output projection: (B, S, D) -> (B, S, V); x itself where another stage has them."""
+    def head(self, x: Tensor, then: Then | None = None) -> Tensor:
+        """Final norm and output projection: (B, S, D) -> (B, S, V); x itself where another stage has them.
+
+        `then` as in `forward`.
+        """
         if self.norm is None:
             return x
-        x = self.norm(x)
-        tied = isinstance(self.lm_head, TiedHead)
-        logits: Tensor = self.lm_head(x, self.embedding.weight) if tied else self.lm_head(x)
-        return logits
+        weights = (self.embedding.weight,) if isinstance(self.lm_head, TiedHead) else ()
+        given = {} if then is None else {"then": then}
+        out: Tensor = self.lm_head(self.norm(x), *weights, **given)
+        return out
 
     def context(
         self,

@@ -83,12 +83,17 @@ class Colwise(nn.Module):
 
 
 class Logits(Colwise):
-    """A rank's logits; those of an uneven vocabulary are filled up with -inf, so that all have a width."""
+    """A rank's logits; those of an uneven vocabulary are filled up with -inf, so that all have a width.
+
+    A head that is given a function `then` computes something else, which is returned as it is.
+    """
 
     tp_width: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = super().forward(*args, **kwargs)
+        if kwargs.get("then") is not None:
+            return logits
         missing = self.tp_width - logits.size(-1)
         if missing < 0:
             raise ValueError(
@@ -106,6 +111,8 @@ class GatheredLogits(Logits):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = super().forward(*args, **kwargs)
+        if kwargs.get("then") is not None:
+            return logits
         if self.training and torch.is_grad_enabled() and not self.tp_whole:
             return logits
         return join(logits, self.tp.ranks, logits.dim() - 1)[..., : self.tp_ids]

@@ -1,0 +1,96 @@
+"""A loss inside the head's forward equals the loss of the logits, and never holds those of all tokens.
+
+Bound: fp32 1e-5 of max|a - b| / max|b|.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge_core import (
+    Transformer,
+    TransformerConfig,
+    cross_entropy,
+    fused_cross_entropy,
+    initialise,
+)
+from forge_core.loss import fused
+
+V, B, S = 40, 2, 12
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(0))
+    labels = tokens[:, 1:].clone()
+    labels[0, 3:6] = -100
+    return tokens[:, :-1], labels
+
+
+@pytest.mark.parametrize("block", [1, 7 * V, 2**23])
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_and_gradients_are_those_of_the_logits(
+    tied: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_BLOCK", block)
+    model = Transformer(
+        TransformerConfig(V, dim=32, num_layers=2, num_heads=2, tie_embeddings=tied)
+    )
+    initialise(model, 1, std=0.2)
+    tokens, labels = batch()
+    wanted = cross_entropy(model(tokens), labels)
+    (wanted.sum / 7).backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    counts = []
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        found = fused_cross_entropy(x, weight, labels)
+        counts.append(int(found.count))
+        return found.sum
+
+    total = model(tokens, then=loss)
+    (total / 7).backward()
+    assert error(total.detach(), wanted.sum.detach()) < 1e-6
+    assert counts == [int(wanted.count)] == [B * S - 3]
+    for name, parameter in model.named_parameters():
+        assert error(parameter.grad, expected[name]) < 1e-5, name
+
+
+def test_the_logits_of_all_tokens_are_never_kept() -> None:
+    model = Transformer(TransformerConfig(V, dim=32, num_layers=1, num_heads=2, hidden_dim=48))
+    tokens, labels = batch()
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+    ):
+        model(tokens, then=lambda x, w: fused_cross_entropy(x, w, labels).sum)
+        assert not [s for s in kept if s[-1:] == (V,)]
+        cross_entropy(model(tokens), labels)
+    assert (B * S, V) in kept
+
+
+def test_then_has_the_normed_stream_and_the_weight() -> None:
+    model = Transformer(TransformerConfig(V, dim=32, num_layers=1, num_heads=2))
+    tokens, _ = batch()
+    with torch.no_grad():
+        same = model(tokens, then=lambda x, weight: x @ weight.T, last_only=True)
+        assert error(same, model(tokens)[:, -1:]) < 1e-6
+    assert isinstance(model.lm_head, nn.Linear)
+
+
+def test_no_label_gives_a_zero_with_a_graph_and_bf16_works() -> None:
+    x = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, 8, dtype=torch.bfloat16, requires_grad=True)
+    none = fused_cross_entropy(x, weight, torch.full((5,), -100))
+    none.sum.backward()
+    assert (float(none.sum.detach()), int(none.count)) == (0.0, 0)
+    assert float(x.grad.abs().max()) == float(weight.grad.abs().max()) == 0.0
+    labels = torch.arange(5)
+    found = fused_cross_entropy(x, weight, labels).sum
+    assert error(found.detach(), cross_entropy(x @ weight.T, labels).sum.detach()) < 1e-5
+    with pytest.raises(ValueError, match=r"labels \(4,\) must have the shape of x \(5, 8\)"):
+        fused_cross_entropy(x, weight, labels[:4])
