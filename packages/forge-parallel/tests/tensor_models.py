@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from forge_parallel.structure import structure_of
+
 VOCAB, DIM, HEADS, KV, HEAD = 37, 16, 4, 2, 4
 
 
@@ -202,7 +204,7 @@ def mesh_of(dp: int, tp: int) -> DeviceMesh:
 def shard(model: Any, mesh: DeviceMesh, everywhere: DeviceMesh | None = None) -> Any:
     """FSDP2 around every block and the root; experts over all ranks."""
     experts = [m for m in model.modules() if isinstance(m, Experts)]
-    for module in [*experts, *model.blocks(), model]:
+    for module in [*experts, *structure_of(model).modules(model), model]:
         fully_shard(module, mesh=everywhere if module in experts else mesh)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

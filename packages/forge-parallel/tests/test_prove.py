@@ -99,7 +99,7 @@ def verdicts(results: list[Result]) -> dict[str, str]:
 def test_a_plain_model_is_green_in_every_layout() -> None:
     results = prove(Model, vocab_size=VOCAB)
     assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
-    assert len(results) == 15
+    assert len(results) == 16
     assert all({"stream", "loss", "gradient", "norm", "weight"} == set(r.errors) for r in results)
     assert 0 < max(r.worst for r in results) < 1e-5
 
@@ -253,7 +253,7 @@ def test_a_tiny_llama_of_transformers() -> None:
 
     results = {r.cell: r for r in prove(build, vocab_size=VOCAB, worlds=[2])}
     refused = {name for name, result in results.items() if result.verdict == "refused"}
-    assert refused == {"cp", "pp", "recompute full"}
+    assert refused == {"cp", "pp"}
     assert "LlamaForCausalLM" in results["cp"].message
     assert all(r.verdict == "green" for name, r in results.items() if name not in refused), results
     assert all("text" in r.errors for name, r in results.items() if name not in refused)
@@ -397,6 +397,29 @@ def test_the_command(
     assert main([*arguments, "--world", "2", "--only", "whole"]) == code
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
+
+
+def test_blocks_that_nobody_can_tell_are_asked_for_and_may_be_named() -> None:
+    class Two(Model):
+        """Two lists of equal length, and no methods."""
+
+        blocks = pipeline_parts = None  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.ModuleList([Block() for _ in range(2)])
+
+        def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+            x = self.embedding(tokens)
+            for block in [*self.layers, *self.more]:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    with pytest.raises(ProveError, match=r"layers and more hold 2 modules each; pass blocks="):
+        prove(Two, vocab_size=VOCAB, only="recompute", worlds=[2])
+    both = ["layers.*", "more.*"]
+    (result,) = prove(Two, blocks=both, vocab_size=VOCAB, only="recompute", worlds=[2])
+    assert result.verdict == "green", result
 
 
 def test_the_command_in_a_process_of_its_own(lab: Path) -> None:

@@ -107,8 +107,8 @@ def dropout_in_a_function() -> Net:
 
 EXPERTS = {**ROLES, "layers.*": "expert"}
 BESIDE = {
-    **ROLES,
-    "layers.*": "replicate_sum_grad",
+    **{row: role for row, role in ROLES.items() if row != "layers.*"},
+    "layers.*.router.*": "replicate_sum_grad",
     "layers.?.weight": "expert",
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
@@ -249,7 +249,7 @@ def test_F113_a_model_that_is_gathered_at_once_is_warned_of() -> None:
     assert others == []
     assert said == (
         "Sequential offers no blocks(), so FSDP2 gathers all of it at once on every rank, 2e-05 GB in bf16; "
-        "give it blocks() that returns its layers"
+        "give it blocks() that returns its layers, or name them with blocks="
     )
     assert run_on_ranks(2, warned, True) == [[], []]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_parallel.axes.roles import Role, check_cuts, match_roles, role_names
+from forge_parallel.axes.roles import Role, check_cuts, find_roles, match_roles
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import Model
@@ -136,5 +136,11 @@ def test_one_parameter_cannot_have_two_layouts():
 
 def test_a_role_has_one_name_however_it_is_written():
     for value in ("expert", Role("expert"), {"role": "expert"}, ("expert",)):
-        assert role_names(Small(), {"up.*": value}) == {"up.*": "expert"}
-    assert role_names(Small()) == {}
+        found = find_roles(Small(), {"up.*": value}, cut=False)
+        assert set(found.parameters.values()) == {"expert"}
+        assert all(name.startswith("up.") for name in found.expert_parameters)
+    assert find_roles(Small(), cut=False).parameters == {}
+    with pytest.raises(ValueError, match="Small must say the roles of its parameters"):
+        find_roles(Small())
+    with pytest.raises(ValueError, match="role 'sideways' is unknown"):
+        find_roles(Small(), {"up.*": "sideways"}, cut=False)

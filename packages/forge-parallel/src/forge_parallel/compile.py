@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from forge_parallel._torch_compat import allow_graphs, compiler, count_compilations
-from forge_parallel.axes.fsdp import blocks_of
 from forge_parallel.order import mark
 from forge_parallel.recompute import COMPILED, Trained, is_selective
+from forge_parallel.structure import Structure, structure_of
 
 
 def compile_blocks(
@@ -24,8 +24,9 @@ def compile_blocks(
     backend: str = "inductor",
     *,
     memory_budget: float | None = None,
+    structure: Structure | None = None,
 ) -> nn.Module:
-    """Compile every block of `model.blocks()` (the model itself where it offers none), in place.
+    """Compile every block of `structure` (default: `structure_of(model)`; the model itself where there is none).
 
         compile_blocks(model)
         ... some steps ...
@@ -49,7 +50,7 @@ def compile_blocks(
         raise ValueError(
             f"memory_budget {memory_budget} must be above 0 and at most 1; use 0.5 for half"
         )
-    blocks = blocks_of(model) or [model]
+    blocks = (structure_of(model) if structure is None else structure).modules(model) or [model]
     if any(is_selective(module) for block in blocks for module in block.modules()):
         raise ValueError(
             "recompute selective must go without compile, which chooses what to recompute by itself; use "

@@ -38,6 +38,39 @@ class Layout(NamedTuple):
         """Ranks that read different data: dp_replicate x dp_shard."""
         return self.dp_replicate * self.dp_shard
 
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """name -> (ranks of a group, distance between neighbours in it), of every way to group the ranks.
+
+        They are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp). batch is dp_replicate x
+        dp_shard, fsdp dp_shard x cp, over which dense parameters are sharded; efsdp and ep are the ranks of a
+        stage's copy dealt out for experts, ep innermost; stage holds the same layers.
+        """
+        copy = self.dp_shard * self.cp * self.tp
+        return {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp_shard": (self.dp_shard, self.cp * self.tp),
+            "fsdp": (self.dp_shard * self.cp, self.tp),
+            "batch": (self.batch_size, self.cp * self.tp),
+            "ep": (self.ep, 1),
+            "efsdp": (copy // self.ep, self.ep),
+            "dp_replicate": (self.dp_replicate, copy),
+            "stage": (self.dp_replicate * copy, 1),
+            "pp": (self.pp, self.dp_replicate * copy),
+        }
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of `rank` in its group along each of `axes`: `layout.coordinates(5)["batch"]` reads."""
+        return {name: rank // step % size for name, (size, step) in self.axes().items()}
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """All groups of `axis`, each its ranks in order."""
+        size, step = self.axes()[axis]
+        ranks = range(self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp)
+        return [
+            [rank + i * step for i in range(size)] for rank in ranks if rank // step % size == 0
+        ]
+
 
 def _one_of(name: str, known: tuple[str, ...], fix: str) -> Rule:
     return Rule(

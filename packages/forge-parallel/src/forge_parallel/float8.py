@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forge_parallel.axes.roles import role_names
+from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.order import mark
 
 RECIPES = ("tensorwise", "rowwise")
@@ -52,7 +52,8 @@ def convert_float8(
     emulate: bool | None = None,
     device: torch.device | str | None = None,
     tp: int = 1,
-    roles: Mapping[str, str] | None = None,
+    roles: Mapping[str, Any] | None = None,
+    matched: Matched | None = None,
     min_dim: int | None = None,
     divisible_by: int = 16,
     keep: Sequence[str] = KEEP,
@@ -83,7 +84,8 @@ def convert_float8(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(model, recipe, all_gather, place, tp)
     torchao = _torchao()
-    roles = _roles(model, tp) if roles is None else roles
+    if matched is None:
+        matched = find_roles(model, roles, cut=tp > 1)
     mark(model, "float8")
     gains = _gains(recipe, min_dim)
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
@@ -91,7 +93,7 @@ def convert_float8(
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear):
             continue
-        role = _role(roles, name)
+        role = matched.parameters.get(f"{name}.weight")
         shape = _local(linear, role, tp)
         odd = [size for size in shape if size % divisible_by]
         reason = _why_kept(model, name, role, keep)
@@ -194,21 +196,6 @@ def _why_kept(model: nn.Module, name: str, role: str | None, keep: Sequence[str]
     if any(isinstance(getattr(m, "compute_dtype", None), torch.dtype) for m in inside):
         return "kept: computes in a dtype of its own"
     return ""
-
-
-def _roles(model: nn.Module, tp: int) -> Mapping[str, str]:
-    """What the model says; nothing where tp does not cut it and its plan is in words that we do not know."""
-    try:
-        return role_names(model)
-    except ValueError:
-        if tp > 1:
-            raise
-        return {}
-
-
-def _role(roles: Mapping[str, str], name: str) -> str | None:
-    """Role of the weight of a layer; None if no row names it."""
-    return next((r for p, r in roles.items() if fnmatchcase(f"{name}.weight", p)), None)
 
 
 def _local(linear: nn.Linear, role: str | None, tp: int) -> tuple[int, int]:

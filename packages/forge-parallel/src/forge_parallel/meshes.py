@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -105,14 +105,14 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         device=device,
         rank=rank,
         world_size=world_size,
-        batch_rank=rank // (layout.cp * layout.tp) % layout.batch_size,
+        batch_rank=layout.coordinates(rank)["batch"],
         batch_size=layout.batch_size,
         dense=dense,
         sparse=_mesh(config, device, layout, lenders) if max(layout.ep, layout.tp) > 1 else None,
         pp=_axis_of(dense, "pp"),
         tp=_axis_of(dense, "tp"),
-        cp=_groups(config, layout.cp, lambda r: (r // (layout.cp * layout.tp), r % layout.tp)),
-        stage=_stages(config, layout, world_size),
+        cp=_groups(config, layout, "cp"),
+        stage=_groups(config, layout, "stage"),
         host_group=_host_group(config) if world_size > 1 else None,
     )
     _touch(meshes)
@@ -144,23 +144,16 @@ def _axis_of(mesh: Any, name: str) -> Axis:
     return Axis(one.get_local_rank(), one.size(), one.get_group())
 
 
-def _groups(config: ParallelConfig, size: int, key: Callable[[int], object]) -> Axis:
-    """Groups of the ranks with equal keys, `size` each; this rank's one."""
+def _groups(config: ParallelConfig, layout: Layout, axis: str) -> Axis:
+    """This rank's group along `axis`."""
+    size, _ = layout.axes()[axis]
+    if axis == "stage" and layout.pp == 1:
+        return Axis(dist.get_rank(), size, dist.group.WORLD)
     if size == 1:
         return Axis()
-    members: dict[object, list[int]] = {}
-    for rank in range(dist.get_world_size()):
-        members.setdefault(key(rank), []).append(rank)
     timeout = timedelta(seconds=config.timeout_seconds)
-    group, _ = dist.new_subgroups_by_enumeration(list(members.values()), timeout=timeout)
-    return Axis(members[key(dist.get_rank())].index(dist.get_rank()), size, group)
-
-
-def _stages(config: ParallelConfig, layout: Layout, world_size: int) -> Axis:
-    if layout.pp == 1:
-        return Axis(dist.get_rank(), world_size, dist.group.WORLD)
-    size = world_size // layout.pp
-    return _groups(config, size, lambda rank: rank // size)
+    group, _ = dist.new_subgroups_by_enumeration(layout.groups(axis), timeout=timeout)
+    return Axis(layout.coordinates(dist.get_rank())[axis], size, group)
 
 
 def _host_group(config: ParallelConfig) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_parallel.axes.fsdp import apply_fsdp, blocks_of
+from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.axes.host_inputs import keep_on_host
-from forge_parallel.axes.roles import match_roles, rows_of
+from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.config import ParallelConfig, lies_as_said
 from forge_parallel.meshes import Meshes, make_meshes
 from forge_parallel.pipeline.schedule import keeps_gathered
-from forge_parallel.suits import check_model, expert_names, warn_of_one_unit
+from forge_parallel.structure import Blocks, Structure, structure_of
+from forge_parallel.suits import check_model, tell_of_blocks
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -24,9 +25,11 @@ def parallelize(
     config: ParallelConfig | None = None,
     meshes: Meshes | None = None,
     *,
+    blocks: Blocks | None = None,
     roles: Mapping[str, Any] | None = None,
     seq_len: int = 2048,
     recompute_contexts: Callable[[], tuple[Any, Any]] | None = None,
+    compile_backend: str = "inductor",
     report: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """Bring `model` (plain, or on the meta device) to its ranks, device and precision; same object.
@@ -36,33 +39,37 @@ def parallelize(
             initialise(model, seed=0)             # storage of a meta model is not initialised yet
 
     `meshes` are by default those of the running process group, or of one process. One process in fp32
-    is not wrapped; anything else is FSDP2, with its mixed precision in bf16. `model.blocks()`, where
-    offered, names the modules that are wrapped, recomputed and compiled one by one. tp needs a table of
-    `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
+    is not wrapped; anything else is FSDP2, with its mixed precision in bf16. `blocks`, a pattern of names
+    ("encoder.layer.*") or a list of names, patterns and modules, are wrapped, recomputed and compiled one by
+    one; by default what `structure_of` finds: `model.blocks()`, else the longest list of like modules, which
+    is then told. tp needs a table of `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
     `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts
     are spread before, by whoever made them. A model with values must have
     the same values on all ranks: each keeps its share of them, nothing is sent. Trained parameters in 16
     bits become fp32, which is what is updated; those frozen before keep their dtype, but in one process in fp32.
 
     Raises ValueError, before anything is changed, for a model that the layout would compute wrongly: experts
-    that lie on no ranks of ep, a parameter in several blocks, recomputation without blocks.
+    that lie on no ranks of ep, a parameter in several blocks, recomputation without blocks, blocks that cannot
+    be told.
 
     `seq_len` weighs attention when the depth is cut; `recompute_contexts` are of what must be replayed in
-    a recomputation (forge_moe has one for routes). `report` is called with a table of what computes in
-    float8 and what does not, and why.
+    a recomputation (forge_moe has one for routes). `compile_backend` is torch.compile's. `report` is called with
+    a sentence on the blocks that were taken, if nobody named them (without `report` it is a warning on rank 0), and
+    with a table of what computes in float8 and what does not, and why.
 
     Cost: memory as `materialise`; one collective to make the mesh if `meshes` is not given.
     """
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
-    check_model(model, config, meshes, roles)
-    if roles is not None and meshes.tp.size > 1:
-        # by the whole model: a stage has a part of the names
-        match_roles(model, roles, strict=True)
-    warn_of_one_unit(model, config, meshes)
+    by_block = meshes.dense is not None or config.recompute != "none" or config.compile
+    structure = structure_of(model, blocks) if by_block or blocks is not None else Structure()
+    matched = find_roles(model, roles, cut=meshes.tp.size > 1)
+    check_model(model, config, meshes, structure, matched)
+    tell_of_blocks(model, config, meshes, structure, report)
     _make_masters(model, frozen=meshes.dense is None)
-    for part in _stages(model, config, meshes, seq_len):
-        _adapt(part, config, meshes, rows_of(part, roles), recompute_contexts, report)
+    for part in _stages(model, config, meshes, structure, seq_len):
+        said = matched.within(part)
+        _adapt(part, config, meshes, structure, said, recompute_contexts, compile_backend, report)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)
 
@@ -85,22 +92,28 @@ def _make_masters(model: nn.Module, frozen: bool) -> None:
 
 
 def _stages(
-    model: nn.Module, config: ParallelConfig, meshes: Meshes, seq_len: int
+    model: nn.Module,
+    config: ParallelConfig,
+    meshes: Meshes,
+    structure: Structure,
+    seq_len: int,
 ) -> list[nn.Module]:
     """The modules that become FSDP roots: the model itself, or this rank's stages of it."""
     if meshes.pp.size == 1:
         return [model]
     from forge_parallel.pipeline import split
 
-    return split(model, config, meshes, seq_len=seq_len)
+    return split(model, config, meshes, seq_len=seq_len, structure=structure)
 
 
 def _adapt(
     model: nn.Module,
     config: ParallelConfig,
     meshes: Meshes,
-    roles: Mapping[str, Any] | None,
+    structure: Structure,
+    matched: Matched,
     contexts: Callable[[], tuple[Any, Any]] | None,
+    compile_backend: str,
     report: Callable[[str], None] | None,
 ) -> None:
     """The order of the steps, each with its reason. Each works in place and keeps all names."""
@@ -113,11 +126,10 @@ def _adapt(
             all_gather=config.float8_all_gather,
             device=meshes.device,
             tp=meshes.tp.size,
-            roles=roles,
+            matched=matched,
         )
         if report is not None:
             report(float8_table(rows))
-    experts = _experts(model, meshes, roles)
     if meshes.tp.size > 1:  # cuts parameters, so before FSDP cuts what is left
         from forge_parallel.axes.tensor import tensor_parallel
 
@@ -125,7 +137,7 @@ def _adapt(
             model,
             meshes.dense["tp"],
             sequence_parallel=None if config.sequence_parallel else False,
-            roles=roles,
+            matched=matched,
             async_tp=config.async_tp,
         )
         _refuse_shards_that_torch_misplaces(model, meshes)
@@ -133,15 +145,17 @@ def _adapt(
         from forge_parallel.axes.context import context_parallel
 
         context_parallel(model, meshes.cp, exchange=config.cp_exchange)
-    blocks = blocks_of(model)
     if config.recompute != "none":  # before compile, which then runs inside of it
         from forge_parallel.recompute import recompute
 
+        blocks = structure.modules(model)
         recompute(blocks, config.recompute, every=config.recompute_every, contexts=contexts)
     if config.compile:  # before FSDP: its hooks stay outside of the compiled code
         from forge_parallel.compile import compile_blocks
 
-        compile_blocks(model, memory_budget=config.memory_budget)
+        compile_blocks(
+            model, compile_backend, memory_budget=config.memory_budget, structure=structure
+        )
     if meshes.dense is not None:  # before materialising: each rank allocates its shard alone
         apply_fsdp(
             model,
@@ -151,7 +165,8 @@ def _adapt(
             reshard_after_forward=config.reshard_after_forward and not keeps_gathered(config),
             cpu_offload=config.cpu_offload,
             sparse=None if meshes.sparse is None else meshes.fsdp(meshes.sparse),
-            experts=experts,
+            experts=_experts(model, meshes, matched),
+            structure=structure,
         )
         keep_on_host(model)
 
@@ -167,11 +182,11 @@ def _refuse_shards_that_torch_misplaces(model: nn.Module, meshes: Meshes) -> Non
             )
 
 
-def _experts(model: nn.Module, meshes: Meshes, roles: Mapping[str, Any] | None) -> list[nn.Module]:
+def _experts(model: nn.Module, meshes: Meshes, matched: Matched) -> list[nn.Module]:
     """Modules whose parameters have the role `expert`, where they lie apart from the others."""
     if meshes.sparse is None:
         return []
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in expert_names(model, roles))
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in matched.expert_parameters)
     return [model.get_submodule(owner) for owner in owners]
 
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ _KEPT = {
     # ranks, and is done again
     "_c10d_functional": "reduce_scatter_tensor all_reduce all_to_all_single",
 }
+
+#: Keywords under which layers of transformers are given keys and values of earlier tokens.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 _CHANGED = (
     "{} changed in place what selective recomputation has kept of a block's forward; use an operation that "
@@ -90,6 +93,7 @@ class Trained:
         run = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        kwargs = {name: self._without_cache(name, value) for name, value in kwargs.items()}
         if COMPILED in self.__dict__:  # by function, not bound: a copy runs on its own parameters
             run = partial(self.__dict__[COMPILED], self)
         if CONTEXTS not in self.__dict__:
@@ -100,6 +104,23 @@ class Trained:
             return _Together([p[0] for p in pairs]), _Together([p[1] for p in pairs])
 
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def _without_cache(self, name: str, value: Any) -> Any:
+        """The value of a keyword, None for an empty cache of keys, as transformers makes in every forward.
+
+        A recomputation would add its keys a second time, and compiled code would be made anew for each layer,
+        whose number the cache asks for. One with keys (of a learned prefix) stays, but cannot be recomputed.
+        """
+        if name not in _CACHES or not hasattr(value, "get_seq_length"):
+            return value
+        layers = (getattr(m, "layer_idx", None) for m in cast(nn.Module, self).modules())
+        tokens = value.get_seq_length(next((i for i in layers if i is not None), 0))
+        if tokens and CONTEXTS in self.__dict__:
+            raise ValueError(
+                f"{name} holds {tokens} tokens, to which a recomputation would add its own twice; use "
+                "recompute = 'none' with a prefix"
+            )
+        return value if tokens else None
 
 
 def is_selective(block: nn.Module) -> bool:

@@ -3,69 +3,80 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from forge_parallel._rules import once
-from forge_parallel.axes.fsdp import blocks_of
-from forge_parallel.axes.roles import dropout_problems, role_names
+from forge_parallel.axes.roles import Matched, cut_problems
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.parts import blocks_by_key, parts_of
+from forge_parallel.structure import Structure
 
 
 def check_model(
-    model: nn.Module, config: ParallelConfig, meshes: Meshes, roles: Mapping[str, Any] | None
+    model: nn.Module,
+    config: ParallelConfig,
+    meshes: Meshes,
+    structure: Structure,
+    matched: Matched,
 ) -> None:
     """One ValueError with everything about `model` that this layout would compute wrongly, or not at all."""
     problems = []
-    if config.recompute != "none" and not blocks_of(model):
+    if config.recompute != "none" and not structure.blocks:
         problems.append(
             f"recompute {config.recompute} must have blocks to keep the inputs of, and "
-            f"{type(model).__name__} offers none; give it blocks() that returns them, or use recompute = 'none'"
+            f"{type(model).__name__} offers none; give it blocks() that returns them, name them with blocks=, "
+            "or use recompute = 'none'"
         )
     if meshes.dense is not None:
-        problems += _shared(model, meshes)
+        problems += _shared(model, meshes, structure)
     if meshes.sparse is not None:
-        problems += _experts_apart(model, meshes, roles)
+        problems += _experts_apart(model, meshes, matched)
     if meshes.tp.size > 1:
-        problems += dropout_problems(model)
+        problems += cut_problems(model, matched, meshes.tp.size)
     if problems:
         raise ValueError(once(problems))
 
 
-def warn_of_one_unit(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
-    """A warning on rank 0 where FSDP2 would gather the whole model at once, for want of blocks."""
+def tell_of_blocks(
+    model: nn.Module,
+    config: ParallelConfig,
+    meshes: Meshes,
+    structure: Structure,
+    report: Callable[[str], None] | None,
+) -> None:
+    """Which blocks were taken where nobody named them, to `report` or as a warning on rank 0; and a warning
+    where there are none, so that FSDP2 gathers the whole model at once."""
+    if structure.chosen and report is not None:
+        report(structure.chosen)
+    elif structure.chosen and not meshes.rank:
+        warnings.warn(structure.chosen, stacklevel=3)
     spread = meshes.dense is not None and meshes.fsdp(meshes.dense).size() > 1
-    if not spread or meshes.rank or blocks_of(model):
+    if not spread or meshes.rank or structure.blocks:
         return
     size = sum(p.numel() for p in model.parameters()) / meshes.tp.size
     size *= 2 if config.precision == "bf16" else 4
     warnings.warn(
         f"{type(model).__name__} offers no blocks(), so FSDP2 gathers all of it at once on every rank, "
-        f"{size / 1e9:.3g} GB in {config.precision}; give it blocks() that returns its layers",
+        f"{size / 1e9:.3g} GB in {config.precision}; give it blocks() that returns its layers, or name them "
+        "with blocks=",
         stacklevel=3,
     )
 
 
-def expert_names(model: nn.Module, roles: Mapping[str, Any] | None) -> list[str]:
-    """Names of the parameters with the role `expert`."""
-    patterns = [pattern for pattern, role in role_names(model, roles).items() if role == "expert"]
-    return [n for n, _ in model.named_parameters() if any(fnmatchcase(n, p) for p in patterns)]
-
-
-def _shared(model: nn.Module, meshes: Meshes) -> list[str]:
+def _shared(model: nn.Module, meshes: Meshes, structure: Structure) -> list[str]:
     """Parameters under several names that would become several: in units of FSDP2, or in stages."""
-    blocks = {id(block) for block in blocks_of(model)}
+    blocks = {id(block) for block in structure.modules(model)}
     modules = model.named_modules(remove_duplicate=False)
     views: list[dict[str, object]] = [{n: id(m) for n, m in modules if id(m) in blocks}]
     if meshes.pp.size > 1:
-        parts = parts_of(model)
+        parts = parts_of(model, structure)
         ends: dict[str, object] = {n: end for end in ("first", "last") for n in getattr(parts, end)}
-        views.append(ends | {f"{parts.blocks}.{key}": key for key in blocks_by_key(model, parts)})
+        keys = blocks_by_key(model, parts)
+        views.append(ends | {f"{parts.container}.{key}": key for key in keys})
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -94,10 +105,10 @@ def _place(parameter: str, places: Mapping[str, object]) -> object:
     return None
 
 
-def _experts_apart(model: nn.Module, meshes: Meshes, roles: Mapping[str, Any] | None) -> list[str]:
+def _experts_apart(model: nn.Module, meshes: Meshes, matched: Matched) -> list[str]:
     """Experts lie in modules of their own, and over the ranks of ep already."""
     parameters = dict(model.named_parameters())
-    names = expert_names(model, roles)
+    names = [name for name in matched.expert_parameters if name in parameters]
     axes = meshes.sparse.mesh_dim_names
     problems = []
     if "ep" in axes:

@@ -135,7 +135,7 @@ class Trainer:
         layout = config.parallel.axes(world.world_size)
         mixed = bool(mixture_sizes(self.model))
         self._placement = placement(config.parallel, world, experts=mixed)
-        reader = world.rank // (layout.cp * layout.tp) % layout.batch_size
+        reader = layout.coordinates(world.rank)["batch"]
         self.division = micro_batches(config, layout)
         self._reasons += remarks(config, layout)
         self.loader = build_loader(config, reader, self.division)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
@@ -12,9 +13,15 @@ from torch import nn
 
 from forge_parallel._torch_compat import read_dtypes_again, reduce_alike
 from forge_parallel.order import mark
+from forge_parallel.structure import Structure, structure_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+#: Elements on a tp rank from which embedding and head are units of their own: 32 MiB in bf16, where a collective
+#: is bandwidth and no latency. A smaller one saves less memory than the two gathers more are worth.
+OWN_UNIT = 2**24
 
 
 def apply_fsdp(
@@ -27,16 +34,20 @@ def apply_fsdp(
     cpu_offload: bool = False,
     sparse: DeviceMesh | None = None,
     experts: Iterable[nn.Module] = (),
+    structure: Structure | None = None,
 ) -> nn.Module:
-    """Wrap every block of `model.blocks()` and the root with FSDP2; returns the same object.
+    """Wrap every block of `structure` (default: `structure_of(model)`) and the root with FSDP2; same object.
 
     A mesh with one axis shards over it; with two the first holds copies, the second shards.
     `compute_dtype` is that of forward and backward, `reduce_dtype` that in which gradients are
     summed; parameters, gradients and optimizer state keep theirs. Nothing is divided: losses are
     sums over the step's labels, divided once by the caller.
 
-    The root is never resharded after its forward, as its backward follows at once; on one rank no
-    module is: it would save the copy in `compute_dtype` and cost a second cast. Float inputs of the
+    Embedding and head of a model of transformers are units of their own from `OWN_UNIT` elements on a tp rank on,
+    unless their weight has a second name (tied), which is gathered with the root.
+
+    The root, and such a head, is never resharded after its forward, as its backward follows at once; on one rank
+    no module is: it would save the copy in `compute_dtype` and cost a second cast. Float inputs of the
     model are cast to `compute_dtype`, those of a block are not: it may be given fp32 tables (RoPE).
 
     `experts` are wrapped by themselves over `sparse`: where they lie on an axis `ep` already, their
@@ -78,8 +89,11 @@ def apply_fsdp(
     special = [m for m in model.modules() if own_dtype(m) is not None]
     known = set(experts)
     spread = [m for m in model.modules() if m in known or _is_spread(m)]
+    blocks = (structure_of(model) if structure is None else structure).modules(model)
     units: dict[nn.Module, DeviceMesh] = {}
-    for module in dict.fromkeys([*special, *spread, *blocks_of(model), model]):
+    embedding, head = (_large_end(model, side) for side in ("input", "output"))
+    ends = [end for end in (embedding, head) if end is not None]
+    for module in dict.fromkeys([*special, *spread, *blocks, *ends, model]):
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
             reduce_dtype=reduce_dtype,
@@ -93,7 +107,7 @@ def apply_fsdp(
             offload_policy=offload,
             shard_placement_fn=partial(shard_of, shards=its_mesh.size(its_mesh.ndim - 1)),
             reshard_after_forward=(
-                reshard_after_forward and module is not model and its_mesh.size() > 1
+                reshard_after_forward and module not in (head, model) and its_mesh.size() > 1
             ),
         )
         sum_gradients(module)
@@ -102,8 +116,23 @@ def apply_fsdp(
             register_fsdp_forward_method(module, name)
     reduce_alike(units)
     if spread:
-        _prefetch(blocks_of(model))
+        _prefetch(blocks)
     return model
+
+
+def _large_end(model: nn.Module, side: str) -> nn.Module | None:
+    """The embedding ("input") or head ("output") of a model that offers it, as those of transformers do, if it
+    is large and its own: a weight with a second name is read by another module, for which it must be gathered."""
+    offer: Any = getattr(model, f"get_{side}_embeddings", None)
+    end: nn.Module | None = offer() if callable(offer) else None
+    if end is None or sum(_local(p).numel() for p in end.parameters()) < OWN_UNIT:
+        return None
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return end if all(names[id(p)] == 1 for p in end.parameters()) else None
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def shard_of(parameter: Any, shards: int) -> Any:
@@ -113,7 +142,7 @@ def shard_of(parameter: Any, shards: int) -> Any:
     """
     from torch.distributed.tensor import Shard
 
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    local = _local(parameter)
     few = local.dim() == 3 and local.size(0) < shards and local.size(1) % shards == 0
     return Shard(1) if few else None
 
@@ -130,15 +159,6 @@ def _prefetch(blocks: list[nn.Module]) -> None:
     for before, after in pairwise(parts):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before[::-1])
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """`model.blocks()`, or the children of a container of that name; nothing where there is none."""
-    offer: Any = getattr(model, "blocks", None)
-    if isinstance(offer, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        return list(offer.children())
-    named = callable(offer) and not isinstance(offer, nn.Module)
-    return list(dict.fromkeys(offer())) if named else []  # one that is used twice, once
 
 
 def _is_spread(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ recomputation, compile) sees an ordinary module.
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +23,8 @@ def swap(module: nn.Module, mixin: type) -> None:
                 return 2 * super().forward(x)
         swap(linear, Twice)
 
-    `super()` in the mixin is the old class. One class is made for each pair and kept.
+    `super()` in the mixin is the old class, and its forward shows the old one's signature. One class is made for
+    each pair and kept.
     """
     cls: Any = type(module)  # Any: mypy takes a class for an instance here
     module.__class__ = _joined(mixin, cls)
@@ -81,7 +84,21 @@ def local_part(
 
 @functools.cache
 def _joined(mixin: type, cls: type) -> type:
-    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__})
+    names: dict[str, Any] = {"__module__": mixin.__module__}
+    if "forward" in vars(mixin):  # generate() of transformers reads there what a model can be given
+        names["forward"] = _with_signature(mixin.forward, cls.forward)  # type: ignore[attr-defined]
+    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), names)
+
+
+def _with_signature(function: Any, other: Any) -> Any:
+    """A copy of `function`, its `super()` included, that shows the signature of `other`."""
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copied.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
+    return copied
 
 
 @functools.cache

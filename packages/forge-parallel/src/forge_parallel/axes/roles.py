@@ -42,12 +42,27 @@ class Role(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """Modules by name: `leaves` with their role, `opaque` regions, `experts` and `routed`, their parents."""
+    """Modules by name: `leaves` with their role, `opaque` regions, `experts` and `routed`, their parents; and
+    the role of each parameter under each of its names."""
 
-    leaves: dict[str, Role]
-    opaque: tuple[str, ...]
-    experts: tuple[str, ...]
-    routed: tuple[str, ...]
+    leaves: Mapping[str, Role] = {}
+    opaque: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    routed: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = {}
+
+    @property
+    def expert_parameters(self) -> list[str]:
+        """Names of the parameters with the role `expert`."""
+        return [name for name, role in self.parameters.items() if role == "expert"]
+
+    def within(self, part: nn.Module) -> Matched:
+        """What of it speaks of `part`, a stage of the model."""
+        names = {name for name, _ in part.named_modules(remove_duplicate=False)}
+        opaque, experts, routed = (tuple(n for n in some if n in names) for some in self[1:4])
+        leaves = {name: role for name, role in self.leaves.items() if name in names}
+        parameters = {n: r for n, r in self.parameters.items() if n.rpartition(".")[0] in names}
+        return Matched(leaves, opaque, experts, routed, parameters)
 
     def is_routed(self, name: str) -> bool:
         """Whether a module lies in a region of disjoint tokens."""
@@ -56,6 +71,30 @@ class Matched(NamedTuple):
     def is_expert(self, name: str) -> bool:
         """Whether a parameter belongs to experts."""
         return any(_within(name, region) for region in self.experts)
+
+
+def find_roles(
+    model: nn.Module, roles: Mapping[str, Any] | None = None, *, cut: bool = True
+) -> Matched:
+    """What `roles`, or the model's own table (`table_of`), says of `model`: to be matched once and handed on.
+
+    Raises ValueError as `match_roles`, and for a model without a table. Where tp does not `cut` the model a
+    table may be incomplete, missing, or in words that we do not know.
+    """
+    if not cut:
+        try:
+            return _resolve(*_match(model, table_of(model, roles))[:2])[0]
+        except ValueError:
+            if roles is not None:  # what the caller wrote is told to be wrong
+                raise
+            return Matched()
+    table = table_of(model, roles)
+    if not table:
+        raise ValueError(
+            f"{type(model).__name__} must say the roles of its parameters; give it a method "
+            "parallel_roles(), or pass roles"
+        )
+    return match_roles(model, table, strict=roles is not None)
 
 
 def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = False) -> Matched:
@@ -67,12 +106,25 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
     values a role, a `Role`, or {"role": ..., "multiple_of": ...}. Raises one ValueError that lists every
     parameter without a row or with two, and unknown roles; with `strict` also rows that fit nothing.
     """
+    found, rows, problems = _match(model, table, strict)
+    _raise(problems)
+    matched, problems = _resolve(found, rows)
+    _raise(problems)
+    return matched
+
+
+def _match(
+    model: nn.Module, table: Mapping[str, Any], strict: bool = False
+) -> tuple[dict[str, str], dict[str, Role], list[str]]:
+    """(the one row that each name fits, all rows, what is wrong)."""
     rows = {pattern: _role(pattern, value) for pattern, value in table.items()}
+    patterns = [pattern for pattern in rows if any(sign in pattern for sign in "*?[")]
     found: dict[str, str] = {}  # name: pattern
     problems: list[str] = []
     used: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
-        fits = [pattern for pattern in rows if fnmatchcase(name, pattern)]
+        fits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        fits += [name] * (name in rows)
         used.update(fits)
         if len(fits) == 1:
             found[name] = fits[0]
@@ -90,17 +142,7 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
             problems.append(f"{named[0]}: role {role!r} must have parameters, and it has none")
         if strict and not named:
             problems.append(f"row {pattern!r} matches no parameter; remove or correct it")
-    _raise(problems)
-    return _resolve(found, rows)
-
-
-def rows_of(part: nn.Module, table: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The rows of a table that speak of a part of the model that it is about."""
-    if table is None:
-        return None
-    modules = part.named_modules(remove_duplicate=False)
-    names = [n for n, _ in part.named_parameters(remove_duplicate=False)] + [n for n, _ in modules]
-    return {row: role for row, role in table.items() if any(fnmatchcase(n, row) for n in names)}
+    return found, rows, problems
 
 
 def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -113,14 +155,13 @@ def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str,
     return roles_of_plan(model) if has_plan(model) else {}
 
 
-def role_names(model: Any, roles: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """{pattern: name of its role} of `table_of`."""
-    rows = table_of(model, roles).items()
-    return {pattern: _role(pattern, value).name for pattern, value in rows}
-
-
 def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
-    """One ValueError that lists every linear layer and embedding that `size` ranks cannot share.
+    """One ValueError with all `cut_problems`."""
+    _raise(cut_problems(model, matched, size))
+
+
+def cut_problems(model: nn.Module, matched: Matched, size: int) -> list[str]:
+    """Every linear layer and embedding that `size` ranks cannot share, and every dropout.
 
     Outputs (colwise) and inputs (rowwise) must divide; below a module with `head_dim` into whole heads,
     so that key/value heads fewer than ranks are refused; a vocabulary may be uneven, but no rank empty.
@@ -148,7 +189,7 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
                 problems.append(
                     f"{name}: {whole} ids must leave none of tp {size} ranks empty; use a smaller tp"
                 )
-    _raise(problems)
+    return problems
 
 
 def dropout_problems(model: nn.Module) -> list[str]:
@@ -211,8 +252,8 @@ def _role(pattern: str, value: Any) -> Role:
     return role
 
 
-def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> Matched:
-    """From parameters to modules: owners, and the modules that opaque and expert rows name."""
+def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> tuple[Matched, list[str]]:
+    """From parameters to modules: owners, and the modules that opaque and expert rows name; what is wrong."""
     leaves: dict[str, Role] = {}
     opaque: dict[str, None] = {}
     experts: dict[str, None] = {}
@@ -243,8 +284,8 @@ def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> Matched:
                 f"{region}: opaque modules cannot stand among experts, where ranks have different "
                 "tokens; use replicate_sum_grad"
             )
-    _raise(problems)
-    return Matched(leaves, tuple(opaque), tuple(experts), tuple(routed))
+    parameters = {n: rows[p].name for n, p in found.items() if not n.endswith(".")}
+    return Matched(leaves, tuple(opaque), tuple(experts), tuple(routed), parameters), problems
 
 
 def _named(parameter: str, pattern: str) -> str:

@@ -38,7 +38,7 @@ from forge_parallel.axes.layers import (
     Siblings,
 )
 from forge_parallel.axes.local import swap, use_local
-from forge_parallel.axes.roles import BY_ROWS, HEADS, Matched, check_cuts, match_roles, table_of
+from forge_parallel.axes.roles import BY_ROWS, HEADS, Matched, check_cuts, find_roles
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def tensor_parallel(
     *,
     sequence_parallel: bool | None = None,
     roles: Mapping[str, Any] | None = None,
+    matched: Matched | None = None,
     async_tp: bool = False,
 ) -> M:
     """Cut `model` over the ranks of `mesh` (one axis), in place; returns the same object.
@@ -66,7 +67,8 @@ def tensor_parallel(
     stay meta. Experts' parameters are left alone. Every rank of the axis is called with the same tokens,
     and logits stay cut: (B, S, ceil(V/n)), of an uneven vocabulary filled up with -inf. Those of a head with the
     role `gather_output` (a Hugging Face model's) are whole in evaluation, without grad (`generate`), and where
-    the model is given `labels`, for its own loss: (B, S, V) on every rank by one all-gather.
+    the model is given `labels`, for its own loss: (B, S, V) on every rank by one all-gather. `matched` is what
+    `find_roles` found, by a caller who has checked it (`check_cuts`).
 
     `sequence_parallel` cuts the stream between layers along S, which must be divisible by n; by default
     on, except for Hugging Face's models, which read lengths off the stream. Parents of experts are
@@ -81,14 +83,9 @@ def tensor_parallel(
     foreign = not hasattr(model, "parallel_roles") and has_plan(model)
     if sequence_parallel is None:
         sequence_parallel = not foreign
-    table = table_of(model, roles)
-    if not table:
-        raise ValueError(
-            f"{type(model).__name__} must say the roles of its parameters; give it a method "
-            "parallel_roles(), or pass roles"
-        )
-    matched = match_roles(model, table, strict=roles is not None)
-    check_cuts(model, matched, ranks.size)
+    if matched is None:
+        matched = find_roles(model, roles)
+        check_cuts(model, matched, ranks.size)
     ids = _ids_of_heads(model, matched)
     if foreign and sequence_parallel:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Pipeline parallelism: the depth of a model in stages, on `torch.distributed.pipelining`."""
 
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import Parts, parts_of
+from forge_parallel.pipeline.parts import parts_of
 from forge_parallel.pipeline.pipeline import Pipeline
 from forge_parallel.pipeline.schedule import (
     keeps_gathered,
@@ -15,7 +15,6 @@ from forge_parallel.pipeline.split import split, stages_of
 from forge_parallel.pipeline.tied import sync_tied_gradients, tied_copies
 
 __all__ = [
-    "Parts",
     "Pipeline",
     "block_costs",
     "keeps_gathered",

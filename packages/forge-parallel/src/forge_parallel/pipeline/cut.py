@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from forge_parallel.pipeline.parts import Parts, blocks_by_key
+from forge_parallel.pipeline.parts import blocks_by_key
+from forge_parallel.structure import Structure
 
 #: A lookup multiplies nothing, but it moves memory, and its gradient and update pass over the table: this
 #: share of what a product with the table would cost.
 EMBEDDING_SHARE = 0.05
 
 
-def block_costs(model: nn.Module, parts: Parts, seq_len: int) -> list[float]:
+def block_costs(model: nn.Module, parts: Structure, seq_len: int) -> list[float]:
     """Forward FLOPs per token of each block, in order, in rows of `seq_len`; no communication.
 
     Counted by the block's own `flops_per_token(seq_len)`, or two per parameter where it offers none. The

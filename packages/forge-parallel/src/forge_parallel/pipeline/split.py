@@ -10,12 +10,18 @@ from forge_parallel.config import V_SCHEDULES, ParallelConfig
 from forge_parallel.meshes import Meshes
 from forge_parallel.order import mark
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import Parts, blocks_by_key, parts_of
+from forge_parallel.pipeline.parts import blocks_by_key, parts_of
 from forge_parallel.pipeline.schedule import num_stages, stages_on
+from forge_parallel.structure import Structure
 
 
 def split(
-    model: nn.Module, config: ParallelConfig, meshes: Meshes, *, seq_len: int = 2048
+    model: nn.Module,
+    config: ParallelConfig,
+    meshes: Meshes,
+    *,
+    seq_len: int = 2048,
+    structure: Structure | None = None,
 ) -> list[nn.Module]:
     """Prune `model` in place to this rank's part and return its stages, in order of depth.
 
@@ -28,12 +34,13 @@ def split(
     those of the whole model. Depth is cut by cost in rows of `seq_len` (see `block_costs`). Where a rank has
     one stage that is `model` itself. Where it has several each is a view: a model of the same class with
     the same modules inside; a module that a later step puts into a view is put into `model`, too. What
-    belongs to no stage (a child without parameters) stays in all.
+    belongs to no stage (a child without parameters) stays in all. `structure` is that of `structure_of`, if it
+    was found before.
 
     Costs nothing; no communication. ValueError as `parts_of` and `stage_ranges`, and for tied parts in a
     V-schedule, whose two ends are one rank; OrderError after a later step, or a second time.
     """
-    parts = parts_of(model)
+    parts = parts_of(model, structure)
     if parts.tied and config.pp_schedule in V_SCHEDULES:
         raise ValueError(
             f"parallel: {', '.join(parts.tied)} is tied, and must have its two ends on two ranks, which "
@@ -52,12 +59,19 @@ def split(
     for stage, module in zip(mine, stages):
         module.pipeline_stage = stage  # type: ignore[assignment]
     model.__dict__["pipeline_stages"] = stages
+    model.__dict__["pipeline_tied"] = parts.tied
     return stages
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
     """The stages of this rank as `split` returned them, or the model alone."""
     return model.__dict__.get("pipeline_stages", [model])
+
+
+def tied_names(model: nn.Module) -> tuple[str, ...]:
+    """Children that the first and the last stage both hold, as `split` found them."""
+    names: tuple[str, ...] = model.__dict__.get("pipeline_tied", ())
+    return names
 
 
 def follow_mode(model: nn.Module) -> None:
@@ -69,16 +83,16 @@ def follow_mode(model: nn.Module) -> None:
                 child.training = model.training
 
 
-def _ends(parts: Parts, stage: int, count: int) -> set[str]:
+def _ends(parts: Structure, stage: int, count: int) -> set[str]:
     """What a stage holds besides blocks."""
     return {*(parts.first if stage == 0 else ()), *(parts.last if stage == count - 1 else ())}
 
 
-def _prune(model: nn.Module, parts: Parts, ends: set[str], blocks: set[str]) -> None:
+def _prune(model: nn.Module, parts: Structure, ends: set[str], blocks: set[str]) -> None:
     for name in parts.ends:
         if name not in ends:
             setattr(model, name, None)
-    container: Any = model._modules[parts.blocks]
+    container: Any = model._modules[parts.container]
     for key in set(container._modules) - blocks:
         del container._modules[key]  # not `del container[key]`, which renumbers a ModuleList
 
@@ -95,11 +109,11 @@ class _Children(dict[str, Any]):
         self.whole[name] = child
 
 
-def _view(model: nn.Module, parts: Parts, ends: set[str], blocks: set[str]) -> nn.Module:
+def _view(model: nn.Module, parts: Structure, ends: set[str], blocks: set[str]) -> nn.Module:
     mine = {key: block for key, block in blocks_by_key(model, parts).items() if key in blocks}
-    container = _twin(getattr(model, parts.blocks), mine)
+    container = _twin(getattr(model, parts.container), mine)
     absent = dict.fromkeys(set(parts.ends) - ends)
-    return _twin(model, {**model._modules, **absent, parts.blocks: container})
+    return _twin(model, {**model._modules, **absent, parts.container: container})
 
 
 def _twin(module: nn.Module, children: dict[str, Any]) -> nn.Module:

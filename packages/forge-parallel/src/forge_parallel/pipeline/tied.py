@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel.meshes import Meshes
-from forge_parallel.pipeline.parts import parts_of
+from forge_parallel.pipeline.split import tied_names
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def _tied_parameters(model: nn.Module, meshes: Meshes) -> Iterator[nn.Parameter]
     """Those that this rank and another both hold."""
     if meshes.pp.size == 1 or meshes.pp.rank not in (0, meshes.pp.size - 1):
         return
-    for name in parts_of(model).tied:
+    for name in tied_names(model):
         part = model.get_submodule(name)
         yield from (p for p in part.parameters() if p.requires_grad)
 

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from forge_parallel.axes.fsdp import blocks_of, own_dtype
-from forge_parallel.axes.roles import BY_ROWS, Matched, check_cuts, match_roles
+from forge_parallel.axes.fsdp import own_dtype
+from forge_parallel.axes.roles import BY_ROWS, check_cuts, find_roles
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import Parts, parts_of
+from forge_parallel.pipeline.parts import parts_of
+from forge_parallel.structure import Blocks, structure_of
 
 T = TypeVar("T")
-#: What stands behind the blocks of a model that does not say so.
-_USUAL_LAST = ("norm", "lm_head", "head", "output")
 
 
 class Row(NamedTuple):
@@ -37,37 +36,38 @@ class Profile:
     """Parameters and FLOPs of `model` in rows of `seq_len` tokens, block by block.
 
     `numel` counts each parameter once; `flops` are of one token's forward, `head_flops` those outside blocks.
-    `order` gives the kind of each block of `model.blocks()`: blocks of equal modules and shapes are of one
+    `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
     kind. `samples` holds the names and kinds of the first two of each. `uncuttable` says why there can be no
     pipeline, if so. Reads shapes only: a model on the meta device will do.
     """
 
-    def __init__(self, model: nn.Module, seq_len: int) -> None:
+    def __init__(self, model: nn.Module, seq_len: int, blocks: Blocks | None = None) -> None:
         self.model, self.seq_len = model, seq_len
         self._found: dict[Any, Any] = {}
-        self.roles: Any = getattr(model, "parallel_roles", dict)()
+        self.structure = structure_of(model, blocks)
+        self.no_tp: str | None = None
         try:
-            self.matched = match_roles(model, self.roles)
-        except ValueError:  # all is opaque then, and `misfit_tp` says why
-            self.matched = Matched({}, (), (), ())
+            self.matched = find_roles(model)
+        except ValueError as error:
+            self.matched, self.no_tp = find_roles(model, cut=False), str(error)
         self._find_kinds()
         self.uncuttable: str | None = None
         try:
-            self.parts = parts_of(model)
+            parts_of(model, self.structure)
         except ValueError as error:
-            self.parts, self.uncuttable = Parts((), "", _USUAL_LAST), str(error)
+            self.uncuttable = str(error)
         self.has_attend = any(hasattr(module, "attend") for module in model.modules())
         self.numel = sum(p.numel() for p in model.parameters())
-        blocks = sum(self.kinds[k].flops for k in self.order)
-        self.flops = max(forward_flops(model, seq_len), blocks)
-        self.head_flops = self.flops - blocks
+        inside = sum(self.kinds[k].flops for k in self.order)
+        self.flops = max(forward_flops(model, seq_len), inside)
+        self.head_flops = self.flops - inside
 
     def _find_kinds(self) -> None:
         self.kinds, self.order, self.samples = list[Part](), list[int](), dict[str, int]()
         names = {id(module): name for name, module in self.model.named_modules()}
         known: dict[Any, int] = {}
         taken: set[int] = set()
-        for block in blocks_of(self.model):
+        for block in self.structure.modules(self.model):
             name = names[id(block)]
             rows = self._rows(name, block, taken)
             modules = tuple((n, type(m), own_dtype(m)) for n, m in block.named_modules())
@@ -97,8 +97,8 @@ class Profile:
 
     def ends(self, first: bool, last: bool) -> Part:
         """What stands before the blocks, after them, or both; a tied embedding is on either end."""
-        before = tuple(f"{name}." for name in self.parts.first)
-        after = tuple(f"{name}." for name in self.parts.last)
+        before = tuple(f"{name}." for name in self.structure.first)
+        after = tuple(f"{name}." for name in self.structure.last)
 
         def stands(name: str) -> bool:
             behind = name.startswith(after)
@@ -126,10 +126,10 @@ class Profile:
         """Why tensor parallelism over `tp` ranks cannot cut this model, or None."""
 
         def find() -> str | None:
-            if not self.roles:
-                return f"tp {tp} needs a model with parallel_roles()"
+            if self.no_tp is not None:
+                return f"tp {tp}: {self.no_tp.splitlines()[0]}"
             try:
-                check_cuts(self.model, match_roles(self.model, self.roles), tp)
+                check_cuts(self.model, self.matched, tp)
             except ValueError as error:
                 return str(error).splitlines()[0]
             return None
@@ -140,7 +140,7 @@ class Profile:
         """The blocks of each pipeline stage, as `forge_parallel.pipeline.split` cuts them."""
 
         def cut() -> list[range]:
-            return stage_ranges(block_costs(self.model, self.parts, self.seq_len), stages)
+            return stage_ranges(block_costs(self.model, self.structure, self.seq_len), stages)
 
         return [range(len(self.order))] if stages == 1 else self.once(("stages", stages), cut)
 

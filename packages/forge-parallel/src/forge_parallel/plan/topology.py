@@ -59,13 +59,12 @@ def find_hardware(name: str) -> Hardware:
     return found
 
 
+_SENT_OVER = ("tp", "cp", "fsdp", "ep", "efsdp", "dp_replicate", "pp")
+
+
 @dataclass(frozen=True)
 class Topology:
-    """Ranks numbered row by row over (pp, dp_replicate, dp_shard, cp, tp), `gpus_per_node` to a node.
-
-    fsdp is dp_shard x cp, over which dense parameters are sharded; efsdp and ep are the ranks of a stage's
-    copy dealt out for experts, ep innermost.
-    """
+    """The ranks of a layout (see `Layout.axes`), `gpus_per_node` to a node."""
 
     layout: Layout
     gpus_per_node: int
@@ -76,18 +75,9 @@ class Topology:
         return -(-prod(axes) // self.gpus_per_node)
 
     def axes(self) -> dict[str, tuple[int, int]]:
-        """name -> (ranks of a group, distance between neighbours in it)."""
-        d = self.layout
-        copy = d.dp_shard * d.cp * d.tp
-        return {
-            "tp": (d.tp, 1),
-            "cp": (d.cp, d.tp),
-            "fsdp": (d.dp_shard * d.cp, d.tp),
-            "ep": (d.ep, 1),
-            "efsdp": (copy // d.ep, d.ep),
-            "dp_replicate": (d.dp_replicate, copy),
-            "pp": (d.pp, copy * d.dp_replicate),
-        }
+        """name -> (ranks of a group, distance between neighbours in it) of what collectives run over."""
+        axes = self.layout.axes()
+        return {name: axes[name] for name in _SENT_OVER}
 
     def crosses(self, axis: str) -> bool:
         """Whether a group of `axis` spans nodes."""

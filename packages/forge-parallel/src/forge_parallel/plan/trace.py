@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from forge_parallel._torch_compat import DispatchMode, memory_of
-from forge_parallel.axes.fsdp import blocks_of, own_dtype
+from forge_parallel.axes.fsdp import own_dtype
 from forge_parallel.axes.roles import HEADS
 from forge_parallel.plan.profile import Profile, local_shape
 from forge_parallel.recompute import _is_kept, _tensors
@@ -104,7 +104,9 @@ def _part_of_a_rank(profile: Profile, tp: int, dtype: torch.dtype) -> nn.Module:
     the third and later blocks of a kind."""
     model = profile.model
     samples = [model.get_submodule(name) for name in profile.samples]
-    copies: dict[int, Any] = {id(b): _Skip() for b in blocks_of(model) if b not in samples}
+    copies: dict[int, Any] = {
+        id(b): _Skip() for b in profile.structure.modules(model) if b not in samples
+    }
     own = {id(p): d for m in model.modules() if (d := own_dtype(m)) for p in m.parameters()}
     for name, p in model.named_parameters():
         shape = local_shape(tuple(p.shape), profile.role(name), tp)

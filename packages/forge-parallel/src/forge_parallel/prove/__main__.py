@@ -2,6 +2,7 @@
 
     python -m forge_parallel.prove my_lab.model:build
     python -m forge_parallel.prove my_lab.model:build --roles roles.toml --args layers=2 width=32
+    python -m forge_parallel.prove my_lab.model:build --blocks "encoder.layer.*" "decoder.layer.*"
 
 roles.toml:
 
@@ -63,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("build", help="module:function that returns the model, a small one")
     parser.add_argument("--args", nargs="*", default=[], metavar="key=value", help="given to build")
+    parser.add_argument(
+        "--blocks",
+        nargs="*",
+        metavar="pattern",
+        help="names of the blocks, a * between two dots for any",
+    )
     parser.add_argument("--roles", type=Path, help="TOML file with a table [roles]")
     for name, default, says in (
         ("world", "2,4", "numbers of ranks"),

@@ -17,6 +17,7 @@ from torch import nn
 from forge_parallel.prove.processes import Outcome, on_ranks
 from forge_parallel.prove.sides import Place, ProveError, Truth, one_process, rank_of_cell
 from forge_parallel.prove.task import CELLS, Cell, Task
+from forge_parallel.structure import Blocks
 
 BOUND = 1e-5
 
@@ -51,6 +52,7 @@ def prove(
     *,
     args: Mapping[str, Any] | None = None,
     roles: Mapping[str, Any] | None = None,
+    blocks: Blocks | None = None,
     worlds: Iterable[int] = (2, 4),
     only: str = "",
     vocab_size: int = 64,
@@ -68,7 +70,7 @@ def prove(
     The model is called with tokens (B, S) of ids below `vocab_size`, and with positions and document_ids of
     that shape if its forward takes them; it returns logits (B, S, V) or something with `.logits`. Values are
     made fp32. Two steps of SGD with momentum and clipping on eight rows, which one process sees in one
-    forward: a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as `parallel_roles()` gives it. `worlds` and
+    forward: a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as `parallel_roles()` gives it, `blocks` as in `parallelize`. `worlds` and
     `only` (part of a name) choose cells; `say` hears of each result as it comes.
 
     Ranks are forked: `build` may be a local function. Raises ProveError if the question cannot be asked: a
@@ -78,7 +80,7 @@ def prove(
     if dist.is_initialized():
         raise ProveError("prove must be called outside of a process group; end it first")
     made = _import(build) if isinstance(build, str) else build
-    task = Task(partial(made, **(args or {})), roles, vocab_size, seq_len, seed)
+    task = Task(partial(made, **(args or {})), roles, blocks, vocab_size, seq_len, seed)
     worlds = tuple(worlds)
     cells = [cell for cell in CELLS if cell.world in worlds and only in cell.name]
     if not cells:

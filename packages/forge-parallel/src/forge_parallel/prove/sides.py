@@ -5,7 +5,7 @@ Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forge_parallel._torch_compat import in_backward
 from forge_parallel.axes.context import cut_sequence
-from forge_parallel.axes.fsdp import accumulate, blocks_of, reshard
+from forge_parallel.axes.fsdp import accumulate, reshard
 from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.config import ParallelConfig
@@ -26,6 +26,7 @@ from forge_parallel.meshes import make_meshes
 from forge_parallel.parallelize import parallelize
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_parallel.prove.task import IGNORED, ROWS, Batch, Cell, Task, keywords_of, layers_of
+from forge_parallel.structure import Structure, structure_of
 
 STEPS, MAX_NORM = 2, 0.5
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -60,7 +61,7 @@ class Truth(NamedTuple):
 def one_process(task: Task) -> Truth:
     """The truth: the global batch in one forward. ProveError for a model that has no truth."""
     model, again = task.model(), task.model()
-    names, start = keywords_of(model), _weights(model)
+    names, start, structure = keywords_of(model), _weights(model), _structure(model, task)
     _same_start(again, start, "called twice with the same seed")
     batch = task.batch(0, names)
     with torch.no_grad():
@@ -73,7 +74,7 @@ def one_process(task: Task) -> Truth:
     values: dict[tuple[int, str], Tensors] = {}
     for step in range(STEPS):
         batch = task.batch(step, names)
-        with _watching(model) as seen:
+        with _watching(model, structure) as seen:
             logits = _logits(model(batch.tokens, **batch.keywords))
         if step == 0:
             values[step, "stream"] = {name: parts[0] for name, parts in seen.items()}
@@ -112,7 +113,7 @@ def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
     for step in range(STEPS):
         if cell.swaps and step:
             _evaluate_others(model, task.batch(step, side.names))
-        with _watching(model) as seen:
+        with _watching(model, side.structure) as seen:
             share = side.forward_backward(task.batch(step, side.names))
         for name, whole in truth.values.get((step, "stream"), {}).items():
             if name in seen:
@@ -137,14 +138,27 @@ class _Side:
     def __init__(self, task: Task, cell: Cell, truth: Truth) -> None:
         self.model = task.model()
         self.names = keywords_of(self.model)  # before a step changes its class
+        self.structure = _structure(self.model, task)
         _same_start(self.model, truth.start, "built on another rank")
         config = ParallelConfig(device="cpu", precision="fp32", **cell.layout)
-        _refuse(self.model, config, self.names)
+        if config.cp > 1 and "positions" not in self.names:
+            raise Refused(
+                f"{type(self.model).__name__} must take positions to have its rows cut; add the parameter to its "
+                "forward"
+            )
         self.meshes = make_meshes(config)
         self.width, self.all_rows = truth.width, ROWS // self.meshes.batch_size
         self.rows = self.all_rows // cell.micro_batches
         self.pipeline: Any = None
-        parallelize(self.model, config, self.meshes, seq_len=task.seq_len)
+        parallelize(
+            self.model,
+            config,
+            self.meshes,
+            blocks=task.blocks,
+            seq_len=task.seq_len,
+            compile_backend="aot_eager",  # our cuts around the graphs are proved, not inductor's kernels
+            report=lambda _: None,
+        )
         self.counted = list(self.model.parameters())
         if config.pp == 1:
             return
@@ -217,7 +231,7 @@ def _width_of(truth: Truth) -> int:
 
 
 @contextmanager
-def _watching(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+def _watching(model: nn.Module, structure: Structure) -> Iterator[dict[str, list[Tensor]]]:
     """What each layer hands on in the block, (B, S, D), by name; one for each forward, not for recomputations."""
     seen: dict[str, list[Tensor]] = {}
 
@@ -226,7 +240,7 @@ def _watching(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         if isinstance(stream, Tensor) and stream.dim() == 3 and not in_backward():
             seen.setdefault(name, []).append(stream.detach().clone())
 
-    layers = layers_of(model).items()
+    layers = layers_of(model, structure).items()
     hooks = [layer.register_forward_hook(partial(note, name)) for name, layer in layers]
     yield seen
     for hook in hooks:
@@ -242,17 +256,11 @@ def _error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
     return error if error == error else torch.inf
 
 
-def _refuse(model: nn.Module, config: ParallelConfig, names: Container[str]) -> None:
-    """What would be green because nothing happened, or cannot be right."""
-    lacks = f"{type(model).__name__} must"
-    if config.recompute != "none" and not blocks_of(model):
-        raise Refused(
-            f"{lacks} offer blocks() to be recomputed; add a method that returns its layers"
-        )
-    if config.cp > 1 and "positions" not in names:
-        raise Refused(
-            f"{lacks} take positions to have its rows cut; add the parameter to its forward"
-        )
+def _structure(model: nn.Module, task: Task) -> Structure:
+    try:
+        return structure_of(model, task.blocks)
+    except ValueError as error:
+        raise ProveError(str(error)) from error
 
 
 def _same_start(model: nn.Module, start: Tensors, when: str) -> None:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge_parallel.axes.fsdp import blocks_of
+from forge_parallel.structure import Blocks, Structure
 
 ROWS, IGNORED = 8, -100
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ CELLS = (
     Cell("row by row", 2, micro_batches=4),
     Cell("weights swapped", 2, swaps=True),
     Cell("recompute full", 2, {"recompute": "full"}),
+    Cell("compile", 2, {"compile": True}),
     Cell("tp", 2, {"tp": 2}),
     Cell("tp, whole stream", 2, {"tp": 2, "sequence_parallel": False}),
     Cell("cp", 2, {"cp": 2}),
@@ -72,10 +72,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A model by its builder, and what it is given."""
+    """A model by its builder, what is said of it, and what it is given."""
 
     build: Callable[[], nn.Module]
     roles: Mapping[str, Any] | None
+    blocks: Blocks | None
     vocab_size: int
     seq_len: int
     seed: int
@@ -118,22 +119,8 @@ def keywords_of(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def layers_of(model: Any) -> dict[str, nn.Module]:
-    """The blocks of the model by their full names, but those that are used twice.
-
-    They are those of `pipeline_parts()`, else of `blocks()`, else the children of the longest container.
-    """
-    named = list(model.named_modules(remove_duplicate=False))
-    if hasattr(model, "pipeline_parts"):
-        within = model.pipeline_parts()["blocks"]
-        found = [(n, m) for n, m in named if n.rpartition(".")[0] == within]
-    elif blocks := blocks_of(model):
-        found = [(n, m) for n, m in named if m in blocks]
-    else:
-        lists = [(n, m) for n, m in named if n and isinstance(m, CONTAINERS)]
-        name, longest = max(
-            lists, key=lambda pair: len(pair[1]._modules), default=("", nn.Module())
-        )
-        found = [(f"{name}.{key}", m) for key, m in longest._modules.items() if m is not None]
-    times = Counter(module for _, module in found)
-    return {name: module for name, module in found if times[module] == 1}
+def layers_of(model: nn.Module, structure: Structure) -> dict[str, nn.Module]:
+    """The blocks that this part of the model has, by their full names, but those that are used twice."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    times = Counter(named.values())
+    return {n: named[n] for n in structure.blocks if n in named and times[named[n]] == 1}

@@ -1,0 +1,124 @@
+"""Models of transformers as they come, without a method of ours: units, recomputation, compilation, cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel.axes import fsdp
+from forge_parallel.prove import prove
+from forge_testing import run_on_ranks
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+
+VOCAB, DIM = 64, 32
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+KINDS = ("Llama", "Qwen3", "Gemma2")
+
+
+def build(kind: str, **options: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**SIZES | options)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_green_in_every_layout_but_those_that_its_forward_forbids(kind: str) -> None:
+    results = {(r.cell, r.world): r for r in prove(lambda: build(kind), vocab_size=VOCAB)}
+    refused = {cell for (cell, _), r in results.items() if r.verdict == "refused"}
+    assert refused == {"cp", "pp", "fsdp x pp", "tp x pp"}
+    assert f"{kind}ForCausalLM must take positions" in results["cp", 2].message
+    assert f"{kind}ForCausalLM must offer pipeline_parts()" in results["pp", 2].message
+    green = {key: r for key, r in results.items() if key[0] not in refused}
+    assert {r.verdict for r in green.values()} == {"green"}, green
+    assert all({"stream", "gradient", "text"} <= r.errors.keys() for r in green.values())
+
+
+@pytest.mark.parametrize(("kind", "cell"), [("Qwen3", "tp, whole stream"), ("Gemma2", "recompute")])
+def test_green(kind: str, cell: str) -> None:
+    (result,) = prove(lambda: build(kind), vocab_size=VOCAB, worlds=[2], only=cell)
+    assert result.verdict == "green", result
+
+
+# ---- units of FSDP2
+
+
+class Sent(TorchDispatchMode):
+    """Bytes of each collective of FSDP2, whole: what all ranks have after a gather, or before a scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[int] = []
+        self.scattered: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_allgather_base_" in func.name():
+            self.gathered.append(args[0].nbytes)
+        if "_reduce_scatter_base_" in func.name():
+            self.scattered.append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(own_unit: int, tied: bool, **options: Any) -> tuple[list[str], list[int], float]:
+    """Names of the units, bytes of each all-gather of a forward, and the worst error of a gradient."""
+    fsdp.OWN_UNIT = own_unit
+    torch.manual_seed(0)
+    model = build("Llama", tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    alone = build("Llama", tie_word_embeddings=tied)
+    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    meshes = make_meshes(config)
+    parallelize(model, config, meshes, report=lambda _: None)
+    tokens = torch.arange(8).view(2, 4)
+    with Sent() as sent:
+        model(tokens[meshes.batch_rank : meshes.batch_rank + 1]).logits.square().sum().backward()
+    alone(tokens).logits.square().sum().backward()
+    wanted = dict(alone.named_parameters())
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        right = wanted[name].grad
+        worst = max(worst, float((parameter.grad.full_tensor() - right).abs().max() / right.abs().max()))  # fmt: skip
+    units = [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+    return units, sent.gathered, worst
+
+
+LAYERS = [f"model.layers.{i}" for i in range(3)]
+BLOCK = 4 * (2 * DIM * DIM + 2 * DIM * DIM // 2 + 3 * 48 * DIM + 2 * DIM)
+TABLE = 4 * VOCAB * DIM
+
+
+def test_units_are_the_layers_and_the_ends_where_they_are_large() -> None:
+    for units, sizes, worst in run_on_ranks(2, gathered, TABLE // 4, False):
+        assert units == ["", "model.embed_tokens", *LAYERS, "lm_head"]
+        # the norm with the root, the embedding and each layer twice, the head once
+        assert sorted(sizes)[-1] == BLOCK > TABLE
+        assert (sizes.count(BLOCK), sizes.count(TABLE)) == (6, 3)
+        assert sum(sizes) == 6 * BLOCK + 3 * TABLE + 4 * DIM
+        assert worst < 1e-5
+
+
+def test_small_ends_and_tied_ones_are_gathered_with_the_root() -> None:
+    for units, sizes, worst in run_on_ranks(2, gathered, TABLE // 4 + 1, False):
+        assert units == ["", *LAYERS]
+        assert sizes.count(2 * TABLE + 4 * DIM) == 1
+        assert worst < 1e-5
+    for units, sizes, worst in run_on_ranks(2, gathered, 1, True):
+        assert units == ["", *LAYERS]
+        assert sizes.count(TABLE + 4 * DIM) == 1
+        assert worst < 1e-5
