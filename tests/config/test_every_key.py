@@ -496,7 +496,8 @@ def test_a_key_about_nodes_lets_groups_be_larger(key: str, other: Any) -> None:
 def test_the_memory_budget_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        "forge_parallel.compile.compile_blocks", lambda m, memory_budget: seen.append(memory_budget)
+        "forge_parallel.compile.compile_blocks",
+        lambda *_, memory_budget, **__: seen.append(memory_budget),
     )
     for budget in (None, 0.5):
         config = ParallelConfig("cpu", "fp32", compile=True, memory_budget=budget)

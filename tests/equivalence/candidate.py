@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from training import (
     weights,
 )
 
-import forge_parallel.compile
 from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialise
 from forge_moe import expert_parallelize, recompute_contexts, set_aux_scale, update_expert_bias
 from forge_parallel import (
@@ -90,9 +88,14 @@ class Side:
             expert_parallelize(self.model, self.meshes.sparse["ep"])
         experts = bool(mixtures(self.model))
         contexts = recompute_contexts if experts else None
-        backend = functools.partial(_COMPILE_BLOCKS, backend=FEATURES[cell.feature].backend)
-        with mock.patch.object(forge_parallel.compile, "compile_blocks", backend):
-            parallelize(self.model, config, self.meshes, seq_len=SEQ, recompute_contexts=contexts)
+        parallelize(
+            self.model,
+            config,
+            self.meshes,
+            seq_len=SEQ,
+            recompute_contexts=contexts,
+            compile_backend=FEATURES[cell.feature].backend,
+        )
         self.pipeline: Any = None
         if config.pp > 1:
             self.pipeline = Pipeline(
@@ -243,6 +246,3 @@ def _meshes(config: ParallelConfig) -> Meshes:
 
 def _seed(cell: Cell, meshes: Meshes) -> int:
     return cell.seed
-
-
-_COMPILE_BLOCKS = forge_parallel.compile.compile_blocks
