@@ -194,4 +194,25 @@ MISTAKES: tuple[Mistake, ...] = (
             "apps/train/tests/test_sinks.py::test_a_hanging_sink_is_waited_for_once_until_it_answers",
         ),
     ),
+    Mistake(
+        "a block that was frozen at first sums gradients in bf16 ever after",
+        f"{_PARALLEL}/axes/fsdp.py",
+        "        read_dtypes_again(module)",
+        "        pass",
+        ("packages/forge-parallel/tests/test_freeze.py",),
+    ),
+    Mistake(
+        "a frozen group keeps its gradients",
+        f"{_CORE}/optim/groups.py",
+        "parameter.requires_grad_(multiplier != 0.0)",
+        "parameter.requires_grad_(True)",
+        ("packages/forge-core/tests/test_optim_groups.py",),
+    ),
+    Mistake(
+        "a stage begins a step late",
+        f"{_CORE}/optim/stages.py",
+        "stage.start_step <= step:",
+        "stage.start_step < step:",
+        ("tests/use/test_optimizer_groups.py::test_the_runner_equals_a_loop_by_hand",),
+    ),
 )

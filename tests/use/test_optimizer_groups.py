@@ -299,6 +299,36 @@ def test_a_run_resumes_in_the_middle_of_a_stage_with_the_same_bits(
             assert torch.equal(mine.weights[name], value), name
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("thaws", [True, False])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(1, {}), (2, {}), (2, {"parallel.pp": 2, "train.micro_batch": 3})],
+    ids=str,
+)
+def test_a_later_life_may_train_what_was_always_frozen_or_freeze_for_good(
+    tmp_path: Path, world: int, options: dict[str, Any], thaws: bool
+) -> None:
+    """As if the stage at the border of the two lives had been planned from the start."""
+    stage = "[train.stages.s]\nstart_step = 3\nlr_multipliers = {front = %s}\n"
+    if thaws:
+        first, then = FROZEN, FROZEN + stage % 0.5
+        planned = then
+    else:
+        first, then = FROZEN.replace("0.0", "0.5"), FROZEN
+        planned = first + stage % 0.0
+    settings = {**SHORT, **options, "schedule.name": "constant"}
+    folder = tmp_path / "lives"
+    fit_on_ranks(world, make_job(folder, first), **{**settings, "train.steps": 2})
+    lives = fit_on_ranks(world, make_job(folder, then), **settings)
+    straight = fit_on_ranks(world, make_job(tmp_path / "straight", planned), **settings)
+    assert read_run(folder / "run").events[-1]["event"] == "done"
+    for mine, theirs in zip(lives, straight, strict=True):
+        assert (mine.step, mine.problems) == (STEPS, ())
+        for name, value in mine.weights.items():
+            assert torch.equal(value, theirs.weights[name]), name
+
+
 SGD = {**SHORT, "optimizer.name": "torch.optim:SGD", "optimizer.lr": 0.5, "optimizer.eps": 1e-8}
 
 

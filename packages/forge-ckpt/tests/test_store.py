@@ -398,3 +398,35 @@ def test_a_reader_beside_a_writer_follows_it(tmp_path, monkeypatch):
 
         monkeypatch.setattr(reader, "_read", overtaken)
         assert reader.load(state) == state["v"] == 2
+
+
+class Partly:
+    """State of which an older life saved less."""
+
+    def __init__(self, *names):
+        self.tensors = {name: torch.zeros(2) for name in names}
+
+    def state_dict(self):
+        return self.tensors
+
+    def load_state_dict(self, state):
+        self.loaded = set(state)
+
+    def load_fills(self, saved):
+        return {name: value for name, value in self.tensors.items() if (name,) in saved}
+
+
+def test_an_object_says_what_the_saved_paths_can_fill(tmp_path):
+    with Store(tmp_path) as store:
+        old = Partly("a")
+        old.tensors["a"].fill_(3.0)
+        store.save(1, {"it": old, "x": torch.ones(1)})
+        more = Partly("a", "b")
+        assert store.load({"it": more}) == 1
+        assert more.loaded == {"a"}
+        assert more.tensors["a"].tolist() == [3.0, 3.0]
+        with pytest.raises(CheckpointMismatch, match=r"it\.a is in the checkpoint only"):
+            store.load({"it": Partly("c")})
+        store.save(2, {"x": torch.ones(1)})
+        assert store.load({"it": more, "x": torch.ones(1)}) == 2
+        assert more.loaded == set()

@@ -9,10 +9,16 @@ from torch import Tensor, nn
 
 
 class NamedState:
-    """State of an optimizer by parameter names, which fit any layout of ranks."""
+    """State of an optimizer by parameter names, which fit any layout of ranks.
 
-    def __init__(self, optimizer: Any) -> None:
+    `names` are those of the whole model, `frozen` the parameters here that this life of the run never trains.
+    Another life may have trained others: what it saved of those that are frozen now is left, and what was
+    frozen then begins as built.
+    """
+
+    def __init__(self, optimizer: Any, names: Set[str], frozen: Set[str]) -> None:
         self._optimizer = optimizer
+        self._names, self._frozen = frozenset(names), frozenset(frozen)
 
     def state_dict(self) -> dict[str, Any]:
         """`{name: {slot: tensor or float}}`."""
@@ -21,7 +27,7 @@ class NamedState:
 
     def load_checks(self, state: dict[str, Any]) -> None:
         """Raise ValueError where a number of the state is none. Tensors were compared before."""
-        for name, slots in self.state_dict().items():
+        for name, slots in self.load_fills([(name,) for name in state]).items():
             for slot, own in slots.items():
                 value = state[name][slot]
                 if not isinstance(own, Tensor) and type(value) is not type(own):
@@ -29,12 +35,29 @@ class NamedState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The same, taken over."""
-        self._optimizer.load_named_state(state)
+        self._optimizer.load_named_state({**self.state_dict(), **state})
+
+    def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Of the saved paths those that are not of a frozen parameter."""
+        return [path for path in saved if not self._frozen.intersection(path[:1])]
+
+    def load_fills(self, saved: list[tuple[Any, ...]]) -> dict[str, Any]:
+        """The state of those parameters that had one when it was saved."""
+        names, own = {path[0] for path in saved if path}, self.state_dict()
+        if not names <= self._names:  # another optimizer's: all that is missing shall be said
+            return own
+        return {name: slots for name, slots in own.items() if name in names}
 
 
-def by_name(optimizer: Any) -> Any:
-    """`optimizer` with its named state as its state; itself where it offers none."""
-    return NamedState(optimizer) if hasattr(optimizer, "load_named_state") else optimizer
+def by_name(optimizer: Any, model: nn.Module, names: Set[str]) -> Any:
+    """`optimizer` with its named state as its state; itself where it offers none.
+
+    `model` is this rank's part of the one whose tensors `names` are.
+    """
+    if not hasattr(optimizer, "load_named_state"):
+        return optimizer
+    here = {name for name, _ in model.named_parameters()}
+    return NamedState(optimizer, names, here - optimizer.named_state().keys())
 
 
 class PartOfState:
@@ -64,8 +87,15 @@ class PartOfState:
             checks(state)
 
     def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Of the saved paths those that are not another rank's."""
-        return [path for path in saved if not self._others.intersection(path)]
+        """Of the saved paths those that are not another rank's, and that the owner wants."""
+        select = getattr(self._owner, "load_selects", list)
+        return [path for path in select(saved) if not self._others.intersection(path)]
+
+    def load_fills(self, saved: list[tuple[Any, ...]]) -> dict[str, Any]:
+        """What the owner can fill with them: all its state where it does not say."""
+        fills = getattr(self._owner, "load_fills", None)
+        found: dict[str, Any] = self.state_dict() if fills is None else fills(saved)
+        return found
 
 
 def tensor_names(model: nn.Module) -> set[str]:

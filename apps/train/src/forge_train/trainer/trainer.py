@@ -303,7 +303,7 @@ class Trainer:
     def _optimizer_state(self) -> dict[str, Any]:
         if isinstance(self.optimizer, IdleOptimizer):
             return {}
-        return {"optimizer": self._part(by_name(self.optimizer))}
+        return {"optimizer": self._part(by_name(self.optimizer, self.model, self._names))}
 
     def _check_saved(self, step: int, saved: Mapping[str, Any]) -> None:
         """What a checkpoint says in two places must agree: the step, and how far the data is."""

@@ -9,6 +9,9 @@ from torch.distributed.tensor import DTensor
 from forge_ckpt.errors import CheckpointMismatch
 from forge_ckpt.manifest import Manifest, TensorEntry
 
+#: A target that nothing that was saved can fill.
+NOTHING = object()
+
 
 def named(state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` as a dict; raises ValueError unless it maps at least one name to something."""
@@ -33,9 +36,16 @@ def state_of(value: Any) -> Any:
 
 
 def target_of(value: Any, name: str, table: Manifest) -> Any:
-    """What a load fills: None (take it as saved) for objects that set ``load_replaces``."""
+    """What a load fills: None (take it as saved) for objects that set ``load_replaces``.
+
+    An object's own ``load_fills(paths)`` gets the saved paths below its name and returns as much of its state
+    as these can fill; NOTHING stands for an empty one.
+    """
     if is_stateful(value) and getattr(value, "load_replaces", False):
         return None
+    fills = getattr(value, "load_fills", None)
+    if callable(fills):
+        return fills(list(_below(name, table))) or NOTHING
     state = state_of(value)
     if isinstance(value, torch.optim.Optimizer):
         return _with_slots(state, value, name, table)
@@ -86,10 +96,15 @@ def not_asked(state: Mapping[str, Any], table: Manifest) -> set[str]:
     for name, value in state.items():
         select = getattr(value, "load_selects", None)
         if callable(select):
-            below = {path[1:]: key for key, path in table.paths().items() if path[0] == name}
+            below = _below(name, table)
             kept = set(select(list(below)))
             left |= {key for path, key in below.items() if path not in kept}
     return left
+
+
+def _below(name: str, table: Manifest) -> dict[Any, str]:
+    """{path below ``name``: saved name}."""
+    return {path[1:]: key for key, path in table.paths().items() if path[0] == name}
 
 
 def _with_slots(

@@ -12,7 +12,7 @@ from forge_ckpt.ranks import Ranks
 from forge_ckpt.read.blocks import verify_files
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
-from forge_ckpt.read.targets import check_object, is_stateful, not_asked, target_of
+from forge_ckpt.read.targets import NOTHING, check_object, is_stateful, not_asked, target_of
 
 Check = Callable[[int, Mapping[str, Any]], None]
 
@@ -41,7 +41,14 @@ def read_together(
 
     def plan() -> Any:
         metadata = metadata_of(table, without=not_asked(state, table))
-        content.update({name: target_of(value, name, table) for name, value in state.items()})
+        targets = {name: target_of(value, name, table) for name, value in state.items()}
+        content.update({name: t for name, t in targets.items() if t is not NOTHING})
+        left = [k for k, p in metadata.planner_data.items() if targets.get(p[0]) is NOTHING]
+        if left:
+            raise CheckpointMismatch(
+                f"{path}: {left[0]} is in the checkpoint only, and nothing here has such state; build the "
+                "same objects as the run that saved it"
+            )
         planner.set_up_planner(content, metadata, ranks.rank == 0)
         try:
             return planner.create_local_plan()
@@ -57,7 +64,7 @@ def read_together(
         saved = planner.place_into(tree.copied(content))
         for name, value in state.items():
             with _value_error_is_corruption(f"{path}: {name}"):
-                check_object(value, name, saved[name])
+                check_object(value, name, saved.get(name, {}))
         if check is not None:
             with _value_error_is_corruption(str(path)):
                 check(step, saved)
@@ -67,7 +74,7 @@ def read_together(
         fill(staged, planner)
         for name, value in list(state.items()):
             if is_stateful(value):
-                _load(value, content[name], f"{path}: {name}")
+                _load(value, content.get(name, {}), f"{path}: {name}")
             elif content[name] is not value:
                 state[name] = content[name]
 
