@@ -64,7 +64,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "norms and biases decay",
-        f"{_CORE}/optim/named.py",
+        f"{_CORE}/optim/groups.py",
         "for name, p in parameters.items() if p.ndim >= 2]",
         "for name, p in parameters.items() if p.ndim >= 1]",
         ("packages/forge-core/tests/test_optim.py::test_decay_is_for_matrices_only",),
@@ -138,8 +138,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "weights of an evaluation stay gathered",
         f"{_PARALLEL}/axes/fsdp.py",
-        "            module.reshard()  # type: ignore[operator]",
-        "            pass",
+        "        module.reshard()  # type: ignore[operator]",
+        "        pass",
         (
             "packages/forge-parallel/tests/test_stale.py::test_F88_weights_put_back_after_an_evaluation_are_used",
         ),
