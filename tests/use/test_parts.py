@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,3 +112,21 @@ def test_a_run_from_before_a_key_was_known_goes_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.mixer was None"):
         Trainer(load_job(job, again)).fit()
     assert Trainer(load_job(written, {"train.steps": 5})).fit().step == 5
+
+
+def test_stages_refuse_an_installed_optimizer_as_one_by_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    point = SimpleNamespace(name="theirs", load=lambda: torch.optim.SGD)
+    monkeypatch.setattr(
+        "forge_core._registry.entry_points",
+        lambda group: [point] if group == "forge.optimizers" else [],
+    )
+    settings = {"model.num_layers": 2, "parallel.pp": 2, "train.micro_batch": 2}
+    for name in ("theirs", "torch.optim:SGD"):
+        words = rf"parallel.pp 2 must go with an optimizer of Forge, .* optimizer.name is '{name}'"
+        with pytest.raises(ConfigError, match=words):
+            Trainer(load_job(write_job(tmp_path), {**settings, "optimizer.name": name}))

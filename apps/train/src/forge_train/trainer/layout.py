@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from forge_core.optim import OPTIMIZERS
 from forge_parallel.config import V_SCHEDULES, Layout, lies_as_said
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_parallel.pipeline import schedule_problems
@@ -62,7 +63,7 @@ def _pipeline_problems(config: JobConfig, layout: Layout) -> list[str]:
             f"parallel.pp_schedule is {config.parallel.pp_schedule!r}; use 'interleaved_zero_bubble', or "
             "untie them"
         )
-    if ":" in config.optimizer.name:
+    if config.optimizer.name not in OPTIMIZERS.built_in:
         problems.append(
             f"parallel.pp {config.parallel.pp} must go with an optimizer of Forge, whose state its stages share by "
             f"parameter name, and optimizer.name is {config.optimizer.name!r} from outside; use 'adamw' or pp = 1"

@@ -1,7 +1,7 @@
 """Optimizers with named state, and learning-rate schedules."""
 
 from forge_core.optim.adamw import AdamW
-from forge_core.optim.build import build_optimizer, check_optimizer, find_optimizer
+from forge_core.optim.build import OPTIMIZERS, build_optimizer, check_optimizer, find_optimizer
 from forge_core.optim.config import (
     OPTIMIZER_GROUP_RULES,
     OPTIMIZER_RULES,
@@ -29,6 +29,7 @@ from forge_core.optim.stages import (
 )
 
 __all__ = [
+    "OPTIMIZERS",
     "OPTIMIZER_GROUP_RULES",
     "OPTIMIZER_RULES",
     "SCHEDULE_RULES",

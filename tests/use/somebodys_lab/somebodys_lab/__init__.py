@@ -1,0 +1,1 @@
+"""Parts that somebody adds to a training without touching it."""
