@@ -298,7 +298,7 @@ def _mounted() -> dict[str, EntryPoint]:
 
 def _job(args: list[str], verb: str, description: str, *, with_data: bool = True) -> ResolvedJob:
     """The job of `CONFIG [--section.key value ...]`."""
-    from forge_train.config.layers import Layers, read_layers
+    from forge_train.config.layers import NAMED_TABLES, Layers, read_layers
     from forge_train.errors import ConfigError
 
     config = _positional(args)
@@ -310,9 +310,10 @@ def _job(args: list[str], verb: str, description: str, *, with_data: bool = True
     from forge_train.config.flags import parse_flags
     from forge_train.config.resolve import resolve
 
-    data = layers.values.get("data", {})
-    if wants_help and isinstance(data, dict) and "sources" not in data:
-        layers.set("data.sources.NAME.name", "builtin", "example")
+    for (section, table), (key, value) in NAMED_TABLES.items() if wants_help else ():
+        inside = layers.values.get(section, {})
+        if isinstance(inside, dict) and table not in inside:
+            layers.set(f"{section}.{table}.NAME.{key}", value, "example")
     flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"
     said = io.StringIO()

@@ -14,8 +14,12 @@ from forge_train.errors import ConfigError
 LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
 #: Keys of which a file or flag that sets one unsets the others of earlier layers.
 ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
-#: Tables whose keys are names of the user's choice.
-NAMED_TABLES = (("data", "sources"), ("optimizer", "groups"), ("train", "stages"))
+#: Tables whose keys are names of the user's choice, and a key of an entry as help shows it.
+NAMED_TABLES: dict[tuple[str, str], tuple[str, Any]] = {
+    ("data", "sources"): ("name", "builtin"),
+    ("optimizer", "groups"): ("patterns", ["*"]),
+    ("train", "stages"): ("start_step", 1),
+}
 _MAX_FILES = 16
 
 
