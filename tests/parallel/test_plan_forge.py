@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core import flops_per_token, initialise
+from forge_core import AttentionSpec, flops_per_token, initialise
 from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
 from forge_parallel.plan import Case, Profile, Storage, find_hardware, make_plan, render
 from forge_parallel.plan.memory import local_numel
@@ -76,6 +76,15 @@ def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype
 def test_a_tied_head_sees_all_tokens_under_tensor_parallelism() -> None:
     tied, own = (trace(Profile(build_model(section(n), 0), SEQ), tp=2) for n in ("tied", "dense"))
     assert (tied.logits, tied.last.sent) == (own.logits, own.last.sent)
+
+
+def test_no_plan_spreads_rows_whose_attention_cannot_reach_over_ranks() -> None:
+    plain = section("dense")
+    reaches = {
+        spec: Profile(build_model(replace(plain, attention=spec), 0), SEQ).spreads_attention
+        for spec in (AttentionSpec(), AttentionSpec(scale=0.5), AttentionSpec(window=4))
+    }
+    assert list(reaches.values()) == [True, True, False]
 
 
 def _held(options: dict[str, Any]) -> int:

@@ -189,8 +189,8 @@ def _problems(case: Case) -> list[str]:
     pieces = (2 * d.cp if d.cp > 1 else 1) * (d.tp if cut else 1)
     if p.seq_len % pieces:
         found.append(f"seq_len {p.seq_len} must be divisible by {pieces} (cp {d.cp}, tp {d.tp})")
-    if d.cp > 1 and not p.has_attend:
-        found.append(f"cp {d.cp} needs attention with an attribute attend")
+    if d.cp > 1 and not p.spreads_attention:
+        found.append(f"cp {d.cp} needs attention that reaches over ranks (attention_problems)")
     if d.pp > 1 and p.uncuttable:
         return [*found, f"pp {d.pp}: {p.uncuttable}"]
     return found + schedule_problems(c, case.num_micro_batches, len(p.order))

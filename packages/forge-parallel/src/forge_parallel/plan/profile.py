@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.fsdp import own_dtype
 from forge_parallel.axes.roles import BY_ROWS, check_cuts, find_roles
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
@@ -56,7 +57,7 @@ class Profile:
             parts_of(model, self.structure)
         except ValueError as error:
             self.uncuttable = str(error)
-        self.has_attend = any(hasattr(module, "attend") for module in model.modules())
+        self.spreads_attention = not attention_problems(model)
         self.numel = sum(p.numel() for p in model.parameters())
         inside = sum(self.kinds[k].flops for k in self.order)
         self.flops = max(forward_flops(model, seq_len), inside)
