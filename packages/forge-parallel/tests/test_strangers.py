@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import fsdp
+from forge_parallel.compile import recompilations
 from forge_parallel.prove import prove
 from forge_testing import run_on_ranks
 
@@ -54,6 +56,59 @@ def test_green_in_every_layout_but_those_that_its_forward_forbids(kind: str) -> 
 def test_green(kind: str, cell: str) -> None:
     (result,) = prove(lambda: build(kind), vocab_size=VOCAB, worlds=[2], only=cell)
     assert result.verdict == "green", result
+
+
+def test_a_filling_that_a_softcap_would_count_is_refused() -> None:
+    def odd() -> Any:
+        return build("Gemma2", vocab_size=VOCAB + 1, final_logit_softcapping=1.0)
+
+    (result,) = prove(odd, vocab_size=VOCAB, worlds=[2], only="tp, whole stream")
+    assert result.verdict == "refused"
+    assert "65 ids must be divisible by tp 2 under final_logit_softcapping 1.0" in result.message
+
+
+# ---- caches of keys, which transformers makes in every forward unless it is told not to
+
+
+def caches_and_graphs(options: dict[str, Any]) -> tuple[set[bool], int]:
+    """Whether attention was given no cache, in the forward and again, and how many graphs were compiled."""
+    model, seen = build("Llama"), []
+    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    before = recompilations()["graphs"]
+    for layer in model.model.layers:
+        look = lambda _, args, kwargs: seen.append(kwargs["past_key_values"] is None)  # noqa: E731
+        if not config.compile:
+            layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
+    parallelize(
+        model, config, make_meshes(config), compile_backend="aot_eager", report=lambda _: None
+    )
+    for _ in range(2):
+        model(torch.arange(8).view(2, 4)).logits.sum().backward()
+    assert len(seen) == (0 if config.compile else 12)
+    return set(seen), recompilations()["graphs"] - before
+
+
+def test_recomputation_and_compilation_see_no_empty_cache() -> None:
+    assert run_on_ranks(1, caches_and_graphs, {"recompute": "full"}) == [({True}, 0)]
+    assert run_on_ranks(1, caches_and_graphs, {"compile": True}) == [(set(), 1)]  # for all layers
+
+
+def with_a_prefix() -> str:
+    config = ParallelConfig(device="cpu", precision="fp32", recompute="full")
+    model = parallelize(build("Llama"), config, make_meshes(config), report=lambda _: None)
+    cache = transformers.DynamicCache(config=model.config)
+    for layer in range(3):
+        cache.update(torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8), layer)
+    try:
+        model(torch.arange(8).view(2, 4), past_key_values=cache)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_learned_prefix_is_not_recomputed() -> None:
+    (said,) = run_on_ranks(1, with_a_prefix)
+    assert "past_key_values holds 5 tokens, to which a recomputation would add its own" in said
 
 
 # ---- units of FSDP2
@@ -122,3 +177,61 @@ def test_small_ends_and_tied_ones_are_gathered_with_the_root() -> None:
         assert units == ["", *LAYERS]
         assert sizes.count(TABLE + 4 * DIM) == 1
         assert worst < 1e-5
+
+
+# ---- a frozen base in 16 bits
+
+
+def on_a_frozen_base(precision: str, trained: str) -> dict[str, Any]:
+    """One step of a Llama that came in bf16, of which the parameters with `trained` in their name learn."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build("Llama").bfloat16())
+        for name, parameter in models[-1].named_parameters():
+            parameter.requires_grad_(trained in name)
+    alone, model = models[0].float(), models[1]
+    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    meshes = make_meshes(config)
+    parallelize(model, config, meshes, report=lambda _: None)
+    rows = 2 // meshes.batch_size
+    tokens = torch.arange(8).view(2, 4)
+    with Sent() as sent:
+        out = model(tokens[meshes.batch_rank * rows :][:rows]).logits.float().square().sum()
+        held = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        out.backward()
+    alone(tokens).logits.square().sum().backward()
+    wanted, worst = dict(alone.named_parameters()), 0.0
+    for name, parameter in model.named_parameters():
+        if trained in name:
+            right = wanted[name].grad
+            error = (parameter.grad.full_tensor() - right).abs().max() / right.abs().max()
+            worst = max(worst, float(error))
+        else:
+            assert parameter.grad is None
+    return {
+        "frozen": {p.dtype for n, p in model.named_parameters() if trained not in n},
+        "trained": {p.dtype for n, p in model.named_parameters() if trained in n},
+        "held": held,
+        "gathered": sum(sent.gathered),
+        "scattered": sum(sent.scattered),
+        "worst": worst,
+    }
+
+
+NORMS = 4 * 7 * DIM  # bytes of all norms in fp32, in which gradients are summed
+
+
+@pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (1, "bf16"), (2, "fp32")])
+@pytest.mark.parametrize("trained", ["norm", "layers.1.mlp"])
+def test_F113_a_frozen_base_keeps_its_dtype_and_sends_no_gradients(
+    ranks: int, precision: str, trained: str
+) -> None:
+    for found in run_on_ranks(ranks, on_a_frozen_base, precision, trained):
+        assert found["frozen"] == {torch.bfloat16}
+        assert found["trained"] == {torch.float32}
+        learns = NORMS if trained == "norm" else 4 * 3 * 48 * DIM
+        assert found["scattered"] == (learns if ranks > 1 else 0)
+        assert found["worst"] < (1e-5 if precision == "fp32" else 5e-2)
+        if ranks == 1:  # no copy of the base is kept from the forward to the backward
+            assert not [n for n in found["held"] if "layers.0" in n or "layers.2" in n]

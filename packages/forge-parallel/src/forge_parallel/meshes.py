@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -117,6 +117,14 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     )
     _touch(meshes)
     return meshes
+
+
+def with_one_rank(config: ParallelConfig, meshes: Meshes) -> Meshes:
+    """`meshes` of one process that wraps nothing, with a dense mesh of its one rank: for a model that needs FSDP2
+    all the same. Starts a group of one rank if there is none, as `make_meshes` does."""
+    if not dist.is_initialized():
+        start_process_group(_ALONE, meshes.device)
+    return replace(meshes, dense=_mesh(config, meshes.device, config.axes(1), {"dp_shard": 1}))
 
 
 def _mesh(

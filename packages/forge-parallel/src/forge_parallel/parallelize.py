@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.fsdp import HALF, apply_fsdp, is_frozen_half
 from forge_parallel.axes.host_inputs import keep_on_host
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.config import ParallelConfig, lies_as_said
-from forge_parallel.meshes import Meshes, make_meshes
+from forge_parallel.meshes import Meshes, make_meshes, with_one_rank
 from forge_parallel.pipeline.schedule import keeps_gathered
 from forge_parallel.structure import Blocks, Structure, structure_of
 from forge_parallel.suits import check_model, tell_of_blocks
@@ -46,7 +46,8 @@ def parallelize(
     `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts
     are spread before, by whoever made them. A model with values must have
     the same values on all ranks: each keeps its share of them, nothing is sent. Trained parameters in 16
-    bits become fp32, which is what is updated; those frozen before keep their dtype, but in one process in fp32.
+    bits become fp32, which is what is updated; those frozen before keep their dtype, and FSDP2 casts them to that of
+    the forward unit by unit, in one process in fp32, too, where it wraps nothing else.
 
     Raises ValueError, before anything is changed, for a model that the layout would compute wrongly: experts
     that lie on no ranks of ep, a parameter in several blocks, recomputation without blocks, blocks that cannot
@@ -61,12 +62,14 @@ def parallelize(
     """
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
+    if meshes.dense is None and any(is_frozen_half(p) for p in model.parameters()):
+        meshes = with_one_rank(config, meshes)
     by_block = meshes.dense is not None or config.recompute != "none" or config.compile
     structure = structure_of(model, blocks) if by_block or blocks is not None else Structure()
     matched = find_roles(model, roles, cut=meshes.tp.size > 1)
     check_model(model, config, meshes, structure, matched)
     tell_of_blocks(model, config, meshes, structure, report)
-    _make_masters(model, frozen=meshes.dense is None)
+    _make_masters(model)
     for part in _stages(model, config, meshes, structure, seq_len):
         said = matched.within(part)
         _adapt(part, config, meshes, structure, said, recompute_contexts, compile_backend, report)
@@ -74,13 +77,10 @@ def parallelize(
     return materialise(model, meshes.device, parameters)
 
 
-def _make_masters(model: nn.Module, frozen: bool) -> None:
-    """What came in 16 bits (a downloaded model) and is trained is kept and updated in fp32; what is `frozen`
-    only where nobody casts it to the compute dtype, as FSDP2 does."""
+def _make_masters(model: nn.Module) -> None:
+    """What came in 16 bits (a downloaded model) and is trained is kept and updated in fp32."""
     for parameter in model.parameters():
-        if parameter.dtype not in (torch.bfloat16, torch.float16):
-            continue
-        if not parameter.requires_grad and not frozen:
+        if parameter.dtype not in HALF or not parameter.requires_grad:
             continue
         if not hasattr(parameter, "device_mesh"):
             parameter.data = parameter.data.float()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+HALF = (torch.bfloat16, torch.float16)
 #: Elements on a tp rank from which embedding and head are units of their own: 32 MiB in bf16, where a collective
 #: is bandwidth and no latency. A smaller one saves less memory than the two gathers more are worth.
 OWN_UNIT = 2**24
@@ -47,7 +48,8 @@ def apply_fsdp(
     unless their weight has a second name (tied), which is gathered with the root.
 
     The root, and such a head, is never resharded after its forward, as its backward follows at once; on one rank
-    no module is: it would save the copy in `compute_dtype` and cost a second cast. Float inputs of the
+    no module is: it would save the copy in `compute_dtype` and cost a second cast. That is paid by modules with
+    frozen parameters in 16 bits alone, of which there then is no second copy but while they compute. Float inputs of the
     model are cast to `compute_dtype`, those of a block are not: it may be given fp32 tables (RoPE).
 
     `experts` are wrapped by themselves over `sparse`: where they lie on an axis `ep` already, their
@@ -91,6 +93,7 @@ def apply_fsdp(
     spread = [m for m in model.modules() if m in known or _is_spread(m)]
     blocks = (structure_of(model) if structure is None else structure).modules(model)
     units: dict[nn.Module, DeviceMesh] = {}
+    taken: set[nn.Parameter] = set()
     embedding, head = (_large_end(model, side) for side in ("input", "output"))
     ends = [end for end in (embedding, head) if end is not None]
     for module in dict.fromkeys([*special, *spread, *blocks, *ends, model]):
@@ -100,15 +103,18 @@ def apply_fsdp(
             cast_forward_inputs=module is model,
         )
         its_mesh = sparse if module in spread and sparse is not None else mesh
+        own = set(module.parameters()) - taken  # what units inside have is theirs
+        taken |= own
+        reshards = reshard_after_forward and module not in (head, model)
+        if its_mesh.size() == 1:
+            reshards = any(map(is_frozen_half, own))
         fully_shard(
             module,
             mesh=its_mesh,
             mp_policy=policy,
             offload_policy=offload,
             shard_placement_fn=partial(shard_of, shards=its_mesh.size(its_mesh.ndim - 1)),
-            reshard_after_forward=(
-                reshard_after_forward and module not in (head, model) and its_mesh.size() > 1
-            ),
+            reshard_after_forward=reshards,
         )
         sum_gradients(module)
         units[module] = its_mesh
@@ -159,6 +165,11 @@ def _prefetch(blocks: list[nn.Module]) -> None:
     for before, after in pairwise(parts):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before[::-1])
+
+
+def is_frozen_half(parameter: nn.Parameter) -> bool:
+    """Whether it is kept in 16 bits, as it came, since no step changes it."""
+    return parameter.dtype in HALF and not parameter.requires_grad
 
 
 def _is_spread(module: nn.Module) -> bool:

@@ -189,6 +189,12 @@ def cut_problems(model: nn.Module, matched: Matched, size: int) -> list[str]:
                 problems.append(
                     f"{name}: {whole} ids must leave none of tp {size} ranks empty; use a smaller tp"
                 )
+            cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
+            if role.name in HEADS and whole % size and cap is not None:
+                problems.append(
+                    f"{name}: {whole} ids must be divisible by tp {size} under final_logit_softcapping {cap}, which "
+                    "would make logits of the ids that fill up the last rank; pad the vocabulary"
+                )
     return problems
 
 
