@@ -114,3 +114,24 @@ def test_a_unit_that_is_frozen_sends_no_gradients() -> None:
     """The root (first and last) and three blocks are four units."""
     for got in run_on_ranks(2, spread, {}):
         assert [step["sums"] for step in got] == [3, 3, 2, 4, 4]
+
+
+def thawed(precision: str) -> str:
+    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    net = Net()
+    net.middle.bfloat16().requires_grad_(False)
+    model = parallelize(net, config, make_meshes(config))
+    model(torch.ones(2, 6)).float().sum().backward()
+    follow_requires_grad(model)
+    model.requires_grad_(True)
+    try:
+        follow_requires_grad(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_kept_in_16_bits_is_not_thawed(precision: str) -> None:
+    (said,) = run_on_ranks(1, thawed, precision)
+    assert "middle.0.weight came frozen and in 16 bits, is kept so, and must stay frozen" in said

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_parallel.axes.fsdp import HALF, apply_fsdp, is_frozen_half
+from forge_parallel.axes.fsdp import HALF, KEPT_HALF, apply_fsdp, is_frozen_half
 from forge_parallel.axes.host_inputs import keep_on_host
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.config import ParallelConfig, lies_as_said
@@ -70,6 +70,7 @@ def parallelize(
     check_model(model, config, meshes, structure, matched)
     tell_of_blocks(model, config, meshes, structure, report)
     _make_masters(model)
+    model.__dict__[KEPT_HALF] = [n for n, p in model.named_parameters() if is_frozen_half(p)]
     for part in _stages(model, config, meshes, structure, seq_len):
         said = matched.within(part)
         _adapt(part, config, meshes, structure, said, recompute_contexts, compile_backend, report)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 HALF = (torch.bfloat16, torch.float16)
+#: Where a model has the names of the parameters that `parallelize` left in 16 bits.
+KEPT_HALF = "_forge_kept_half"
 #: Elements on a tp rank from which embedding and head are units of their own: 32 MiB in bf16, where a collective
 #: is bandwidth and no latency. A smaller one saves less memory than the two gathers more are worth.
 OWN_UNIT = 2**24
@@ -220,8 +222,18 @@ def follow_requires_grad(model: nn.Module) -> None:
     those of its parameters that were trained at its first forward: none, and sums in the compute dtype, where
     all were frozen then. A unit without a trained parameter reduces nothing.
 
+    Raises ValueError, naming it, for a parameter that came frozen and in 16 bits, and was kept so: updates would
+    be rounded away.
+
     Cost: that of `reshard`; blocks that are compiled are compiled once more for what is trained now.
     """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name in model.__dict__.get(KEPT_HALF, ()):
+        if name in trained:
+            raise ValueError(
+                f"{name} came frozen and in 16 bits, is kept so, and must stay frozen: updates would be rounded away; "
+                "to train it later give it in fp32, or freeze it after parallelize"
+            )
     reshard(model)
     for module in _units(model):
         read_dtypes_again(module)
