@@ -218,3 +218,32 @@ def test_same_under_compile():
         lambda a, b: cross_entropy(a, b).mean, backend="eager", fullgraph=True
     )(logits, labels)
     torch.testing.assert_close(compiled, eager.mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_multiply_the_loss_of_each_label(compiled):
+    """Small ones too: the mean divides by their sum, whatever it is, unless that is zero."""
+    logits, labels = _example(torch.float64)
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) / 100
+    valid = labels != -100
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    wanted = (losses.view_as(labels) * weights).sum()
+    (gradient,) = torch.autograd.grad(wanted, logits)
+    rounded = logits.detach().float().requires_grad_()
+    loss_of = torch.compile(cross_entropy, backend="eager") if compiled else cross_entropy
+    loss = loss_of(rounded, labels, weights=weights)
+    loss.sum.backward()
+    total = weights.double().where(valid, 0.0).sum()
+    assert 0 < total < 1
+    torch.testing.assert_close(loss.sum.double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rounded.grad.double(), gradient, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(loss.count, total, rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss.mean.double(), wanted / total, rtol=1e-6, atol=0)
+    assert loss.mean.dtype == torch.float32
+    assert cross_entropy(rounded, labels, weights=torch.zeros_like(weights)).mean == 0
+
+
+def test_weights_of_another_shape_are_refused():
+    logits, labels = _example()
+    with pytest.raises(ValueError, match=r"weights .* must be floating point and have the shape"):
+        cross_entropy(logits, labels, weights=torch.ones(labels.shape[:1]))

@@ -71,7 +71,7 @@ def test_F101_any_number_of_ranks_deals_out_whole_micro_batches(
         parts = [rank[step] for rank in ranks]
         assert {part.digest for part in parts} == {batch.digest}
         assert len({len(part.tokens) for part in parts}) == 1
-        assert sum(part.num_valid for part in parts) == batch.num_valid
+        assert sum(part.label_weight for part in parts) == batch.label_weight
         real = [[m for m in p.split(micro_batch) if m.instance_ids[0] >= 0] for p in parts]
         shares = [len(one) for one in real]
         assert shares == sorted(shares, reverse=True)
@@ -341,7 +341,7 @@ def test_split_keeps_rows_and_counts_its_own_labels(stream):
     batch = next(Loader(stream, 6))
     parts = batch.split(2)
     assert [len(p.tokens) for p in parts] == [2, 2, 2]
-    assert sum(p.num_valid for p in parts) == batch.num_valid
+    assert sum(p.label_weight for p in parts) == batch.label_weight
     assert torch.equal(torch.cat([p.labels for p in parts]), batch.labels)
     assert {p.digest for p in parts} == {batch.digest}
     with pytest.raises(
@@ -353,12 +353,12 @@ def test_split_keeps_rows_and_counts_its_own_labels(stream):
 def test_zero_valid_labels_is_a_count_of_zero():
     ids = torch.zeros(1, 2, dtype=torch.int64)
     batch = Batch(ids, ids - 100, ids, ids, ids[0, :1], "0" * 16)
-    assert batch.num_valid == 0
-    assert batch.to("cpu").num_valid == 0
+    assert batch.label_weight == 0
+    assert batch.to("cpu").label_weight == 0
 
 
 def test_to_moves_everything_and_keeps_the_count(stream):
     batch = next(Loader(stream, 2))
     moved = batch.to(torch.device("meta"))
     assert all(getattr(moved, n).device.type == "meta" for n in TENSORS)
-    assert (moved.num_valid, moved.digest) == (batch.num_valid, batch.digest)
+    assert (moved.label_weight, moved.digest) == (batch.label_weight, batch.digest)

@@ -114,7 +114,7 @@ def test_batch_holds_the_instances_asked_for():
         for name, values in stream.instance(i).items():
             assert getattr(batch, name)[row].tolist() == values.tolist()
     assert batch.instance_ids.tolist() == [5, 3, 10**6]
-    assert batch.num_valid == int((batch.labels != -100).sum())
+    assert batch.label_weight == int((batch.labels != -100).sum())
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,32 @@ def test_sum_and_gradient_equal_whole_logits(ranks, ids, dtype):
         assert kept
 
 
+def _weighted(ids):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = SimpleNamespace(group=dist.group.WORLD, size=size, rank=rank)
+    logits, labels = _data(ids)
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(5)) / 100
+    whole = logits.clone().requires_grad_()
+    losses = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none")
+    want = (losses.view_as(labels) * weights).sum()
+    want.backward()
+    width = ids // size
+    mine = logits[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+    total, count = vocab_cross_entropy(mine, labels, axis, weights=weights)
+    total.backward()
+    theirs = whole.grad[..., rank * width : (rank + 1) * width]
+    worst = (mine.grad - theirs).abs().max() / whole.grad.abs().max()
+    wrong = count - weights.double().where(labels != -100, 0.0).sum()
+    return float((total - want).abs() / want), float(worst), float(wrong.abs())
+
+
+def test_weights_multiply_the_loss_of_each_label():
+    for loss, grad, count in run_on_ranks(2, _weighted, 16):
+        assert loss < 1e-6
+        assert grad < 1e-5
+        assert count < 1e-12
+
+
 def test_one_rank_needs_no_group():
     logits, labels = _data(16)
     want, _ = _whole(logits, labels)

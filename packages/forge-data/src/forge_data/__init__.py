@@ -1,6 +1,6 @@
 """Token files, packing and a resumable global order of training data."""
 
-from forge_data.batch import Batch, filler_batch
+from forge_data.batch import Batch, Ragged, filler_batch
 from forge_data.config import CAPABILITIES, DataConfig, SourceConfig
 from forge_data.errors import DataError
 from forge_data.loader import Loader
@@ -22,6 +22,7 @@ __all__ = [
     "Loader",
     "PackedStream",
     "Permutation",
+    "Ragged",
     "Source",
     "SourceConfig",
     "TokenFiles",

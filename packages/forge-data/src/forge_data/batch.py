@@ -1,86 +1,200 @@
-"""What a training step gets.
+"""What a training step gets: rows first and tokens last in every tensor.
 
-B   rows        S   tokens in a row
+B   rows        S   tokens in a row        N   entries of all rows of a ragged extra
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
 IGNORE = -100  # label of a position with nothing to learn
 PAD_DOCUMENT = -1
-FILLER_INSTANCE = -1  # id of a row that is no instance of any stream
+FILLER_INSTANCE = -1  # id and source of a row that is no instance of any stream
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Any number of entries for each row: row i has `values[row_offsets[i] : row_offsets[i + 1]]`.
+
+    Usage: `patches = Ragged(torch.randn(7, 588), torch.tensor([0, 3, 3, 7])); patches[0:2]`. Raises
+    ValueError unless the offsets rise from 0 to the number of values.
+    """
+
+    values: torch.Tensor  # (N, ...)
+    row_offsets: torch.Tensor  # (B + 1,) int64, on the host
+
+    def __post_init__(self) -> None:
+        offsets = self.row_offsets
+        good = offsets.dim() == 1 and len(offsets) > 0 and offsets.dtype == torch.int64
+        if not good or offsets[0] != 0 or offsets[-1] != len(self.values) or bool(
+            (offsets.diff() < 0).any()
+        ):  # fmt: skip
+            raise ValueError(
+                f"row_offsets {offsets.tolist()!r:.80} must be int64 (B + 1,) and rise from 0 to the "
+                f"{len(self.values)} values; give where the entries of each row begin, and their end"
+            )
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.row_offsets) - 1
+
+    def __getitem__(self, rows: slice) -> Ragged:
+        """Some rows in order, as views."""
+        first, last, step = rows.indices(len(self))
+        if step != 1:
+            raise ValueError(f"rows {rows} must be in order; use a step of 1")
+        offsets = self.row_offsets[first : max(first, last) + 1]
+        begin, end = int(offsets[0]), int(offsets[-1])
+        return Ragged(self.values[begin:end], offsets - offsets[0])
+
+    def to(self, device: torch.device | str) -> Ragged:
+        """Values on `device`; the offsets stay, as the host cuts by them."""
+        return Ragged(_move(self.values, torch.device(device)), self.row_offsets)
+
+    def followed_by(self, other: Ragged) -> Ragged:
+        """These rows and then those of `other`."""
+        after = other.row_offsets[1:] + self.row_offsets[-1]
+        values = torch.cat([self.values, other.values])
+        return Ragged(values, torch.cat([self.row_offsets, after]))
+
+
+Extra = torch.Tensor | Ragged
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Rows of packed documents. Labels are already shifted: `labels[t]` follows `tokens[t]`.
 
-    Usage: `for part in batch.split(4): loss = model(part.to(device).tokens, ...)`.
+    `weights` are what the loss of each label is multiplied by, ones where there are none; the mean
+    loss divides by their sum. `extras` are further inputs by name, tensors (B, ...) or Ragged, for the
+    models that declare them.
+
+    Usage: `for part in batch.split(4): loss = model(part.to(device).tokens, ...)`. Raises ValueError
+    where a tensor does not have the rows and the length of `tokens`.
     """
 
     tokens: torch.Tensor  # (B, S) int64; 0 on padding
     labels: torch.Tensor  # (B, S) int64; -100 on a document's last token and on padding
-    positions: torch.Tensor  # (B, S) int64; from 0 in each document's part of the row
+    positions: torch.Tensor  # (B, S) int64 from 0 in each document's part of the row, or (B, 3, S)
     document_ids: torch.Tensor  # (B, S) int64; from 0 in each row, -1 on padding
     instance_ids: torch.Tensor  # (B,) int64; -1 on filler
     digest: str  # 16 hex digits of the *global* batch's instance ids, the same on all ranks
-    num_valid: int = -1  # labels that are not -100; counted from the labels unless given
+    weights: torch.Tensor | None = None  # (B, S) fp32, at least 0
+    source: torch.Tensor | None = None  # (B,) int64, which source a row is from; -1 on filler
+    extras: Mapping[str, Extra] = field(default_factory=dict)
+    #: Sum of the weights of the labels that are not -100, without weights their number; counted unless given
+    label_weight: float = -1.0
 
     def __post_init__(self) -> None:
-        if self.num_valid < 0:
-            object.__setattr__(self, "num_valid", int((self.labels != IGNORE).sum()))
+        self._check()
+        if self.label_weight < 0:
+            object.__setattr__(self, "label_weight", self._weigh())
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.tokens)
+
+    def __getitem__(self, rows: slice) -> Batch:
+        """Some rows in order: views, under the same digest."""
+        return self._map(lambda value: value[rows])
 
     def split(self, micro_batch: int) -> list[Batch]:
         """Parts of `micro_batch` rows, in order; views, no copy.
 
-        Each counts its own labels, so split on the host, before `to`. Raises ValueError unless
+        Each weighs its own labels, so split on the host, before `to`. Raises ValueError unless
         `micro_batch` divides the rows.
         """
-        rows = len(self.tokens)
+        rows = len(self)
         if micro_batch < 1 or rows % micro_batch:
             raise ValueError(
                 f"micro_batch {micro_batch} must divide the {rows} rows of the batch; "
                 f"use {max(d for d in range(1, rows + 1) if rows % d == 0 and d <= max(micro_batch, 1))}"
             )
-        return [
-            Batch(
-                **{name: getattr(self, name)[i : i + micro_batch] for name in _TENSORS},
-                digest=self.digest,
-            )
-            for i in range(0, rows, micro_batch)
-        ]
+        return [self[i : i + micro_batch] for i in range(0, rows, micro_batch)]
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The batch on `device`. To CUDA it goes through pinned memory and does not wait."""
+    def to(self, device: torch.device | str, stay: Sequence[str] = ()) -> Batch:
+        """The batch on `device`, but the fields and extras named in `stay`. To CUDA it goes through pinned
+        memory and does not wait."""
         device = torch.device(device)
+        moved = self._map(lambda value: _move(value, device), self.label_weight)
+        extras = {n: self.extras[n] if n in stay else value for n, value in moved.extras.items()}
+        return replace(moved, extras=extras, **{n: getattr(self, n) for n in stay if n in _ROWS})
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if device.type == "cuda" and tensor.device.type == "cpu":
-                return tensor.pin_memory().to(device, non_blocking=True)
-            return tensor.to(device)
+    def with_filler(self, rows: int) -> Batch:
+        """These rows and then `rows` of filler, which have every extra that these have; a copy.
 
-        return Batch(
-            tokens=move(self.tokens),
-            labels=move(self.labels),
-            positions=move(self.positions),
-            document_ids=move(self.document_ids),
-            instance_ids=move(self.instance_ids),
-            digest=self.digest,
-            num_valid=self.num_valid,
-        )
-
-    def followed_by(self, other: Batch) -> Batch:
-        """These rows and then the rows of `other`, under this batch's digest; a copy."""
-        tensors = {
-            name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _TENSORS
+        Tensors among the extras are zero there, ragged ones have no entries.
+        """
+        filler = filler_batch(rows, self.tokens.size(1))
+        ends = {
+            name: getattr(filler, name)
+            for name in ("tokens", "labels", "document_ids", "instance_ids")
         }
-        return Batch(**tensors, digest=self.digest, num_valid=self.num_valid + other.num_valid)
+        if self.source is not None:
+            ends["source"] = torch.full((rows,), FILLER_INSTANCE)
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(self, name), value]) for name, value in ends.items()
+        }
+        joined["positions"] = _with_zeros(self.positions, rows)
+        if self.weights is not None:
+            joined["weights"] = _with_zeros(self.weights, rows)
+        extras = {name: _with_zeros(value, rows) for name, value in self.extras.items()}
+        return replace(self, **joined, extras=extras, label_weight=self.label_weight)
+
+    def _map(self, change: Callable[[Any], Any], label_weight: float = -1.0) -> Batch:
+        """With all that has rows changed."""
+        values = {name: getattr(self, name) for name in _ROWS}
+        changed: dict[str, Any] = {
+            name: None if value is None else change(value) for name, value in values.items()
+        }
+        extras = {name: change(value) for name, value in self.extras.items()}
+        return replace(self, **changed, extras=extras, label_weight=label_weight)
+
+    def _weigh(self) -> float:
+        valid = self.labels != IGNORE
+        if self.weights is None:
+            return float(valid.sum())
+        weights = self.weights.double()
+        if bool((weights < 0).any()) or not bool(weights.isfinite().all()):
+            raise ValueError(
+                f"weights from {float(weights.min())} to {float(weights.max())} must be finite and at "
+                "least 0; give 0 to a label that is not to be learnt"
+            )
+        return float(weights.where(valid, 0.0).sum())
+
+    def _check(self) -> None:
+        rows, length = self.tokens.shape
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (rows, length) for name in ("labels", "document_ids", "weights")
+        }
+        shapes |= {name: (rows,) for name in ("instance_ids", "source")}
+        for name, shape in shapes.items():
+            value = getattr(self, name)
+            if value is not None and value.shape != shape:
+                raise ValueError(
+                    f"{name} {tuple(value.shape)} must be {shape} beside tokens {(rows, length)}; give one "
+                    "value for each of them"
+                )
+        if self.positions.shape not in ((rows, length), (rows, 3, length)):
+            raise ValueError(
+                f"positions {tuple(self.positions.shape)} must be {(rows, length)} or {(rows, 3, length)}; put "
+                "rows first and tokens last"
+            )
+        for name, value in self.extras.items():
+            if len(value) != rows:
+                raise ValueError(
+                    f"extra {name!r} has {len(value)} rows and the batch {rows}; give a tensor with a first dim "
+                    "of rows, or Ragged with an offset for each row"
+                )
 
 
-_TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("digest", "num_valid"))
+_ROWS = tuple(
+    f.name for f in fields(Batch) if f.name not in ("digest", "extras", "label_weight")
+)  # fields with a first dim of rows
 
 
 def filler_batch(rows: int, seq_len: int) -> Batch:
@@ -98,5 +212,21 @@ def filler_batch(rows: int, seq_len: int) -> Batch:
         document_ids=torch.full_like(zeros, PAD_DOCUMENT),
         instance_ids=torch.full((rows,), FILLER_INSTANCE),
         digest="0" * 16,
-        num_valid=0,
+        label_weight=0.0,
     )
+
+
+def _with_zeros(value: Any, rows: int) -> Any:
+    """A tensor with `rows` of zeros behind it, Ragged with rows of no entries."""
+    if isinstance(value, Ragged):
+        nothing = Ragged(value.values[:0], torch.zeros(rows + 1, dtype=torch.int64))
+        return value.followed_by(nothing)
+    return torch.cat([value, value.new_zeros(rows, *value.shape[1:])])
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Ragged):
+        return value.to(device)
+    if device.type == "cuda" and value.device.type == "cpu":
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)

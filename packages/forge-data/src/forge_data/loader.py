@@ -19,20 +19,25 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from forge_data._torch_compat import end_workers
-from forge_data.batch import Batch, filler_batch
+from forge_data.batch import Batch
 from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
 from forge_data.errors import DataError
 from forge_data.orphans import end_with_parent
-from forge_data.packing import digest_of_ids, make_batch
+from forge_data.packing import as_tensors, digest_of_ids, make_batch
 
 _NO_STEPS = "0" * 16
 _LAST_CURSOR = 2**62  # ids are int64
 
 
 class Stream(Protocol):
-    """What a loader asks of a stream: rows by instance id, and what they are a function of."""
+    """What a loader asks of a stream: rows by instance id, and what they are a function of.
 
-    def arrays(self, instance_ids: np.ndarray) -> dict[str, np.ndarray]: ...
+    `arrays(ids)` gives arrays or tensors with as many rows as ids: tokens, labels, positions,
+    document_ids; where it has them weights and source; and by any other name, as a tensor or Ragged, what
+    a model takes besides (see Batch). Without ids it gives the same without rows, and reads nothing.
+    """
+
+    def arrays(self, instance_ids: np.ndarray) -> Mapping[str, Any]: ...
 
     def fingerprint(self) -> dict[str, str | int]: ...
 
@@ -113,16 +118,20 @@ class Loader:
 
     def __next__(self) -> Batch:
         ids = self._cursor + self._rows  # (rows of the stream,)
-        arrays = self._fetched() if self.num_workers else self.stream.arrays(ids)  # (rows, S) each
+        arrays = self._fetched() if self.num_workers else self.stream.arrays(ids)  # rows of each
         digest = digest_of_ids(np.arange(self._cursor, self._cursor + self.global_batch))
         batch = make_batch(arrays, ids, digest)
         missing = self.num_micro_batches * self.micro_batch - len(ids)
-        if missing:
-            batch = batch.followed_by(filler_batch(missing, batch.tokens.size(1)))  # (B, S)
+        batch = batch.with_filler(missing) if missing else batch
         self._cursor += self.global_batch
         self._last_batch = self.global_batch
         self._chain_before, self._chain = self._chain, _link(self._chain, digest)
         return batch
+
+    def filler(self, rows: int) -> Batch:
+        """Rows of filler with all that the stream gives: for a rank that cannot read its own."""
+        nothing = np.empty(0, np.int64)
+        return make_batch(self.stream.arrays(nothing), nothing, _NO_STEPS).with_filler(rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, after the batches handed out; the same on all ranks, JSON-able."""
@@ -169,7 +178,7 @@ class Loader:
         if getattr(self, "_workers", None) is not None:
             self.close()
 
-    def _fetched(self) -> dict[str, np.ndarray]:
+    def _fetched(self) -> dict[str, Any]:
         if self._workers is None:
             self._workers = self._start()
         try:
@@ -180,7 +189,8 @@ class Loader:
         if isinstance(answer, DataError):
             self.close()
             raise answer
-        return {name: tensor.numpy() for name, tensor in answer.items()}
+        found: dict[str, Any] = answer
+        return found
 
     def _start(self) -> Iterator[Any]:
         loader: DataLoader[Any] = DataLoader(
@@ -259,7 +269,7 @@ class _Fetch(Dataset[Any]):
             arrays = self._stream.arrays(instance_ids)
         except DataError as error:
             return error
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return as_tensors(arrays)
 
 
 def _as_is(item: Any) -> Any:

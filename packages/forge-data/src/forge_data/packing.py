@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 POLICY = "concatenate_and_split-1"  # part of every fingerprint: raise it when a row would change
 ARRAYS = ("tokens", "labels", "positions", "document_ids")
+_FIELDS = (*ARRAYS, "weights", "source")  # of a Batch that a stream may give; the rest are extras
 
 
 class PackedStream:
@@ -73,7 +74,7 @@ class PackedStream:
         return {name: a[0] for name, a in out.items()}
 
     def arrays(self, instance_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The same for many instances: int64 arrays (N, S)."""
+        """The same for many instances: int64 arrays (N, S), and `source` (N,), 0."""
         shape = (len(instance_ids), self.seq_len)
         if shape[0] * shape[1] > MAX_TOKENS_AT_ONCE:
             raise ValueError(
@@ -83,7 +84,7 @@ class PackedStream:
         out = {name: np.empty(shape, np.int64) for name in ARRAYS}
         for i, row in enumerate(self.rows(instance_ids)):
             self._fill(int(row), {name: a[i] for name, a in out.items()})
-        return out
+        return {**out, "source": np.zeros(len(instance_ids), np.int64)}
 
     def batch(self, instance_ids: Iterable[int]) -> Batch:
         """A batch of the given instances, on the host, for evaluation or a loop of your own."""
@@ -138,14 +139,16 @@ def digest_of_ids(instance_ids: np.ndarray) -> str:
     return hashlib.sha256(np.asarray(instance_ids).astype("<i8").tobytes()).hexdigest()[:16]
 
 
-def make_batch(arrays: Mapping[str, np.ndarray], ids: np.ndarray, digest: str) -> Batch:
-    """A host Batch that shares the arrays' memory."""
-    tokens, labels, positions, document_ids = (torch.from_numpy(arrays[name]) for name in ARRAYS)
-    return Batch(
-        tokens=tokens,
-        labels=labels,
-        positions=positions,
-        document_ids=document_ids,
-        instance_ids=torch.from_numpy(ids),
-        digest=digest,
-    )
+def make_batch(arrays: Mapping[str, Any], ids: np.ndarray, digest: str) -> Batch:
+    """A host Batch that shares the memory of a stream's arrays: those that Batch names, and extras."""
+    tensors = as_tensors(arrays)
+    known = {name: tensors.pop(name) for name in _FIELDS if name in tensors}
+    return Batch(**known, extras=tensors, instance_ids=torch.from_numpy(ids), digest=digest)
+
+
+def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays as tensors in the same memory; tensors and Ragged as they are."""
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in arrays.items()
+    }

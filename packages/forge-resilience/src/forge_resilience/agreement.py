@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
+import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 _INT64 = range(-(2**63), 2**63)
@@ -15,9 +17,9 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank brings to a step. All integers of 64 bits, else ValueError.
+    """What one rank brings to a step. Integers of 64 bits and a finite float64, else ValueError.
 
-    Usage: `Vote(stop=stop.number, digest=batch.digest, count=batch.num_valid)`.
+    Usage: `Vote(stop=stop.number, digest=batch.digest, count=batch.label_weight)`.
     """
 
     stop: int = 0
@@ -29,15 +31,16 @@ class Vote:
     digest: int | str = 0
     """What must be equal on all ranks, such as the digest of the global batch: 16 hex digits or an
     integer. Kept as the signed integer of the same 64 bits."""
-    count: int = 0
-    """Added up over the ranks: the valid labels of this rank's share of the batch."""
+    count: float = 0.0
+    """Added up over the ranks: the valid labels of this rank's share of the batch, or what they weigh."""
 
     def __post_init__(self) -> None:
-        values = {"stop": self.stop, "fault": self.fault, "count": self.count}
+        values = {"stop": self.stop, "fault": self.fault}
         values["digest"] = _bits(self.digest)
         for name, value in values.items():
             object.__setattr__(self, name, _int64(name, value))
         object.__setattr__(self, "save", bool(self.save))
+        object.__setattr__(self, "count", _finite("count", self.count))
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,12 @@ class Decision:
         return [r for r, vote in enumerate(self.votes) if vote.digest != self.votes[0].digest]
 
     @property
-    def count(self) -> int:
-        """Sum of the counts."""
-        return sum(vote.count for vote in self.votes)
+    def count(self) -> float:
+        """Sum of the counts in float64, added in the order of ranks: the same bits on each of them."""
+        total = 0.0
+        for vote in self.votes:  # not sum(), which rounds otherwise from Python 3.12 on
+            total += vote.count
+        return total
 
 
 class Agreement:
@@ -146,12 +152,12 @@ class PendingDecision:
     def __init__(self, group: Any, vote: Vote) -> None:
         self._work: Any = None
         if group is None:
-            self._votes: Any = [astuple(vote)]
+            self._votes: Any = [_row(vote)]
             return
         import torch
         import torch.distributed as dist
 
-        mine = torch.tensor(astuple(vote), dtype=torch.int64)
+        mine = torch.tensor(_row(vote), dtype=torch.int64)
         self._votes = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.int64)
         self._work = dist.all_gather(list(self._votes), mine, group=group, async_op=True)
 
@@ -163,9 +169,16 @@ class PendingDecision:
         return Decision(tuple(_vote(row) for row in self._votes))
 
 
+def _row(vote: Vote) -> tuple[int, ...]:
+    """A vote as integers; of the count its bits."""
+    (count,) = struct.unpack("<q", struct.pack("<d", vote.count))
+    return vote.stop, vote.save, vote.fault, int(vote.digest), count
+
+
 def _vote(row: Sequence[int]) -> Vote:
-    stop, save, fault, digest, count = row
-    return Vote(int(stop), bool(save), int(fault), int(digest), int(count))
+    stop, save, fault, digest, bits = map(int, row)
+    (count,) = struct.unpack("<d", struct.pack("<q", bits))
+    return Vote(stop, bool(save), fault, digest, count)
 
 
 def _bits(digest: int | str) -> int:
@@ -178,6 +191,17 @@ def _bits(digest: int | str) -> int:
         digest = int(digest, 16)
     value = _whole("digest", digest)
     return value - 2**64 if 2**63 <= value < 2**64 else value
+
+
+def _finite(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        what = value if isinstance(value, float) else f"of type {type(value).__name__}"
+        raise ValueError(f"{name} {what} must be a finite number of 64 bits; use a smaller float")
+    return number
 
 
 def _int64(name: str, value: Any) -> int:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from forge_core import cross_entropy
 from forge_data import Batch
-from forge_data.batch import IGNORE
 from forge_parallel import Meshes, accumulate
 from forge_parallel.axes.context import arguments_with_positions, cut_sequence
 from forge_parallel.axes.tensor import width_of_cut_logits
 from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
-from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
+from forge_parallel.pipeline import Pipeline, stages_of, sync_tied_gradients, tied_copies
 from forge_train.config.schema import DenseModelConfig, JobConfig
+
+#: An extra that is no data: what a model calls on its stream (B, S, D) where context ranks cut it.
+AFTER_EMBEDDING = "after_embedding"
+
+Targets = tuple[Tensor, Tensor | None]  # labels and weights
+
+
+class Given(NamedTuple):
+    """A micro-batch as this rank's model gets it."""
+
+    tokens: Tensor
+    targets: Targets
+    keywords: dict[str, Tensor]
+    extras: dict[str, Any]
 
 
 class Compute:
@@ -34,6 +49,13 @@ class Compute:
         self.model, self.meshes = model, meshes
         self.micro_batch = division.size
         self._cut_width = width_of_cut_logits(model)
+        stages = [model] if meshes.pp.size == 1 else stages_of(model)
+        self._host_inputs = tuple(getattr(model, "host_inputs", ()))
+        # a stage may take less than the whole model
+        self._extra_inputs = list(
+            dict.fromkeys(n for s in stages for n in getattr(s, "extra_inputs", ()))
+        )
+        self._whole_tokens = AFTER_EMBEDDING in self._extra_inputs
         self._pipeline: Any = None
         if meshes.pp.size > 1 and isinstance(config.model, DenseModelConfig):
             self._pipeline = Pipeline(
@@ -44,6 +66,7 @@ class Compute:
                 micro_batch=self.micro_batch,
                 seq_len=config.data.seq_len,
                 dim=config.model.dim,
+                whole_tokens=self._whole_tokens,
             )
         twice = tied_copies(model, meshes) if self._pipeline else set()
         self.parameters = list(model.parameters())
@@ -56,87 +79,112 @@ class Compute:
             return self.micro_batch
         return self.micro_batch * int(self._pipeline.num_micro_batches)
 
-    def gradients(self, batch: Batch, valid: Callable[[], int]) -> Tensor:
-        """Add the gradients of the mean token loss over `valid()` labels; returns this rank's share of it.
+    def gradients(self, batch: Batch, normaliser: Callable[[], float]) -> Tensor:
+        """Add the gradients of the sum of weighted token losses over `normaliser()`; returns this rank's
+        share of that.
 
-        `valid` is asked after the first forward, before the first loss (in a pipeline: before both).
+        `normaliser` is asked after the first forward, before the first loss (in a pipeline: before both).
         """
         if self._pipeline is not None:
-            return self._through_stages(batch, valid())
+            return self._through_stages(batch, normaliser())
         total = torch.zeros((), device=self.meshes.device)
         parts = batch.split(self.micro_batch)
         for part in parts:
             accumulate(self.model, last=part is parts[-1])
-            part = self._here(part)
-            output = self._forward(part)
-            loss = self._token_loss(output, part.labels) / valid()
+            given = self._here(part)
+            output = self._forward(given)
+            loss = self._token_loss(output, given.targets) / normaliser()
             del output  # or it would stand beside the next one's forward
             loss.backward()
             total += loss.detach()
         return self._mine(total)
 
     @torch.no_grad()
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of token losses fp32, labels int64) of `rows_at_once` rows, without gradients."""
-        part = self._here(batch)
-        count = (part.labels != IGNORE).sum() * int(self.meshes.pp.rank == 0)
+    def losses(self, batch: Batch) -> tuple[Tensor, float]:
+        """(sum of weighted token losses fp32, what the labels weigh) of `rows_at_once` rows, without
+        gradients; of the ranks that read the same rows one weighs them."""
+        given = self._here(batch)
+        weight = batch.label_weight if self.meshes.speaks else 0.0
         if self._pipeline is None:
-            total = self._token_loss(self._forward(part), part.labels)
+            total = self._token_loss(self._forward(given), given.targets)
         else:
             total = self._pipeline.evaluate(
-                part.tokens,
-                part.labels,
-                self._token_loss,
-                positions=part.positions,
-                document_ids=part.document_ids,
+                given.tokens, given.targets, self._token_loss, given.extras, **given.keywords
             )
-        return self._mine(total), self._mine(count)
+        return self._mine(total), weight
 
-    def _through_stages(self, batch: Batch, valid: int) -> Tensor:
-        part = self._here(batch)
+    def _through_stages(self, batch: Batch, normaliser: float) -> Tensor:
+        given = self._here(batch)
         total = self._pipeline.step(
-            part.tokens,
-            part.labels,
-            lambda logits, labels: self._token_loss(logits, labels) / valid,
-            positions=part.positions,
-            document_ids=part.document_ids,
+            given.tokens,
+            given.targets,
+            lambda logits, targets: self._token_loss(logits, targets) / normaliser,
+            given.extras,
+            **given.keywords,
         )
         sync_tied_gradients(self.model, self.meshes)
         return self._mine(total)
 
-    def _forward(self, part: Batch) -> Any:
-        return self.model(part.tokens, positions=part.positions, document_ids=part.document_ids)
+    def _forward(self, given: Given) -> Any:
+        return self.model(given.tokens, **given.keywords, **given.extras)
 
-    def _token_loss(self, output: Any, labels: Tensor) -> Tensor:
-        """Sum over the labels; under tp each rank may hold a part of the vocabulary."""
+    def _token_loss(self, output: Any, targets: Targets) -> Tensor:
+        """Weighted sum over the labels; under tp each rank may hold a part of the vocabulary."""
+        labels, weights = targets
         logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
         if logits.size(-1) == self._cut_width:
-            return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
+            return vocab_cross_entropy(logits, labels, self.meshes.tp, weights=weights)[0]
         if self.meshes.tp.size > 1 and logits.shape[:2] != labels.shape:
             raise ValueError(
                 f"logits {tuple(logits.shape)} must be of the tokens {tuple(labels.shape)}, and a head that "
                 "each tp rank has whole gives those of its part of the rows; use parallel.sequence_parallel = "
                 "false, or give the head the role sharded_logits"
             )
-        return cross_entropy(logits, labels).sum
+        return cross_entropy(logits, labels, weights=weights).sum
 
-    def _here(self, batch: Batch) -> Batch:
+    def _here(self, batch: Batch) -> Given:
         """This rank's piece of each sequence, on its device. Labels are shifted already.
 
         What the model reads on the host stays there; document ids stay whole, so that ranks of cp need not
-        tell one another what each of them has read.
+        tell one another what each of them has read. Extras stay whole, too, and with them the tokens that
+        a model joins to them before it cuts the stream.
         """
-        stay = [n for n in getattr(self.model, "host_inputs", ()) if hasattr(batch, n)]
-        if self.meshes.cp.size > 1:
-            whole = {"document_ids"} & {*stay} & {*arguments_with_positions(self.model)}
-            names = {"tokens", "labels", "positions", "document_ids"} - whole
-            pieces: dict[str, Any] = {
-                n: cut_sequence(getattr(batch, n), self.meshes.cp) for n in names
-            }
-            batch = replace(batch, **pieces, num_valid=-1)
-        here = batch.to(self.meshes.device)
-        return replace(here, **{n: getattr(batch, n) for n in stay})
+        host = [n for n in self._host_inputs if n not in self._extra_inputs]
+        extras = {n: batch.extras[n] for n in self._extra_inputs if n != AFTER_EMBEDDING}
+        batch = replace(batch, extras=extras, label_weight=batch.label_weight)
+        here = batch.to(self.meshes.device, stay=self._host_inputs)
+        named = {"positions": here.positions, "document_ids": here.document_ids}
+        cut = partial(cut_sequence, axis=self.meshes.cp)  # x itself without cp
+        whole = {"document_ids"} & {*host} & {*arguments_with_positions(self.model)}
+        keywords = {n: x if n in whole else cut(x, dim=-1) for n, x in named.items()}
+        given_extras: dict[str, Any] = dict(here.extras)
+        tokens = here.tokens
+        if AFTER_EMBEDDING in self._extra_inputs:
+            given_extras[AFTER_EMBEDDING] = cut
+        if not self._whole_tokens:
+            tokens = cut(tokens, dim=-1)
+        weights = None if here.weights is None else cut(here.weights, dim=-1)
+        return Given(tokens, (cut(here.labels, dim=-1), weights), keywords, given_extras)
 
     def _mine(self, value: Tensor) -> Tensor:
         """What several ranks of a tp group hold alike counts on the first."""
         return value if self.meshes.tp.rank == 0 else torch.zeros_like(value)
+
+
+def extra_problems(model: nn.Module, batch: Batch, layout: Layout) -> list[str]:
+    """What keeps a model from getting the extras that it declares (`extra_inputs`)."""
+    wanted = [n for n in getattr(model, "extra_inputs", ()) if n != AFTER_EMBEDDING]
+    missing = [name for name in wanted if name not in batch.extras]
+    if missing:
+        has = ", ".join(batch.extras) or "none"
+        return [
+            f"model.name: the model takes the extras {', '.join(missing)}, and batches of [data] have {has}; "
+            "use a source that gives them"
+        ]
+    if wanted and layout.cp > 1 and AFTER_EMBEDDING not in model.extra_inputs:  # type: ignore[operator]
+        return [
+            f"parallel.cp {layout.cp} cuts rows before a model that takes the extras {', '.join(wanted)} has "
+            f"joined them to its stream; let it name {AFTER_EMBEDDING!r} among its extra_inputs and call that on "
+            "the stream (B, S, D), or use cp = 1"
+        ]
+    return []

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import forge_data
-from forge_data import Batch, PackedStream, filler_batch
+from forge_data import Batch, PackedStream
 from forge_parallel import Meshes, reshard
 from forge_resilience import Agreement
 from forge_train.errors import DataError, together
@@ -52,17 +52,17 @@ def evaluate(
     """
     device = compute.meshes.device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    count = torch.zeros((), dtype=torch.int64, device=device)
+    weight = torch.zeros((), dtype=torch.float64, device=device)
     training = model.training
     model.eval()
     for part in parts:
-        loss, labels = compute.losses(part)
+        loss, weighed = compute.losses(part)
         total += loss.double()
-        count += labels
+        weight += weighed
     model.train(training)
     reshard(model)
-    told = agreement.exchange([float(total), int(count)])
-    return sum(loss for loss, _ in told) / max(sum(n for _, n in told), 1)
+    told = agreement.exchange([float(total), float(weight)])
+    return sum(loss for loss, _ in told) / (sum(weighed for _, weighed in told) or 1.0)
 
 
 def _rows(stream: PackedStream, ids: range, rows: int) -> Batch:
@@ -70,4 +70,4 @@ def _rows(stream: PackedStream, ids: range, rows: int) -> Batch:
     real = range(ids.start, max(ids.start, min(ids.stop, rows)))
     missing = len(ids) - len(real)
     batch = stream.batch(real)
-    return batch.followed_by(filler_batch(missing, stream.seq_len)) if missing else batch
+    return batch.with_filler(missing) if missing else batch

@@ -27,7 +27,7 @@ from forge_core.optim import (
     set_lr,
     stage_problems,
 )
-from forge_data import Batch, filler_batch
+from forge_data import Batch
 from forge_moe import recompute_contexts
 from forge_parallel import (
     Meshes,
@@ -62,7 +62,7 @@ from forge_train.trainer.build import (
 )
 from forge_train.trainer.callbacks import Callback, load_callbacks, state_name
 from forge_train.trainer.choose import placement, with_layout
-from forge_train.trainer.compute import Compute
+from forge_train.trainer.compute import Compute, extra_problems
 from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.host_copy import HostCopy
 from forge_train.trainer.idle import IdleOptimizer, trains_nothing
@@ -139,6 +139,9 @@ class Trainer:
         self.division = micro_batches(config, layout)
         self._reasons += remarks(config, layout)
         self.loader = build_loader(config, reader, self.division)
+        problems = extra_problems(self.model, self.loader.filler(0), layout)
+        if problems:
+            raise ConfigError(problems)
         self.validation = validation_stream(config)
         self.progress = Progress()
         self.val_loss: float | None = None
@@ -390,7 +393,7 @@ class Trainer:
             return next(self.loader)
         except Exception as error:
             self.votes.fault = error
-            return filler_batch(self.division.size, self.config.data.seq_len)
+            return self.loader.filler(self.division.size)
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
         """Sum of this rank's token losses over the labels of the global batch, as a 0-dim tensor.
@@ -401,8 +404,8 @@ class Trainer:
         pending = self.votes.start(self.agreement, batch, counts=self.meshes.speaks)
         return self.compute.gradients(batch, functools.cache(lambda: self._heed(pending)))
 
-    def _heed(self, pending: PendingDecision) -> int:
-        """Labels of the global batch; raises on all ranks when one cannot go on."""
+    def _heed(self, pending: PendingDecision) -> float:
+        """What the global batch's labels weigh; raises on all ranks when one cannot go on."""
         step = self.progress.step
         return self.votes.heed(pending, self.agreement, step, self._record)
 

@@ -40,7 +40,7 @@ class StepVotes:
                 save=self.save_requested,
                 fault=0 if self.fault is None else int(_code(self.fault)),
                 digest=batch.digest,
-                count=batch.num_valid if counts else 0,
+                count=batch.label_weight if counts else 0.0,
             )
         )
 
@@ -50,8 +50,8 @@ class StepVotes:
         agreement: Agreement,
         step: int,
         record: Callable[..., None],
-    ) -> int:
-        """Labels of the global batch, at least 1. Raises on all ranks when one of them cannot go on,
+    ) -> float:
+        """Sum of the weights of the global batch's labels, 1 where that is 0. Raises on all ranks when one of them cannot go on,
         before anything is updated; `record` writes the event, `step` is the one that was done last."""
         self.decision = decision = pending.wait()
         if decision.faults:
@@ -61,7 +61,7 @@ class StepVotes:
                 [f"step {step + 1}: ranks {decision.strangers} read another global batch than rank 0; "
                  "data and configuration must be the same on all nodes: compare them"]
             )  # fmt: skip
-        return max(decision.count, 1)
+        return decision.count or 1.0  # a floor of one would rescale small weights
 
     def _share_faults(self, agreement: Agreement, step: int, record: Callable[..., None]) -> None:
         mine = self.fault

@@ -26,9 +26,10 @@ _BLOCK_DEVICE = 2**27
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Sum of token losses and the number of tokens in it. Divide by a count of your own for many ranks.
+    """Sum of token losses and what it weighs. Divide by a count of your own for many ranks.
 
-    `sum` is a 0-dim fp32 tensor with a graph, `count` a 0-dim int64 tensor on the same device.
+    `sum` is a 0-dim fp32 tensor with a graph. `count` is a 0-dim tensor on the same device: the number of
+    valid tokens in int64, or with weights their sum in float64.
     """
 
     sum: Tensor
@@ -36,11 +37,16 @@ class TokenLoss:
 
     @property
     def mean(self) -> Tensor:
-        """`sum / max(count, 1)`: the mean over valid tokens, and zero (with a graph) without any."""
-        return self.sum / self.count.clamp(min=1)
+        """`sum / count`: the mean over valid tokens, and zero (with a graph) where the count is zero."""
+        count = self.count.masked_fill(
+            self.count == 0, 1
+        )  # a floor of one would rescale small weights
+        return (self.sum / count).to(self.sum.dtype)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> TokenLoss:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, ignore_index: int = -100, *, weights: Tensor | None = None
+) -> TokenLoss:
     """Negative log-likelihood of `labels`, summed in fp32 whatever the dtype of the logits.
 
     `loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean`
@@ -49,6 +55,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> T
         logits: (..., V), floating point. `labels[t]` is the target of `logits[t]`: shift before calling.
         labels: (...), integers in [0, V), or `ignore_index` where nothing is to be learned.
         ignore_index: the label that contributes neither loss nor gradient nor count.
+        weights: (...), floating point: what each label's loss is multiplied by; ones by default. Those of
+            ignored labels are not read.
 
     Without a valid label the sum is zero and still has a graph. The gradient has the dtype of the
     logits; that of an ignored row is zero, or NaN if the row itself is not finite (as torch's own is;
@@ -61,50 +69,61 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> T
     (16-bit logits are cast first); no host sync. Under
     `torch.compile` it is `torch.nn.functional.cross_entropy`, which the compiler fuses itself.
     """
-    _check(logits, labels)
+    _check(logits, labels, weights)
     flat_logits = logits.reshape(-1, logits.shape[-1])  # (N, V)
     flat_labels = labels.reshape(-1).to(torch.int64)  # (N,)
     valid = flat_labels != ignore_index  # (N,)
+    count = valid.sum()
+    flat_weights = None
+    if weights is not None:
+        flat_weights = weights.reshape(-1).float().where(valid, 0.0)  # (N,)
+        count = flat_weights.double().sum()
     if torch.compiler.is_compiling():
+        kind = "sum" if flat_weights is None else "none"
         total = F.cross_entropy(
-            flat_logits.float(), flat_labels, ignore_index=ignore_index, reduction="sum"
+            flat_logits.float(), flat_labels, ignore_index=ignore_index, reduction=kind
         )
+        if flat_weights is not None:
+            total = (total * flat_weights).sum()
     else:
         try:
-            total = _BlockwiseCrossEntropy.apply(flat_logits, flat_labels, valid)
+            total = _BlockwiseCrossEntropy.apply(flat_logits, flat_labels, valid, flat_weights)
         except (IndexError, RuntimeError) as error:
             _explain_labels(flat_labels, valid, flat_logits.shape[-1], error)
             raise
-    return TokenLoss(sum=total, count=valid.sum())
+    return TokenLoss(sum=total, count=count)
 
 
 class _BlockwiseCrossEntropy(torch.autograd.Function):
-    """(N, V) logits, (N,) labels, (N,) bool -> 0-dim fp32 sum."""
+    """(N, V) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> 0-dim fp32 sum."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, weights: Tensor | None
+    ) -> Tensor:
         target = labels.where(valid, 0)[:, None]  # (N, 1)
-        ctx.save_for_backward(logits, target, valid)
+        ctx.save_for_backward(logits, target, valid, weights)
         losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)  # (N,)
         for rows in _blocks(logits):
             log_p = F.log_softmax(logits[rows], dim=-1, dtype=torch.float32)  # (R, V)
             losses[rows] = log_p.gather(1, target[rows])[:, 0]
             del log_p  # or it would stand beside the next block
         # `where`, not a product: the sum is finite even if an ignored row is not.
-        return losses.where(valid, 0.0).sum().neg()
+        losses = losses.where(valid, 0.0)
+        return (losses if weights is None else losses * weights).sum().neg()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, target, valid = ctx.saved_tensors
-        scale = grads[0] * valid[:, None]  # (N, 1)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, target, valid, weights = ctx.saved_tensors
+        scale = grads[0] * (valid if weights is None else weights)[:, None]  # (N, 1)
         grad = torch.empty_like(logits)  # (N, V)
         for rows in _blocks(logits):
             p = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)  # (R, V)
             p.mul_(scale[rows]).scatter_add_(1, target[rows], -scale[rows])
             grad[rows] = p
             del p  # as above
-        return grad, None, None
+        return grad, None, None, None
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -113,7 +132,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
-def _check(logits: Tensor, labels: Tensor) -> None:
+def _check(logits: Tensor, labels: Tensor, weights: Tensor | None) -> None:
     if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: "
@@ -123,6 +142,11 @@ def _check(logits: Tensor, labels: Tensor) -> None:
         raise ValueError(f"logits are {logits.dtype}, they must be floating point; pass raw scores")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}, they must be token ids; use torch.int64")
+    if weights is not None and (weights.shape != labels.shape or not weights.is_floating_point()):
+        raise ValueError(
+            f"weights {weights.dtype} of shape {tuple(weights.shape)} must be floating point and have the "
+            f"shape of labels {tuple(labels.shape)}; give one for each label"
+        )
 
 
 def _explain_labels(labels: Tensor, valid: Tensor, vocab_size: int, error: Exception) -> None:

@@ -21,9 +21,15 @@ _BLOCK_DEVICE = 2**27
 
 
 def vocab_cross_entropy(
-    logits: Tensor, labels: Tensor, axis: Any, ignore_index: int = -100
+    logits: Tensor,
+    labels: Tensor,
+    axis: Any,
+    ignore_index: int = -100,
+    *,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of token losses, 0-dim fp32 with a graph, and the number of tokens in it, 0-dim int64.
+    """Sum of token losses, 0-dim fp32 with a graph, and the number of tokens in it, 0-dim int64; with
+    `weights` (...), floating point, of the labels' shape, each loss times its weight, and their sum in float64.
 
         total, count = vocab_cross_entropy(model(tokens), labels, meshes.tp)
 
@@ -37,6 +43,11 @@ def vocab_cross_entropy(
     Cost: keeps the logits; one all-gather of 2 N fp32 forward, none backward; no host sync on CUDA.
     """
     ranks = Ranks.of(axis)
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(
+            f"weights {tuple(weights.shape)} must have the shape of labels {tuple(labels.shape)}; give one for "
+            "each label"
+        )
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} without the last "
@@ -47,15 +58,26 @@ def vocab_cross_entropy(
     valid = ids != ignore_index  # (N,)
     if type(ids) is Tensor and ids.device.type == "cpu":
         _check_labels(ids[valid], flat.size(1) * ranks.size)
-    total: Tensor = _VocabCrossEntropy.apply(flat, ids, valid, ranks)
-    return total, valid.sum()
+    flat_weights, count = None, valid.sum()
+    if weights is not None:
+        flat_weights = weights.reshape(-1).float().where(valid, 0.0)  # (N,)
+        count = flat_weights.double().sum()
+    total: Tensor = _VocabCrossEntropy.apply(flat, ids, valid, flat_weights, ranks)
+    return total, count
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
-    """(N, W) logits, (N,) labels, (N,) bool -> 0-dim fp32 sum."""
+    """(N, W) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> 0-dim fp32 sum."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, ranks: Ranks) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        weights: Tensor | None,
+        ranks: Ranks,
+    ) -> Tensor:
         width = logits.size(1)
         local = labels - ranks.rank * width
         mine = valid.clone()
@@ -73,19 +95,20 @@ class _VocabCrossEntropy(torch.autograd.Function):
         if ranks.size > 1:
             parts = all_gather(parts, ranks.size, ranks.name).view(ranks.size, 2, -1)
             parts = torch.stack((parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)))
-        ctx.save_for_backward(logits, parts[0], target, mine, valid)
-        return (parts[0] - parts[1]).where(valid, 0.0).sum()
+        ctx.save_for_backward(logits, parts[0], target, mine, valid, weights)
+        losses = (parts[0] - parts[1]).where(valid, 0.0)  # (N,)
+        return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        logits, total, target, mine, valid = ctx.saved_tensors
-        scale = (grad * valid)[:, None]  # (N, 1)
+        logits, total, target, mine, valid, weights = ctx.saved_tensors
+        scale = (grad * (valid if weights is None else weights))[:, None]  # (N, 1)
         out = torch.empty_like(logits)
         for rows in _blocks(logits):
             p = (logits[rows].float() - total[rows, None]).exp_().mul_(scale[rows])  # (R, W)
             out[rows] = p.scatter_add_(1, target[rows], -scale[rows] * mine[rows, None])
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from forge_parallel.pipeline.schedule import (
 )
 from forge_parallel.pipeline.split import follow_mode, stages_of
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Any], Tensor]
 
 
 class Pipeline:
@@ -36,6 +36,10 @@ class Pipeline:
     `micro_batch` rows of `seq_len` tokens (before any cut by cp) make a micro-batch, `dim` is the width of
     the stream between stages; their shapes are fixed, so nothing is run to find them out: the first step
     has as many forwards as any other. `dtype` of the stream: by default that of the compute precision.
+    `whole_tokens`: the first stage takes whole rows of tokens under cp, and cuts the stream itself.
+
+    What travels through torch's schedule are numbers of rows; a stage and the loss look up by them what
+    belongs to a micro-batch, so that it need not be a tensor that dim 0 cuts.
 
     Raises ValueError with what `schedule_problems` finds, and for rows that cp or tp cannot cut.
     """
@@ -51,6 +55,7 @@ class Pipeline:
         seq_len: int,
         dim: int,
         dtype: torch.dtype | None = None,
+        whole_tokens: bool = False,
     ) -> None:
         self.model, self.config, self.meshes = model, config, meshes
         self.num_micro_batches, self.micro_batch = num_micro_batches, micro_batch
@@ -64,21 +69,27 @@ class Pipeline:
         if problems:
             raise ValueError("\n".join(problems))
         self.length, self.cut = seq_len // config.cp, cut
+        self.tokens_length = seq_len if whole_tokens else self.length
         if dtype is None:
             dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         shape = (micro_batch, self.length // cut, dim)  # (B, S, D)
         self._stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         self._loss: Loss | None = None
+        self._targets: Any = None
+        self._inputs: Mapping[str, Any] = {}
+        self._extras: Mapping[str, Any] = {}
         self.stages = dict(zip(stages_on(config, meshes.pp.rank), stages_of(model), strict=True))
         self.has_last = num_stages(config) - 1 in self.stages
         self._schedule = self._make_schedule()
 
     def _make_schedule(self) -> Any:
-        tokens = torch.empty(self.micro_batch, self.length, dtype=torch.int64, device="meta")
+        tokens = torch.empty(self.micro_batch, self.tokens_length, dtype=torch.int64, device="meta")
         count, stages = num_stages(self.config), []
         for index, module in self.stages.items():
             if index < count - 1:
                 module.register_forward_hook(self._check_stream)
+            # before FSDP2's own hook, which moves and casts what it finds
+            module.register_forward_pre_hook(self._look_up, with_kwargs=True, prepend=True)
             stage = pipeline_stage(
                 module,
                 index,
@@ -89,59 +100,97 @@ class Pipeline:
                 group=self.meshes.pp.group,
             )
             stages.append(stage)
-        loss = lambda output, labels: self._loss(output, labels)  # type: ignore[misc]  # noqa: E731
-        return make_schedule(self.config, stages, self.num_micro_batches, loss)
+        return make_schedule(self.config, stages, self.num_micro_batches, self._loss_of)
 
-    def step(self, tokens: Tensor, labels: Tensor, loss_fn: Loss, **kwargs: Any) -> Tensor:
+    def _loss_of(self, output: Tensor, rows: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output, _take(self._targets, _slice(rows)))
+
+    def _look_up(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Keywords of a stage for the rows of a micro-batch, in place of their numbers."""
+        rows = _slice(kwargs.pop("rows"))
+        extras = {name: self._extras[name] for name in getattr(module, "extra_inputs", ())}
+        found = {name: _take(value, rows) for name, value in {**self._inputs, **extras}.items()}
+        return args, {**kwargs, **found}
+
+    def step(
+        self,
+        tokens: Tensor,
+        labels: Any,
+        loss_fn: Loss,
+        extras: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, summed and unscaled.
 
         tokens, labels (num_micro_batches x micro_batch, S): the same on all ranks of a pipeline, this rank's
         part of the rows under cp. `loss_fn(output, labels)` of one micro-batch gives a 0-dim tensor that
         adds up to the loss of the step: a sum of token losses by the valid labels of the global batch.
-        Keyword tensors (positions, document_ids) are (B, S) or (1, S), on any device, and reach every
-        stage. Returns this rank's sum of losses, 0-dim: 0 where the last stage is not.
+        `labels` may be a tuple of such tensors (or None), of which the loss gets the same tuple.
+        Keyword tensors (positions, document_ids) have as many rows or 1, on any device, and reach every
+        stage. `extras`, tensors or ragged values with rows that a slice takes, reach the stages that name
+        them in `extra_inputs`, a callable among them as it is. Returns this rank's sum of losses, 0-dim: 0
+        where the last stage is not.
 
         Cost: an activation and its gradient per micro-batch and border of stages. FSDP2 gathers weights as
         its modules say, keeps unsharded gradients until the last micro-batch, then reduces them once.
         """
         follow_mode(self.model)
-        kwargs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
+        self._inputs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
+        self._targets, self._extras, self._loss = labels, extras or {}, loss_fn
         losses: list[Tensor] = []
+        rows = torch.arange(len(tokens))
         first = (tokens,) if 0 in self.stages else ()
-        last: dict[str, Any] = {"target": labels, "losses": losses} if self.has_last else {}
-        self._loss = loss_fn
+        last: dict[str, Any] = {"target": rows, "losses": losses} if self.has_last else {}
         try:
-            self._schedule.step(*first, return_outputs=False, **last, **kwargs)
+            self._schedule.step(*first, return_outputs=False, **last, rows=rows)
         finally:
-            self._loss = None  # what it holds may be large
+            self._forget()
         return self._total(losses)
 
+    def _forget(self) -> None:
+        """What a step holds may be large."""
+        self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
+
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, labels: Tensor, loss_fn: Loss, **kwargs: Any) -> Tensor:
+    def evaluate(
+        self,
+        tokens: Tensor,
+        labels: Any,
+        loss_fn: Loss,
+        extras: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """The same sum of losses by forwards alone, whatever the schedule; modes are left as they are.
 
-        tokens, labels (any multiple of micro_batch, S). Weights are sharded again afterwards. Cost: an
+        Arguments as in `step`, with any multiple of micro_batch rows. Weights are sharded again afterwards. Cost: an
         activation per micro-batch and border of stages; the pipe fills and empties once per stage of a rank.
         """
         follow_mode(self.model)
         count = max(1, tokens.size(0) // self.micro_batch)
-        kwargs = self._keywords(tokens, labels, count, kwargs)
-        rows = [slice(i * self.micro_batch, (i + 1) * self.micro_batch) for i in range(count)]
-        batches = [(tokens[part], {n: v[part] for n, v in kwargs.items()}) for part in rows]
-        losses = [loss_fn(output, labels[rows[i]]) for i, output in self._forward(batches)]
+        self._inputs = self._keywords(tokens, labels, count, kwargs)
+        self._extras = extras or {}
+        parts = torch.arange(len(tokens)).split(self.micro_batch)
+        try:
+            losses = [
+                loss_fn(output, _take(labels, _slice(parts[i])))
+                for i, output in self._forward(tokens, parts)
+            ]
+        finally:
+            self._forget()
         reshard(self.model)
         return self._total(losses)
 
-    def _forward(
-        self, batches: Sequence[tuple[Tensor, dict[str, Any]]]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Send every micro-batch (tokens, kwargs) through all stages: (number, output) behind the last one.
+    def _forward(self, tokens: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Send every micro-batch, rows `parts[i]`, through all stages: (i, output) behind the last one.
 
         The clock is common to all: at each tick a rank runs at most one stage on one micro-batch and hands
         the result on. A rank runs one of its stages on all micro-batches before the next, so that it waits
         only where the pipe fills. Memory: the results of one stage for all micro-batches.
         """
-        stages, count = self.stages, len(batches)
+        stages, count = self.stages, len(parts)
         stream = torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False)
         waiting: dict[tuple[int, int], Tensor] = {}
         starts = forward_starts(self.config, count)
@@ -151,8 +200,8 @@ class Pipeline:
                 i = tick - starts[stage]
                 if not 0 <= i < count:
                     continue
-                tokens, kwargs = batches[i]
-                output = module(tokens if stage == 0 else waiting.pop((stage, i)), **kwargs)
+                given = waiting.pop((stage, i)) if stage else tokens[_slice(parts[i])]
+                output = module(given, rows=parts[i])
                 if stage == len(starts) - 1:
                     yield i, output
                 elif stage + 1 in stages:
@@ -172,12 +221,16 @@ class Pipeline:
         return dist.P2POp(kind, tensor, group=self.meshes.pp.group, group_peer=peer)
 
     def _keywords(
-        self, tokens: Tensor, labels: Tensor, count: int, kwargs: dict[str, Any]
+        self, tokens: Tensor, labels: Any, count: int, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Keywords as (B, S), after a look at the shapes, which a receiver could not check."""
-        shape = (count * self.micro_batch, self.length)
-        for name, tensor in (("tokens", tokens), ("labels", labels)):
-            if tensor.shape != shape:
+        rows = count * self.micro_batch
+        wanted = {"tokens": (tokens, (rows, self.tokens_length))}
+        targets = labels if isinstance(labels, tuple) else (labels,)
+        names = ["labels", *(f"labels[{i}]" for i in range(1, len(targets)))]
+        wanted |= {n: (target, (rows, self.length)) for n, target in zip(names, targets)}
+        for name, (tensor, shape) in wanted.items():
+            if tensor is not None and tensor.shape != shape:
                 raise ValueError(
                     f"{name} {tuple(tensor.shape)} must be {shape}: {count} micro-batches of "
                     f"{self.micro_batch} rows; give all rows of the step, cut by cp alone"
@@ -187,14 +240,13 @@ class Pipeline:
         if self.cut > 1 and not given and arguments_with_positions(self.model):
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
-            rows = tuple(value.shape[:1]) if isinstance(value, Tensor) else ()
-            if rows not in ((1,), shape[:1]):
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) not in (1, rows):
                 what = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
-                    f"{name} {what} must be a tensor with {shape[0]} rows or 1, to be cut into micro-batches; "
+                    f"{name} {what} must be a tensor with {rows} rows or 1, to be cut into micro-batches; "
                     "let loss_fn close over what is not per row"
                 )
-        return {n: v.expand(shape[0], *v.shape[1:]) for n, v in given.items()}
+        return {n: v.expand(rows, *v.shape[1:]) for n, v in given.items()}
 
     def _check_stream(self, module: nn.Module, _: Any, output: Any) -> None:
         """What leaves a stage must be what the next one waits for: else it would read other bytes."""
@@ -209,6 +261,18 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=self.meshes.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def _slice(rows: Tensor) -> slice:
+    """Numbers of consecutive rows, on the host, as a slice."""
+    return slice(int(rows[0]), int(rows[-1]) + 1)
+
+
+def _take(value: Any, rows: slice) -> Any:
+    """Some rows of a tensor, of ragged values, or of each in a tuple; None and a callable as they are."""
+    if isinstance(value, tuple):
+        return tuple(_take(each, rows) for each in value)
+    return value if value is None or callable(value) else value[rows]
 
 
 def _kind(value: Any) -> str:

@@ -1,0 +1,207 @@
+"""Weighted labels, ragged extras and positions of three axes, in every layout as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_core import Transformer, TransformerConfig
+from forge_data import Batch, Loader, Ragged
+from forge_parallel import global_count, make_meshes, parallelize
+from forge_parallel.micro_batches import divide_batch
+from forge_testing import run_on_ranks
+from forge_testing.runs import make_job
+from forge_train import load_job
+from forge_train.trainer.compute import Compute, extra_problems
+
+pytestmark = pytest.mark.distributed
+S, D, VOCAB, ROWS = 16, 32, 64, 12
+
+
+class Pictured(Transformer):
+    """Adds what a row's patches say to its first tokens, and two further axes of position."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.patch: Any = nn.Linear(4, config.dim, bias=False)
+        self.axes: Any = nn.Linear(2, config.dim, bias=False)
+
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        """A stage without the embedding takes none."""
+        return () if self.patch is None else ("patches", "after_embedding")
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor,
+        patches: Any = None,
+        after_embedding: Any = None,
+    ) -> Tensor:
+        x = tokens
+        if self.patch is not None:
+            x = self.embedding(tokens)  # (B, S, D)
+            found = torch.zeros_like(x)
+            for row, (first, last) in enumerate(zip(patches.row_offsets, patches.row_offsets[1:])):
+                found[row, : last - first] = self.patch(patches.values[first:last])
+            x = x + found + 0.0 * self.patch.weight.sum()
+            x = after_embedding(x) if after_embedding is not None else x
+            x = x + self.axes(positions[:, 1:].transpose(1, 2).float() / S)
+        return super().forward(x, positions[:, 0].contiguous(), document_ids)
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        return {**super().pipeline_parts(), "first": ("embedding", "patch", "axes")}
+
+
+class Pictures:
+    """Rows of two documents, of patches (i % 4 of them), of uneven weights."""
+
+    def arrays(self, ids: np.ndarray) -> dict[str, Any]:
+        rows = [self.row(int(i)) for i in ids]
+        names = ("tokens", "labels", "positions", "document_ids", "weights")
+        empty = self.row(0)
+        stacked = {n: np.stack([r[n] for r in rows]) if rows else empty[n][None][:0] for n in names}
+        patches = [r["patches"] for r in rows]
+        offsets = np.cumsum([0, *map(len, patches)])
+        values = np.concatenate([empty["patches"][:0], *patches])
+        return {**stacked, "patches": Ragged(torch.from_numpy(values), torch.from_numpy(offsets))}
+
+    def row(self, i: int) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(i)
+        tokens = random.integers(0, VOCAB, S + 1)
+        ends = np.arange(S) >= 5 + i % 7
+        first = np.where(ends, 5 + i % 7, 0)
+        labels = np.where(random.random(S) < 0.3, -100, tokens[1:])
+        return {
+            "tokens": tokens[:-1],
+            "labels": labels,
+            "document_ids": ends.astype(np.int64),
+            "positions": np.stack([np.arange(S) - first, random.integers(0, 9, S), np.full(S, i)]),
+            "weights": (random.random(S) / 100).astype(np.float32),
+            "patches": random.standard_normal((i % 4, 4)).astype(np.float32),
+        }
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"pictures": 1}
+
+
+def build() -> Pictured:
+    torch.manual_seed(0)
+    model = Pictured(
+        TransformerConfig(vocab_size=VOCAB, dim=D, num_layers=4, num_heads=4, max_seq_len=S)
+    )
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def reference() -> tuple[float, dict[str, Tensor]]:
+    """Row by row, with torch's own loss."""
+    model, batch = build(), next(Loader(Pictures(), ROWS))
+    assert batch.weights is not None
+    assert 0 < batch.label_weight < 1, "a floor of one would show"
+    total = torch.zeros(())
+    for row in batch.split(1):
+        logits = model(row.tokens, row.positions, row.document_ids, row.extras["patches"])
+        losses = F.cross_entropy(logits[0], row.labels[0], reduction="none")
+        loss = (losses * row.weights[0]).sum() / batch.label_weight
+        loss.backward()
+        total += loss.detach()
+    return float(total), {n: p.grad for n, p in model.named_parameters()}
+
+
+def train(job: Path, keys: dict[str, Any], micro_batch: int | None) -> Any:
+    """On a rank: its part of the loss, and the gradients that it holds, whole."""
+    flat = {f"parallel.{key}": value for key, value in keys.items()}
+    sizes = {"model.dim": D, "model.num_layers": 4, "model.num_heads": 4, "data.seq_len": S}
+    config = load_job(job, {**flat, **sizes, "train.global_batch": ROWS}).config
+    meshes = make_meshes(config.parallel)
+    parts = divide_batch(config.parallel, ROWS, meshes.batch_size, micro_batch)
+    model = parallelize(build(), config.parallel, meshes, seq_len=S)
+    compute = Compute(model, config, meshes, parts)
+    loader = Loader(
+        Pictures(),
+        ROWS,
+        meshes.batch_rank,
+        meshes.batch_size,
+        micro_batch=parts.size,
+        num_micro_batches=parts.count,
+    )
+    batch = next(loader)
+    count = float(global_count(batch.label_weight, meshes))
+    loss = float(compute.gradients(batch, lambda: count))
+    gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    evaluated = [compute.losses(part) for part in batch.split(compute.rows_at_once)]
+    return loss, gradients, [(float(a), b) for a, b in evaluated]
+
+
+def _whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+@pytest.mark.parametrize(
+    ("world", "keys", "micro_batch"),
+    [
+        (1, {}, 3),
+        (2, {}, 2),
+        (3, {"recompute": "full"}, 6),  # one rank has nothing but filler
+        (5, {}, 1),
+        (2, {"cp": 2}, 4),
+        (4, {"cp": 2, "cp_exchange": "ring"}, 2),
+        (2, {"pp": 2}, 3),
+        (2, {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 2),
+        (4, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, 1),
+        (4, {"pp": 2, "cp": 2}, 3),
+    ],
+    ids=str,
+)
+def test_gradients_and_evaluation_equal_one_process(
+    tmp_path: Path, world: int, keys: dict[str, Any], micro_batch: int
+) -> None:
+    wanted, gradients = reference()
+    told = run_on_ranks(world, train, make_job(tmp_path), keys, micro_batch)
+    assert sum(loss for loss, *_ in told) == pytest.approx(wanted, rel=1e-5)
+    found: dict[str, Tensor] = {}
+    for _, mine, _ in told:
+        found |= mine
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+    sums = [pair for *_, evaluated in told for pair in evaluated]
+    weight = sum(b for _, b in sums)
+    assert weight == pytest.approx(next(Loader(Pictures(), ROWS)).label_weight, rel=1e-12)
+    assert sum(a for a, _ in sums) / weight == pytest.approx(wanted, rel=1e-5)
+
+
+def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+    config = load_job(make_job(tmp_path)).config
+    one, two = config.parallel.axes(1), replace(config.parallel, cp=2).axes(2)
+    model, batch = build(), Loader(Pictures(), 4).filler(1)
+    bare = replace(batch, extras={}, label_weight=0.0)
+    assert extra_problems(model, batch, two) == []
+    (missing,) = extra_problems(model, bare, one)
+    assert "takes the extras patches, and batches of [data] have none; use a source" in missing
+
+    class Rigid(Pictured):
+        extra_inputs = ("patches",)
+
+    model.__class__ = Rigid
+    assert extra_problems(model, batch, one) == []
+    (uncut,) = extra_problems(model, batch, two)
+    assert "name 'after_embedding' among its extra_inputs" in uncut
+
+
+def test_a_batch_of_three_axes_is_cut_along_its_tokens() -> None:
+    """Rows first, tokens last."""
+    batch: Batch = next(Loader(Pictures(), 3))
+    assert batch.positions.shape == (3, 3, S), "as many rows as axes: a wrong dim would go unseen"
+    assert torch.equal(batch.split(1)[1].positions[0], batch.positions[1])
