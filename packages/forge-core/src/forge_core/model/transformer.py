@@ -127,7 +127,9 @@ class Transformer(nn.Module):
             x = block(x, ctx, parts[key])
         if cache is not None:
             cache.history.advance(document_ids, *tokens.shape[:2])
-        return self.head(x[:, -1:] if last_only else x, then)
+        x = x[:, -1:] if last_only else x
+        # a model of somebody's with a head of its own may know nothing of losses
+        return self.head(x) if then is None else self.head(x, then)
 
     def head(self, x: Tensor, then: Then | None = None) -> Tensor:
         """Final norm and output projection: (B, S, D) -> (B, S, V); x itself where another stage has them.
