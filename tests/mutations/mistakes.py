@@ -77,6 +77,13 @@ MISTAKES: tuple[Mistake, ...] = (
         ("packages/forge-core/tests/test_model_documents.py::test_model_equals_documents_apart",),
     ),
     Mistake(
+        "a window shows one token too many",
+        f"{_CORE}/model/rows.py",
+        "(ahead < window)",
+        "(ahead <= window)",
+        ("packages/forge-core/tests/test_model_spec.py",),
+    ),
+    Mistake(
         "a step is named before its directory is on the disk",
         f"{_CKPT}/write/writer.py",
         "        files.sync_directory(self._temporary)\n",
