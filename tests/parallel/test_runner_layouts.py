@@ -98,6 +98,34 @@ def test_a_dense_model_in_a_layout_ends_where_one_process_does(
     assert_same_rows(columns(job), dense[0])
 
 
+OWN = {"optimizer__name": "forge_testing.models:NamedSGD", "optimizer__lr": 0.1}
+
+
+def test_an_optimizer_from_outside_whose_state_has_names_trains_in_a_pipeline(
+    tmp_path: Path,
+) -> None:
+    """Saved by two stages, gone on with by one process, and the other way round."""
+    flat = {key.replace("__", "."): value for key, value in {**overrides({}), **OWN}.items()}
+    whole = make_job(tmp_path / "whole", DENSE)
+    wanted = fit_alone(whole, **flat, **{"metrics.console": "off"})
+    assert any(name.endswith(".momentum") for name in wanted.weights)
+    piped = {**overrides({"pp": 2}), **OWN}
+    for order in ("stages first", "stages last"):
+        job = make_job(tmp_path / order, DENSE)
+        if order == "stages last":
+            fit_alone(job, **flat, **{"metrics.console": "off"})
+        else:
+            assert_close(together(fit_on_ranks(2, job, **piped)), wanted.weights)
+        (newest,) = sorted((job.parent / "run/checkpoints").glob("step-*"))[-1:]
+        newest.rename(job.parent / newest.name)  # go back to the one before
+        if order == "stages last":
+            found = together(fit_on_ranks(2, job, **piped))
+        else:
+            found = fit_alone(job, **flat, **{"metrics.console": "off"}).weights
+        assert_close(found, wanted.weights)
+        assert_same_rows(columns(job), columns(whole))
+
+
 @pytest.mark.parametrize("layout", MIXED)
 def test_a_mixture_in_a_layout_ends_where_one_process_does(
     tmp_path: Path, mixture: Any, layout: str

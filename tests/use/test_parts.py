@@ -127,6 +127,6 @@ def test_stages_refuse_an_installed_optimizer_as_one_by_import_path(
     )
     settings = {"model.num_layers": 2, "parallel.pp": 2, "train.micro_batch": 2}
     for name in ("theirs", "torch.optim:SGD"):
-        words = rf"parallel.pp 2 must go with an optimizer of Forge, .* optimizer.name is '{name}'"
+        words = rf"parallel.pp 2 must go with an optimizer whose state .* '{name}' from outside is no class"
         with pytest.raises(ConfigError, match=words):
             Trainer(load_job(write_job(tmp_path), {**settings, "optimizer.name": name}))

@@ -118,6 +118,28 @@ class PlainSGD:
         self.lr = state["lr"]
 
 
+class NamedSGD(PlainSGD):
+    """One with momentum, which it keeps by parameter name, as a pipeline needs it."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        super().__init__(model, config)
+        self.momentum = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter, momentum in zip(self.parameters, self.momentum.values(), strict=True):
+                if parameter.grad is not None:
+                    momentum.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(momentum, alpha=self.lr)
+
+    def named_state(self) -> dict[str, dict[str, Any]]:
+        return {name: {"momentum": momentum} for name, momentum in self.momentum.items()}
+
+    def load_named_state(self, state: dict[str, dict[str, Any]]) -> None:
+        for name, momentum in self.momentum.items():
+            momentum.copy_(state[name]["momentum"])
+
+
 class Counting(Callback):
     """Counts its hooks, and keeps the count in checkpoints."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from forge_core.optim import OPTIMIZERS
+from forge_core.optim import OPTIMIZERS, find_optimizer
 from forge_parallel.config import V_SCHEDULES, Layout, lies_as_said
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_parallel.pipeline import schedule_problems
@@ -63,12 +63,25 @@ def _pipeline_problems(config: JobConfig, layout: Layout) -> list[str]:
             f"parallel.pp_schedule is {config.parallel.pp_schedule!r}; use 'interleaved_zero_bubble', or "
             "untie them"
         )
-    if config.optimizer.name not in OPTIMIZERS.built_in:
+    if not _saves_by_name(config.optimizer.name):
         problems.append(
-            f"parallel.pp {config.parallel.pp} must go with an optimizer of Forge, whose state its stages share by "
-            f"parameter name, and optimizer.name is {config.optimizer.name!r} from outside; use 'adamw' or pp = 1"
+            f"parallel.pp {config.parallel.pp} must go with an optimizer whose state its stages share by parameter "
+            f"name, and {config.optimizer.name!r} from outside is no class with named_state() and "
+            "load_named_state(); give it both, or use 'adamw' or pp = 1"
         )
     return problems
+
+
+def _saves_by_name(optimizer: str) -> bool:
+    """Whether its state has names, as far as shows before it is built: a function's optimizer is not known."""
+    if optimizer in OPTIMIZERS.built_in:
+        return True
+    try:
+        found = find_optimizer(optimizer)
+    except ValueError:  # what else is wrong with it is told by `name_problems`
+        return True
+    offers = ("named_state", "load_named_state")
+    return isinstance(found, type) and all(callable(getattr(found, n, None)) for n in offers)
 
 
 def _sequence_problems(config: JobConfig, layout: Layout) -> list[str]:
