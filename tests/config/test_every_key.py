@@ -265,6 +265,22 @@ PROBES: dict[str, Probe] = {
         "forge_testing.models:Alphabet", rows, {"eval.every_steps": 0}
     ),
     "data.sources.<name>.split": Probe("validation", rows, {"eval.every_steps": 0}),
+    "data.sources.<name>.options": Probe(
+        {"first": 65},
+        rows,
+        {"eval.every_steps": 0, "data.sources.<name>.name": "forge_testing.models:Alphabet"},
+    ),
+    "data.validation.options": Probe(
+        {"first": 65}, evaluations, {"data.validation.name": "forge_testing.models:Alphabet"}
+    ),
+    "train.loss": Probe(f"{PARTS}:squared_error", trained),
+    "train.loss_options": Probe(
+        {"scale": 0.5}, evaluations, {"train.loss": f"{PARTS}:squared_error"}
+    ),
+    "train.objective": Probe(f"{PARTS}:smoothed", trained),
+    "train.objective_options": Probe(
+        {"smoothing": 0.1}, trained, {"train.objective": f"{PARTS}:smoothed"}
+    ),
     "train.steps": Probe(7, lambda t: t.total_steps),
     "train.tokens": Probe(1000, lambda t: t.total_steps),
     "train.tokens_per_parameter": Probe(1.0, lambda t: t.total_steps),

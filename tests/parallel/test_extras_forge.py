@@ -92,6 +92,9 @@ class Pictures:
     def fingerprint(self) -> dict[str, str | int]:
         return {"pictures": 1}
 
+    def __len__(self) -> int:
+        return 100
+
 
 def build() -> Pictured:
     torch.manual_seed(0)

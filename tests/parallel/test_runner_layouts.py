@@ -16,6 +16,7 @@ from forge_testing.runs import (
     fit_alone,
     fit_on_ranks,
     make_job,
+    together,
 )
 from forge_train import load_trained, read_run
 
@@ -75,16 +76,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return alone(tmp_path_factory.mktemp("mixture"), MOE)
-
-
-def together(fitted: list[Fitted]) -> dict[str, torch.Tensor]:
-    """Tensors of all ranks by name; where several have one, the same bits."""
-    found: dict[str, torch.Tensor] = {}
-    for rank in fitted:
-        assert rank.problems == ()
-        for name, value in rank.weights.items():
-            assert torch.equal(found.setdefault(name, value), value), name
-    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -126,10 +126,10 @@ class BadValidationOnRank1(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if trainer.meshes.rank == 1:
 
-            def batch(ids: Any) -> Any:
+            def arrays(ids: Any) -> Any:
                 raise OSError("the disk is gone")
 
-            trainer.validation.batch = batch  # type: ignore[union-attr, method-assign]
+            trainer.validation.arrays = arrays  # type: ignore[union-attr, method-assign]
 
 
 def test_a_rank_without_validation_data_ends_all_at_the_evaluation(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_stages_refuse_an_installed_optimizer_as_one_by_import_path(
         monkeypatch.setenv(name, value)
     point = SimpleNamespace(name="theirs", load=lambda: torch.optim.SGD)
     monkeypatch.setattr(
-        "forge_core._registry.entry_points",
+        "forge_core.registry.entry_points",
         lambda group: [point] if group == "forge.optimizers" else [],
     )
     settings = {"model.num_layers": 2, "parallel.pp": 2, "train.micro_batch": 2}

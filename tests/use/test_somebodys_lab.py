@@ -1,4 +1,4 @@
-"""A distribution of somebody else adds a mixer, a schedule and an optimizer: installed, not patched in."""
+"""A distribution of somebody else adds parts of six kinds: installed, not patched in."""
 
 from __future__ import annotations
 
@@ -47,6 +47,40 @@ def job_with_parts(folder: Path) -> Path:
     return job
 
 
+def job_with_family(folder: Path) -> Path:
+    """Their model, data and objective."""
+    (folder / "job.toml").write_text(f"""
+[run]
+dir = "{folder / "run"}"
+[model]
+name = "neighbours"
+args = {{dim = 16}}
+[data]
+seq_len = 24
+[data.sources.sums]
+name = "sums"
+options = {{largest = 5}}
+[train]
+steps = 4
+global_batch = 6
+objective = "smoothed"
+objective_options = {{smoothing = 0.2}}
+[optimizer]
+lr = 1e-2
+eps = 1e-4
+[schedule]
+name = "constant"
+[parallel]
+precision = "fp32"
+[metrics]
+every_steps = 1
+console = "off"
+[sample]
+max_new_tokens = 0
+""")
+    return folder / "job.toml"
+
+
 def train(job: Path, site: Path | None, *flags: object) -> subprocess.CompletedProcess[str]:
     """`forge-train run` in a fresh interpreter, with what is installed in `site`."""
     path = os.pathsep.join(p for p in (str(site or ""), os.environ.get("PYTHONPATH", "")) if p)
@@ -63,7 +97,8 @@ def test_each_part_is_one_short_file(capsys: pytest.CaptureFixture[str]) -> None
     lines["pyproject.toml"] = len((LAB / "pyproject.toml").read_text().splitlines())
     with capsys.disabled():
         print("\n" + "\n".join(f"  {name:16} {count:3} lines" for name, count in lines.items()))
-    assert {"mixer.py", "schedule.py", "optimizer.py"} <= lines.keys()
+    kinds = ("model", "mixer", "source", "objective", "schedule", "optimizer")
+    assert {f"{kind}.py" for kind in kinds} <= lines.keys()
     assert max(lines.values()) < 60
     assert "forge" not in "".join(p.read_text() for p in LAB.glob("*/*.py"))
 
@@ -84,6 +119,47 @@ def test_they_train_and_resume_with_the_same_bits(installed: Path, tmp_path: Pat
     for name in ("step", "loss", "val_loss", "grad_norm", "lr"):
         assert one.metrics[name] == two.metrics[name], name
     assert one.metrics["loss"][-1] < one.metrics["loss"][0]
+
+
+def test_a_family_a_source_and_an_objective_train_and_resume(
+    installed: Path, tmp_path: Path
+) -> None:
+    job = job_with_family(tmp_path)
+    straight = train(job, installed, "--run.dir", tmp_path / "straight")
+    assert straight.returncode == 0, straight.stderr
+    for flags in (("--train.steps", 2), ("--nproc", 4)):  # four ranks do not divide six rows
+        done = train(job, installed, *flags)
+        assert done.returncode == 0, done.stderr
+    one, two = (read_run(tmp_path / name).metrics for name in ("straight", "run"))
+    for name in ("loss", "val_loss", "grad_norm", "objective.right"):
+        got = [value for value in two[name] if value is not None]
+        assert got == pytest.approx([v for v in one[name] if v is not None], rel=1e-5), name
+    assert one["step"] == two["step"] == [1, 2, 3, 4]
+    assert one["loss"][-1] < one["loss"][0]
+    assert 0 < one["objective.right"][-1] <= 1
+
+
+def test_wrong_options_of_a_family_a_source_and_an_objective_are_refused(
+    installed: Path, tmp_path: Path
+) -> None:
+    job, right = job_with_family(tmp_path), job_with_family(tmp_path).read_text()
+    for before, after, words in (
+        ("dim = 16", "width = 16", "neighbours(vocab_size=..., **args): got an unexpected keyword"),
+        ("largest = 5", "biggest = 5", "must be arguments of sums(config, **options): got an unex"),
+        ("largest = 5", "largest = 50", "options.largest 50 must be from 1 to 9; use 9"),
+        (
+            "smoothing = 0.2",
+            "smooth = 0.2",
+            "objective_options.smooth 0.2 is no option of 'smoothed'",
+        ),
+        ('"smoothed"', '"smothed"', "did you mean 'smoothed'?"),
+        ('"neighbours"', '"neighbors"', "must be 'transformer', an entry point of forge.models or"),
+    ):
+        job.write_text(right.replace(before, after))
+        done = train(job, installed)
+        assert done.returncode in (65, 78), done.stderr
+        assert words in " ".join(done.stderr.split()), done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("case", ["options", "not installed"])

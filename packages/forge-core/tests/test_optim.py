@@ -239,7 +239,7 @@ def test_a_name_from_an_entry_point(monkeypatch):
 
     asked = []
     monkeypatch.setattr(
-        "forge_core._registry.entry_points", lambda group: asked.append(group) or [Entry()]
+        "forge_core.registry.entry_points", lambda group: asked.append(group) or [Entry()]
     )
     assert isinstance(build_optimizer(Tiny()), AdamW)
     assert asked == []  # not looked up for a built-in name

@@ -197,7 +197,7 @@ def test_an_installed_part_is_found_by_its_name(monkeypatch) -> None:
         name="theirs", load=lambda: lambda config, layer: Attention(config)
     )
     found = lambda group: [point] if group == "forge.mixers" else []  # noqa: E731
-    monkeypatch.setattr("forge_core._registry.entry_points", found)
+    monkeypatch.setattr("forge_core.registry.entry_points", found)
     Transformer(TransformerConfig(**SHAPE, mixer="theirs"))
     with pytest.raises(ValueError, match="mixer 'their' is unknown"):
         TransformerConfig(**SHAPE, mixer="their")

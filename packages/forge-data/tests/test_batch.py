@@ -134,6 +134,18 @@ class Pictures:
     def fingerprint(self) -> dict[str, str | int]:
         return {"pictures": 1}
 
+    def __len__(self) -> int:
+        return 100
+
+
+def test_a_stream_that_has_nothing_to_give_without_rows_is_told_so() -> None:
+    class Stacked(Pictures):
+        def arrays(self, ids: np.ndarray) -> dict[str, Any]:
+            return {"tokens": np.stack([np.zeros(S, np.int64) for _ in ids])}
+
+    with pytest.raises(ValueError, match=r"Stacked.arrays of no ids must give arrays without rows"):
+        Loader(Stacked(), 4).filler(1)
+
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_gives_extras_through_workers_and_filler(num_workers: int) -> None:

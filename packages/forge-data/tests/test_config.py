@@ -13,7 +13,10 @@ TEXT = {"docs": SourceConfig()}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "token"}, 'name \'token\' must be "builtin", "tokens" or an import path'),
+        (
+            {"name": "token"},
+            'name \'token\' must be "builtin", "tokens", an entry point of forge.sources or an import path',
+        ),
         ({"name": "tokens"}, "path None must name token files"),
         ({"path": "x"}, "path 'x' means nothing"),
         ({"dtype": "uint16"}, "dtype 'uint16' means nothing"),

@@ -3,11 +3,11 @@
 from forge_data.batch import Batch, Ragged, filler_batch
 from forge_data.config import CAPABILITIES, DataConfig, SourceConfig
 from forge_data.errors import DataError
-from forge_data.loader import Loader
+from forge_data.loader import Loader, Stream
 from forge_data.order import Permutation
-from forge_data.packing import PackedStream
+from forge_data.packing import PackedStream, batch_of
 from forge_data.sources.builtin import BuiltinCorpus
-from forge_data.sources.source import Source, open_source
+from forge_data.sources.source import Source, open_source, open_stream
 from forge_data.sources.token_files import TokenFiles, verify
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 
@@ -25,10 +25,13 @@ __all__ = [
     "Ragged",
     "Source",
     "SourceConfig",
+    "Stream",
     "TokenFiles",
     "Tokenizer",
+    "batch_of",
     "filler_batch",
     "load_tokenizer",
     "open_source",
+    "open_stream",
     "verify",
 ]

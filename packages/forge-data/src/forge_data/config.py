@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from forge_data._rules import Rule, check
 from forge_data.small_files import path_problems
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+BUILT_IN = ("builtin", "tokens")
+SOURCES_GROUP = "forge.sources"
 SPLITS = ("train", "validation")
 VERIFY = ("touch", "full", "off")
 # Sanity bounds: far over what is used, far under what takes a machine down.
@@ -30,15 +33,18 @@ def _is_int(value: Any, minimum: int, maximum: int) -> bool:
 
 
 def _unknown_name(v: Mapping[str, Any]) -> bool:
-    known = v["name"] in ("builtin", "tokens")
-    return not known and not _IMPORT_PATH.fullmatch(str(v["name"]))
+    name = str(v["name"])
+    if name in BUILT_IN or _IMPORT_PATH.fullmatch(name):
+        return False
+    return not any(entry.name == name for entry in entry_points(group=SOURCES_GROUP))
 
 
 SOURCE_RULES = (
     Rule(
         "source_name",
         _unknown_name,
-        'name {name!r} must be "builtin", "tokens" or an import path "module:attr"',
+        f'name {{name!r}} must be "builtin", "tokens", an entry point of {SOURCES_GROUP} or an import path '
+        '"module:attr"',
         'use name = "tokens" with a path to token files, or name = "builtin"',
     ),
     Rule(
@@ -58,6 +64,12 @@ SOURCE_RULES = (
         lambda v: v["name"] == "builtin" and v["path"] is not None,
         "path {path!r} means nothing when name is {name!r}, whose text comes with Python",
         'remove path, or set name = "tokens"',
+    ),
+    Rule(
+        "built_in_has_no_options",
+        lambda v: v["name"] in BUILT_IN and bool(v["options"]),
+        "options {options} mean nothing when name is {name!r}, which is built in",
+        "use the keys of the source itself, or name a source of your own",
     ),
     Rule(
         "builtin_has_no_dtype",
@@ -129,7 +141,9 @@ class SourceConfig:
     """
 
     name: str = _field(
-        "builtin", 'where tokens come from: "builtin", "tokens" or an import path "module:attr"'
+        "builtin",
+        'where tokens come from: "builtin", "tokens", an entry point of forge.sources, or an import path '
+        '"module:attr"',
     )
     path: str | None = _field(
         None, "folder written by `forge-data prepare`, or one raw file of token ids"
@@ -141,6 +155,11 @@ class SourceConfig:
     verify: Literal["touch", "full", "off"] = _field(
         "touch",
         "when tokens are compared with their digests: a block when first read, all when opened, never",
+    )
+
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "arguments of a source of your own, by name; built-in ones take none"},
     )
 
     def __post_init__(self) -> None:

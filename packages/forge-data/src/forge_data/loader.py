@@ -35,7 +35,10 @@ class Stream(Protocol):
     `arrays(ids)` gives arrays or tensors with as many rows as ids: tokens, labels, positions,
     document_ids; where it has them weights and source; and by any other name, as a tensor or Ragged, what
     a model takes besides (see Batch). Without ids it gives the same without rows, and reads nothing.
+    `len` is the number of instances of an epoch, which an evaluation asks for.
     """
+
+    def __len__(self) -> int: ...
 
     def arrays(self, instance_ids: np.ndarray) -> Mapping[str, Any]: ...
 
@@ -107,6 +110,7 @@ class Loader:
         self._chain = self._chain_before = _NO_STEPS
         self._last_batch: int | None = 0  # None after a state of an older version
         self._workers: Iterator[Any] | None = None
+        self._empty: Batch | None = None
 
     @property
     def cursor(self) -> int:
@@ -129,9 +133,24 @@ class Loader:
         return batch
 
     def filler(self, rows: int) -> Batch:
-        """Rows of filler with all that the stream gives: for a rank that cannot read its own."""
+        """Rows of filler with all that the stream gives: for a rank that cannot read its own.
+
+        The stream is asked once, so who calls this before the first step can call it when data are gone.
+        ValueError for a stream that has no arrays without rows.
+        """
+        if self._empty is None:
+            self._empty = self._without_rows()
+        return self._empty.with_filler(rows)
+
+    def _without_rows(self) -> Batch:
         nothing = np.empty(0, np.int64)
-        return make_batch(self.stream.arrays(nothing), nothing, _NO_STEPS).with_filler(rows)
+        try:
+            return make_batch(self.stream.arrays(nothing), nothing, _NO_STEPS)
+        except Exception as error:
+            raise ValueError(
+                f"{type(self.stream).__name__}.arrays of no ids must give arrays without rows, and raised "
+                f"{type(error).__name__}: {error}; filler takes dtypes and shapes from them"
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, after the batches handed out; the same on all ranks, JSON-able."""

@@ -88,8 +88,7 @@ class PackedStream:
 
     def batch(self, instance_ids: Iterable[int]) -> Batch:
         """A batch of the given instances, on the host, for evaluation or a loop of your own."""
-        ids = np.fromiter(instance_ids, dtype=np.int64)
-        return make_batch(self.arrays(ids), ids, digest_of_ids(ids))
+        return batch_of(self, instance_ids)
 
     def fingerprint(self) -> dict[str, str | int]:
         """What the stream is a function of, flat and as JSON; a resume compares it."""
@@ -137,6 +136,12 @@ class PackedStream:
 def digest_of_ids(instance_ids: np.ndarray) -> str:
     """64 bits of sha256 over the ids as little-endian int64, as 16 hex digits."""
     return hashlib.sha256(np.asarray(instance_ids).astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def batch_of(stream: Any, instance_ids: Iterable[int]) -> Batch:
+    """A host batch of some instances of any stream, under their own digest."""
+    ids = np.fromiter(instance_ids, dtype=np.int64)
+    return make_batch(stream.arrays(ids), ids, digest_of_ids(ids))
 
 
 def make_batch(arrays: Mapping[str, Any], ids: np.ndarray, digest: str) -> Batch:

@@ -77,15 +77,15 @@ class Alphabet:
     num_documents = 1
     max_token_id = 122
 
-    def __init__(self, config: SourceConfig) -> None:
+    def __init__(self, config: SourceConfig, first: int = 97) -> None:
         from forge_data import open_source
 
         self.tokenizer = open_source(SourceConfig()).tokenizer
         self.documents = np.zeros(1, np.int64)
-        self._shift = config.split == "validation"
+        self._shift, self._first = config.split == "validation", first
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return (97 + (np.arange(start, stop) + self._shift) % 26).astype(np.uint16)
+        return (self._first + (np.arange(start, stop) + self._shift) % 26).astype(np.uint16)
 
     def fingerprint(self) -> dict[str, str | int]:
         return {"documents": "alphabet", "shift": int(self._shift)}

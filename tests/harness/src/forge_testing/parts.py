@@ -94,3 +94,20 @@ def slower(frequencies: Tensor, scaling: Any, by: float = 2.0) -> Tensor:
 def staircase(config: Any, total_steps: int, *, height: float) -> Callable[[int], float]:
     """A schedule that is multiplied by `height` half way."""
     return lambda step: height if 2 * step > total_steps else 1.0
+
+
+def squared_error(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, *, scale: float = 1.0
+) -> Tensor:
+    """Sum over labels of the squared distance of probabilities (Brier), `scale` times."""
+    valid = labels != -100
+    target = F.one_hot(labels.where(valid, 0), logits.size(-1))
+    errors = (logits.float().softmax(-1) - target).square().sum(-1)  # (B, S)
+    return scale * (errors * (valid if weights is None else valid * weights)).sum()
+
+
+def smoothed(model: nn.Module, batch: Any, *, smoothing: float = 0.5) -> dict[str, Tensor]:
+    """Sum of token losses against labels that are not quite certain."""
+    logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids)
+    flat, labels = logits.float().flatten(0, 1), batch.labels.flatten()
+    return {"loss": F.cross_entropy(flat, labels, reduction="sum", label_smoothing=smoothing)}

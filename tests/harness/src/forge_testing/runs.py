@@ -40,11 +40,15 @@ def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = 
     environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % here,
                    "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
-    trainer = Trainer(load_job(job, overrides), [callback()] if callback else [])
+    step = 0
     try:
-        result = trainer.fit()
+        trainer = Trainer(load_job(job, overrides), [callback()] if callback else [])
+        try:
+            result = trainer.fit()
+        finally:
+            step = trainer.progress.step
     except JobError as error:
-        return Fitted(int(error.exit_code), trainer.progress.step, error.problems, {})
+        return Fitted(int(error.exit_code), step, error.problems, {})
     return Fitted(int(result.exit_code), result.step, (), full(trainer))
 
 
@@ -70,6 +74,16 @@ def fit_alone(job: Path, **overrides: Any) -> Fitted:
 def fit_on_ranks(world: int, job: Path, callback: Any = None, **overrides: Any) -> list[Fitted]:
     flat = {key.replace("__", "."): value for key, value in overrides.items()}
     return run_on_ranks(world, fit, job, {"metrics.console": "off", **flat}, callback, timeout=120)
+
+
+def together(fitted: list[Fitted]) -> dict[str, torch.Tensor]:
+    """Tensors of all ranks by name; where several have one, the same bits."""
+    found: dict[str, torch.Tensor] = {}
+    for rank in fitted:
+        assert rank.problems == ()
+        for name, value in rank.weights.items():
+            assert torch.equal(found.setdefault(name, value), value), name
+    return found
 
 
 def columns(job: Path) -> dict[str, list]:

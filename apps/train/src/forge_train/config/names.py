@@ -18,9 +18,16 @@ from forge_core.optim import (
     check_something_trains,
     stage_problems,
 )
+from forge_core.registry import Registry
 from forge_moe.routers.registry import find_rule
-from forge_train.config.schema import DenseModelConfig, ImportedModelConfig, JobConfig
+from forge_train.config.schema import (
+    MODELS_GROUP,
+    DenseModelConfig,
+    ImportedModelConfig,
+    JobConfig,
+)
 from forge_train.errors import ConfigError
+from forge_train.trainer.objective import find_loss, find_objective
 
 
 def import_attribute(path: str, key: str) -> Any:
@@ -37,7 +44,10 @@ def import_attribute(path: str, key: str) -> Any:
 
 def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
     """Somebody else's builder with its arguments; ConfigError where it does not take them."""
-    build = import_attribute(section.name, "model.name")
+    if ":" in section.name:
+        build = import_attribute(section.name, "model.name")
+    else:
+        build = Registry("model.name", MODELS_GROUP, (), {}).find(section.name)
 
     def call(function: Callable[..., Any]) -> Any:
         try:
@@ -61,6 +71,8 @@ def name_problems(config: JobConfig) -> list[str]:
     """
     return [
         *_model_problems(config),
+        *_refusal("", lambda: find_loss(config.train)),
+        *_refusal("", lambda: find_objective(config.train)),
         *_optimizer_problems(config),
         *_schedule_problems(config),
         *(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
 from forge_core.optim import StageConfig
+from forge_core.registry import installed
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
 from forge_train.config.experts import MoESection
@@ -32,6 +33,7 @@ def _within(low: float, high: float, **values: float | None) -> list[str]:
     ]
 
 
+MODELS_GROUP = "forge.models"
 _MAX_STEPS = 10**9
 _MAX_TOKENS = 10**16
 _MAX_BATCH = 2**20
@@ -55,7 +57,10 @@ class RunConfig:
 class DenseModelConfig(TransformerConfig):
     """The built-in dense transformer, as the [model] table of a job."""
 
-    name: str = _field("transformer", "'transformer', or an import path 'my_lab.model:build'")
+    name: str = _field(
+        "transformer",
+        "'transformer', an entry point of forge.models, or an import path 'my_lab.model:build'",
+    )
     moe: MoESection = field(
         default_factory=MoESection, metadata={"help": "which feed-forwards are mixtures of experts"}
     )
@@ -87,9 +92,17 @@ class ImportedModelConfig:
 
     def __post_init__(self) -> None:
         module, _, attr = self.name.partition(":")
-        good = all(part.isidentifier() for part in [*module.split("."), attr])
+        path = all(part.isidentifier() for part in [*module.split("."), attr])
+        good = path or installed(self.name, MODELS_GROUP)
         _require(
-            ([] if good else [f"name {self.name!r} must be 'transformer' or 'package.module:attr'"])
+            (
+                []
+                if good
+                else [
+                    f"name {self.name!r} must be 'transformer', an entry point of {MODELS_GROUP} or "
+                    "'package.module:attr'"
+                ]
+            )
             + _within(0, 2**31 - 1, vocab_size=self.vocab_size)
         )
 
@@ -110,6 +123,22 @@ class TrainConfig:
         None,
         "sequences per forward pass, a divisor of global_batch (default: the whole share of a process, or the "
         "largest that costs a tenth more at most where shares are not equal)",
+    )
+    loss: str = _field(
+        "cross_entropy",
+        "loss of logits: cross_entropy, an entry point of forge.losses, or module:attr, called as "
+        "loss(logits, labels, weights) for the sum over a micro-batch",
+    )
+    loss_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "further arguments of a loss of your own"}
+    )
+    objective: str | None = _field(
+        None,
+        "step of your own in place of the loss of logits: an entry point of forge.objectives, or module:attr, "
+        "called as objective(model, batch) for a dict of sums, of which the first is trained",
+    )
+    objective_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "further arguments of the objective"}
     )
     max_grad_norm: float | None = _field(1.0, "clip the global gradient norm to this; none: never")
     max_skipped_steps: int = _field(
@@ -148,6 +177,14 @@ class TrainConfig:
             problems.append(
                 f"global_batch {self.global_batch} must be divisible by micro_batch "
                 f"{self.micro_batch}; use micro_batch {_divisors(self.global_batch)}"
+            )
+        if self.objective is not None and self.loss != "cross_entropy":
+            problems.append(
+                f"objective {self.objective!r} computes the loss itself, and loss is {self.loss!r}; give one of them"
+            )
+        if self.objective is None and self.objective_options:
+            problems.append(
+                f"objective_options {self.objective_options} belong to no objective; give objective"
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             problems.append(f"max_grad_norm {self.max_grad_norm} must be above 0; use 1.0 or none")

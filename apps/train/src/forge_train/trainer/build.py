@@ -14,11 +14,12 @@ from forge_core import Transformer, flops_per_token, parameter_count
 from forge_core.model import check_init_tables
 from forge_data import (
     Loader,
-    PackedStream,
     SourceConfig,
+    Stream,
     Tokenizer,
     load_tokenizer,
     open_source,
+    open_stream,
 )
 from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
@@ -95,7 +96,7 @@ def total_steps(config: JobConfig, model: nn.Module | None) -> int:
 def build_loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
     """Shuffled batches of the training source: the micro-batches of one reader."""
     (source,) = config.data.sources.values()
-    stream = PackedStream(open_source(source), config.data.seq_len, seed=config.run.seed)
+    stream = open_stream(source, config.data.seq_len, seed=config.run.seed)
     return Loader(
         stream,
         division.global_batch,
@@ -107,11 +108,11 @@ def build_loader(config: JobConfig, reader: int, division: MicroBatches) -> Load
     )
 
 
-def validation_stream(config: JobConfig) -> PackedStream | None:
+def validation_stream(config: JobConfig) -> Stream | None:
     """Validation rows in an order that does not depend on the run's seed."""
     if config.data.validation is None or config.eval.every_steps == 0:
         return None
-    return PackedStream(open_source(config.data.validation), config.data.seq_len, seed=0)
+    return open_stream(config.data.validation, config.data.seq_len)
 
 
 def run_tokenizer(config: JobConfig) -> Tokenizer:

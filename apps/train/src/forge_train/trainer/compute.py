@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge_core import cross_entropy
 from forge_data import Batch
 from forge_parallel import Meshes, accumulate
 from forge_parallel.axes.context import arguments_with_positions, cut_sequence
@@ -20,6 +19,8 @@ from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.pipeline import Pipeline, stages_of, sync_tied_gradients, tied_copies
 from forge_train.config.schema import DenseModelConfig, JobConfig
+from forge_train.trainer.host_copy import HostCopy
+from forge_train.trainer.objective import find_loss, find_objective
 
 #: An extra that is no data: what a model calls on its stream (B, S, D) where context ranks cut it.
 AFTER_EMBEDDING = "after_embedding"
@@ -40,7 +41,8 @@ class Compute:
     """Forward and backward of the rows that this rank reads, whatever the layout.
 
     What it returns adds up over all ranks of the job: ranks that hold the same numbers (tp), or none of
-    them (stages without the head), give zero.
+    them (stages without the head), give zero. Raises ValueError for a loss or an objective of one's own where
+    each rank holds a part of the vocabulary.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Compute:
         self.model, self.meshes = model, meshes
         self.micro_batch = division.size
         self._cut_width = width_of_cut_logits(model)
+        self._loss, self.objective = find_loss(config.train), find_objective(config.train)
+        self._refuse_cut_logits(config)
         stages = [model] if meshes.pp.size == 1 else stages_of(model)
         self._host_inputs = tuple(getattr(model, "host_inputs", ()))
         # a stage may take less than the whole model
@@ -79,9 +83,15 @@ class Compute:
             return self.micro_batch
         return self.micro_batch * int(self._pipeline.num_micro_batches)
 
+    def count(self, batch: Batch) -> float:
+        """What this rank adds to the normaliser: of the ranks that read the same rows one does."""
+        if not self.meshes.speaks:
+            return 0.0
+        return batch.label_weight if self.objective is None else self.objective.count(batch)
+
     def gradients(self, batch: Batch, normaliser: Callable[[], float]) -> Tensor:
         """Add the gradients of the sum of weighted token losses over `normaliser()`; returns this rank's
-        share of that.
+        share of that, (1,) fp32, and behind it those of the objective's other sums.
 
         `normaliser` is asked after the first forward, before the first loss (in a pipeline: before both).
         """
@@ -91,23 +101,39 @@ class Compute:
         parts = batch.split(self.micro_batch)
         for part in parts:
             accumulate(self.model, last=part is parts[-1])
-            given = self._here(part)
-            output = self._forward(given)
-            loss = self._token_loss(output, given.targets) / normaliser()
-            del output  # or it would stand beside the next one's forward
+            sums = self._sums(part)
+            loss = sums[0] / normaliser()
+            others = [value.detach() / normaliser() for value in sums[1:]]
+            del sums
             loss.backward()
-            total += loss.detach()
+            total = total + torch.stack([loss.detach(), *others])
         return self._mine(total)
+
+    def _sums(self, part: Batch) -> list[Tensor]:
+        """0-dim sums over a micro-batch, the one that is trained first."""
+        if self.objective is not None:
+            return self.objective(self.model, self._cut(part))
+        given = self._here(part)
+        return [self._token_loss(self._forward(given), given.targets)]
+
+    def columns(self, others: Sequence[Tensor]) -> Callable[[], dict[str, float]]:
+        """`objective.<name>`: what `gradients` gave behind the loss, summed over ranks, to be read when the
+        device is done."""
+        if self.objective is None or not others:
+            return dict
+        names = [f"objective.{name}" for name in self.objective.names[1:]]
+        values = HostCopy(others)
+        return lambda: dict(zip(names, values.read(), strict=True))
 
     @torch.no_grad()
     def losses(self, batch: Batch) -> tuple[Tensor, float]:
         """(sum of weighted token losses fp32, what the labels weigh) of `rows_at_once` rows, without
         gradients; of the ranks that read the same rows one weighs them."""
-        given = self._here(batch)
-        weight = batch.label_weight if self.meshes.speaks else 0.0
+        weight = self.count(batch)
         if self._pipeline is None:
-            total = self._token_loss(self._forward(given), given.targets)
+            total = self._sums(batch)[0]
         else:
+            given = self._here(batch)
             total = self._pipeline.evaluate(
                 given.tokens, given.targets, self._token_loss, given.extras, **given.keywords
             )
@@ -123,7 +149,7 @@ class Compute:
             **given.keywords,
         )
         sync_tied_gradients(self.model, self.meshes)
-        return self._mine(total)
+        return self._mine(total.reshape(1))
 
     def _forward(self, given: Given) -> Any:
         return self.model(given.tokens, **given.keywords, **given.extras)
@@ -140,7 +166,29 @@ class Compute:
                 "each tp rank has whole gives those of its part of the rows; use parallel.sequence_parallel = "
                 "false, or give the head the role sharded_logits"
             )
-        return cross_entropy(logits, labels, weights=weights).sum
+        return self._loss(logits, labels, weights)
+
+    def _refuse_cut_logits(self, config: JobConfig) -> None:
+        train = config.train
+        own = train.objective or (train.loss if train.loss != "cross_entropy" else None)
+        if own is not None and self._cut_width is not None:
+            key = "loss" if train.objective is None else "objective"
+            raise ValueError(
+                f"train.{key} {own!r} must have whole logits, and with parallel.tp {config.parallel.tp} each rank "
+                "has those of a part of the vocabulary; use tp = 1"
+            )
+
+    def _cut(self, batch: Batch) -> Batch:
+        """This rank's piece of each sequence as a batch on its device, for an objective."""
+        here = batch.to(self.meshes.device, stay=self._host_inputs)
+        if self.meshes.cp.size == 1:
+            return here
+        names = ("tokens", "labels", "positions", "document_ids", "weights")
+        whole = {n: getattr(here, n) for n in names if getattr(here, n) is not None}
+        pieces: dict[str, Any] = {
+            n: cut_sequence(x, self.meshes.cp, dim=-1) for n, x in whole.items()
+        }
+        return replace(here, **pieces, label_weight=here.label_weight)
 
     def _here(self, batch: Batch) -> Given:
         """This rank's piece of each sequence, on its device. Labels are shifted already.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import forge_data
-from forge_data import Batch, PackedStream
+from forge_data import Batch, Stream, batch_of
 from forge_parallel import Meshes, reshard
 from forge_resilience import Agreement
 from forge_train.errors import DataError, together
@@ -16,25 +16,23 @@ from forge_train.trainer.compute import Compute
 
 
 def share_of_rows(
-    stream: PackedStream, sequences: int, batch_size: int, meshes: Meshes, agreement: Agreement
+    stream: Stream, sequences: int, batch_size: int, meshes: Meshes, agreement: Agreement
 ) -> list[Batch]:
     """This rank's part of the first `sequences` rows (all if there are fewer), `batch_size` at a time.
 
-    Every data rank gets an equal run of rows; where they do not divide, the last ones get filler, as every
-    rank must take part in every gather. They are read before anything is computed: a rank that cannot
-    raises DataError on all of them.
+    They are cut into batches whatever the number of ranks; every data rank gets an equal run of these, with
+    filler where they do not divide, as every rank must take part in every gather. They are read before anything
+    is computed: a rank that cannot raises DataError on all of them.
     """
     rows = min(sequences, len(stream))
-    share = -(-rows // meshes.batch_size)
-    if meshes.pp.size > 1:  # a pipeline takes whole sets of micro-batches
-        share = -(-share // batch_size) * batch_size
-    first = share * meshes.batch_rank
+    each = -(-rows // (batch_size * meshes.batch_size))
+    first = each * meshes.batch_rank
 
     def read() -> list[Batch]:
         try:
             return [
-                _rows(stream, range(start, min(start + batch_size, first + share)), rows)
-                for start in range(first, first + share, batch_size)
+                _rows(stream, range(batch * batch_size, (batch + 1) * batch_size), rows)
+                for batch in range(first, first + each)
             ]
         except (forge_data.DataError, OSError) as error:
             raise DataError([f"validation data: {type(error).__name__}: {error}"]) from error
@@ -65,9 +63,9 @@ def evaluate(
     return sum(loss for loss, _ in told) / (sum(weighed for _, weighed in told) or 1.0)
 
 
-def _rows(stream: PackedStream, ids: range, rows: int) -> Batch:
+def _rows(stream: Stream, ids: range, rows: int) -> Batch:
     """Rows `ids`; filler for those from `rows` on."""
     real = range(ids.start, max(ids.start, min(ids.stop, rows)))
     missing = len(ids) - len(real)
-    batch = stream.batch(real)
+    batch = batch_of(stream, real)
     return batch.with_filler(missing) if missing else batch

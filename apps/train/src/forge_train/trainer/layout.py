@@ -49,6 +49,11 @@ def remarks(config: JobConfig, layout: Layout) -> list[str]:
 def _pipeline_problems(config: JobConfig, layout: Layout) -> list[str]:
     if config.parallel.pp == 1:
         return []
+    if config.train.objective is not None:
+        return [
+            f"train.objective {config.train.objective!r} calls the whole model, of which a rank of parallel.pp "
+            f"{config.parallel.pp} has a part; use pp = 1, or train.loss"
+        ]
     model = config.model
     if not isinstance(model, DenseModelConfig):
         return [

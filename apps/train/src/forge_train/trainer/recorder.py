@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class PendingRow:
     row: dict[str, Any]
     values: HostCopy
     """Loss, gradient norm, steps skipped since the row before, longest run of them."""
-    more: Callable[[], dict[str, float]] = dict
+    more: Sequence[Callable[[], dict[str, float]]] = ()
     """Further columns, which were copied with the values above."""
 
 
@@ -67,7 +67,8 @@ class Recorder:
         pending, self.pending = self.pending, None
         row = pending.row
         row["loss"], row["grad_norm"] = map(_finite, pending.values.read()[:2])
-        row.update(pending.more())
+        for columns in pending.more:
+            row.update({name: _finite(value) for name, value in columns().items()})
         for sink in self.sinks:
             sink.write(row)
         return row

@@ -139,7 +139,8 @@ class Trainer:
         self.division = micro_batches(config, layout)
         self._reasons += remarks(config, layout)
         self.loader = build_loader(config, reader, self.division)
-        problems = extra_problems(self.model, self.loader.filler(0), layout)
+        sample = as_config_error(lambda: self.loader.filler(0))
+        problems = extra_problems(self.model, sample, layout)
         if problems:
             raise ConfigError(problems)
         self.validation = validation_stream(config)
@@ -365,9 +366,9 @@ class Trainer:
         self.stages.enter(self.progress.step + 1, self._record)
         lr = self.config.optimizer.lr * self.schedule(self.progress.step + 1)
         share = self._forward_backward(batch)
-        grad_norm, sums = global_grad_norm(self.compute.counted, sums=share.reshape(1))
+        grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
         assert sums is not None
-        loss = sums[0]  # of the global batch, on every rank
+        loss, *others = sums.unbind()  # of the global batch, on every rank
         clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
         if self.recorder.pending is not None:
             self._check_skips()  # up to the row's step
@@ -385,7 +386,8 @@ class Trainer:
         if self._due(self.config.metrics.every_steps) or self._evaluation_due():
             row = self._row(lr, batch.digest)
             values = HostCopy([loss, grad_norm, self._skips.take()])
-            self.recorder.pending = PendingRow(row, values, self.mixtures.take())
+            more = [self.mixtures.take(), self.compute.columns(others)]
+            self.recorder.pending = PendingRow(row, values, more)
 
     def _next_batch(self) -> Batch:
         """This rank's share; filler if it cannot be read, which the vote then tells."""
@@ -396,12 +398,12 @@ class Trainer:
             return self.loader.filler(self.division.size)
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Sum of this rank's token losses over the labels of the global batch, as a 0-dim tensor.
+        """This rank's share of the loss of the global batch, and of an objective's other sums: (k,).
 
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
-        pending = self.votes.start(self.agreement, batch, counts=self.meshes.speaks)
+        pending = self.votes.start(self.agreement, batch, self.compute.count(batch))
         return self.compute.gradients(batch, functools.cache(lambda: self._heed(pending)))
 
     def _heed(self, pending: PendingDecision) -> float:

@@ -31,16 +31,16 @@ class StepVotes:
         self.save_requested = False
         self.decision = Decision(())
 
-    def start(self, agreement: Agreement, batch: Batch, *, counts: bool) -> PendingDecision:
-        """Send this rank's vote; it travels while the first micro-batch goes forward. Of the ranks that
-        read the same rows one `counts` their labels."""
+    def start(self, agreement: Agreement, batch: Batch, count: float) -> PendingDecision:
+        """Send this rank's vote; it travels while the first micro-batch goes forward. `count` is what it
+        adds to the normaliser."""
         return agreement.start(
             Vote(
                 stop=self.signal.number,
                 save=self.save_requested,
                 fault=0 if self.fault is None else int(_code(self.fault)),
                 digest=batch.digest,
-                count=batch.label_weight if counts else 0.0,
+                count=count,
             )
         )
 
@@ -51,7 +51,7 @@ class StepVotes:
         step: int,
         record: Callable[..., None],
     ) -> float:
-        """Sum of the weights of the global batch's labels, 1 where that is 0. Raises on all ranks when one of them cannot go on,
+        """The sum of the counts, 1 where that is 0. Raises on all ranks when one of them cannot go on,
         before anything is updated; `record` writes the event, `step` is the one that was done last."""
         self.decision = decision = pending.wait()
         if decision.faults:

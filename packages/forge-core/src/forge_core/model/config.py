@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from forge_core._registry import installed
 from forge_core._rules import Rule, check
 from forge_core.model.spec import AttentionSpec
+from forge_core.registry import installed
 
 
 def _field(default: Any, help: str) -> Any:

@@ -8,10 +8,10 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core._registry import Registry
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
+from forge_core.registry import Registry
 
 
 class FeedForward(nn.Module):

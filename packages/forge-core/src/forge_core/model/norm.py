@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from forge_core._registry import Registry
 from forge_core.model.config import TransformerConfig
+from forge_core.registry import Registry
 
 
 class _CpuRMSNorm(torch.autograd.Function):

@@ -13,7 +13,6 @@ with the options of `config.mixer_options` and so on, which its signature must h
 
 from torch import nn
 
-from forge_core._registry import Registry
 from forge_core.model.attention import Attention
 from forge_core.model.block import Block
 from forge_core.model.config import TransformerConfig
@@ -21,6 +20,7 @@ from forge_core.model.feed_forward import FEED_FORWARDS
 from forge_core.model.norm import NORMS
 from forge_core.model.rope import ROPE_SCALINGS
 from forge_core.model.spec import MASKS
+from forge_core.registry import Registry
 
 MIXERS = Registry(
     "model.mixer",

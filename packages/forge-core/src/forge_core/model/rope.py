@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_core._registry import Registry
 from forge_core.model.config import RopeScaling
+from forge_core.registry import Registry
 
 
 def inverse_frequencies(

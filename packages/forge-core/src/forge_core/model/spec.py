@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_core._registry import Registry
 from forge_core._rules import Rule, check
+from forge_core.registry import Registry
 
 
 def _field(default: Any, help: str) -> Any:

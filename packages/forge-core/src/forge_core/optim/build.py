@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_core._registry import Registry
 from forge_core.optim.adamw import AdamW, build_adamw
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import match_groups, parameter_groups, take_part
+from forge_core.registry import Registry
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 #: Without them an object cannot be an optimizer; a torch optimizer needs no `set_lr`.

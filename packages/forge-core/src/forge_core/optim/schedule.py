@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from forge_core._registry import Registry
 from forge_core.optim.config import ScheduleConfig
+from forge_core.registry import Registry
 
 Schedule = Callable[[int], float]
 

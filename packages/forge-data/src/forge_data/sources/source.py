@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+import inspect
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from forge_data.config import SourceConfig
+from forge_data.config import SOURCES_GROUP, SourceConfig
+from forge_data.packing import PackedStream
 from forge_data.sources.builtin import BuiltinCorpus
 from forge_data.sources.token_files import TokenFiles
+
+if TYPE_CHECKING:
+    from forge_data.loader import Stream
 
 
 class Source(Protocol):
@@ -43,23 +49,19 @@ class Source(Protocol):
         ...
 
 
-_MEMBERS = (
-    "vocab_size",
-    "tokenizer",
-    "num_tokens",
-    "num_documents",
-    "documents",
-    "max_token_id",
-    "read",
-    "fingerprint",
-)
+_ALWAYS = ("vocab_size", "tokenizer", "max_token_id", "fingerprint")
+_WITHOUT_STREAM = ("num_tokens", "num_documents", "documents", "read")
 
 
-def open_source(config: SourceConfig) -> Source:
-    """The source that a config names; an import path is called with the config.
+def open_source(config: SourceConfig) -> Any:
+    """The source that a config names: a `Source`, or one with a stream of its own.
+
+    A name of somebody else's, an entry point of `forge.sources` or an import path, is called as
+    `source(config, **config.options)`. It may offer `stream(seq_len, seed)` in place of `num_tokens`,
+    `num_documents`, `documents` and `read`: a `Stream` of rows that no packing makes (see `open_stream`).
 
     Token files: sizes, sidecar and document offsets are read, tokens as `verify` says. Raises DataError for files that are not what they
-    should be, ValueError for an import path that leads nowhere.
+    should be, ValueError for a name that leads nowhere and for options that it does not take.
     Usage: `open_source(SourceConfig(name="tokens", path="tokens/books"))`.
     """
     if config.name == "builtin":
@@ -67,25 +69,48 @@ def open_source(config: SourceConfig) -> Source:
     if config.name == "tokens":
         assert config.path is not None  # a rule of SourceConfig
         return TokenFiles(config.path, config.dtype, config.split, config.verify)
-    return _from_import_path(config)
-
-
-def _from_import_path(config: SourceConfig) -> Source:
-    module, _, attribute = config.name.partition(":")
+    factory = _find(config.name)
     try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-    except (ImportError, AttributeError) as error:
+        inspect.signature(factory).bind(config, **config.options)
+    except TypeError as error:
         raise ValueError(
-            f"source name {config.name!r} must be importable ({error}); "
-            "check the spelling and that the module is on the Python path"
+            f"options {config.options} must be arguments of {config.name}(config, **options): {error}; correct "
+            "them"
         ) from error
-    source = factory(config)
-    missing = [name for name in _MEMBERS if not hasattr(source, name)]
+    source = factory(config, **config.options)
+    wanted = _ALWAYS if hasattr(source, "stream") else (*_ALWAYS, *_WITHOUT_STREAM)
+    missing = [name for name in wanted if not hasattr(source, name)]
     if missing:
         raise ValueError(
-            f"source {config.name!r} must offer {', '.join(_MEMBERS)}, but lacks "
-            f"{', '.join(missing)}; add them"
+            f"source {config.name!r} must offer {', '.join(wanted)}, but lacks {', '.join(missing)}; add them"
         )
     return source
+
+
+def open_stream(config: SourceConfig, seq_len: int, seed: int = 0) -> Stream:
+    """Rows of `seq_len` tokens of a source, shuffled by `seed`: packed, or as a source of somebody else's
+    makes them (with weights, extras, positions of three axes: see `Stream`).
+
+    Usage: `loader = Loader(open_stream(SourceConfig(), 256), global_batch=16)`. Raises as `open_source`.
+    """
+    source = open_source(config)
+    own = getattr(source, "stream", None)
+    stream: Stream = PackedStream(source, seq_len, seed) if own is None else own(seq_len, seed)
+    return stream
+
+
+def _find(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        (entry,) = (e for e in entry_points(group=SOURCES_GROUP) if e.name == name)
+        return entry.load()
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"source name {name!r} must be importable ({error}); "
+            "check the spelling and that the module is on the Python path"
+        ) from error
+    return found

@@ -264,8 +264,13 @@ class Pipeline:
 
 
 def _slice(rows: Tensor) -> slice:
-    """Numbers of consecutive rows, on the host, as a slice."""
-    return slice(int(rows[0]), int(rows[-1]) + 1)
+    """The slice of the step's rows that a part of `arange(rows)` stands for.
+
+    A part is a view, so where it begins in that tensor is its first number: no value is read, which on a
+    device would wait.
+    """
+    first = int(rows.storage_offset())
+    return slice(first, first + len(rows))
 
 
 def _take(value: Any, rows: slice) -> Any:

@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, get_type_hints
 
+__all__ = ["Registry", "installed", "options_table"]
+
 
 class Registry(NamedTuple):
     """Parts of one kind.

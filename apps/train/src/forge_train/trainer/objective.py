@@ -1,0 +1,80 @@
+"""What a step minimises: a sum of token losses, or an objective of somebody's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from forge_core import cross_entropy
+from forge_core.registry import Registry
+from forge_data import Batch
+from forge_train.config.schema import TrainConfig
+from forge_train.errors import ConfigError
+
+Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def token_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of the weighted cross-entropies of (B, S) labels: 0-dim fp32."""
+    return cross_entropy(logits, labels, weights=weights).sum
+
+
+LOSSES = Registry(
+    "train.loss",
+    "forge.losses",
+    ("logits", "labels", "weights"),
+    {"cross_entropy": token_cross_entropy},
+)
+OBJECTIVES = Registry("train.objective", "forge.objectives", ("model", "batch"), {})
+
+
+def find_loss(config: TrainConfig) -> Loss:
+    """`loss(logits (B, S, V), labels (B, S), weights (B, S) or None) -> 0-dim sum`, with its options bound.
+
+    ValueError for a name that leads nowhere, and for options that it does not take.
+    """
+    found = LOSSES.checked(config.loss, config.loss_options)
+    return partial(found, **config.loss_options) if config.loss_options else found
+
+
+class Objective:
+    """`fn(model, batch, **options) -> {name: 0-dim sum}`, of which the first is trained.
+
+    The sums of all micro-batches and ranks add up, and are divided by the step's normaliser: the sum of
+    `fn.count(batch)` over the ranks where fn offers it, a number that the host knows before the forward, else
+    what the labels weigh. The other sums are columns of metrics. Every rank calls the model equally often.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        assert config.objective is not None
+        self._function = OBJECTIVES.checked(config.objective, config.objective_options)
+        self._name, self._options = config.objective, config.objective_options
+        self.names: tuple[str, ...] = ()
+
+    def __call__(self, model: nn.Module, batch: Batch) -> list[Tensor]:
+        """The sums of a micro-batch on the device, the one that is trained first."""
+        sums: Any = self._function(model, batch, **self._options)
+        values: list[Any] = list(sums.values()) if isinstance(sums, dict) else [None]
+        if not values or not all(isinstance(v, Tensor) and v.dim() == 0 for v in values):
+            what = ", ".join(
+                f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for v in values
+            )
+            raise ConfigError(
+                [f"train.objective {self._name!r} gave {type(sums).__name__} ({what}) and must give a dict of "
+                 "0-dim tensors, what is trained first; sum over rows and tokens"]
+            )  # fmt: skip
+        self.names = tuple(sums)
+        return values
+
+    def count(self, batch: Batch) -> float:
+        """What this batch adds to the normaliser."""
+        offered = getattr(self._function, "count", None)
+        return batch.label_weight if offered is None else float(offered(batch))
+
+
+def find_objective(config: TrainConfig) -> Objective | None:
+    """The objective of a job; None for the sum of token losses."""
+    return None if config.objective is None else Objective(config)

@@ -1,0 +1,187 @@
+"""A step of one's own: distillation, DPO and a loss of logits, each beside the plain loop that it stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_core import Transformer, initialise
+from forge_data import Batch, Loader, open_stream
+from forge_testing import forge_train
+from forge_testing.runs import assert_close, fit_alone, fit_on_ranks, make_job, together
+from forge_train import load_job, read_run
+
+S, ROWS = 32, 12
+
+
+def _forward(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(batch.tokens, batch.positions, batch.document_ids)
+    return logits.float()
+
+
+def _teacher(vocab_size: int) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Embedding(vocab_size, vocab_size).requires_grad_(False)
+
+
+def distil(model: nn.Module, batch: Batch, *, temperature: float = 1.0) -> dict[str, Tensor]:
+    """Sum over labels of KL(teacher, student), and the sum of token losses to look at."""
+    logits = _forward(model, batch)
+    target = (_teacher(logits.size(-1))(batch.tokens) / temperature).log_softmax(-1)
+    valid = batch.labels != -100
+    kl = F.kl_div((logits / temperature).log_softmax(-1), target, log_target=True, reduction="none")
+    plain = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    return {"kl": (kl.sum(-1) * valid).sum(), "cross_entropy": plain}
+
+
+def dpo(model: nn.Module, batch: Batch, *, beta: float) -> dict[str, Tensor]:
+    """Rows are pairs, the preferred one first (Rafailov et al. 2023); the reference prefers none."""
+    logits = _forward(model, batch)
+    scores = -F.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none").sum(1)  # (B,)
+    margins = beta * (scores[::2] - scores[1::2])
+    real = (batch.instance_ids[::2] >= 0).to(margins.device)
+    losses = -F.logsigmoid(margins) * real
+    return {"loss": losses.sum(), "preferred": ((margins > 0) & real).sum().float()}
+
+
+def pairs(batch: Batch) -> float:
+    return float((batch.instance_ids[::2] >= 0).sum())
+
+
+dpo.count = pairs  # type: ignore[attr-defined]
+
+
+def not_sums(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    return {"loss": _forward(model, batch)}
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "distil": {"train.objective_options": {"temperature": 2.0}},
+    "dpo": {"train.objective_options": {"beta": 0.1}},
+}
+
+
+def options(name: str) -> dict[str, Any]:
+    return {"train.objective": f"{__name__}:{name}", "train.micro_batch": 2, **OBJECTIVES[name]}
+
+
+def first_step(job: Path, name: str) -> tuple[float, float]:
+    """Loss and gradient norm of step 1 by hand: the whole batch at once."""
+    config = load_job(job).config
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    initialise(model.to_empty(device="cpu"), config.run.seed)
+    (source,) = config.data.sources.values()
+    batch = next(Loader(open_stream(source, config.data.seq_len, config.run.seed), ROWS))
+    function, given = globals()[name], OBJECTIVES[name]["train.objective_options"]
+    loss, *_ = function(model, batch, **given).values()
+    loss = loss / (pairs(batch) if name == "dpo" else batch.label_weight)
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return float(loss), float(nn.utils.get_total_norm(gradients))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [("distil", 2, {"cp": 2}), ("distil", 4, {}), ("dpo", 4, {})],
+    ids=str,
+)
+def test_an_objective_trains_as_by_hand_and_in_every_layout(
+    tmp_path: Path, name: str, world: int, layout: dict[str, Any]
+) -> None:
+    """Four ranks do not divide six micro-batches."""
+    job = make_job(tmp_path / "alone")
+    alone = fit_alone(job, **options(name))
+    rows = read_run(tmp_path / "alone/run").metrics
+    loss, norm = first_step(job, name)
+    assert rows["loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert rows["grad_norm"][0] == pytest.approx(norm, rel=1e-5)
+    job = make_job(tmp_path / "ranks")
+    keys = {**options(name), **{f"parallel.{key}": value for key, value in layout.items()}}
+    ranks = fit_on_ranks(world, job, None, **{k.replace(".", "__"): v for k, v in keys.items()})
+    assert_close(together(ranks), alone.weights)
+    found = read_run(tmp_path / "ranks/run").metrics
+    other = "objective.cross_entropy" if name == "distil" else "objective.preferred"
+    for column in ("loss", "grad_norm", other):
+        assert found[column] == pytest.approx(rows[column], rel=1e-5), column
+    evaluated = [v for v in rows["val_loss"] if v is not None]
+    assert [v for v in found["val_loss"] if v is not None] == pytest.approx(evaluated, rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_a_loss_of_logits_goes_through_a_pipeline(tmp_path: Path) -> None:
+    keys = {"train.loss": "forge_testing.parts:squared_error", "train.loss_options": {"scale": 0.5}}
+    keys |= {"model.num_layers": 2, "train.micro_batch": 3}
+    alone = fit_alone(make_job(tmp_path / "alone"), **keys)
+    flat = {k.replace(".", "__"): v for k, v in keys.items()}
+    ranks = fit_on_ranks(2, make_job(tmp_path / "ranks"), None, parallel__pp=2, **flat)
+    assert_close(together(ranks), alone.weights)
+    plain = fit_alone(
+        make_job(tmp_path / "plain"), **{k: v for k, v in keys.items() if "loss" not in k}
+    )
+    name = "embedding.weight"
+    assert not np.allclose(plain.weights[name], alone.weights[name], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--train.objective", "dpo"),
+            "train.objective 'dpo' is unknown: known in forge.objectives",
+        ),
+        (("--train.objective", f"{__name__}:dpo"), "lacks 'beta', which"),
+        (("--train.loss", f"{__name__}:dpo"), "takes 2 arguments by position and is called as"),
+        (("--train.loss", "crossentropy"), "did you mean 'cross_entropy'?"),
+        (
+            (
+                "--train.loss",
+                "forge_testing.parts:squared_error",
+                "--train.objective",
+                f"{__name__}:distil",
+            ),
+            "computes the loss itself",
+        ),
+    ],
+    ids=str,
+)
+def test_names_that_lead_nowhere_are_refused(
+    tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    for verb in ("explain", "run"):
+        told = forge_train(verb, make_job(tmp_path), *flags)
+        assert told.code == 78
+        assert words in " ".join(told.err.split())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "name", "words"),
+    [
+        (
+            {"pp": 2, "num_layers": 2},
+            "distil",
+            "calls the whole model, of which a rank of parallel.pp 2",
+        ),
+        ({"tp": 2}, "distil", "must have whole logits, and with parallel.tp 2"),
+        ({}, "not_sums", "must give a dict of 0-dim tensors"),
+    ],
+    ids=str,
+)
+def test_layouts_and_results_that_do_not_go_with_an_objective_are_refused(
+    tmp_path: Path, layout: dict[str, Any], name: str, words: str
+) -> None:
+    keys: dict[str, Any] = {
+        f"{'model' if k == 'num_layers' else 'parallel'}__{k}": v for k, v in layout.items()
+    }
+    keys["train__objective"] = f"{__name__}:{name}"
+    for rank in fit_on_ranks(2, make_job(tmp_path), None, **keys):
+        assert rank.code == 78
+        assert words in rank.problems[0]
