@@ -66,10 +66,10 @@ REFUSALS = {
     "tp 2 x one key/value head": Refusal(2, {"tp": 2}, "must be divisible by tp 2, no rank may share one", {"num_kv_heads": 1}),
     "ep 2 x three experts": Refusal(2, {"ep": 2}, "num_experts 3 must be divisible by the 2 ranks", {"experts": 3}),
     "ep 4 on two ranks": Refusal(2, {"ep": 4}, "ep 4 must divide dp_shard x cp x tp = 2", {"experts": 4}),
-    "cp 2 x rows of 14 tokens": Refusal(2, {"cp": 2}, "sequence length 14 must be divisible by 2 x cp = 4", seq_len=14),
+    "cp 2 x rows of 14 tokens": Refusal(2, {"cp": 2}, "seq_len 14 must be divisible by 4 with cp 2", seq_len=14),
     "pp 1f1b x one micro-batch": Refusal(2, _PP, "1 micro-batches must be at least pp 2", micro_batches=1),
     "pp dualpipev x two micro-batches": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "2 micro-batches must be at least", micro_batches=2),
-    "pp interleaved x two layers": Refusal(2, {**_PP, "pp_schedule": "interleaved_1f1b"}, "2 blocks must be at least one for each of 4 pipeline stages", {"num_layers": 2}),
+    "pp interleaved x two layers": Refusal(2, {**_PP, "pp_schedule": "interleaved_1f1b"}, "num_layers 2 must be at least one for each of the 4 stages", {"num_layers": 2}),
     "pp zbv x one stage per rank": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 1}, "pp_stages_per_rank 1 must fit pp_schedule"),
     "axes that are not the ranks": Refusal(2, {"tp": 2, "dp_shard": 2}, "must be the 2 ranks of the job"),
 }  # fmt: skip

@@ -56,15 +56,15 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
         {"parallel.tp": 4, **WIDE}, 8, 2, ("tp 4 must stay inside a node of 2", "across_nodes")),
     "ep across nodes": (
         {"parallel.ep": 8, **MOE}, 8, 4, ("ep 8 must stay inside a node of 4", "across_nodes")),
-    "heads": ({"parallel.tp": 4}, 4, 4, ("num_heads 2", "tp = 2")),
+    "heads": ({"parallel.tp": 4}, 4, 4, ("num_heads 2 must be divisible by parallel.tp 4", "use tp 1, 2")),
     "key-value heads": (
-        {"parallel.tp": 4, **WIDE, "model.num_kv_heads": 2}, 4, 4, ("num_kv_heads 2", "tp = 2")),
+        {"parallel.tp": 4, **WIDE, "model.num_kv_heads": 2}, 4, 4, ("num_kv_heads 2", "use tp 1, 2")),
     "hidden width": (
-        {"parallel.tp": 4, **WIDE, "model.hidden_dim": 66}, 4, 4, ("hidden_dim 66", "tp = 2")),
+        {"parallel.tp": 4, **WIDE, "model.hidden_dim": 66}, 4, 4, ("hidden_dim 66", "use tp 1, 2")),
     "sequence and cp": (
-        {"parallel.cp": 3}, 3, 3, ("seq_len 32 must be divisible by 6", "use 30")),
+        {"parallel.cp": 3}, 3, 3, ("data.seq_len 32 must be divisible by 6 with parallel.cp 3", "use 30 or 36")),
     "sequence and tp": (
-        {"parallel.tp": 2, **WIDE, "data.seq_len": 31}, 2, 2, ("seq_len 31", "use 32")),
+        {"parallel.tp": 2, **WIDE, "data.seq_len": 31}, 2, 2, ("seq_len 31", "use 30 or 32")),
     "experts and ep": (
         {"parallel.ep": 4, "model.moe.num_experts": 6}, 4, 4, ("num_experts 6", "use ep = 1, or 4")),
     "capacity and tp": (

@@ -80,11 +80,11 @@ def test_a_tied_head_sees_all_tokens_under_tensor_parallelism() -> None:
 
 def test_no_plan_spreads_rows_whose_attention_cannot_reach_over_ranks() -> None:
     plain = section("dense")
-    reaches = {
-        spec: Profile(build_model(replace(plain, attention=spec), 0), SEQ).spreads_attention
+    unreachable = {
+        spec: bool(Profile(build_model(replace(plain, attention=spec), 0), SEQ).unreachable)
         for spec in (AttentionSpec(), AttentionSpec(scale=0.5), AttentionSpec(window=4))
     }
-    assert list(reaches.values()) == [True, True, False]
+    assert list(unreachable.values()) == [False, False, True]
 
 
 def _held(options: dict[str, Any]) -> int:

@@ -314,9 +314,7 @@ def test_join_is_the_inverse_of_cut_and_chunks_are_balanced() -> None:
 def test_what_cannot_work_is_refused() -> None:
     axis = SimpleNamespace(rank=0, size=2, group=None)
     for size, near in ((30, "28 or 32"), (3, "4")):
-        with pytest.raises(
-            ValueError, match=rf"length {size} must be .* = 4; use {near}, or another"
-        ):
+        with pytest.raises(ValueError, match=rf"seq_len {size} must be .* 4 with cp 2; use {near}"):
             cut_sequence(torch.zeros(1, size), axis)
     with pytest.raises(ValueError, match=r"Sequential has no module with an attribute attend"):
         context_parallel(nn.Sequential(nn.Linear(2, 2)), axis)

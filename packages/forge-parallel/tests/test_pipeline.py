@@ -78,7 +78,7 @@ def test_equal_blocks_give_even_stages_and_a_heavy_head_fewer_blocks() -> None:
 
 def test_fewer_blocks_than_stages_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="3 blocks must be at least one for each of 4 pipeline stages"
+        ValueError, match="num_layers 3 must be at least one for each of the 4 stages"
     ):
         stage_ranges([1, 1, 1], 4)
 

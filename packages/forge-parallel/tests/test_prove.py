@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forge_parallel.prove import ProveError, Result, prove
 from forge_parallel.prove.__main__ import main
+from forge_parallel.prove.task import Cell
 
 pytestmark = pytest.mark.distributed
 DIM, HEAD, VOCAB = 16, 4, 61
@@ -102,6 +103,17 @@ def test_a_plain_model_is_green_in_every_layout() -> None:
     assert len(results) == 16
     assert all({"stream", "loss", "gradient", "norm", "weight"} == set(r.errors) for r in results)
     assert 0 < max(r.worst for r in results) < 1e-5
+
+
+@pytest.mark.parametrize(("seq_len", "verdict"), [(12, "green"), (14, "refused")])
+def test_rows_that_two_chunks_of_a_rank_allow_train_as_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, seq_len: int, verdict: str
+) -> None:
+    """12 tokens are six of a rank, in two chunks of three, and three of each of its tp ranks."""
+    cells = [Cell("cp x tp", 4, {"cp": 2, "tp": 2})]
+    monkeypatch.setattr(sys.modules["forge_parallel.prove.prove"], "CELLS", cells)
+    (result,) = prove(Model, vocab_size=VOCAB, seq_len=seq_len, worlds=[4])
+    assert result.verdict == verdict, result
 
 
 def test_what_a_model_does_not_offer_is_refused_with_the_reason() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge_parallel.config import ParallelConfig
-from forge_parallel.pipeline.schedule import next_allowed_count
+from forge_parallel.stages import next_allowed_count
 
 __all__ = ["MicroBatches", "divide_batch"]
 

@@ -11,9 +11,9 @@ from torch import nn
 from forge_parallel.axes.fsdp import HALF, KEPT_HALF, apply_fsdp, is_frozen_half
 from forge_parallel.axes.host_inputs import keep_on_host
 from forge_parallel.axes.roles import Matched, find_roles
-from forge_parallel.config import ParallelConfig, lies_as_said
+from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes, make_meshes, with_one_rank
-from forge_parallel.pipeline.schedule import keeps_gathered
+from forge_parallel.stages import keeps_gathered
 from forge_parallel.structure import Blocks, Structure, structure_of
 from forge_parallel.suits import check_model, tell_of_blocks
 
@@ -141,7 +141,6 @@ def _adapt(
             matched=matched,
             async_tp=config.async_tp,
         )
-        _refuse_shards_that_torch_misplaces(model, meshes)
     if meshes.cp.size > 1:  # replaces what attention calls, which compile would have read
         from forge_parallel.axes.context import context_parallel
 
@@ -170,17 +169,6 @@ def _adapt(
             structure=structure,
         )
         keep_on_host(model)
-
-
-def _refuse_shards_that_torch_misplaces(model: nn.Module, meshes: Meshes) -> None:
-    tp, shards = meshes.tp.size, meshes.dense["dp_shard"].size()
-    for name, parameter in model.named_parameters():
-        cut = any(p.is_shard(0) for p in getattr(parameter, "placements", ()))
-        if cut and not lies_as_said(parameter.size(0), tp, shards):
-            raise ValueError(
-                f"{name}: {parameter.size(0)} rows over tp {tp} and {shards} shards must be even, as torch "
-                f"misplaces such shards; pad the vocabulary to a multiple of {tp * shards}"
-            )
 
 
 def _experts(model: nn.Module, meshes: Meshes, matched: Matched) -> list[nn.Module]:

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from forge_parallel._rules import once
+from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.roles import Matched, cut_problems
-from forge_parallel.config import ParallelConfig
+from forge_parallel.config import Layout, ParallelConfig
+from forge_parallel.legal import Facts, problems
 from forge_parallel.meshes import Meshes
-from forge_parallel.pipeline.parts import blocks_by_key, parts_of
+from forge_parallel.pipeline.parts import blocks_by_key, part_problems, parts_of
 from forge_parallel.structure import Structure
 
 
@@ -24,21 +26,44 @@ def check_model(
     matched: Matched,
 ) -> None:
     """One ValueError with everything about `model` that this layout would compute wrongly, or not at all."""
-    problems = []
-    if config.recompute != "none" and not structure.blocks:
-        problems.append(
-            f"recompute {config.recompute} must have blocks to keep the inputs of, and "
-            f"{type(model).__name__} offers none; give it blocks() that returns them, name them with blocks=, "
-            "or use recompute = 'none'"
-        )
-    if meshes.dense is not None:
-        problems += _shared(model, meshes, structure)
+    layout = _layout(meshes)
+    facts = facts_of(model, layout, structure, matched)
+    found = problems(config, layout, facts)
+    if meshes.dense is not None and not facts.obstacles.get("pp"):
+        found += _shared(model, meshes, structure)
     if meshes.sparse is not None:
-        problems += _experts_apart(model, meshes, matched)
-    if meshes.tp.size > 1:
-        problems += cut_problems(model, matched, meshes.tp.size)
-    if problems:
-        raise ValueError(once(problems))
+        found += _experts_apart(model, meshes, matched)
+    if found:
+        raise ValueError(once(found))
+
+
+def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Matched) -> Facts:
+    """What a look at the model says for this layout; nothing about its batch, nor about experts, which lie on
+    the ranks of ep before."""
+    obstacles: dict[str, list[str]] = {}
+    if layout.tp > 1:
+        obstacles["tp"] = cut_problems(model, matched, layout.tp, layout.dp_shard * layout.cp)
+    if layout.cp > 1:
+        obstacles["cp"] = attention_problems(model)
+    if layout.pp > 1:
+        obstacles["pp"] = part_problems(model, structure)
+    piped = layout.pp > 1 and not obstacles["pp"]
+    return Facts(
+        num_layers=len(blocks_by_key(model, structure)) if piped else None,
+        num_blocks=len(structure.blocks),
+        tied=structure.tied,
+        obstacles=obstacles,
+        model=type(model).__name__,
+    )
+
+
+def _layout(meshes: Meshes) -> Layout:
+    """As far as rules ask of it: copies of a model are alike."""
+    shards = 1 if meshes.dense is None else meshes.dense["dp_shard"].size()
+    spread = meshes.sparse is not None and "ep" in meshes.sparse.mesh_dim_names
+    ep = meshes.sparse["ep"].size() if spread else 1
+    cp = meshes.cp.size
+    return Layout(meshes.pp.size, 1, shards // cp, cp, meshes.tp.size, ep)
 
 
 def tell_of_blocks(

@@ -25,6 +25,7 @@ from forge_parallel._torch_compat import not_compiled, start_all_gather
 from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
 from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, joined, part_of
 from forge_parallel.axes.local import swap
+from forge_parallel.legal import uneven_sequence
 from forge_parallel.order import mark
 
 M = TypeVar("M", bound=nn.Module)
@@ -41,13 +42,8 @@ def cut_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
     """
     if axis.size == 1:
         return x
-    size, chunks = x.size(dim), 2 * axis.size
-    if size % chunks:
-        fits = size // chunks * chunks
-        near = f"{fits} or {fits + chunks}" if fits else f"{chunks}"
-        raise ValueError(
-            f"sequence length {size} must be divisible by 2 x cp = {chunks}; use {near}, or another cp"
-        )
+    if wrong := uneven_sequence(x.size(dim), cp=axis.size):
+        raise ValueError(wrong)
     return part_of(x, axis.rank, axis.size, dim)
 
 

@@ -18,6 +18,7 @@ from forge_parallel._torch_compat import (
     reduce_scatter,
     result_of_function,
 )
+from forge_parallel.legal import uneven_sequence
 
 
 class Ranks(NamedTuple):
@@ -132,8 +133,7 @@ def _cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 def _check_cut(shape: torch.Size, dim: int, size: int) -> None:
     """ValueError unless the tokens of (..., tokens, width) divide over the ranks."""
-    if shape[dim] % size:
-        raise ValueError(
-            f"{shape[dim]} tokens (dim {dim} of {tuple(shape)}) must be divisible by tp {size}; use rows of "
-            f"a multiple of {size} tokens, or sequence_parallel = false and no experts"
-        )
+    if shape[dim] % size:  # compiled code traces no more than this line
+        here = {"seq_len": f"tokens (dim {dim} of {tuple(shape)})"}
+        wrong = uneven_sequence(shape[dim], tp=size, names=here)
+        raise ValueError(f"{wrong}, or sequence_parallel = false and no experts")

@@ -16,6 +16,7 @@ from torch import nn
 
 from forge_parallel._rules import once
 from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
+from forge_parallel.legal import Cut, uneven_vocab, uneven_width
 
 ROLES = (
     "colwise",
@@ -160,11 +161,12 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
     _raise(cut_problems(model, matched, size))
 
 
-def cut_problems(model: nn.Module, matched: Matched, size: int) -> list[str]:
+def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1) -> list[str]:
     """Every linear layer and embedding that `size` ranks cannot share, and every dropout.
 
     Outputs (colwise) and inputs (rowwise) must divide; below a module with `head_dim` into whole heads,
-    so that key/value heads fewer than ranks are refused; a vocabulary may be uneven, but no rank empty.
+    so that key/value heads fewer than ranks are refused; a vocabulary may be uneven, but no rank empty, and
+    FSDP2's `shards` of the parts must lie where torch says (`legal.uneven_vocab`).
     """
     problems = [
         f"{name}: is a DTensor already; cut a model once, before FSDP"
@@ -181,14 +183,12 @@ def cut_problems(model: nn.Module, matched: Matched, size: int) -> list[str]:
         elif role.name in ("colwise", "rowwise"):
             whole = module.weight.size(0 if role.name == "colwise" else 1)
             unit = _unit(model, name, role, whole)
-            if whole % (unit * size):
-                problems.append(_uneven(name, role.name, whole, unit, size))
+            if wrong := uneven_width(_cut(name, role.name, whole, unit), size):
+                problems.append(wrong)
         elif role.name in ("vocab", *HEADS):
             whole = module.weight.size(0)
-            if -(-whole // size) * (size - 1) >= whole:
-                problems.append(
-                    f"{name}: {whole} ids must leave none of tp {size} ranks empty; use a smaller tp"
-                )
+            if wrong := uneven_vocab(Cut(f"{name}: {whole} ids", whole), size, shards):
+                problems.append(wrong)
             cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
             if role.name in HEADS and whole % size and cap is not None:
                 problems.append(
@@ -334,12 +334,10 @@ def _unit(model: nn.Module, name: str, role: Role, whole: int) -> int:
     return head if isinstance(head, int) and head > 0 and whole % head == 0 else 1
 
 
-def _uneven(name: str, role: str, whole: int, unit: int, size: int) -> str:
+def _cut(name: str, role: str, whole: int, unit: int) -> Cut:
     side = "outputs" if role == "colwise" else "inputs"
-    count = whole // unit
-    what = f"{whole} {side}" if unit == 1 else f"{count} heads of {unit} ({whole} {side})"
-    fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-    return f"{name}: {what} must be divisible by tp {size}, no rank may share one; use tp {fits}"
+    what = f"{whole} {side}" if unit == 1 else f"{whole // unit} heads of {unit} ({whole} {side})"
+    return Cut(f"{name}: {what}", whole, unit)
 
 
 def _within(name: str, region: str) -> bool:

@@ -1,18 +1,18 @@
 """Pipeline parallelism: the depth of a model in stages, on `torch.distributed.pipelining`."""
 
+from forge_parallel.legal import schedule_problems
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import parts_of
 from forge_parallel.pipeline.pipeline import Pipeline
-from forge_parallel.pipeline.schedule import (
+from forge_parallel.pipeline.split import split, stages_of
+from forge_parallel.pipeline.tied import sync_tied_gradients, tied_copies
+from forge_parallel.stages import (
     keeps_gathered,
     num_stages,
     rank_of,
-    schedule_problems,
     splits_backward,
     stages_on,
 )
-from forge_parallel.pipeline.split import split, stages_of
-from forge_parallel.pipeline.tied import sync_tied_gradients, tied_copies
 
 __all__ = [
     "Pipeline",

@@ -53,6 +53,15 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
     return parts
 
 
+def part_problems(model: nn.Module, structure: Structure | None = None) -> list[str]:
+    """Why it cannot be cut into stages; empty if it can."""
+    try:
+        parts_of(model, structure)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def blocks_by_key(model: nn.Module, parts: Structure) -> dict[str, nn.Module]:
     """The blocks with their keys: global ones, also where a rank has only some."""
     container: Any = model._modules[parts.container]

@@ -13,16 +13,11 @@ from forge_parallel._torch_compat import pipeline_stage
 from forge_parallel.axes.context import arguments_with_positions
 from forge_parallel.axes.fsdp import reshard
 from forge_parallel.config import ParallelConfig
+from forge_parallel.legal import schedule_problems, uneven_sequence
 from forge_parallel.meshes import Meshes
-from forge_parallel.pipeline.schedule import (
-    forward_starts,
-    make_schedule,
-    num_stages,
-    rank_of,
-    schedule_problems,
-    stages_on,
-)
+from forge_parallel.pipeline.schedule import make_schedule
 from forge_parallel.pipeline.split import follow_mode, stages_of
+from forge_parallel.stages import forward_starts, num_stages, rank_of, stages_on
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -61,11 +56,8 @@ class Pipeline:
         self.num_micro_batches, self.micro_batch = num_micro_batches, micro_batch
         problems = schedule_problems(config, num_micro_batches, num_stages(config))
         cut = config.tp if config.sequence_parallel else 1
-        if seq_len % (config.cp * cut):
-            problems.append(
-                f"parallel: seq_len {seq_len} must be divisible by cp {config.cp} x tp {cut}, which cut it; "
-                f"use a multiple of {config.cp * cut}"
-            )
+        if wrong := uneven_sequence(seq_len, config.cp, cut):
+            problems.append(wrong)
         if problems:
             raise ValueError("\n".join(problems))
         self.length, self.cut = seq_len // config.cp, cut

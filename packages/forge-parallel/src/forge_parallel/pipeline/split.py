@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from forge_parallel.config import V_SCHEDULES, ParallelConfig
+from forge_parallel.config import ParallelConfig
+from forge_parallel.legal import tied_on_one_rank
 from forge_parallel.meshes import Meshes
 from forge_parallel.order import mark
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import blocks_by_key, parts_of
-from forge_parallel.pipeline.schedule import num_stages, stages_on
+from forge_parallel.stages import num_stages, stages_on
 from forge_parallel.structure import Structure
 
 
@@ -41,11 +42,8 @@ def split(
     V-schedule, whose two ends are one rank; OrderError after a later step, or a second time.
     """
     parts = parts_of(model, structure)
-    if parts.tied and config.pp_schedule in V_SCHEDULES:
-        raise ValueError(
-            f"parallel: {', '.join(parts.tied)} is tied, and must have its two ends on two ranks, which "
-            f"pp_schedule {config.pp_schedule} puts on one; untie it, or use interleaved_zero_bubble"
-        )
+    if wrong := tied_on_one_rank(config, parts.tied):
+        raise ValueError(wrong)
     count, keys = num_stages(config), list(blocks_by_key(model, parts))
     ranges = stage_ranges(block_costs(model, parts, seq_len), count)
     mark(model, "split")

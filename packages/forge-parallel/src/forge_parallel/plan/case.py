@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from forge_parallel.config import Layout, ParallelConfig
+from forge_parallel.legal import problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
-from forge_parallel.pipeline.schedule import schedule_problems, splits_backward, stages_on
 from forge_parallel.plan.profile import Part, Profile
 from forge_parallel.plan.topology import Hardware, Topology
 from forge_parallel.plan.trace import Kept, Trace, trace
+from forge_parallel.stages import splits_backward, stages_on
 
 MODES = ("none", "selective", "full")
 _BYTES = {"bf16": 2, "fp32": 4}
@@ -58,7 +59,7 @@ class Wish:
         parts = divide_batch(config, self.global_batch, readers, micro_batch)
         case = Case(self.profile, config, self.world_size, self.global_batch,
                     parts.size, self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
-        if broken := _problems(case):
+        if broken := _broken(case):
             raise ValueError("\n".join(broken))
         return case
 
@@ -176,21 +177,9 @@ def describe(case: Case) -> str:
     return ", ".join(said + ([f"memory_budget {c.memory_budget:g}"] if c.memory_budget else []))
 
 
-def _problems(case: Case) -> list[str]:
-    """Why a layout cannot run this model and batch, each as value and rule; empty if it can."""
-    d, p, c = case.layout, case.profile, case.config
-    found = []
-    if (misfit := p.misfit_tp(d.tp)) is not None:
-        found.append(misfit)
-    experts = p.num_experts
-    if d.ep > 1 and (not experts or experts % d.ep):
-        found.append(f"ep {d.ep} must divide the {experts} experts")
-    cut = d.tp > 1 and (c.sequence_parallel or experts > 0)
-    pieces = (2 * d.cp if d.cp > 1 else 1) * (d.tp if cut else 1)
-    if p.seq_len % pieces:
-        found.append(f"seq_len {p.seq_len} must be divisible by {pieces} (cp {d.cp}, tp {d.tp})")
-    if d.cp > 1 and not p.spreads_attention:
-        found.append(f"cp {d.cp} needs attention that reaches over ranks (attention_problems)")
-    if d.pp > 1 and p.uncuttable:
-        return [*found, f"pp {d.pp}: {p.uncuttable}"]
-    return found + schedule_problems(c, case.num_micro_batches, len(p.order))
+def _broken(case: Case) -> list[str]:
+    """Why a layout cannot run this model and batch; empty if it can."""
+    d, count = case.layout, case.num_micro_batches
+    facts = case.profile.facts(d.tp, d.dp_shard * d.cp)
+    known = replace(facts, micro_batch=case.micro_batch, num_micro_batches=count)
+    return problems(case.config, d, known)

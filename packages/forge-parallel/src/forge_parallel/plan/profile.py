@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from forge_parallel._rules import once
 from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.fsdp import own_dtype
-from forge_parallel.axes.roles import BY_ROWS, check_cuts, find_roles
+from forge_parallel.axes.roles import BY_ROWS, cut_problems, find_roles
+from forge_parallel.legal import Facts
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import parts_of
+from forge_parallel.pipeline.parts import part_problems
 from forge_parallel.structure import Blocks, structure_of
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ class Profile:
     `numel` counts each parameter once; `flops` are of one token's forward, `head_flops` those outside blocks.
     `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
     kind. `samples` holds the names and kinds of the first two of each. `uncuttable` says why there can be no
-    pipeline, if so. Reads shapes only: a model on the meta device will do.
+    pipeline, `unreachable` why no cp, if so. Reads shapes only: a model on the meta device will do.
     """
 
     def __init__(self, model: nn.Module, seq_len: int, blocks: Blocks | None = None) -> None:
@@ -52,12 +54,8 @@ class Profile:
         except ValueError as error:
             self.matched, self.no_tp = find_roles(model, cut=False), str(error)
         self._find_kinds()
-        self.uncuttable: str | None = None
-        try:
-            parts_of(model, self.structure)
-        except ValueError as error:
-            self.uncuttable = str(error)
-        self.spreads_attention = not attention_problems(model)
+        self.uncuttable = part_problems(model, self.structure)
+        self.unreachable = attention_problems(model)
         self.numel = sum(p.numel() for p in model.parameters())
         inside = sum(self.kinds[k].flops for k in self.order)
         self.flops = max(forward_flops(model, seq_len), inside)
@@ -123,19 +121,33 @@ class Profile:
             self._found[key] = make()
         return self._found[key]
 
-    def misfit_tp(self, tp: int) -> str | None:
-        """Why tensor parallelism over `tp` ranks cannot cut this model, or None."""
+    def misfits_tp(self, tp: int, shards: int = 1) -> list[str]:
+        """Why `tp` ranks, and FSDP2's `shards` of their parts, cannot cut this model; empty if they can."""
 
-        def find() -> str | None:
+        def find() -> list[str]:
             if self.no_tp is not None:
-                return f"tp {tp}: {self.no_tp.splitlines()[0]}"
-            try:
-                check_cuts(self.model, self.matched, tp)
-            except ValueError as error:
-                return str(error).splitlines()[0]
-            return None
+                return [self.no_tp]
+            found = cut_problems(self.model, self.matched, tp, shards)
+            return once(found).splitlines()
 
-        return None if tp == 1 else self.once(("tp", tp), find)
+        return [] if tp == 1 else self.once(("tp", tp, shards), find)
+
+    def facts(self, tp: int, shards: int) -> Facts:
+        """What the rules ask of the model on `tp` ranks; nothing about its batch."""
+
+        def find() -> Facts:
+            why = {"tp": self.misfits_tp(tp, shards), "cp": self.unreachable, "pp": self.uncuttable}
+            return Facts(
+                seq_len=self.seq_len,
+                num_layers=len(self.order),
+                num_blocks=len(self.order),
+                num_experts=self.num_experts,
+                tied=self.structure.tied,
+                obstacles=why,
+                model=type(self.model).__name__,
+            )
+
+        return self.once(("facts", tp, shards), find)
 
     def stage_ranges(self, stages: int) -> list[range]:
         """The blocks of each pipeline stage, as `forge_parallel.pipeline.split` cuts them."""

@@ -93,7 +93,7 @@ def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
     """Configurations of all sizes of axes; most rules are left to `Wish.case`."""
     world, node, p, config = wish.world_size, wish.gpus_per_node, wish.profile, wish.config
     inside = world if config.across_nodes else min(node, world)
-    tps = [n for n in _powers(inside) if p.misfit_tp(n) is None]
+    tps = [n for n in _powers(inside) if not p.misfits_tp(n)]
     eps = [n for n in _powers(inside) if p.num_experts and p.num_experts % n == 0] or [1]
     cps = [n for n in _powers(world) if n == 1 or p.seq_len // n >= 4096]
     pps = [n for n in range(1, len(p.order) + 1) if world % n == 0 and not p.uncuttable]

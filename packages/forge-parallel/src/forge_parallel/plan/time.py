@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from forge_parallel.pipeline.schedule import splits_backward
 from forge_parallel.plan.case import Case, Load
 from forge_parallel.plan.memory import Memory
 from forge_parallel.plan.traffic import Traffic
+from forge_parallel.stages import splits_backward
 
 #: Share of the products' time that hides FSDP's collectives, and the share of these that is felt anyway.
 HIDDEN, FELT = 0.3, 0.5

@@ -22,6 +22,7 @@ from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.config import ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.grad_norm import clip_grads_, global_grad_norm
+from forge_parallel.legal import Facts, problems
 from forge_parallel.meshes import make_meshes
 from forge_parallel.parallelize import parallelize
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
@@ -147,6 +148,9 @@ class _Side:
                 "forward"
             )
         self.meshes = make_meshes(config)
+        batch = Facts(seq_len=task.seq_len, num_micro_batches=cell.micro_batches)
+        if found := problems(config, config.axes(self.meshes.world_size), batch):
+            raise Refused("\n".join(found))
         self.width, self.all_rows = truth.width, ROWS // self.meshes.batch_size
         self.rows = self.all_rows // cell.micro_batches
         self.pipeline: Any = None

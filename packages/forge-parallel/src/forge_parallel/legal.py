@@ -1,0 +1,292 @@
+"""What a configuration, a layout and a model must be to one another: every rule once, as value, rule and fix.
+
+    broken = problems(config, config.axes(8), Facts(seq_len=2048, num_layers=12, num_experts=0))
+
+The runner asks before any process starts, the planner for each layout, `parallelize` and `prove` with the model
+in hand; each gives the facts that it knows. What a function must check by itself, on a tensor or on its own
+arguments, it asks of the rule's own function. How a global batch is divided says `micro_batches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from forge_parallel import _torch_compat
+from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig, lies_as_said
+from forge_parallel.stages import next_allowed_count, num_stages, splits_backward
+
+__all__ = [
+    "Cut",
+    "Facts",
+    "problems",
+    "schedule_problems",
+    "tied_on_one_rank",
+    "too_few_layers",
+    "uneven_sequence",
+    "uneven_vocab",
+    "uneven_width",
+]
+
+
+class Cut(NamedTuple):
+    """Something that tp cuts: how to call it with its value, its size, and what a part must be a multiple of."""
+
+    what: str
+    size: int
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What somebody knows of a model and its batch. Rules about what is unknown (None, or empty) are not asked.
+
+    seq_len            tokens of a row before any cut
+    micro_batch        rows of a micro-batch
+    num_micro_batches  those of a data rank in a step
+    num_layers         what a pipeline deals out
+    num_blocks         what recomputation keeps the inputs of
+    num_experts        of a mixture; 0 for a dense model
+    widths, vocab      what tp cuts evenly (heads, hidden widths), and by ids
+    tied               what both ends of the model hold
+    whole              what no rank of tp may have a part of: value -> what to use instead
+    whole_batch        what decides over all tokens of a micro-batch: value -> what to use instead
+    obstacles          sentences that a look at the model gave: axis -> why it cannot be spread over it
+    model, names       how to call the model, and keys of the configuration: "seq_len" -> "data.seq_len"
+    """
+
+    seq_len: int | None = None
+    micro_batch: int | None = None
+    num_micro_batches: int | None = None
+    num_layers: int | None = None
+    num_blocks: int | None = None
+    num_experts: int | None = None
+    widths: Sequence[Cut] = ()
+    vocab: Sequence[Cut] = ()
+    tied: Sequence[str] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+    whole_batch: Mapping[str, str] = field(default_factory=dict)
+    obstacles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    model: str = "the model"
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, key: str) -> str:
+        """How the user calls it."""
+        return self.names.get(key, key)
+
+
+def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[str]:
+    """Every broken rule, a sentence each: value, rule, fix. Needs no process group and costs microseconds.
+
+    `layout` is `config.axes(world_size)`, which says by itself whether the axes fit the ranks.
+    """
+    rules = (_sequence, _float8, _experts, _context, _tensor, _pipeline, _recompute)
+    return [sentence for rule in rules for sentence in rule(config, layout, facts)]
+
+
+def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+    """Mixtures get a part of the tokens on each tp rank, whatever the rest of the stream does."""
+    cut = config.sequence_parallel or bool(facts.num_experts)
+    if facts.seq_len is not None:
+        tp = layout.tp if cut else 1
+        if wrong := uneven_sequence(facts.seq_len, layout.cp, tp, facts.names):
+            yield wrong
+
+
+def _float8(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+    """Float8 kernels sum gradients of weights over the tokens of a rank in pieces of 16; emulation does not."""
+    micro, length = facts.micro_batch, facts.seq_len
+    if config.float8 == "none" or config.device == "cpu" or micro is None or length is None:
+        return
+    # shared experts see a tp rank's part
+    ranks = layout.cp * (layout.tp if facts.num_experts else 1)
+    tokens = micro * length // ranks
+    if tokens % 16:
+        yield (
+            f"{facts.name('float8')} {config.float8!r} must have a multiple of 16 tokens of a micro-batch on each "
+            f"rank, and they are {tokens} ({micro} x {length} over {ranks}); use a {facts.name('seq_len')} "
+            f"divisible by {16 * ranks}, or float8 = 'none'"
+        )
+
+
+def _experts(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+    ep, experts = layout.ep, facts.num_experts
+    if ep > 1 and experts is not None and (not experts or experts % ep):
+        yield (
+            f"{facts.name('ep')} {ep} must divide {facts.name('num_experts')} {experts} of a mixture; use ep = 1, "
+            f"or {max(ep, experts // ep * ep)} experts"
+        )
+
+
+def _context(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+    if layout.cp > 1:
+        yield from facts.obstacles.get("cp", ())
+    if layout.cp * layout.tp == 1:
+        return
+    for what, other in facts.whole_batch.items():
+        yield (
+            f"{what} decides over the tokens of a whole micro-batch and must go without {facts.name('cp')} and "
+            f"{facts.name('tp')} above 1, which cut them; use data, expert or pipeline ranks, or {other}"
+        )
+
+
+def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+    tp = layout.tp
+    if tp == 1:
+        return
+    yield from facts.obstacles.get("tp", ())
+    for what, other in facts.whole.items():
+        yield f"{facts.name('tp')} {tp} must go without {what}, which it cannot cut; use tp = 1, or {other}"
+    for cut in facts.widths:
+        if wrong := uneven_width(cut, tp, facts.names):
+            yield wrong
+    for cut in facts.vocab:
+        if wrong := uneven_vocab(cut, tp, layout.dp_shard * layout.cp, facts.names):
+            yield wrong
+
+
+def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+    if layout.pp == 1:
+        return
+    if found := facts.obstacles.get("pp", ()):
+        yield from found
+        return
+    if wrong := tied_on_one_rank(config, facts.tied, facts.names):
+        yield wrong
+    yield from schedule_problems(config, facts.num_micro_batches, facts.num_layers, facts.names)
+
+
+def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+    if config.recompute != "none" and facts.num_blocks == 0:
+        yield (
+            f"{facts.name('recompute')} {config.recompute} must have blocks to keep the inputs of, and "
+            f"{facts.model} offers none; give it blocks() that returns them, name them with blocks=, or use "
+            "recompute = 'none'"
+        )
+
+
+def uneven_sequence(
+    seq_len: int, cp: int = 1, tp: int = 1, names: Mapping[str, str] | None = None
+) -> str | None:
+    """Why rows of `seq_len` tokens cannot be cut, or None: by cp into 2 cp chunks, of which a rank has two, and
+    what a cp rank has by tp."""
+    pieces = tp if cp == 1 else cp * (tp if tp % 2 == 0 else 2 * tp)
+    if seq_len % pieces == 0:
+        return None
+    called = names or {}
+    fits = seq_len // pieces * pieces
+    near = f"{fits} or {fits + pieces}" if fits else f"{pieces}"
+    axes = (
+        f"{called.get(axis, axis)} {size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1
+    )
+    return (
+        f"{called.get('seq_len', 'seq_len')} {seq_len} must be divisible by {pieces} with {' and '.join(axes)}; "
+        f"use {near}"
+    )
+
+
+def uneven_width(cut: Cut, tp: int, names: Mapping[str, str] | None = None) -> str | None:
+    """Why `tp` ranks cannot have equal parts of it, each of whole units, or None."""
+    if cut.size % (cut.unit * tp) == 0:
+        return None
+    fits = [str(n) for n in range(1, tp) if cut.size % (cut.unit * n) == 0] or ["1"]
+    name = (names or {}).get("tp", "tp")
+    return f"{cut.what} must be divisible by {name} {tp}, no rank may share one; use tp {', '.join(fits)}"
+
+
+def uneven_vocab(
+    cut: Cut, tp: int, shards: int = 1, names: Mapping[str, str] | None = None
+) -> str | None:
+    """Why a table cannot be cut by ids over `tp` ranks and then over `shards` of FSDP2, or None. Parts may be
+    uneven, but none empty, and torch must know where they lie."""
+    name = (names or {}).get("tp", "tp")
+    if -(-cut.size // tp) * (tp - 1) >= cut.size:
+        return f"{cut.what} must leave none of {name} {tp} ranks empty; use a smaller tp"
+    if lies_as_said(cut.size, tp, shards):
+        return None
+    whole = tp * shards
+    return (
+        f"{cut.what} over {name} {tp} and {shards} shards must be even, as torch misplaces such shards; use "
+        f"{-(-cut.size // whole) * whole}"
+    )
+
+
+def tied_on_one_rank(
+    config: ParallelConfig, tied: Sequence[str], names: Mapping[str, str] | None = None
+) -> str | None:
+    """Why what is `tied` cannot go with the schedule, or None."""
+    if not tied or config.pp == 1 or config.pp_schedule not in V_SCHEDULES:
+        return None
+    name = (names or {}).get("pp_schedule", "pp_schedule")
+    return (
+        f"{', '.join(tied)} is tied, and must have its two ends on two ranks, which {name} {config.pp_schedule} puts "
+        "on one; untie it, or use interleaved_zero_bubble"
+    )
+
+
+def too_few_layers(
+    num_layers: int, stages: int, names: Mapping[str, str] | None = None
+) -> str | None:
+    """Why so many layers cannot be dealt out to so many stages, or None."""
+    if num_layers >= stages:
+        return None
+    name = (names or {}).get("num_layers", "num_layers")
+    return (
+        f"{name} {num_layers} must be at least one for each of the {stages} stages; use pp x pp_stages_per_rank up "
+        f"to {num_layers}, or more layers"
+    )
+
+
+def schedule_problems(
+    config: ParallelConfig,
+    num_micro_batches: int | None,
+    num_layers: int | None,
+    names: Mapping[str, str] | None = None,
+) -> list[str]:
+    """What keeps a pipeline from running; empty without pp. `num_micro_batches` is that of one data rank in one
+    step; None is not asked of."""
+    if config.pp == 1:
+        return []
+    found = []
+    if num_layers is not None and (wrong := too_few_layers(num_layers, num_stages(config), names)):
+        found.append(wrong)
+    if num_micro_batches is not None:
+        allowed = next_allowed_count(config, num_micro_batches)
+        if num_micro_batches != allowed:
+            rule = _count_rule(config, num_micro_batches, allowed)
+            found.append(f"{num_micro_batches} micro-batches must be {rule}")
+    if not splits_backward(config):
+        return found
+    called = names or {}
+    if not _torch_compat.SPLITS_ANY_BACKWARD:
+        found.append(
+            f"{called.get('pp_schedule', 'pp_schedule')} {config.pp_schedule} must have torch 2.13 or newer, not "
+            f"{torch.__version__}, whose halves of a backward do not fit every model; use interleaved_1f1b"
+        )
+    if config.compile:
+        found.append(
+            f"{called.get('compile', 'compile')} must be off with {config.pp_schedule}, which halves the backward: "
+            "a compiled block has it in one piece, and would run it twice; use compile = false, or interleaved_1f1b"
+        )
+    return found
+
+
+def _count_rule(config: ParallelConfig, count: int, allowed: int) -> str:
+    """What `next_allowed_count` asks of a number of micro-batches, and the fix, in words."""
+    if count < 1:
+        return f"at least 1; use pp {config.pp} or more of them"
+    if config.pp_schedule == "1f1b":
+        return f"at least pp {config.pp} with 1f1b; use {allowed} or more, or gpipe"
+    if config.pp_schedule == "dualpipev":
+        return (
+            f"at least the {num_stages(config)} stages with dualpipev; use {allowed} or more, or "
+            "zbv_zero_bubble"
+        )
+    fewer = count - count % config.pp
+    return (
+        f"a multiple of their {count // config.pp} rounds of pp {config.pp} with {config.pp_schedule}; "
+        f"use {fewer} or {allowed}"
+    )
