@@ -54,14 +54,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     if _LONG_NAME.search(text):
         raise ValueError(f"has a name of more than {MAX_DEPTH} parts; write fewer dots")
     try:
-        table = tomllib.loads(text)
+        table: dict[str, Any] | None = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"not valid TOML: {error}; mend that line") from error
     except ValueError as error:  # int() of more than 4300 digits
         raise ValueError("holds a number of thousands of digits; write a shorter one") from error
-    except RecursionError as error:
-        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels; write it flat") from error
-    if _is_deep(table):
+    except RecursionError:
+        table = None
+    if table is None or _is_deep(table):
         raise ValueError(f"is nested deeper than {MAX_DEPTH} levels; write it flat")
     return table
 

@@ -49,14 +49,12 @@ def _gather(
         row, part = _match(name, rows, lambda row: row.hf_regexes)
         stacked = row.experts is not None
         target = fill(row.forge, part.layer, part.expert)
-        if target in done:
+        if target in done or part in waiting.get(target, ({}, {}))[1]:
             raise ValueError(f"{name} came twice (for {target}); give each tensor once")
         expert = None if stacked else part.expert
         wanted, parts = waiting.setdefault(target, (row.hf_names(part.layer, expert), {}))
         if part not in wanted:
             raise ValueError(f"{name}: expert {part.expert} of {row.experts}; fix stack_experts")
-        if part in parts:
-            raise ValueError(f"{name} came twice (for {target}); give each tensor once")
         parts[part] = tensor
         if len(parts) < len(wanted):
             continue

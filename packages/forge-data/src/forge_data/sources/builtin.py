@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_data.config import SPLITS
 from forge_data.errors import DataError
+from forge_data.sources.asked import check_range, check_split
 from forge_data.tokenizer import ByteTokenizer
 
 _EVERY = 16
@@ -25,8 +25,7 @@ class BuiltinCorpus:
     """
 
     def __init__(self, split: str = "train") -> None:
-        if split not in SPLITS:
-            raise ValueError(f'split {split!r} must be "train" or "validation"; use "train"')
+        check_split(split)
         tokenizer = ByteTokenizer()
         self.split = split
         self.vocab_size: int | None = tokenizer.vocab_size
@@ -56,10 +55,7 @@ class BuiltinCorpus:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids of tokens start..stop-1 as read-only uint16, a view."""
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise ValueError(
-                f"range {start}..{stop} must lie within 0..{self.num_tokens}; ask for less"
-            )
+        check_range(start, stop, self.num_tokens)
         return self._tokens[start:stop]
 
     def fingerprint(self) -> dict[str, str | int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import DataError
+from forge_data.sources.asked import check_range, check_split
 from forge_data.sources.blocks import DIGEST_BYTES, Blocks, check_offsets, check_whole
 from forge_data.sources.sidecar import (
     AGAIN,
@@ -140,10 +141,7 @@ class TokenFiles:
         Raises ValueError outside the file and DataError for a damaged block and for an id over the
         recorded largest, so that it is named here and not by an index error on a device.
         """
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise ValueError(
-                f"range {start}..{stop} must lie within 0..{self.num_tokens}; ask for less"
-            )
+        check_range(start, stop, self.num_tokens)
         ids = self._tokens[start:stop]
         if self._blocks is not None:
             self._blocks.touch(start * ids.itemsize, stop * ids.itemsize)
@@ -225,8 +223,7 @@ def _verify_folder(folder: Path) -> int:
 
 def resolve_split(path: Path, split: str) -> Path:
     """The folder or raw file that `split` of `path` means."""
-    if split not in SPLITS:
-        raise ValueError(f'split {split!r} must be "train" or "validation"; use "train"')
+    check_split(split)
     if not path.exists():
         raise DataError(
             f"path {path} must be a folder of token files or a raw file, but nothing is there; "

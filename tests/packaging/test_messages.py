@@ -1,0 +1,81 @@
+"""A rule is said in one place: no two messages of the sources are the same sentence."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+#: Characters from which on a text is a sentence of its own, without what is filled in.
+LONG = 40
+#: What leaves, which may not import each other, both must say, and why each is asked alone.
+LEAVES = {
+    "micro_batch {} must divide global_batch {}; use {}": "forge_data's Loader stands without forge_parallel",
+    "{}: {} {} must be {} in this family; choose another family": "dense and expert blocks have maps of their own",
+}
+
+
+def sentences(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each long message, `{}` for what is filled in: every f-string, as sources use them for
+    little else, and plain strings in what is raised and in rows of rules."""
+    tree = ast.parse(source)
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in ast.walk(node)
+    }
+    plain = [node for said in ast.walk(tree) if _says(said) for node in ast.walk(said)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            said = [str(p.value) if isinstance(p, ast.Constant) else "\0" for p in node.values]
+            yield from _long(node.lineno, "".join(said).split("\0"))
+    for node in plain:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
+            yield from _long(node.lineno, re.split(r"\{[^}]*\}", node.value))
+
+
+def _says(node: ast.AST) -> bool:
+    return isinstance(node, ast.Raise) or (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Rule"
+    )
+
+
+def _long(line: int, parts: list[str]) -> Iterator[tuple[int, str]]:
+    if sum(map(len, parts)) > LONG:
+        yield line, "{}".join(parts)
+
+
+def test_no_sentence_is_said_in_two_places() -> None:
+    places = defaultdict[str, set[str]](set)
+    for path in sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")]):
+        for line, text in sentences(path.read_text()):
+            places[text].add(f"{path.relative_to(ROOT)}:{line}")
+    doubles = {text: sorted(where) for text, where in places.items() if len(where) > 1}
+    assert doubles.keys() >= LEAVES.keys(), "a row of LEAVES is said once now; remove it"
+    for text in LEAVES:
+        packages = [place.split("/")[1] for place in doubles.pop(text)]
+        assert len(packages) == len(set(packages)), f"{text} is said twice inside one package"
+    assert not doubles, "\n".join(f"{text}\n  {' '.join(where)}" for text, where in doubles.items())
+
+
+def test_a_sentence_is_found_in_each_way_it_is_written() -> None:
+    source = """
+raise ValueError("the value of this key must be one of those that are known")
+found.append(f"the value {a} of this key must be one " f"of those that are known, as {b!r}")
+Rule("key", lambda c: c["a"], "the value {a} of this key must be one of those known", "use the first")
+note = "a plain text that is neither raised nor a rule, however long it may be"
+short = f"{a} of {b} is short"
+"""
+    assert sorted(sentences(source)) == [
+        (2, "the value of this key must be one of those that are known"),
+        (3, "the value {} of this key must be one of those that are known, as {}"),
+        (4, "the value {} of this key must be one of those known"),
+    ]
