@@ -18,7 +18,7 @@ from forge_parallel import global_count, make_meshes, parallelize
 from forge_parallel.micro_batches import divide_batch
 from forge_testing import run_on_ranks
 from forge_testing.runs import make_job
-from forge_train import load_job
+from forge_train import ConfigError, Trainer, load_job
 from forge_train.trainer.compute import Compute, extra_problems
 
 pytestmark = pytest.mark.distributed
@@ -208,3 +208,46 @@ def test_a_batch_of_three_axes_is_cut_along_its_tokens() -> None:
     batch: Batch = next(Loader(Pictures(), 3))
     assert batch.positions.shape == (3, 3, S), "as many rows as axes: a wrong dim would go unseen"
     assert torch.equal(batch.split(1)[1].positions[0], batch.positions[1])
+
+
+class PictureSource:
+    """Rows with patches, as a job names them; `plain` leaves the patches out."""
+
+    vocab_size, max_token_id, tokenizer = VOCAB, VOCAB - 1, None
+
+    def __init__(self, config: Any, plain: bool = False) -> None:
+        self.plain = plain
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"plain": int(self.plain)}
+
+    def stream(self, seq_len: int, seed: int) -> Any:
+        return _NoPatches() if self.plain else Pictures()
+
+
+class _NoPatches(Pictures):
+    def arrays(self, ids: np.ndarray) -> dict[str, Any]:
+        return {n: v for n, v in super().arrays(ids).items() if n != "patches"}
+
+
+def build_pictured(vocab_size: int) -> Pictured:
+    return build()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_validation_rows_without_the_models_extras_are_refused_before_the_start(
+    tmp_path: Path, plain: bool
+) -> None:
+    name = f"{__name__}:PictureSource"
+    extra = f'[data.validation]\nname = "{name}"\noptions = {{ plain = {str(plain).lower()} }}\n'
+    keys = {"model.name": f"{__name__}:build_pictured", "data.sources.text.name": name}
+    keys |= {"data.seq_len": S, "sample.max_new_tokens": 0, "metrics.console": "off"}
+    path = make_job(tmp_path, extra)
+    lines = path.read_text().split("[model]\n")
+    path.write_text(lines[0] + lines[1][lines[1].index("[data]") :])
+    job = load_job(path, keys)
+    if not plain:
+        assert Trainer(job).fit().val_loss is not None
+        return
+    with pytest.raises(ConfigError, match=r"data\.validation.*have none"):
+        Trainer(job)

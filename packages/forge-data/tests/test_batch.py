@@ -96,6 +96,7 @@ def test_moving_leaves_what_is_named() -> None:
         ({"labels": torch.zeros(8, S + 1)}, r"labels \(8, 7\) must be \(8, 6\)"),
         ({"weights": -torch.ones(8, S)}, "weights from -1.0 to -1.0 must be finite and at least 0"),
         ({"weights": torch.full((8, S), float("nan"))}, "must be finite"),
+        ({"weights": torch.ones(8, S, dtype=torch.int64)}, "weights torch.int64 must be floating"),
         ({"extras": {"patches": ragged(7)}}, "extra 'patches' has 7 rows and the batch 8"),
     ],
 )

@@ -179,6 +179,10 @@ class Batch:
                     f"{name} {tuple(value.shape)} must be {shape} beside tokens {(rows, length)}; give one "
                     "value for each of them"
                 )
+        if self.weights is not None and not self.weights.is_floating_point():
+            raise ValueError(
+                f"weights {self.weights.dtype} must be floating point; give torch.float32"
+            )
         if self.positions.shape not in ((rows, length), (rows, 3, length)):
             raise ValueError(
                 f"positions {tuple(self.positions.shape)} must be {(rows, length)} or {(rows, 3, length)}; put "

@@ -219,14 +219,16 @@ class Compute:
         return value if self.meshes.tp.rank == 0 else torch.zeros_like(value)
 
 
-def extra_problems(model: nn.Module, batch: Batch, layout: Layout) -> list[str]:
-    """What keeps a model from getting the extras that it declares (`extra_inputs`)."""
+def extra_problems(
+    model: nn.Module, batch: Batch, layout: Layout, data: str = "[data]"
+) -> list[str]:
+    """What keeps a model from getting the extras that it declares (`extra_inputs`) from batches of `data`."""
     wanted = [n for n in getattr(model, "extra_inputs", ()) if n != AFTER_EMBEDDING]
     missing = [name for name in wanted if name not in batch.extras]
     if missing:
         has = ", ".join(batch.extras) or "none"
         return [
-            f"model.name: the model takes the extras {', '.join(missing)}, and batches of [data] have {has}; "
+            f"model.name: the model takes the extras {', '.join(missing)}, and batches of {data} have {has}; "
             "use a source that gives them"
         ]
     if wanted and layout.cp > 1 and AFTER_EMBEDDING not in model.extra_inputs:  # type: ignore[operator]

@@ -27,7 +27,7 @@ from forge_core.optim import (
     set_lr,
     stage_problems,
 )
-from forge_data import Batch
+from forge_data import Batch, Loader
 from forge_moe import recompute_contexts
 from forge_parallel import (
     Meshes,
@@ -141,9 +141,12 @@ class Trainer:
         self.loader = build_loader(config, reader, self.division)
         sample = as_config_error(lambda: self.loader.filler(0))
         problems = extra_problems(self.model, sample, layout)
+        self.validation = validation = validation_stream(config)
+        if validation is not None and not problems:
+            sample = as_config_error(lambda: Loader(validation, 1).filler(0))
+            problems = extra_problems(self.model, sample, layout, "[data.validation]")
         if problems:
             raise ConfigError(problems)
-        self.validation = validation_stream(config)
         self.progress = Progress()
         self.val_loss: float | None = None
         self.agreement = Agreement()
