@@ -99,9 +99,6 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
     "optimizer without names in a pipeline": (
         {"parallel.pp": 2, **WIDE, "train.micro_batch": 1,
          "optimizer.name": "forge_testing.models:PlainSGD"}, 2, 2, ("PlainSGD", "pp = 1")),
-    "somebody's model in a pipeline": (
-        {"model.name": "forge_testing.models:bigram", "sample.max_new_tokens": 0, "parallel.pp": 2},
-        2, 2, ("'transformer'", "Pipeline")),
 }  # fmt: skip
 
 

@@ -119,6 +119,24 @@ def test_refusals_name_the_parameter() -> None:
         initialise(meta, 0)
 
 
+def test_a_part_of_a_model_is_filled_as_the_whole_is() -> None:
+    """A table at the root names what another part has; a name that nobody has is still a mistake."""
+    parts = {"before": nn.Linear(8, 8), "behind": nn.Linear(8, 8)}
+    whole = nn.ModuleDict(parts)
+    rows = {f"{name}.weight": ("normal", 0.5) for name in parts}
+    whole.init_table = lambda std, residual_std: rows
+    initialise(whole, 0)
+    wanted = whole.behind.weight.clone()
+    names = {name for name, _ in whole.named_parameters()}
+    del whole["before"]
+    with pytest.raises(ValueError, match=r"before\.weight: an init_table names it"):
+        initialise(whole, 0)
+    initialise(whole, 0, whole=names)
+    assert torch.equal(whole.behind.weight, wanted)
+    with pytest.raises(ValueError, match=r"before\.weight: an init_table names it"):
+        initialise(whole, 0, whole=names - {"before.weight"})
+
+
 SHARDS = """
 import sys
 import torch, torch.distributed as dist

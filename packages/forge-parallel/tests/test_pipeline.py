@@ -31,6 +31,7 @@ from forge_parallel.pipeline import (
     stage_ranges,
     stages_of,
     stages_on,
+    stream_dim,
 )
 from forge_parallel.pipeline.cut import EMBEDDING_SHARE
 from forge_parallel.pipeline.schedule import make_schedule
@@ -293,3 +294,14 @@ def _ready(action: Any, done: set[tuple[str, int, int]], count: int) -> bool:
     if kind in ("B", "I"):
         return ("F", stage, i) in done and (stage == count - 1 or ("B", stage + 1, i) in done)
     return True
+
+
+def test_the_width_of_the_stream_is_what_the_model_says() -> None:
+    model = net()
+    parts = model.pipeline_parts()
+    with pytest.raises(ValueError, match="Net must say the width of its stream, and says None"):
+        stream_dim(model)
+    model.config = SimpleNamespace(dim=24)
+    assert stream_dim(model) == 24
+    model.pipeline_parts = lambda: {**parts, "dim": 16}
+    assert stream_dim(model) == 16

@@ -17,8 +17,14 @@ from forge_parallel.axes.tensor import width_of_cut_logits
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
-from forge_parallel.pipeline import Pipeline, stages_of, sync_tied_gradients, tied_copies
-from forge_train.config.schema import DenseModelConfig, JobConfig
+from forge_parallel.pipeline import (
+    Pipeline,
+    stages_of,
+    stream_dim,
+    sync_tied_gradients,
+    tied_copies,
+)
+from forge_train.config.schema import JobConfig
 from forge_train.trainer.host_copy import HostCopy
 from forge_train.trainer.objective import find_loss, find_objective
 
@@ -61,7 +67,7 @@ class Compute:
         )
         self._whole_tokens = AFTER_EMBEDDING in self._extra_inputs
         self._pipeline: Any = None
-        if meshes.pp.size > 1 and isinstance(config.model, DenseModelConfig):
+        if meshes.pp.size > 1:
             self._pipeline = Pipeline(
                 model,
                 config.parallel,
@@ -69,7 +75,7 @@ class Compute:
                 num_micro_batches=division.count,
                 micro_batch=self.micro_batch,
                 seq_len=config.data.seq_len,
-                dim=config.model.dim,
+                dim=stream_dim(model),
                 whole_tokens=self._whole_tokens,
             )
         twice = tied_copies(model, meshes) if self._pipeline else set()

@@ -13,7 +13,7 @@ from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_train.config.schema import DenseModelConfig, JobConfig
 
 #: Keys of the runner by the names that they have in rules.
-_NAMES = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)} | {
+NAMES = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)} | {
     "seq_len": "data.seq_len",
     "num_layers": "model.num_layers",
     "num_experts": "model.moe.num_experts",
@@ -28,7 +28,7 @@ def layout_problems(
         layout = config.parallel.axes(world_size, ranks_per_node)
     except ValueError as error:
         return [str(error)]
-    own = [*_objective(config), *_model_by_name(config), *_optimizer(config)]
+    own = [*_objective(config), *_optimizer(config)]
     return own + problems(config.parallel, layout, _facts(config, layout))
 
 
@@ -58,24 +58,6 @@ def _objective(config: JobConfig) -> list[str]:
         f"train.objective {config.train.objective!r} calls the whole model, of which a rank of parallel.pp "
         f"{config.parallel.pp} has a part; use pp = 1, or train.loss"
     ]
-
-
-def _model_by_name(config: JobConfig) -> list[str]:
-    """Axes over which the runner spreads its own model alone."""
-    model, found = config.model, []
-    if isinstance(model, DenseModelConfig):
-        return []
-    if config.parallel.pp > 1:
-        found.append(
-            f"parallel.pp {config.parallel.pp} must go with model.name 'transformer', and it is "
-            f"{model.name!r}; use pp = 1, or forge_parallel.Pipeline in a loop of your own"
-        )
-    if config.parallel.cp > 1:
-        found.append(
-            f"parallel.cp {config.parallel.cp} must have model.name 'transformer', and it is {model.name!r}; use "
-            "cp = 1"
-        )
-    return found
 
 
 def _optimizer(config: JobConfig) -> list[str]:
@@ -108,7 +90,7 @@ def _facts(config: JobConfig, layout: Layout) -> Facts:
         micro_batch=parts.size,
         num_micro_batches=parts.count,
         num_experts=int(getattr(getattr(config.model, "moe", None), "num_experts", 0)),
-        names=_NAMES,
+        names=NAMES,
     )
     return (
         replace(known, **_of_model(config.model))

@@ -55,6 +55,18 @@ def mixture_sizes(model: nn.Module) -> dict[str, int]:
     return {n: m.config.num_experts for n, m in model.named_modules() if isinstance(m, MoE)}
 
 
+def whole_batch(model: nn.Module) -> dict[str, str]:
+    """What its MoE layers decide over all tokens of a micro-batch, with what to use instead."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoE):
+            if layer.config.capacity_factor is not None:
+                found[f"{name}.capacity_factor {layer.config.capacity_factor}"] = "no capacity"
+            if layer.config.router == "expert_choice":
+                found[f"{name}.router 'expert_choice'"] = "another router"
+    return found
+
+
 class Mixtures:
     """The MoE layers of a model, wherever they stand in it; nothing happens without any.
 

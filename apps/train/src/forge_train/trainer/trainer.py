@@ -39,7 +39,6 @@ from forge_parallel import (
     reshard,
     select_device,
 )
-from forge_parallel.axes.context import attention_problems
 from forge_parallel.compile import recompilations
 from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
 from forge_train.config.resolve import ResolvedJob
@@ -52,6 +51,7 @@ from forge_train.errors import (
     together,
 )
 from forge_train.metrics.meter import Meter, memory_bytes
+from forge_train.trainer.asked import model_problems
 from forge_train.trainer.build import (
     build_loader,
     build_model,
@@ -119,20 +119,19 @@ class Trainer:
         self.paths = RunDirectory(config.run.dir)
         self.device = as_config_error(lambda: select_device(config.parallel.device))
         self.model = build_model(config.model, config.run.seed)
+        layout = config.parallel.axes(world.world_size)
+        problems = model_problems(self.model, config, layout)
+        if problems:
+            raise ConfigError(problems)
         if config.sample.max_new_tokens and not hasattr(self.model, "new_cache"):
             raise ConfigError(
                 [f"sample.max_new_tokens {config.sample.max_new_tokens} needs a model that generates "
                  f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"]
             )  # fmt: skip
-        if config.parallel.cp > 1:
-            unreachable = attention_problems(self.model)
-            if unreachable:
-                raise ConfigError(unreachable)
         self.total_steps = total_steps(config, self.model)
         self._prepare_groups()
         self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
-        layout = config.parallel.axes(world.world_size)
         mixed = bool(mixture_sizes(self.model))
         self._placement = placement(config.parallel, world, experts=mixed)
         reader = layout.coordinates(world.rank)["batch"]
@@ -267,7 +266,10 @@ class Trainer:
         # an imported model keeps what its builder drew where it offers no table of its own
         as_config_error(
             lambda: initialise(
-                self.model, config.run.seed, strict=isinstance(config.model, DenseModelConfig)
+                self.model,
+                config.run.seed,
+                strict=isinstance(config.model, DenseModelConfig),
+                whole=self._names,
             )
         )
         self.compute = as_config_error(

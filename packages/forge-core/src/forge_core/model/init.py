@@ -6,6 +6,7 @@ the same weights whether it was built plainly, on the meta device, or sharded ov
 
 import hashlib
 import math
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ def initialise(
     std: float | None = None,
     residual_std: float | None = None,
     strict: bool = True,
+    whole: Collection[str] = (),
 ) -> None:
     """Fill every parameter of `model` in place from (seed, name).
 
@@ -43,6 +45,8 @@ def initialise(
     (and buffers) below it; an outer table wins over an inner one. Where no table speaks, Linear and
     Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and
     `residual_std` are `model.config.init_std` and `model.config.residual_std`, or 0.02 for both.
+    `whole` are the names of the whole model's tensors where `model` is a part of it (a pipeline stage): a
+    table may name those that another part has.
 
     Each parameter is drawn in fp32 on the CPU as a whole, so the peak extra memory is the largest
     parameter, and a DTensor keeps only its own shard: no communication. Buffers without a row are
@@ -53,7 +57,7 @@ def initialise(
     std = getattr(config, "init_std", 0.02) if std is None else std
     if residual_std is None:
         residual_std = getattr(config, "residual_std", std)
-    table = _table(model, std, residual_std)
+    table = _table(model, std, residual_std, whole)
     targets = {**dict(model.named_parameters()), **_named_rows(model, table)}
     problems = [_without_row(name) for name in targets if name not in table and strict] + [
         f"{name}: still on the meta device; call model.to_empty(device=...) first"
@@ -131,7 +135,9 @@ def _named_rows(model: nn.Module, table: dict[str, Init]) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in table}
 
 
-def _table(model: nn.Module, std: float, residual_std: float) -> dict[str, Init]:
+def _table(
+    model: nn.Module, std: float, residual_std: float, whole: Collection[str] = ()
+) -> dict[str, Init]:
     table: dict[str, Init] = {}
     for prefix, module in model.named_modules():  # outer modules come first, and win
         offer = getattr(module, "init_table", None)
@@ -141,8 +147,8 @@ def _table(model: nn.Module, std: float, residual_std: float) -> dict[str, Init]
             known = {n for n, _ in module.named_parameters()} | {
                 n for n, _ in module.named_buffers()
             }
-            for unknown in set(rows) - known:
-                raise ValueError(f"{dot}{unknown}: an init_table names it, but it does not exist")
+            for unknown in {dot + name for name in set(rows) - known}.difference(whole):
+                raise ValueError(f"{unknown}: an init_table names it, but it does not exist")
         for name, row in rows.items():
             table.setdefault(dot + name, row)
     return table

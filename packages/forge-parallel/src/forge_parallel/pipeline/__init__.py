@@ -2,7 +2,7 @@
 
 from forge_parallel.legal import schedule_problems
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import parts_of
+from forge_parallel.pipeline.parts import parts_of, stream_dim
 from forge_parallel.pipeline.pipeline import Pipeline
 from forge_parallel.pipeline.split import split, stages_of
 from forge_parallel.pipeline.tied import sync_tied_gradients, tied_copies
@@ -27,6 +27,7 @@ __all__ = [
     "stage_ranges",
     "stages_of",
     "stages_on",
+    "stream_dim",
     "sync_tied_gradients",
     "tied_copies",
 ]

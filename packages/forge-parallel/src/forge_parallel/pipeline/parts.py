@@ -62,6 +62,24 @@ def part_problems(model: nn.Module, structure: Structure | None = None) -> list[
     return []
 
 
+def stream_dim(model: nn.Module) -> int:
+    """Width D of the stream (B, S, D) between stages, as a model or a stage of it says it.
+
+        def pipeline_parts(self):
+            return {"first": ("stem",), "blocks": "tower", "last": ("head",), "dim": 512}
+
+    Without "dim" it is `model.config.dim`. ValueError, naming the model, where it says neither.
+    """
+    said: Any = model.pipeline_parts()  # type: ignore[operator]
+    dim = said.get("dim", getattr(getattr(model, "config", None), "dim", None))
+    if type(dim) is not int or dim < 1:
+        raise ValueError(
+            f"{type(model).__name__} must say the width of its stream, and says {dim!r}; let pipeline_parts() name "
+            'it as "dim", or give the model a config with dim'
+        )
+    return dim
+
+
 def blocks_by_key(model: nn.Module, parts: Structure) -> dict[str, nn.Module]:
     """The blocks with their keys: global ones, also where a rank has only some."""
     container: Any = model._modules[parts.container]
