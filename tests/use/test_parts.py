@@ -77,7 +77,7 @@ def test_attention_over_ranks_is_refused_by_layer_and_field(
     with pytest.raises(ConfigError, match=r"no module with an attribute attend"):
         Trainer(load_job(job, {**settings, "model.mixer": f"{PARTS}:RunningMean"}))
     Trainer(load_job(job, {**settings, "model.attention.scale": 0.3}))
-    with pytest.raises(ConfigError, match=r"parallel.tp 2 cannot cut model.attention.sinks"):
+    with pytest.raises(ConfigError, match=r"parallel.tp 2 must go without model.attention.sinks"):
         Trainer(load_job(job, {"parallel.tp": 2, "model.attention.sinks": True}))
 
 
