@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,23 @@ def test_F101_explain_and_run_say_what_uneven_shares_cost(tmp_path: Path) -> Non
     lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
     (begun,) = [row for row in map(json.loads, lines) if row["event"] == "start"]
     assert any(cost in reason for reason in begun["reasons"])
+
+
+def test_explain_tells_the_cost_of_the_layout_that_the_planner_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def choose(job: Any, world_size: int, gpus_per_node: int) -> Any:
+        return replace(job.config.parallel, layout="manual", tp=2), [f"tp 2 of {world_size} ranks"]
+
+    monkeypatch.setattr("forge_train.plan.choose_layout", choose)
+    flags = ["--nproc", "10", "--parallel.layout", "auto", "--train.micro_batch", "3"]
+    assert cli.explain([str(make_job(tmp_path)), *flags]) == 0
+    told = capsys.readouterr().out
+    assert "chosen by the planner" in told
+    assert "tp 2 of 10 ranks" in told
+    assert "5 readers of 12 rows" in told
+    assert cli.explain([str(make_job(tmp_path)), "--nproc", "4"]) == 0
+    assert not capsys.readouterr().out.endswith("\n\n")
 
 
 def test_a_layout_that_is_not_the_ranks_is_refused(tmp_path: Path) -> None:

@@ -217,20 +217,31 @@ def _run_local_workers(job: ResolvedJob, args: list[str], nproc: int) -> int:
 def explain(args: list[str]) -> int:
     """Print the resolved configuration of CONFIG: each value and where it came from.
 
-    With `--nproc N` also what keeps N processes from running it, and what their number costs.
+    With `--nproc N` also what keeps N processes from running it, the layout that they get, and what their
+    number costs.
     """
     from forge_train.config.describe import print_explanation
 
     nproc, rest = _nproc(args)
     job = _job(rest, "explain", explain.__doc__ or "")
+    lines: list[str] = []
     if nproc is not None:
-        _refuse_layout(job, nproc)
+        job, lines = _on_processes(job, nproc)
     print_explanation(job, Console())
-    if nproc is not None:
-        from forge_train.trainer.layout import remarks
-
-        print("\n".join(remarks(job.config, job.config.parallel.axes(nproc, nproc))))
+    for line in lines:
+        print(line)
     return ExitCode.DONE
+
+
+def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]:
+    """The job with the layout that it gets on `nproc` processes of this machine, and what to say of it."""
+    from forge_parallel import World
+    from forge_train.trainer.choose import with_layout
+    from forge_train.trainer.layout import remarks
+
+    job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))
+    _refuse_layout(job, nproc)
+    return job, reasons + remarks(job.config, job.config.parallel.axes(nproc, nproc))
 
 
 def _refuse_layout(job: ResolvedJob, nproc: int) -> None:
