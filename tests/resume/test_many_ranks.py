@@ -124,19 +124,29 @@ def test_a_rank_without_data_ends_all_in_the_same_step(tmp_path: Path) -> None:
 
 
 class BadValidationOnRank1(Callback):
+    error: type[Exception] = OSError
+
     def on_start(self, trainer: Trainer) -> None:
         if trainer.meshes.rank == 1:
 
             def arrays(ids: Any) -> Any:
-                raise OSError("the disk is gone")
+                raise self.error("no such rows")
 
             trainer.validation.arrays = arrays  # type: ignore[union-attr, method-assign]
 
 
-def test_a_rank_without_validation_data_ends_all_at_the_evaluation(tmp_path: Path) -> None:
-    fitted = fit_on_ranks(2, make_job(tmp_path), BadValidationOnRank1)
+class BadWeightsOnRank1(BadValidationOnRank1):
+    error = ValueError  # what Batch says of weights below 0
+
+
+@pytest.mark.parametrize("bad", [BadValidationOnRank1, BadWeightsOnRank1])
+def test_a_rank_without_validation_data_ends_all_at_the_evaluation(
+    tmp_path: Path, bad: type[BadValidationOnRank1]
+) -> None:
+    fitted = fit_on_ranks(2, make_job(tmp_path), bad)
     assert [(f.code, f.step) for f in fitted] == [(65, 6)] * 2
-    assert "rank 1: validation data: OSError: the disk is gone" in fitted[0].problems[0]
+    said = f"rank 1: validation data: {bad.error.__name__}: no such rows"
+    assert said in fitted[0].problems[0]
 
 
 class Peek(Callback):
