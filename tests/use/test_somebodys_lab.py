@@ -1,4 +1,4 @@
-"""A distribution of somebody else adds parts of six kinds: installed, not patched in."""
+"""A distribution of somebody else adds parts of seven kinds: installed, not patched in."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ steps = 4
 global_batch = 6
 objective = "smoothed"
 objective_options = {{smoothing = 0.2}}
+callbacks = ["losses"]
 [optimizer]
 lr = 1e-2
 eps = 1e-4
@@ -97,10 +98,11 @@ def test_each_part_is_one_short_file(capsys: pytest.CaptureFixture[str]) -> None
     lines["pyproject.toml"] = len((LAB / "pyproject.toml").read_text().splitlines())
     with capsys.disabled():
         print("\n" + "\n".join(f"  {name:16} {count:3} lines" for name, count in lines.items()))
-    kinds = ("model", "mixer", "source", "objective", "schedule", "optimizer")
+    kinds = ("model", "mixer", "source", "objective", "schedule", "optimizer", "callback")
     assert {f"{kind}.py" for kind in kinds} <= lines.keys()
     assert max(lines.values()) < 60
-    assert "forge" not in "".join(p.read_text() for p in LAB.glob("*/*.py"))
+    hooks = LAB / "somebodys_lab/callback.py"  # derives from ours
+    assert not [p for p in LAB.glob("*/*.py") if "forge" in p.read_text() and p != hooks]
 
 
 def test_they_train_and_resume_with_the_same_bits(installed: Path, tmp_path: Path) -> None:
@@ -137,6 +139,8 @@ def test_a_family_a_source_and_an_objective_train_and_resume(
     assert one["step"] == two["step"] == [1, 2, 3, 4]
     assert one["loss"][-1] < one["loss"][0]
     assert 0 < one["objective.right"][-1] <= 1
+    kept = (tmp_path / "run/losses.txt").read_text().split()
+    assert list(map(float, kept)) == two["loss"], "two lives, one list"
 
 
 def test_wrong_options_of_a_family_a_source_and_an_objective_are_refused(
@@ -153,6 +157,11 @@ def test_wrong_options_of_a_family_a_source_and_an_objective_are_refused(
             "objective_options.smooth 0.2 is no option of 'smoothed'",
         ),
         ('"smoothed"', '"smothed"', "did you mean 'smoothed'?"),
+        (
+            '"losses"',
+            '"loses"',
+            "train.callbacks 'loses' is unknown: known in forge.callbacks are losses",
+        ),
         ('"neighbours"', '"neighbors"', "must be 'transformer', an entry point of forge.models or"),
     ):
         job.write_text(right.replace(before, after))

@@ -21,6 +21,7 @@ from forge_core.optim import (
 from forge_core.registry import Registry
 from forge_moe.routers.registry import find_rule
 from forge_train.config.schema import (
+    CALLBACKS_GROUP,
     MODELS_GROUP,
     DenseModelConfig,
     ImportedModelConfig,
@@ -42,12 +43,19 @@ def import_attribute(path: str, key: str) -> Any:
         ) from error  # fmt: skip
 
 
+def find_named(name: str, key: str, group: str) -> Any:
+    """The object behind `module:attr`, or an entry point of `group`; ConfigError naming `key` without one."""
+    if ":" in name:
+        return import_attribute(name, key)
+    try:
+        return Registry(key, group, (), {}).find(name)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
 def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
     """Somebody else's builder with its arguments; ConfigError where it does not take them."""
-    if ":" in section.name:
-        build = import_attribute(section.name, "model.name")
-    else:
-        build = Registry("model.name", MODELS_GROUP, (), {}).find(section.name)
+    build = find_named(section.name, "model.name", MODELS_GROUP)
 
     def call(function: Callable[..., Any]) -> Any:
         try:
@@ -78,7 +86,10 @@ def name_problems(config: JobConfig) -> list[str]:
         *(
             problem
             for path in config.train.callbacks
-            for problem in _refusal("", lambda: import_attribute(path, "train.callbacks"))  # noqa: B023
+            for problem in _refusal(
+                "",
+                lambda: find_named(path, "train.callbacks", CALLBACKS_GROUP),  # noqa: B023
+            )
         ),
     ]
 

@@ -34,6 +34,7 @@ def _within(low: float, high: float, **values: float | None) -> list[str]:
 
 
 MODELS_GROUP = "forge.models"
+CALLBACKS_GROUP = "forge.callbacks"
 _MAX_STEPS = 10**9
 _MAX_TOKENS = 10**16
 _MAX_BATCH = 2**20
@@ -146,7 +147,9 @@ class TrainConfig:
            "one more ends the run"
     )  # fmt: skip
     callbacks: tuple[str, ...] = _field(
-        (), "import paths 'my_lab.hooks:MyCallback' of classes made without arguments"
+        (),
+        "classes made without arguments: entry points of forge.callbacks, or import paths "
+        "'my_lab.hooks:MyCallback'",
     )
     stages: dict[str, StageConfig] = field(
         default_factory=dict,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train.config.names import import_attribute
+from forge_train.config.names import find_named
+from forge_train.config.schema import CALLBACKS_GROUP
 from forge_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Callback:
 def load_callbacks(paths: tuple[str, ...]) -> list[Callback]:
     callbacks = []
     for path in paths:
-        made = import_attribute(path, "train.callbacks")()
+        made = find_named(path, "train.callbacks", CALLBACKS_GROUP)()
         if not isinstance(made, Callback):
             raise ConfigError(
                 [f"train.callbacks: {path!r} makes a {type(made).__name__}, which must be a "
