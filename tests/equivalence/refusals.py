@@ -63,7 +63,6 @@ REFUSALS = {
     "tp x dropout": Refusal(2, _TP, "dropout 0.1 must be 0 under tp", {"dropout": 0.1}),
     "tp x one product for gate and up": Refusal(2, _TP, _CUT, {"foreign": "fused"}),
     "tp x a head that is a function of the embedding": Refusal(2, _TP, _CUT, {"foreign": "head", "tie_embeddings": True}),
-    "tp 2 x one key/value head": Refusal(2, {"tp": 2}, "must be divisible by tp 2, no rank may share one", {"num_kv_heads": 1}),
     "ep 2 x three experts": Refusal(2, {"ep": 2}, "num_experts 3 must be divisible by the 2 ranks", {"experts": 3}),
     "ep 4 on two ranks": Refusal(2, {"ep": 4}, "ep 4 must divide dp_shard x cp x tp = 2", {"experts": 4}),
     "cp 2 x rows of 14 tokens": Refusal(2, {"cp": 2}, "seq_len 14 must be divisible by 4 with cp 2", seq_len=14),

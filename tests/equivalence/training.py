@@ -81,10 +81,9 @@ def build_model(cell: Cell, aux: str) -> Transformer:
         dim=DIM,
         num_layers=LAYOUTS[cell.layout].layers,
         num_heads=4,
-        num_kv_heads=2,
         hidden_dim=HIDDEN,
         max_seq_len=SEQ,
-        **{"vocab_size": VOCAB, **feature.model},
+        **{"vocab_size": VOCAB, "num_kv_heads": 2, **feature.model},
     )
     return Transformer(config, feed_forward=feed_forward if mixture or feature.branches else None)
 

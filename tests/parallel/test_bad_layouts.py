@@ -58,7 +58,8 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
         {"parallel.ep": 8, **MOE}, 8, 4, ("ep 8 must stay inside a node of 4", "across_nodes")),
     "heads": ({"parallel.tp": 4}, 4, 4, ("num_heads 2 must be divisible by parallel.tp 4", "use tp 1, 2")),
     "key-value heads": (
-        {"parallel.tp": 4, **WIDE, "model.num_kv_heads": 2}, 4, 4, ("num_kv_heads 2", "use tp 1, 2")),
+{"parallel.tp": 2, "model.dim": 48, "model.num_heads": 6, "model.num_kv_heads": 3}, 2, 2,
+        ("num_kv_heads 3 must be divisible by parallel.tp 2, or divide it", "use tp 1")),
     "hidden width": (
         {"parallel.tp": 4, **WIDE, "model.hidden_dim": 66}, 4, 4, ("hidden_dim 66", "use tp 1, 2")),
     "sequence and cp": (

@@ -162,6 +162,24 @@ def test_saved_in_one_layout_goes_on_in_another(
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
 
 
+def test_ranks_share_a_head_and_checkpoints_hold_it_once(tmp_path: Path) -> None:
+    """One key/value head over two ranks: trained, saved, gone on with by one process, bit by bit the same."""
+    flat = {key.replace("__", "."): value for key, value in overrides({}).items()}
+    alike = {"model.num_kv_heads": 1, "metrics.console": "off"}
+    one, two = make_job(tmp_path / "one", DENSE), make_job(tmp_path / "two", DENSE)
+    wanted = fit_alone(one, **{**flat, **alike}).weights
+    layout = {**overrides({"tp": 2}), "model__num_kv_heads": 1, "checkpoint__keep_last": 9}
+    found = together(fit_on_ranks(2, two, **layout))  # the copies have the same bits
+    assert_close(found, wanted)
+    assert_same_rows(columns(two), columns(one))
+    model, _, _ = load_trained(two.parent / "run")
+    assert all(torch.equal(p, found[n]) for n, p in model.named_parameters())
+    assert model.get_parameter("layers.0.mixer.k_proj.weight").shape == (8, 32)
+    for step in ("step-00000012", "step-00000009"):  # go back to step 6
+        (two.parent / "run/checkpoints" / step).rename(two.parent / step)
+    assert_close(fit_alone(two, **{**flat, **alike}).weights, wanted)
+
+
 class Wide(torch.nn.Module):
     """A model of somebody else: it drops in the stream, in a way that no module tells (a module of
     dropout is refused under tp), and every rank has its head whole."""

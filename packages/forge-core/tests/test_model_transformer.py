@@ -12,6 +12,7 @@ from forge_core import FeedForward, TokenContext, Transformer, TransformerConfig
 
 ROLES = {
     "colwise",
+    "shared_heads",
     "rowwise",
     "vocab",
     "sequence",

@@ -118,3 +118,10 @@ def test_a_plan_refuses_what_training_would(
         model.head, model.pipeline_parts = None, lambda: parts
     with pytest.raises(ValueError, match=wanted):
         make_plan(model, ParallelConfig(**options), 16, global_batch=64, micro_batch=1, seq_len=64)
+
+
+def test_ranks_may_share_what_says_so() -> None:
+    heads = Cut("2 heads", 2, shared=True)
+    assert [tp for tp in range(1, 9) if uneven_width(heads, tp) is None] == [1, 2, 4, 6, 8]
+    assert uneven_width(Cut("2 heads", 2), 4) is not None
+    assert "or divide it; use tp 1, 2" in (uneven_width(heads, 3) or "")

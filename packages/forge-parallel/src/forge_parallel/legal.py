@@ -33,11 +33,13 @@ __all__ = [
 
 
 class Cut(NamedTuple):
-    """Something that tp cuts: how to call it with its value, its size, and what a part must be a multiple of."""
+    """Something that tp cuts: how to call it with its value, its size, what a part must be a multiple of, and
+    whether ranks that are more than such units may share them."""
 
     what: str
     size: int
     unit: int = 1
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,11 +192,13 @@ def uneven_sequence(
 
 def uneven_width(cut: Cut, tp: int, names: Mapping[str, str] | None = None) -> str | None:
     """Why `tp` ranks cannot have equal parts of it, each of whole units, or None."""
-    if cut.size % (cut.unit * tp) == 0:
+    units = cut.size // cut.unit
+    if cut.size % (cut.unit * tp) == 0 or (cut.shared and tp % units == 0):
         return None
     fits = [str(n) for n in range(1, tp) if cut.size % (cut.unit * n) == 0] or ["1"]
     name = (names or {}).get("tp", "tp")
-    return f"{cut.what} must be divisible by {name} {tp}, no rank may share one; use tp {', '.join(fits)}"
+    rule = "divide it" if cut.shared else "no rank may share one"
+    return f"{cut.what} must be divisible by {name} {tp}, {'or ' * cut.shared}{rule}; use tp {', '.join(fits)}"
 
 
 def uneven_vocab(

@@ -104,7 +104,10 @@ def _of_model(model: DenseModelConfig) -> dict[str, Any]:
     return {
         "num_layers": model.num_layers,
         "tied": ("the embedding (model.tie_embeddings)",) if model.tie_embeddings else (),
-        "widths": [Cut(f"model.{name} {size}", size) for name, size in _widths(model).items()],
+        "widths": [
+            Cut(f"model.{name} {size}", size, shared=name == "num_kv_heads")
+            for name, size in _widths(model).items()
+        ],
         "vocab": [Cut(f"model.vocab_size {model.vocab_size}", model.vocab_size)],
         "whole": {"model.attention.sinks, a logit per head": "sinks = false"}
         if model.attention.sinks

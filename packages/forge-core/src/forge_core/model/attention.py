@@ -179,8 +179,8 @@ class Attention(nn.Module):
         norms = ("q_norm", "k_norm") if self.q_norm is not None else ()
         return {
             "q_proj.*": "colwise",
-            "k_proj.*": "colwise",
-            "v_proj.*": "colwise",
+            "k_proj.*": "shared_heads",
+            "v_proj.*": "shared_heads",
             "o_proj.*": "rowwise",
             **{f"{name}.*": "replicate_sum_grad" for name in norms},
         }

@@ -224,7 +224,7 @@ class Transformer(nn.Module):
 
         In a pattern `*` stands for any characters (as in fnmatch); each parameter matches exactly
         one, and a tied head, which has none, is named itself. Roles: "colwise" and "rowwise" cut a
-        linear layer by outputs and inputs, "vocab" an embedding by ids, "sharded_logits" a colwise
+        linear layer by outputs and inputs, "shared_heads" by outputs, of which ranks may share one head, "vocab" an embedding by ids, "sharded_logits" a colwise
         layer whose outputs are logits, "sequence" a norm on a token-sharded stream,
         "replicate_sum_grad" a copy whose gradients are summed, "expert" a stack of experts, "opaque" a
         module that sees whole tokens.

@@ -82,6 +82,25 @@ class Colwise(nn.Module):
         return out
 
 
+class Shared(Colwise):
+    """Of a whole copy of the weights the rows of the head that this rank shares with others; the gradients of
+    the copies are parts of a sum."""
+
+    tp_rows: slice
+
+    @property
+    def weight(self) -> Any:
+        return self._rows("weight")
+
+    @property
+    def bias(self) -> Any:
+        return self._rows("bias")
+
+    def _rows(self, name: str) -> Any:
+        whole = local_part(self, name, (Partial(),))
+        return whole if whole is None or not self.in_forward else whole[self.tp_rows]
+
+
 class Logits(Colwise):
     """A rank's logits; those of an uneven vocabulary are filled up with -inf, so that all have a width.
 

@@ -1,6 +1,7 @@
 """Match a table {pattern of parameter names: role} to a model, and check that it can be cut.
 
-Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "sharded_logits" is a colwise
+Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "shared_heads" is colwise by heads, of
+which more ranks than heads have a whole copy and compute the one that they share, "sharded_logits" is a colwise
 layer whose outputs are logits, of which each rank keeps its part, "gather_output" gathers them but while
 it trains, "vocab" cuts an embedding by ids, "sequence" is a norm that may see a part of the tokens, "replicate_sum_grad" a copy of which ranks see different heads or tokens, "opaque"
 a module that is to see whole tokens, "expert" a stack of experts, whose parent sees disjoint tokens.
@@ -20,6 +21,7 @@ from forge_parallel.legal import Cut, uneven_vocab, uneven_width
 
 ROLES = (
     "colwise",
+    "shared_heads",
     "rowwise",
     "vocab",
     "sequence",
@@ -36,10 +38,12 @@ _WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "opaque")
 
 
 class Role(NamedTuple):
-    """A role; with `multiple_of`, each rank's part of the cut dim must be a multiple of it (heads)."""
+    """A role; with `multiple_of`, each rank's part of the cut dim must be a multiple of it (heads); with `shared`
+    ranks may be more than heads, and each has the one that it shares with others."""
 
     name: str
     multiple_of: int = 1
+    shared: bool = False
 
 
 class Matched(NamedTuple):
@@ -165,7 +169,7 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
     """Every linear layer and embedding that `size` ranks cannot share, and every dropout.
 
     Outputs (colwise) and inputs (rowwise) must divide; below a module with `head_dim` into whole heads,
-    so that key/value heads fewer than ranks are refused; a vocabulary may be uneven, but no rank empty, and
+    so that heads fewer than ranks are refused but where the role lets them be shared; a vocabulary may be uneven, but no rank empty, and
     FSDP2's `shards` of the parts must lie where torch says (`legal.uneven_vocab`).
     """
     problems = [
@@ -183,7 +187,7 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
         elif role.name in ("colwise", "rowwise"):
             whole = module.weight.size(0 if role.name == "colwise" else 1)
             unit = _unit(model, name, role, whole)
-            if wrong := uneven_width(_cut(name, role.name, whole, unit), size):
+            if wrong := uneven_width(_cut(name, role, whole, unit), size):
                 problems.append(wrong)
         elif role.name in ("vocab", *HEADS):
             whole = module.weight.size(0)
@@ -251,6 +255,8 @@ def _role(pattern: str, value: Any) -> Role:
         role = Role(value["role"], value.get("multiple_of", 1))
     else:
         role = Role(value) if isinstance(value, str) else Role(*value)
+    if role.name == "shared_heads":
+        role = Role("colwise", role.multiple_of, shared=True)
     if role.name not in ROLES:
         raise ValueError(f"row {pattern!r}: role {role.name!r} is unknown; use {', '.join(ROLES)}")
     if role.multiple_of < 1:
@@ -334,10 +340,18 @@ def _unit(model: nn.Module, name: str, role: Role, whole: int) -> int:
     return head if isinstance(head, int) and head > 0 and whole % head == 0 else 1
 
 
-def _cut(name: str, role: str, whole: int, unit: int) -> Cut:
-    side = "outputs" if role == "colwise" else "inputs"
+def shared_head(model: nn.Module, name: str, role: Role, size: int) -> int:
+    """Rows of the one head that a rank of `size` computes where they are more than its heads; 0 elsewhere."""
+    if not role.shared or (weight := getattr(model.get_submodule(name), "weight", None)) is None:
+        return 0
+    unit = _unit(model, name, role, int(weight.size(0)))
+    return unit if unit > 1 and int(weight.size(0)) // unit < size else 0
+
+
+def _cut(name: str, role: Role, whole: int, unit: int) -> Cut:
+    side = "outputs" if role.name == "colwise" else "inputs"
     what = f"{whole} {side}" if unit == 1 else f"{whole // unit} heads of {unit} ({whole} {side})"
-    return Cut(f"{name}: {what}", whole, unit)
+    return Cut(f"{name}: {what}", whole, unit, role.shared and unit > 1)
 
 
 def _within(name: str, region: str) -> bool:

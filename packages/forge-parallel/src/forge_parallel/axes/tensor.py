@@ -35,10 +35,11 @@ from forge_parallel.axes.layers import (
     Root,
     Routed,
     Rowwise,
+    Shared,
     Siblings,
 )
 from forge_parallel.axes.local import swap, use_local
-from forge_parallel.axes.roles import BY_ROWS, HEADS, Matched, check_cuts, find_roles
+from forge_parallel.axes.roles import BY_ROWS, HEADS, Matched, check_cuts, find_roles, shared_head
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -147,7 +148,13 @@ def _cut_model(
         role = matched.leaves[name]
         tokens_cut = sequence_parallel or matched.is_routed(name)
         module.tp = Place(ranks, tokens_cut, families.get(name))
-        _cut_parameters(module, role.name, tokens_cut, mesh, kept)
+        head = shared_head(model, name, role, ranks.size)
+        _cut_parameters(module, "replicate_sum_grad" if head else role.name, tokens_cut, mesh, kept)
+        if head:
+            first = ranks.rank * (module.weight.size(0) // head) // ranks.size * head
+            module.tp_rows = slice(first, first + head)
+            swap(module, Shared)
+            continue
         if role.name == "vocab":
             _keep_ids(module, ranks)
         elif role.name in HEADS:

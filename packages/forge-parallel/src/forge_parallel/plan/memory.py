@@ -71,7 +71,7 @@ def local_numel(row: Row, case: Case) -> int:
     """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, and cuts
     stacks of fewer experts than shards inside each (`axes.fsdp.shard_of`)."""
     shape, parts = (
-        local_shape(row.shape, row.role, case.layout.tp, case.layout.ep),
+        local_shape(row.shape, row.role, case.layout.tp, case.layout.ep, row.heads),
         _shards(row, case),
     )
     if len(shape) == 3 and shape[0] < parts and shape[1] % parts == 0:

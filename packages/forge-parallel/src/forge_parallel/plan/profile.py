@@ -10,7 +10,7 @@ from torch import nn
 from forge_parallel._rules import once
 from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.fsdp import own_dtype
-from forge_parallel.axes.roles import BY_ROWS, cut_problems, find_roles
+from forge_parallel.axes.roles import BY_ROWS, cut_problems, find_roles, shared_head
 from forge_parallel.legal import Facts
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import part_problems
@@ -26,6 +26,7 @@ class Row(NamedTuple):
     shape: tuple[int, ...]
     role: str
     trains: bool
+    heads: int = 0  # of a projection whose heads ranks of tp may share
 
 
 class Part(NamedTuple):
@@ -84,7 +85,8 @@ class Profile:
         taken.update(map(id, own.values()))
         dot = f"{name}." if name else ""
         return tuple(
-            Row(n, tuple(p.shape), self.role(dot + n), p.requires_grad) for n, p in own.items()
+            Row(n, tuple(p.shape), self.role(dot + n), p.requires_grad, self.heads(dot + n))
+            for n, p in own.items()
         )
 
     def role(self, parameter: str) -> str:
@@ -93,6 +95,16 @@ class Profile:
             return "expert"
         role = self.matched.leaves.get(parameter.rpartition(".")[0])
         return role.name if role else "opaque"
+
+    def heads(self, parameter: str) -> int:
+        """Heads of a projection that ranks of tp may share; 0 elsewhere."""
+        name = parameter.rpartition(".")[0]
+        role = self.matched.leaves.get(name)
+        whole: Any = getattr(self.model.get_submodule(name), "weight", None)
+        if role is None or not role.shared or whole is None:
+            return 0
+        rows = int(whole.size(0))
+        return rows // (shared_head(self.model, name, role, rows + 1) or rows)
 
     def ends(self, first: bool, last: bool) -> Part:
         """What stands before the blocks, after them, or both; a tied embedding is on either end."""
@@ -158,8 +170,13 @@ class Profile:
         return [range(len(self.order))] if stages == 1 else self.once(("stages", stages), cut)
 
 
-def local_shape(whole: tuple[int, ...], role: str, tp: int, ep: int = 1) -> tuple[int, ...]:
-    """That of a parameter on the first rank of its tp group, or of its ep group for an expert."""
+def local_shape(
+    whole: tuple[int, ...], role: str, tp: int, ep: int = 1, heads: int = 0
+) -> tuple[int, ...]:
+    """That of a parameter on the first rank of its tp group, or of its ep group for an expert. Of fewer `heads`
+    than ranks, which share them, each has a whole copy."""
+    if 0 < heads < tp:
+        return whole
     if role == "expert":
         return (-(-whole[0] // ep), *whole[1:])
     if role in BY_ROWS:

@@ -109,7 +109,9 @@ def _part_of_a_rank(profile: Profile, tp: int, dtype: torch.dtype) -> nn.Module:
     }
     own = {id(p): d for m in model.modules() if (d := own_dtype(m)) for p in m.parameters()}
     for name, p in model.named_parameters():
-        shape = local_shape(tuple(p.shape), profile.role(name), tp)
+        # of a copy of shared heads a rank computes one
+        rows = min(tp, profile.heads(name) or tp)
+        shape = local_shape(tuple(p.shape), profile.role(name), rows)
         empty = torch.empty(shape, dtype=own.get(id(p), dtype))
         copies[id(p)] = nn.Parameter(empty, p.requires_grad)
     for buffer in model.buffers():
