@@ -26,7 +26,7 @@ message below. Worst error in fp32: {worst:.1e}.
 
 "deferred" sums nothing over ranks before the last micro-batch. "uneven" is the rule, not the
 exception: all features but the plain one and those without labels have a different number of labels on
-every rank and micro-batch. Heads are grouped (four of queries, two of keys) in all cells. In mixtures every
+every rank and micro-batch. Heads are grouped (four of queries, two of keys; in `one_key_head` one) in all cells. In mixtures every
 second layer has four routed experts, two for each token, and a shared one; `moe` chooses by softmax
 with a balance loss per micro-batch and a z-loss, `moe_bias` by sigmoid with a loss per sequence and a bias;
 router losses of the reference are added to its loss. Pipelines have four layers, else there are two.
