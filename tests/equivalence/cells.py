@@ -341,7 +341,7 @@ _CHOSEN = {
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
     " moe_recompute one_key_head",
-    "tp_whole": "one_key_head packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped",
+    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed",
     "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
@@ -353,7 +353,7 @@ _CHOSEN = {
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
     " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
-    "fsdp_tp": "one_key_head accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias",
+    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head",
     "fsdp_tp_whole": "packed_recompute moe_bias branches",
     "hsdp_tp": "qk_norm accumulation moe_packed",
     "fsdp_cp": "accumulation packed tied_embeddings moe_bias",
