@@ -178,7 +178,7 @@ def test_what_cannot_be_planned_is_refused(
 
 def test_F101_what_uneven_shares_cost_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(str(PRESET / "7b_8gpu.toml"), "--gpus", "48", "--train.micro_batch", "2") == 0
-    cost = "48 readers of 512 rows run 6 micro-batches of 2 each: 12.5% of the computation is added"
+    cost = "48 readers share 512 rows in micro-batches of 2, 6 on each: 12.5% of the computation is added"
     assert cost in capsys.readouterr().out
 
 

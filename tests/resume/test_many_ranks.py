@@ -303,7 +303,7 @@ def test_F101_goes_on_on_numbers_of_ranks_that_do_not_divide_the_batch(tmp_path:
 
 def test_F101_explain_and_run_say_what_uneven_shares_cost(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    cost = "5 readers of 12 rows run 1 micro-batches of 3 each: 25.0% of the computation is added"
+    cost = "5 readers share 12 rows in micro-batches of 3, 1 on each: 25.0% of the computation is added"
     told = forge_train("explain", job, "--nproc", "5")
     assert told.code == 0
     assert cost in told.out

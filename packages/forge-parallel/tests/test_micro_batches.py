@@ -39,7 +39,7 @@ def test_F101_what_filler_costs_is_said() -> None:
     parts = divide_batch(PLAIN, 16, 5)
     assert (parts.size, parts.count) == (4, 1)
     assert parts.cost == (
-        "5 readers of 16 rows run 1 micro-batches of 4 each: 25.0% of the computation is added as filler"
+        "5 readers share 16 rows in micro-batches of 4, 1 on each: 25.0% of the computation is added as filler"
     )
 
 
@@ -57,6 +57,12 @@ def test_a_pipeline_gets_micro_batches_without_being_told() -> None:
     """Not one micro-batch of the whole share, which would wait behind one of filler."""
     parts = divide_batch(ParallelConfig(pp=4, pp_schedule="1f1b"), 64, 2)
     assert (parts.size, parts.count, parts.cost) == (8, 4, None)
+
+
+@pytest.mark.parametrize(("rows", "readers"), [(0, 4), (16, 0)])
+def test_no_rows_and_no_readers_are_refused(rows: int, readers: int) -> None:
+    with pytest.raises(ValueError, match="must be at least 1; use the rows of a step"):
+        divide_batch(PLAIN, rows, readers)
 
 
 @pytest.mark.parametrize("size", [3, 0, 17])

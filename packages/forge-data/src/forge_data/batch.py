@@ -112,7 +112,7 @@ class Batch:
         if micro_batch < 1 or rows % micro_batch:
             raise ValueError(
                 f"micro_batch {micro_batch} must divide the {rows} rows of the batch; "
-                f"use {max(d for d in range(1, rows + 1) if rows % d == 0 and d <= max(micro_batch, 1))}"
+                f"use {max((d for d in range(1, min(micro_batch, rows) + 1) if rows % d == 0), default=1)}"
             )
         return [self[i : i + micro_batch] for i in range(0, rows, micro_batch)]
 

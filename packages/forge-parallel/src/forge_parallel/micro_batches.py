@@ -39,8 +39,8 @@ class MicroBatches:
         if self.filler <= 0:
             return None
         return (
-            f"{self.readers} readers of {self.global_batch} rows run {self.count} micro-batches of "
-            f"{self.size} each: {self.filler:.1%} of the computation is added as filler"
+            f"{self.readers} readers share {self.global_batch} rows in micro-batches of {self.size}, {self.count} on "
+            f"each: {self.filler:.1%} of the computation is added as filler"
         )
 
 
@@ -55,8 +55,13 @@ def divide_batch(
     can run them; otherwise the largest divisor of the global batch with which a reader computes at most a
     tenth more rows than an equal share, or failing that the fewest rows. The count is raised to
     the next one that the schedule allows. Raises ValueError for a micro_batch that does not divide the
-    global batch.
+    global batch, and for no rows or readers.
     """
+    if global_batch < 1 or readers < 1:
+        raise ValueError(
+            f"global_batch {global_batch} and readers {readers} must be at least 1; use the rows of a step and "
+            "Layout.batch_size"
+        )
 
     def of_size(size: int) -> MicroBatches:
         shared = -(-global_batch // (size * readers))
