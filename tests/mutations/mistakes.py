@@ -33,7 +33,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "the gradient of a masked label is kept",
         f"{_CORE}/loss/token.py",
-        "scale = grads[0] * valid[:, None]",
+        "scale = grads[0] * (valid if weights is None else weights)[:, None]",
         "scale = grads[0] * torch.ones_like(valid)[:, None]",
         ("packages/forge-core/tests/test_loss.py::test_an_ignored_row_has_no_gradient",),
     ),
