@@ -327,7 +327,7 @@ def test_explain_tells_the_cost_of_the_layout_that_the_planner_chooses(
     told = capsys.readouterr().out
     assert "chosen by the planner" in told
     assert "tp 2 of 10 ranks" in told
-    assert "5 readers of 12 rows" in told
+    assert "5 readers share 12 rows" in told
     assert cli.explain([str(make_job(tmp_path)), "--nproc", "4"]) == 0
     assert not capsys.readouterr().out.endswith("\n\n")
 
