@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core import Transformer, TransformerConfig
+from forge_core import TransformerConfig
 from forge_data import Batch, Loader, Ragged
 from forge_parallel import global_count, make_meshes, parallelize
 from forge_parallel.micro_batches import divide_batch
 from forge_testing import run_on_ranks
+from forge_testing.parts import Pictured
 from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
 from forge_train.trainer.compute import Compute, extra_problems
@@ -25,37 +26,16 @@ pytestmark = pytest.mark.distributed
 S, D, VOCAB, ROWS = 16, 32, 64, 12
 
 
-class Pictured(Transformer):
-    """Adds what a row's patches say to its first tokens, and two further axes of position."""
+class Placed(Pictured):
+    """With two further axes of position."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.patch: Any = nn.Linear(4, config.dim, bias=False)
         self.axes: Any = nn.Linear(2, config.dim, bias=False)
 
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        """A stage without the embedding takes none."""
-        return () if self.patch is None else ("patches", "after_embedding")
-
-    def forward(  # type: ignore[override]
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        document_ids: Tensor,
-        patches: Any = None,
-        after_embedding: Any = None,
-    ) -> Tensor:
-        x = tokens
-        if self.patch is not None:
-            x = self.embedding(tokens)  # (B, S, D)
-            found = torch.zeros_like(x)
-            for row, (first, last) in enumerate(zip(patches.row_offsets, patches.row_offsets[1:])):
-                found[row, : last - first] = self.patch(patches.values[first:last])
-            x = x + found + 0.0 * self.patch.weight.sum()
-            x = after_embedding(x) if after_embedding is not None else x
-            x = x + self.axes(positions[:, 1:].transpose(1, 2).float() / S)
-        return super().forward(x, positions[:, 0].contiguous(), document_ids)
+    def place(self, x: Tensor, positions: Tensor) -> Tensor:
+        added: Tensor = self.axes(positions[:, 1:].transpose(1, 2).float() / S)
+        return x + added
 
     def pipeline_parts(self) -> dict[str, Any]:
         return {**super().pipeline_parts(), "first": ("embedding", "patch", "axes")}
@@ -96,9 +76,9 @@ class Pictures:
         return 100
 
 
-def build() -> Pictured:
+def build() -> Placed:
     torch.manual_seed(0)
-    model = Pictured(
+    model = Placed(
         TransformerConfig(vocab_size=VOCAB, dim=D, num_layers=4, num_heads=4, max_seq_len=S)
     )
     for parameter in model.parameters():
@@ -194,7 +174,7 @@ def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) 
     (missing,) = extra_problems(model, bare, one)
     assert "takes the extras patches, and batches of [data] have none; use a source" in missing
 
-    class Rigid(Pictured):
+    class Rigid(Placed):
         extra_inputs = ("patches",)
 
     model.__class__ = Rigid
@@ -230,7 +210,7 @@ class _NoPatches(Pictures):
         return {n: v for n, v in super().arrays(ids).items() if n != "patches"}
 
 
-def build_pictured(vocab_size: int) -> Pictured:
+def build_pictured(vocab_size: int) -> Placed:
     return build()
 
 

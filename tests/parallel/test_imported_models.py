@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from forge_core import Transformer, TransformerConfig
 from forge_data import Ragged, SourceConfig
 from forge_moe import MoE, MoEConfig
+from forge_testing.parts import Pictured
 from forge_testing.runs import (
     Fitted,
     assert_close,
@@ -185,40 +186,6 @@ def test_saved_in_one_layout_goes_on_in_another(
     model, _, step = load_trained(tmp_path / "run")
     assert step == 12
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-
-
-class Pictured(Transformer):
-    """Adds what a row's patches say to its first tokens."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.patch: Any = nn.Linear(4, config.dim, bias=False)
-
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        """A stage without the embedding takes none."""
-        return () if self.patch is None else ("patches", "after_embedding")
-
-    def forward(  # type: ignore[override]
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        document_ids: Tensor,
-        patches: Any = None,
-        after_embedding: Any = None,
-    ) -> Tensor:
-        x = tokens
-        if self.patch is not None:
-            x = self.embedding(tokens)
-            found = torch.zeros_like(x)
-            for row, (first, last) in enumerate(zip(patches.row_offsets, patches.row_offsets[1:])):
-                found[row, : last - first] = self.patch(patches.values[first:last])
-            x = x + found + 0.0 * self.patch.weight.sum()
-            x = after_embedding(x) if after_embedding is not None else x
-        return super().forward(x, positions, document_ids)
-
-    def pipeline_parts(self) -> dict[str, Any]:
-        return {**super().pipeline_parts(), "first": ("embedding", "patch")}
 
 
 def pictured(vocab_size: int) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core import FeedForward, RMSNorm
+from forge_core import FeedForward, RMSNorm, Transformer, TransformerConfig
 from forge_core.model import Block
 
 
@@ -111,3 +111,43 @@ def smoothed(model: nn.Module, batch: Any, *, smoothing: float = 0.5) -> dict[st
     logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids)
     flat, labels = logits.float().flatten(0, 1), batch.labels.flatten()
     return {"loss": F.cross_entropy(flat, labels, reduction="sum", label_smoothing=smoothing)}
+
+
+class Pictured(Transformer):
+    """Adds what a row's patches say to its first tokens."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.patch: Any = nn.Linear(4, config.dim, bias=False)
+
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        """A stage without the embedding takes none."""
+        return () if self.patch is None else ("patches", "after_embedding")
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor,
+        patches: Any = None,
+        after_embedding: Any = None,
+    ) -> Tensor:
+        x = tokens
+        if self.patch is not None:
+            x = self.embedding(tokens)  # (B, S, D)
+            found = torch.zeros_like(x)
+            for row, (first, last) in enumerate(zip(patches.row_offsets, patches.row_offsets[1:])):
+                found[row, : last - first] = self.patch(patches.values[first:last])
+            x = x + found + 0.0 * self.patch.weight.sum()
+            x = after_embedding(x) if after_embedding is not None else x
+            x = self.place(x, positions)
+        text = positions if positions.dim() == 2 else positions[:, 0].contiguous()  # (B, S)
+        return super().forward(x, text, document_ids)
+
+    def place(self, x: Tensor, positions: Tensor) -> Tensor:
+        """What further axes of position add to the stream (B, S, D)."""
+        return x
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        return {**super().pipeline_parts(), "first": ("embedding", "patch")}
