@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from forge_core import CAPABILITIES, AttentionSpec, RopeScaling, SamplingConfig, TransformerConfig
+from forge_core import AttentionSpec, RopeScaling, SamplingConfig, TransformerConfig
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,3 @@ def test_resolved_values() -> None:
 @pytest.mark.parametrize("kind", [TransformerConfig, AttentionSpec, RopeScaling, SamplingConfig])
 def test_every_field_has_help(kind: type) -> None:
     assert all(field.metadata.get("help") for field in fields(kind))
-
-
-def test_rule_names_are_unique_and_format() -> None:
-    names = [rule.name for rule in CAPABILITIES]
-    assert len(set(names)) == len(names)

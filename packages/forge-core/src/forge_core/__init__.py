@@ -1,14 +1,11 @@
 """Transformers, losses, optimizers and generation for PyTorch."""
 
 from forge_core import families
-from forge_core._rules import Rule
 from forge_core.flops import flops_per_token, parameter_count
-from forge_core.generate import SAMPLING_RULES, SamplingConfig, generate, generate_stream
+from forge_core.generate import SamplingConfig, generate, generate_stream
 from forge_core.loss import TokenLoss, cross_entropy, fused_cross_entropy
 from forge_core.model.attention import Attention
 from forge_core.model.config import (
-    ROPE_SCALING_RULES,
-    TRANSFORMER_RULES,
     RopeScaling,
     TransformerConfig,
 )
@@ -17,30 +14,16 @@ from forge_core.model.feed_forward import FeedForward
 from forge_core.model.init import Init, initialise
 from forge_core.model.kv_cache import KVCache
 from forge_core.model.norm import RMSNorm
-from forge_core.model.spec import ATTENTION_RULES, AttentionSpec
+from forge_core.model.spec import AttentionSpec
 from forge_core.model.transformer import Transformer
 from forge_core.optim import (
-    OPTIMIZER_GROUP_RULES,
-    OPTIMIZER_RULES,
-    SCHEDULE_RULES,
     OptimizerConfig,
     ScheduleConfig,
     build_optimizer,
     build_schedule,
 )
 
-CAPABILITIES: tuple[Rule, ...] = (
-    *TRANSFORMER_RULES,
-    *ROPE_SCALING_RULES,
-    *ATTENTION_RULES,
-    *SAMPLING_RULES,
-    *OPTIMIZER_RULES,
-    *OPTIMIZER_GROUP_RULES,
-    *SCHEDULE_RULES,
-)
-
 __all__ = [
-    "CAPABILITIES",
     "Attention",
     "AttentionSpec",
     "FeedForward",

@@ -3,42 +3,18 @@
 Shapes: B rows, S prompt tokens (the longest of the batch), N new tokens, V vocabulary.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from forge_core._rules import Rule, check
+from forge_core._config import raise_problems, setting
 
 Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
-
-SAMPLING_RULES: tuple[Rule, ...] = (
-    Rule(
-        "temperature_range",
-        lambda c: not 0.0 <= c["temperature"] < float("inf"),
-        "temperature {temperature} must be a finite number, 0 or more",
-        "use 1, or 0 for greedy",
-    ),
-    Rule(
-        "top_k_range",
-        lambda c: c["top_k"] is not None and c["top_k"] < 1,
-        "top_k {top_k} must be at least 1",
-        "use 1 or more, or leave it out",
-    ),
-    Rule(
-        "top_p_range",
-        lambda c: c["top_p"] is not None and not 0.0 < c["top_p"] <= 1.0,
-        "top_p {top_p} must be above 0 and at most 1",
-        "use 0.9, or leave it out",
-    ),
-)
-
-
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -49,13 +25,22 @@ class SamplingConfig:
     SamplingConfig(temperature=0.8, top_p=0.95)
     """
 
-    temperature: float = _field(1.0, "divides the logits; 0 takes the likeliest token")
-    top_k: int | None = _field(None, "draw from the k likeliest tokens only")
-    top_p: float | None = _field(None, "draw from the likeliest tokens that hold this probability")
-    seed: int = _field(0, "each row draws from its own stream of (seed, row)")
+    temperature: float = setting(1.0, "divides the logits; 0 takes the likeliest token")
+    top_k: int | None = setting(None, "draw from the k likeliest tokens only")
+    top_p: float | None = setting(None, "draw from the likeliest tokens that hold this probability")
+    seed: int = setting(0, "each row draws from its own stream of (seed, row)")
 
     def __post_init__(self) -> None:
-        check(vars(self), SAMPLING_RULES, "sampling")
+        raise_problems("sampling", _problems(self))
+
+
+def _problems(c: SamplingConfig) -> Iterator[str]:
+    if not 0.0 <= c.temperature < float("inf"):
+        yield f"temperature {c.temperature} must be a finite number, 0 or more; use 1, or 0 for greedy"
+    if c.top_k is not None and c.top_k < 1:
+        yield f"top_k {c.top_k} must be at least 1; use 1 or more, or leave it out"
+    if c.top_p is not None and not 0.0 < c.top_p <= 1.0:
+        yield f"top_p {c.top_p} must be above 0 and at most 1; use 0.9, or leave it out"
 
 
 def generate(

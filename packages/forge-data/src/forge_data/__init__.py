@@ -1,7 +1,7 @@
 """Token files, packing and a resumable global order of training data."""
 
 from forge_data.batch import Batch, Ragged, filler_batch
-from forge_data.config import CAPABILITIES, DataConfig, SourceConfig
+from forge_data.config import DataConfig, SourceConfig
 from forge_data.errors import DataError
 from forge_data.loader import Loader, Stream
 from forge_data.order import Permutation
@@ -12,7 +12,6 @@ from forge_data.sources.token_files import TokenFiles, verify
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
-    "CAPABILITIES",
     "Batch",
     "BuiltinCorpus",
     "ByteTokenizer",

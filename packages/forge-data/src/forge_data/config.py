@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from forge_data._rules import Rule, check
+from forge_data._problems import raise_problems
 from forge_data.small_files import path_problems
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -30,107 +30,6 @@ def _field(default: Any, help: str) -> Any:
 
 def _is_int(value: Any, minimum: int, maximum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
-
-
-def _unknown_name(v: Mapping[str, Any]) -> bool:
-    name = str(v["name"])
-    if name in BUILT_IN or _IMPORT_PATH.fullmatch(name):
-        return False
-    return not any(entry.name == name for entry in entry_points(group=SOURCES_GROUP))
-
-
-SOURCE_RULES = (
-    Rule(
-        "source_name",
-        _unknown_name,
-        f'name {{name!r}} must be "builtin", "tokens", an entry point of {SOURCES_GROUP} or an import path '
-        '"module:attr"',
-        'use name = "tokens" with a path to token files, or name = "builtin"',
-    ),
-    Rule(
-        "source_needs_path",
-        lambda v: v["name"] == "tokens" and not v["path"],
-        "path {path!r} must name token files when name is {name!r}",
-        "set path to a folder written by `forge-data prepare`",
-    ),
-    Rule(
-        "source_path",
-        lambda v: bool(v["path"] and path_problems(v["path"])),
-        "path {path!r} must be a file name, without NUL or lone surrogates",
-        "correct it",
-    ),
-    Rule(
-        "builtin_has_no_path",
-        lambda v: v["name"] == "builtin" and v["path"] is not None,
-        "path {path!r} means nothing when name is {name!r}, whose text comes with Python",
-        'remove path, or set name = "tokens"',
-    ),
-    Rule(
-        "built_in_has_no_options",
-        lambda v: v["name"] in BUILT_IN and bool(v["options"]),
-        "options {options} mean nothing when name is {name!r}, which is built in",
-        "use the keys of the source itself, or name a source of your own",
-    ),
-    Rule(
-        "builtin_has_no_dtype",
-        lambda v: v["name"] == "builtin" and v["dtype"] is not None,
-        "dtype {dtype!r} means nothing when name is {name!r}",
-        "remove dtype",
-    ),
-    Rule(
-        "source_dtype",
-        lambda v: v["dtype"] is not None and v["dtype"] not in DTYPES,
-        f"dtype {{dtype!r}} must be one of {', '.join(DTYPES)}",
-        "use the dtype the file was written with, or remove it when the file has a sidecar",
-    ),
-    Rule(
-        "source_split",
-        lambda v: v["split"] not in SPLITS,
-        'split {split!r} must be "train" or "validation"',
-        'use split = "train"',
-    ),
-    Rule(
-        "source_verify",
-        lambda v: v["verify"] not in VERIFY,
-        f"verify {{verify!r}} must be one of {', '.join(VERIFY)}",
-        'use verify = "touch"',
-    ),
-    Rule(
-        "builtin_has_no_verify",
-        lambda v: v["name"] == "builtin" and v["verify"] in VERIFY[1:],
-        "verify {verify!r} means nothing when name is {name!r}, which has no files",
-        "remove verify",
-    ),
-)
-
-DATA_RULES = (
-    Rule(
-        "seq_len",
-        lambda v: not _is_int(v["seq_len"], 1, MAX_SEQ_LEN),
-        f"seq_len {{seq_len!r:.40}} must be a whole number of at least 1 and at most {MAX_SEQ_LEN}",
-        "use seq_len = 256",
-    ),
-    Rule(
-        "num_workers",
-        lambda v: not _is_int(v["num_workers"], 0, MAX_WORKERS),
-        f"num_workers {{num_workers!r:.40}} must be a whole number of at least 0 and at most {MAX_WORKERS}",
-        "use num_workers = 0 to read in the training process",
-    ),
-    Rule(
-        "some_source",
-        lambda v: len(v["sources"]) == 0,
-        "sources ({source_names}) must have one entry",
-        'add [data.sources.python_docs] with name = "builtin", or name = "tokens" and a path',
-    ),
-    Rule(
-        "one_source",
-        lambda v: len(v["sources"]) > 1,
-        "sources ({source_names}) must have exactly one entry, as mixing is not there yet",
-        "keep one entry, or prepare all texts into one folder of token files",
-    ),
-)
-
-CAPABILITIES: tuple[Rule, ...] = SOURCE_RULES + DATA_RULES
 
 
 @dataclass(frozen=True)
@@ -163,7 +62,7 @@ class SourceConfig:
     )
 
     def __post_init__(self) -> None:
-        check(vars(self), SOURCE_RULES, "source")
+        raise_problems("source", _source_problems(self))
 
 
 @dataclass(frozen=True)
@@ -183,5 +82,79 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        names = ", ".join(self.sources) or "none"
-        check({**vars(self), "source_names": names}, DATA_RULES, "data")
+        raise_problems("data", _data_problems(self))
+
+
+def _source_problems(c: SourceConfig) -> Iterator[str]:
+    if not _is_known(str(c.name)):
+        yield (
+            f'name {c.name!r} must be "builtin", "tokens", an entry point of {SOURCES_GROUP} or an import path '
+            '"module:attr"; use name = "tokens" with a path to token files, or name = "builtin"'
+        )
+    if c.name == "tokens" and not c.path:
+        yield (
+            f"path {c.path!r} must name token files when name is {c.name!r}; set path to a folder written by "
+            "`forge-data prepare`"
+        )
+    yield from path_problems(c.path or "")
+    if c.name in BUILT_IN and c.options:
+        yield (
+            f"options {c.options} mean nothing when name is {c.name!r}, which is built in; use the keys of the "
+            "source itself, or name a source of your own"
+        )
+    if c.name == "builtin":
+        yield from _builtin_problems(c)
+    if c.dtype is not None and c.dtype not in DTYPES:
+        yield (
+            f"dtype {c.dtype!r} must be one of {', '.join(DTYPES)}; use the dtype the file was written with, or "
+            "remove it when the file has a sidecar"
+        )
+    if c.split not in SPLITS:
+        yield f'split {c.split!r} must be "train" or "validation"; use split = "train"'
+    if c.verify not in VERIFY:
+        yield f'verify {c.verify!r} must be one of {", ".join(VERIFY)}; use verify = "touch"'
+
+
+def _is_known(name: str) -> bool:
+    if name in BUILT_IN or _IMPORT_PATH.fullmatch(name):
+        return True
+    return any(entry.name == name for entry in entry_points(group=SOURCES_GROUP))
+
+
+def _builtin_problems(c: SourceConfig) -> Iterator[str]:
+    """Sentences for keys of token files."""
+    if c.path is not None:
+        yield (
+            f"path {c.path!r} means nothing when name is {c.name!r}, whose text comes with Python; remove path, "
+            'or set name = "tokens"'
+        )
+    if c.dtype is not None:
+        yield f"dtype {c.dtype!r} means nothing when name is {c.name!r}; remove dtype"
+    if c.verify in VERIFY[1:]:
+        yield (
+            f"verify {c.verify!r} means nothing when name is {c.name!r}, which has no files; remove verify"
+        )
+
+
+def _data_problems(c: DataConfig) -> Iterator[str]:
+    for name, least, most, fix in (
+        ("seq_len", 1, MAX_SEQ_LEN, "use seq_len = 256"),
+        ("num_workers", 0, MAX_WORKERS, "use num_workers = 0 to read in the training process"),
+    ):
+        value = getattr(c, name)
+        if not _is_int(value, least, most):
+            # a number of a million digits is a line that nobody reads
+            yield (
+                f"{name} {value!r:.40} must be a whole number of at least {least} and at most {most}; {fix}"
+            )
+    names = ", ".join(c.sources) or "none"
+    if not c.sources:
+        yield (
+            f'sources ({names}) must have one entry; add [data.sources.python_docs] with name = "builtin", or '
+            'name = "tokens" and a path'
+        )
+    if len(c.sources) > 1:
+        yield (
+            f"sources ({names}) must have exactly one entry, as mixing is not there yet; keep one entry, or "
+            "prepare all texts into one folder of token files"
+        )

@@ -10,8 +10,9 @@ the rows; this file knows no storage.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from forge_core._config import is_size
 from forge_core.families.keys import read_common, write_common
-from forge_core.model.config import TransformerConfig, is_size
+from forge_core.model.config import TransformerConfig
 from forge_core.model.spec import AttentionSpec
 
 Row = tuple[str, str, tuple[tuple[Any, ...], ...]]

@@ -4,7 +4,8 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge_core.model.config import RopeScaling, TransformerConfig, is_finite, is_size
+from forge_core._config import is_finite, is_size
+from forge_core.model.config import RopeScaling, TransformerConfig
 
 _REQUIRED = (
     "vocab_size",

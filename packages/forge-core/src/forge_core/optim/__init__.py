@@ -3,9 +3,6 @@
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.build import OPTIMIZERS, build_optimizer, check_optimizer, find_optimizer
 from forge_core.optim.config import (
-    OPTIMIZER_GROUP_RULES,
-    OPTIMIZER_RULES,
-    SCHEDULE_RULES,
     OptimizerConfig,
     OptimizerGroupConfig,
     ScheduleConfig,
@@ -30,9 +27,6 @@ from forge_core.optim.stages import (
 
 __all__ = [
     "OPTIMIZERS",
-    "OPTIMIZER_GROUP_RULES",
-    "OPTIMIZER_RULES",
-    "SCHEDULE_RULES",
     "AdamW",
     "OptimizerConfig",
     "OptimizerGroupConfig",

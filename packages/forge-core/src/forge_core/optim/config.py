@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from forge_core._rules import Rule, check
-
-
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+from forge_core._config import raise_problems, setting
 
 
 @dataclass(frozen=True)
@@ -23,30 +20,30 @@ class OptimizerGroupConfig:
     patterns: tuple[str, ...] = field(
         metadata={"help": "full names of parameters, as in fnmatch: 'vision.*', '*.norm.weight'"}
     )
-    lr_multiplier: float = _field(
+    lr_multiplier: float = setting(
         1.0, "times optimizer.lr and the schedule; 0 freezes: no gradient, no decay, no change"
     )
-    weight_decay: float | None = _field(
+    weight_decay: float | None = setting(
         None, "of all parameters of the group (default: optimizer.weight_decay, of matrices alone)"
     )
 
     def __post_init__(self) -> None:
-        check(asdict(self), OPTIMIZER_GROUP_RULES, "group")
+        raise_problems("group", _group_problems(self))
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Settings of an optimizer; a ValueError lists every one that cannot be."""
 
-    name: str = _field(
+    name: str = setting(
         "adamw", "optimizer: adamw, an entry point of forge.optimizers, or module:attr"
     )
-    lr: float = _field(3e-4, "peak learning rate, which the schedule multiplies")
-    betas: tuple[float, float] = _field(
+    lr: float = setting(3e-4, "peak learning rate, which the schedule multiplies")
+    betas: tuple[float, float] = setting(
         (0.9, 0.95), "decay per step of the averages of gradient and squared gradient"
     )
-    eps: float = _field(1e-8, "added to the root of the averaged squared gradient")
-    weight_decay: float = _field(
+    eps: float = setting(1e-8, "added to the root of the averaged squared gradient")
+    weight_decay: float = setting(
         0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
     )
     options: dict[str, Any] = field(
@@ -61,20 +58,20 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
-        check(asdict(self), OPTIMIZER_RULES, "optimizer")
+        raise_problems("optimizer", _optimizer_problems(self))
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Settings of a learning-rate schedule; a ValueError lists every one that cannot be."""
 
-    name: str = _field(
+    name: str = setting(
         "cosine", "schedule: cosine, constant, an entry point of forge.schedules, or module:attr"
     )
-    warmup_steps: int = _field(
+    warmup_steps: int = setting(
         0, "steps of linear warm-up; step 1 has 1/warmup_steps of the peak rate"
     )
-    min_lr_ratio: float = _field(0.1, "last learning rate of a cosine, as a part of the peak rate")
+    min_lr_ratio: float = setting(0.1, "last learning rate of a cosine, as a part of the peak rate")
     options: dict[str, Any] = field(
         default_factory=dict,
         hash=False,
@@ -82,86 +79,53 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
-        check(asdict(self), SCHEDULE_RULES, "schedule")
+        raise_problems("schedule", _schedule_problems(self))
 
 
-OPTIMIZER_RULES: tuple[Rule, ...] = (
-    Rule(
-        "optimizer_name",
-        lambda c: not c["name"],
-        "name {name!r} is empty",
-        "use adamw or an import path module:attr",
-    ),
-    Rule(
-        "lr",
-        lambda c: not 0.0 < c["lr"] < math.inf,
-        "lr {lr} must be a positive number",
-        "use 3e-4 or so",
-    ),
-    Rule(
-        "betas",
-        lambda c: not all(0.0 <= beta < 1.0 for beta in c["betas"]),
-        "betas {betas} must both be in [0, 1)",
-        "use 0.9 and 0.95",
-    ),
-    Rule(
-        "eps",
-        lambda c: not 0.0 < c["eps"] < math.inf,
-        "eps {eps} must be a positive number, or a zero gradient divides by zero",
-        "use 1e-8",
-    ),
-    Rule(
-        "weight_decay",
-        lambda c: not 0.0 <= c["weight_decay"] < math.inf,
-        "weight_decay {weight_decay} must not be negative",
-        "use 0.1, or 0 to switch it off",
-    ),
-)
+def _group_problems(c: OptimizerGroupConfig) -> Iterator[str]:
+    if isinstance(c.patterns, str) or not c.patterns or not all(c.patterns):
+        yield (
+            f"patterns {c.patterns!r} must be a list of one or more names; use ['vision.*'] for all below a "
+            "module vision"
+        )
+    if not 0.0 <= c.lr_multiplier < math.inf:
+        yield (
+            f"lr_multiplier {c.lr_multiplier} must be a finite number of at least 0; use 0.1 for a tenth of the "
+            "rate, or 0 to freeze the group"
+        )
+    if c.weight_decay is not None:
+        yield from _weight_decay_problems(c.weight_decay)
 
-OPTIMIZER_GROUP_RULES: tuple[Rule, ...] = (
-    Rule(
-        "group_patterns",
-        lambda c: isinstance(c["patterns"], str) or not c["patterns"] or not all(c["patterns"]),
-        "patterns {patterns!r} must be a list of one or more names",
-        "use ['vision.*'] for all below a module vision",
-    ),
-    Rule(
-        "group_lr_multiplier",
-        lambda c: not 0.0 <= c["lr_multiplier"] < math.inf,
-        "lr_multiplier {lr_multiplier} must be a finite number of at least 0",
-        "use 0.1 for a tenth of the rate, or 0 to freeze the group",
-    ),
-    Rule(
-        "group_weight_decay",
-        lambda c: c["weight_decay"] is not None and not 0.0 <= c["weight_decay"] < math.inf,
-        "weight_decay {weight_decay} must not be negative",
-        "use 0.1, or 0 to switch it off",
-    ),
-)
 
-SCHEDULE_RULES: tuple[Rule, ...] = (
-    Rule(
-        "schedule_name",
-        lambda c: not c["name"],
-        "name {name!r} is empty",
-        "use cosine, constant or an import path module:attr",
-    ),
-    Rule(
-        "warmup_steps",
-        lambda c: c["warmup_steps"] < 0,
-        "warmup_steps {warmup_steps} must not be negative",
-        "use 0 for none",
-    ),
-    Rule(
-        "min_lr_ratio",
-        lambda c: not 0.0 <= c["min_lr_ratio"] <= 1.0,
-        "min_lr_ratio {min_lr_ratio} must be in [0, 1]",
-        "use 0.1",
-    ),
-    Rule(  # its default stands in every configuration that was ever written
-        "min_lr_ratio_of_cosine",
-        lambda c: c["name"] == "constant" and c["min_lr_ratio"] != ScheduleConfig.min_lr_ratio,
-        "min_lr_ratio {min_lr_ratio} is a key of name 'cosine', and name is {name!r}",
-        "remove it, or use cosine",
-    ),
-)
+def _weight_decay_problems(value: float) -> Iterator[str]:
+    if not 0.0 <= value < math.inf:
+        yield f"weight_decay {value} must not be negative; use 0.1, or 0 to switch it off"
+
+
+def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
+    if not c.name:
+        yield f"name {c.name!r} is empty; use adamw or an import path module:attr"
+    if not 0.0 < c.lr < math.inf:
+        yield f"lr {c.lr} must be a positive number; use 3e-4 or so"
+    if not all(0.0 <= beta < 1.0 for beta in c.betas):
+        yield f"betas {c.betas} must both be in [0, 1); use 0.9 and 0.95"
+    if not 0.0 < c.eps < math.inf:
+        yield (
+            f"eps {c.eps} must be a positive number, or a zero gradient divides by zero; use 1e-8"
+        )
+    yield from _weight_decay_problems(c.weight_decay)
+
+
+def _schedule_problems(c: ScheduleConfig) -> Iterator[str]:
+    if not c.name:
+        yield f"name {c.name!r} is empty; use cosine, constant or an import path module:attr"
+    if c.warmup_steps < 0:
+        yield f"warmup_steps {c.warmup_steps} must not be negative; use 0 for none"
+    if not 0.0 <= c.min_lr_ratio <= 1.0:
+        yield f"min_lr_ratio {c.min_lr_ratio} must be in [0, 1]; use 0.1"
+    # the default stands in every configuration that was ever written, so it passes under any name
+    if c.name == "constant" and c.min_lr_ratio != ScheduleConfig.min_lr_ratio:
+        yield (
+            f"min_lr_ratio {c.min_lr_ratio} is a key of name 'cosine', and name is {c.name!r}; remove it, or use "
+            "cosine"
+        )
