@@ -319,6 +319,12 @@ PROBES: dict[str, Probe] = {
     "checkpoint.keep_last": Probe(1, files, {"checkpoint.every_steps": 1}),
     "metrics.every_steps": Probe(2, logged),
     "metrics.tensorboard": Probe(True, files),
+    "metrics.sinks.<name>.name": Probe(
+        f"{PARTS}:Lines", files, {"metrics.sinks.<name>.name": "tensorboard"}
+    ),
+    "metrics.sinks.<name>.options": Probe(
+        {"file": "others"}, files, {"metrics.sinks.<name>.name": f"{PARTS}:Lines"}
+    ),
     "metrics.console": Probe("off", lambda t: console_mode(t.config.metrics.console)),
     "sample.prompt": Probe("If ", sample),
     "sample.max_new_tokens": Probe(3, sample),

@@ -45,6 +45,10 @@ class Registry(NamedTuple):
             + (f"did you mean {near[0]!r}?" if near else "use one of these")
         )
 
+    def at(self, name: str) -> Registry:
+        """The same parts for the table `name`, which stands in the place of `<name>` in the key."""
+        return self._replace(key=self.key.replace("<name>", name))
+
     def checked(self, name: str, options: Mapping[str, Any]) -> Any:
         """What `name` stands for, if it takes `options`; ValueError with all problems. Nothing is called."""
         part = self.find(name)

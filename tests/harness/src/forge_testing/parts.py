@@ -1,8 +1,10 @@
-"""Somebody else's parts of a transformer, each with one option."""
+"""Somebody else's parts, most of them of a transformer, each with one option."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,3 +153,17 @@ class Pictured(Transformer):
 
     def pipeline_parts(self) -> dict[str, Any]:
         return {**super().pipeline_parts(), "first": ("embedding", "patch")}
+
+
+class Lines:
+    """A sink of rows in a file of their own, which begins each life with the step that it goes on from."""
+
+    def __init__(self, directory: Path, resume_step: int, *, file: str = "rows.txt") -> None:
+        self.file = (directory / file).open("a")
+        self.write({"resume_step": resume_step})
+
+    def write(self, row: Any) -> None:
+        self.file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self.file.close()

@@ -19,6 +19,7 @@ NAMED_TABLES: dict[tuple[str, str], tuple[str, Any]] = {
     ("data", "sources"): ("name", "builtin"),
     ("optimizer", "groups"): ("patterns", ["*"]),
     ("train", "stages"): ("start_step", 1),
+    ("metrics", "sinks"): ("name", "tensorboard"),
 }
 _MAX_FILES = 16
 

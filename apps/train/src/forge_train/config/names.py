@@ -28,6 +28,7 @@ from forge_train.config.schema import (
     JobConfig,
 )
 from forge_train.errors import ConfigError
+from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.objective import find_loss, find_objective
 
 
@@ -71,7 +72,7 @@ def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
 
 
 def name_problems(config: JobConfig) -> list[str]:
-    """A sentence for each name that leads nowhere (model, its parts, router, optimizer, schedule, callbacks), and
+    """A sentence for each name that leads nowhere (model, its parts, router, optimizer, schedule, sinks, callbacks), and
     for each option that a part does not take or lacks.
 
     Imports what import paths name and runs none of it: a schedule whose length hangs on the size of
@@ -81,6 +82,7 @@ def name_problems(config: JobConfig) -> list[str]:
         *_model_problems(config),
         *_refusal("", lambda: find_loss(config.train)),
         *_refusal("", lambda: find_objective(config.train)),
+        *_refusal("", lambda: find_sinks(config.metrics)),
         *_optimizer_problems(config),
         *_schedule_problems(config),
         *(

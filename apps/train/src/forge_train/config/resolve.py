@@ -106,10 +106,13 @@ def _check_combination(config: JobConfig, with_data: bool) -> None:
             f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
             f"set model.max_seq_len = {config.data.seq_len}"
         )
-    if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
+    board = config.metrics.tensorboard or "tensorboard" in {
+        sink.name for sink in config.metrics.sinks.values()
+    }
+    if board and importlib.util.find_spec("tensorboard") is None:
         problems.append(
-            "metrics.tensorboard true needs the package tensorboard, which is not installed; "
-            "pip install 'forge-train[track]' or set metrics.tensorboard = false"
+            "metrics: the sink 'tensorboard' needs the package tensorboard, which is not installed; "
+            "pip install 'forge-train[track]' or leave it out"
         )
     moe = getattr(config.model, "moe", None)
     if moe and moe.router == "expert_choice" and config.sample.max_new_tokens:

@@ -227,6 +227,21 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class SinkConfig:
+    """Where rows go beside metrics.jsonl."""
+
+    name: str = field(
+        metadata={
+            "help": "'tensorboard', an entry point of forge.sinks, or module:attr, called as "
+            "sink(directory, resume_step, **options)"
+        }
+    )
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "further arguments of a sink of your own"}
+    )
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     """What is logged, how often, and where it goes."""
 
@@ -234,7 +249,12 @@ class MetricsConfig:
     console: Literal["auto", "live", "plain", "off"] = _field(
         "auto", "progress on a terminal; auto: live on a terminal, else plain lines"
     )
-    tensorboard: bool = _field(False, "write TensorBoard files to <run.dir>/tensorboard")
+    tensorboard: bool = _field(
+        False, "write TensorBoard files to <run.dir>/tensorboard, as a sink of that name does"
+    )
+    sinks: dict[str, SinkConfig] = field(
+        default_factory=dict, metadata={"help": "further places where rows go, by name"}
+    )
 
     def __post_init__(self) -> None:
         _require(_within(1, _MAX_STEPS, every_steps=self.every_steps))

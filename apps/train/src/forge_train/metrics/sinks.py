@@ -9,16 +9,33 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from forge_core.registry import Registry
+from forge_train.config.schema import MetricsConfig
 
 Row = Mapping[str, Any]
 
 
+class Sink(Protocol):
+    """Where rows go: `Sink(directory, resume_step, **options)`, made by rank 0 alone, on a thread of its own.
+
+    `directory` is the run's; a run that begins has `resume_step` 0. Rows after that step, of an earlier life that
+    was killed, are the sink's own affair: it will get them again. An exception switches the sink off with one
+    line; whoever is slow loses rows, never a step's time; a save waits 5 s once for one that hangs.
+    """
+
+    def write(self, row: Row) -> None:
+        """A row as in metrics.jsonl, in the order of steps."""
+
+    def close(self) -> None:
+        """After the last row."""
+
+
 class JsonlSink:
     """One JSON object per line and row. Rows after `resume_step` of an earlier life are removed."""
-
-    name = "metrics.jsonl"
 
     def __init__(self, path: Path, resume_step: int) -> None:
         _keep_rows(path, resume_step)
@@ -33,14 +50,12 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars of each row under their own names. Needs the extra `forge-train[track]`."""
-
-    name = "tensorboard"
+    """Scalars of each row in `directory`/tensorboard, under their own names. Needs the extra `forge-train[track]`."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
 
     def write(self, row: Row) -> None:
         for key, value in row.items():
@@ -52,6 +67,35 @@ class TensorBoardSink:
         self.writer.close()
 
 
+SINKS = Registry(
+    "metrics.sinks.<name>.name",
+    "forge.sinks",
+    ("directory", "resume_step"),
+    {"tensorboard": TensorBoardSink},
+)
+
+
+def find_sinks(metrics: MetricsConfig) -> dict[str, Callable[[Path, int], Sink]]:
+    """The sinks that a configuration names, by their tables' names, with options bound; ValueError with what is
+    wrong with names and options, before anything is opened."""
+    found: dict[str, Callable[[Path, int], Sink]] = {}
+    problems: list[str] = []
+    if metrics.tensorboard:
+        found["tensorboard"] = TensorBoardSink
+    for table, config in metrics.sinks.items():
+        try:
+            part = SINKS.at(table).checked(config.name, config.options)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        # a built-in sink writes to one place, however often it is asked for
+        key = config.name if config.name in SINKS.built_in else table
+        found[key] = partial(part, **config.options)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
 class BackgroundSink:
     """Runs a sink on a daemon thread behind a bounded queue.
 
@@ -60,7 +104,7 @@ class BackgroundSink:
     answers, nobody waits for it again.
     """
 
-    def __init__(self, open_sink: Callable[[], Any], name: str, max_rows: int = 1024) -> None:
+    def __init__(self, open_sink: Callable[[], Sink], name: str, max_rows: int = 1024) -> None:
         self.name = name
         self.dropped = 0
         self._open = open_sink

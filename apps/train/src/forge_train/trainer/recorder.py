@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from forge_resilience import Journal
 from forge_train.config.schema import MetricsConfig
 from forge_train.metrics.console import ConsoleSink, console_mode
-from forge_train.metrics.sinks import BackgroundSink, JsonlSink, TensorBoardSink
+from forge_train.metrics.sinks import BackgroundSink, JsonlSink, Sink, find_sinks
 from forge_train.trainer.host_copy import HostCopy
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -50,10 +51,10 @@ class Recorder:
         mode = console_mode(metrics.console)
         if mode is not None:
             self._open("console", lambda: ConsoleSink(mode, step, total_steps))
-        if metrics.tensorboard:
-            self._open("tensorboard", lambda: TensorBoardSink(paths.tensorboard, step))
+        for name, make in find_sinks(metrics).items():
+            self._open(name, partial(make, paths.path, step))
 
-    def _open(self, name: str, make: Callable[[], Any]) -> None:
+    def _open(self, name: str, make: Callable[[], Sink]) -> None:
         self.sinks.append(BackgroundSink(make, name))
 
     def record(self, event: str, **fields: Any) -> None:

@@ -59,7 +59,6 @@ class RunDirectory:
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.sample = self.path / "sample.txt"
-        self.tensorboard = self.path / "tensorboard"
 
     @property
     def host(self) -> str:

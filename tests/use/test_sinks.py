@@ -1,0 +1,138 @@
+"""Sinks by name: opened with the run directory and the step resumed from, checked before anything starts, and
+never waited for twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_testing import forge_train, write_job
+from forge_testing.runs import fit_on_ranks, make_job
+from forge_train import Callback, Trainer, load_job, read_run
+from forge_train.metrics import sinks
+
+LINES = "forge_testing.parts:Lines"
+
+
+def keys(name: str = LINES, table: str = "mine", **options: Any) -> dict[str, Any]:
+    found = {f"metrics.sinks.{table}.name": name}
+    return found | {f"metrics.sinks.{table}.options.{k}": v for k, v in options.items()}
+
+
+def run(job: Path, **overrides: Any) -> Path:
+    Trainer(load_job(job, {"schedule.name": "constant", "train.steps": 6, **overrides})).fit()
+    return job.parent / "run"
+
+
+def test_a_sink_by_name_gets_the_rows_and_the_step_it_goes_on_from(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    folder = run(job, **keys(file="rows.txt"))
+    run(job, **keys(file="rows.txt"), **{"train.steps": 8})
+    opened, *rows = [json.loads(line) for line in (folder / "rows.txt").read_text().splitlines()]
+    assert opened == {"resume_step": 0}
+    assert rows.pop(6) == {"resume_step": 6}
+    assert rows == [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.mark.distributed
+def test_rank_0_alone_opens_sinks(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    for rank in fit_on_ranks(2, job, **keys(file="rows.txt"), train__steps=2):
+        assert rank.problems == ()
+    assert (tmp_path / "run/rows.txt").read_text().count("resume_step") == 1
+
+
+def test_tensorboard_is_a_built_in_name_and_the_older_key_its_shorthand(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    job = write_job(tmp_path)
+    names = keys("tensorboard", "curves")
+    for number, asked in enumerate(
+        ({"metrics.tensorboard": True}, names, {**names, "metrics.tensorboard": True})
+    ):
+        folder = (
+            run(job, **asked, **{"run.dir": str(tmp_path / f"run{number}")}).parent / f"run{number}"
+        )
+        assert len(list((folder / "tensorboard").iterdir())) == 1, asked
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('name = "tensorbord"', "metrics.sinks.mine.name 'tensorbord' is unknown: known in forge.sinks are tensorboard"),
+        ('name = "no_lab:Sink"', "metrics.sinks.mine.name: cannot import 'no_lab:Sink'"),
+        (
+            f'name = "{LINES}"\noptions = {{file = "a", fil = "b"}}',
+            "metrics.sinks.mine.options.fil 'b' is no option of 'forge_testing.parts:Lines'; did you mean 'file'?",
+        ),
+        (f'name = "{LINES}"\noptions = {{file = 3}}', "metrics.sinks.mine.options.file 3 must be of type str"),
+        ('name = "tensorboard"\noptions = {every = 2}', "'tensorboard' is built in and takes no options"),
+        ("options = {every = 2}", "metrics.sinks.mine.name is missing"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_or_option_is_refused_before_a_run_exists(
+    tmp_path: Path, table: str, words: str
+) -> None:
+    job = write_job(tmp_path, f"\n[metrics.sinks.mine]\n{table}\n")
+    for verb in ("explain", "run"):
+        told = forge_train(verb, job)
+        assert told.code == 78, told.err
+        assert words in " ".join(told.err.split()), told.err
+    assert not (tmp_path / "run").exists()
+
+
+class Hanging:
+    """Never comes back from its first row."""
+
+    go = threading.Event()
+
+    def __init__(self, directory: Path, resume_step: int) -> None:
+        pass
+
+    def write(self, row: Any) -> None:
+        self.go.wait()
+
+    def close(self) -> None:
+        pass
+
+
+class Failing(Hanging):
+    def write(self, row: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_hanging_sink_is_waited_for_at_one_save_and_a_failing_one_at_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[str] = []
+
+    class Short(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            answered = super().wait(0.2)
+            waits.append("answered" if answered else "in vain")
+            return answered
+
+    class Arm(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            monkeypatch.setattr(sinks.threading, "Event", Short)
+
+    job = write_job(tmp_path)
+    every = {**keys(f"{__name__}:Hanging"), **keys(f"{__name__}:Failing", "full")}
+    overrides = {"train.steps": 6, "checkpoint.every_steps": 1, "schedule.name": "constant"}
+    try:
+        Trainer(load_job(job, {**every, **overrides}), [Arm()]).fit()
+    finally:
+        Hanging.go.set()
+    run = read_run(tmp_path / "run")
+    assert [e["step"] for e in run.events if e["event"] == "save"] == [1, 2, 3, 4, 5, 6]
+    assert run.metrics["step"] == [1, 2, 3, 4, 5, 6]
+    assert waits.count("in vain") == 1
+    assert (
+        "full: OSError: [Errno 28] No space left on device; this sink is off"
+        in capfd.readouterr().err
+    )
