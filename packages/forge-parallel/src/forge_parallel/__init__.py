@@ -1,7 +1,7 @@
 """Devices, precision and layouts over many ranks for PyTorch models."""
 
 from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
-from forge_parallel.config import CAPABILITIES, ParallelConfig
+from forge_parallel.config import ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.device import select_device
 from forge_parallel.grad_norm import clip_grad_norm_, clip_grads_, global_grad_norm
@@ -18,7 +18,6 @@ from forge_parallel.start import (
 )
 
 __all__ = [
-    "CAPABILITIES",
     "Axis",
     "Meshes",
     "ParallelConfig",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from forge_parallel._rules import Rule, check
+from forge_parallel._problems import raise_problems
 
 DEVICES = ("auto", "cpu", "cuda")
 #: Stages per rank of each schedule; the interleaved ones may have more.
@@ -70,150 +70,6 @@ class Layout(NamedTuple):
         return [
             [rank + i * step for i in range(size)] for rank in ranks if rank // step % size == 0
         ]
-
-
-def _one_of(name: str, known: tuple[str, ...], fix: str) -> Rule:
-    return Rule(
-        name,
-        lambda c: c[name] not in known,
-        f"{name} {{{name}!r}} must be one of {', '.join(known)}",
-        fix,
-    )
-
-
-def _positive(name: str, fix: str) -> Rule:
-    return Rule(
-        name,
-        lambda c: c[name] is not None and c[name] < 1,
-        f"{name} {{{name}}} must be at least 1",
-        fix,
-    )
-
-
-def _seconds(name: str, fix: str) -> Rule:
-    return Rule(
-        name,
-        lambda c: not 0 < c[name] < float("inf"),
-        f"{name} {{{name}}} must be finite and above 0",
-        fix,
-    )
-
-
-def _stages_misfit(c: Mapping[str, Any]) -> bool:
-    """A number of stages per rank that the schedule does not know."""
-    stages, usual = c["pp_stages_per_rank"], SCHEDULES.get(c["pp_schedule"])
-    if stages is None or usual is None:
-        return False
-    more = c["pp_schedule"].startswith("interleaved")
-    return bool(stages < usual or (stages > usual and not more))
-
-
-CAPABILITIES: tuple[Rule, ...] = (
-    _one_of("device", DEVICES, "use auto"),
-    _one_of("precision", ("bf16", "fp32"), "use bf16 (fp32 weights, bf16 compute) or fp32"),
-    _one_of("reduce_dtype", ("bf16", "fp32"), "use fp32"),
-    Rule(
-        "reduce_dtype needs bf16",
-        lambda c: (c["reduce_dtype"], c["precision"]) == ("bf16", "fp32"),
-        "reduce_dtype bf16 must go with precision bf16, and precision is {precision}",
-        "use reduce_dtype = 'fp32' or precision = 'bf16'",
-    ),
-    _one_of("layout", ("manual", "auto"), "use manual and set the axes, or auto"),
-    Rule(
-        "layout auto chooses",
-        lambda c: (
-            c["layout"] == "auto" and (c["dp_shard"] != -1 or any(c[axis] != 1 for axis in _AXES))
-        ),
-        "layout auto must be left to choose, and an axis is set (dp_replicate {dp_replicate}, dp_shard "
-        "{dp_shard}, tp {tp}, cp {cp}, pp {pp}, ep {ep})",
-        "remove the axes, or use layout = 'manual'",
-    ),
-    _positive("dp_replicate", "use 1 for plain FSDP"),
-    Rule(
-        "dp_shard",
-        lambda c: c["dp_shard"] < 1 and c["dp_shard"] != -1,
-        "dp_shard {dp_shard} must be at least 1, or -1",
-        "use -1 for all ranks that are left",
-    ),
-    _positive("tp", "use 1 for no tensor parallelism"),
-    _positive("cp", "use 1 for no context parallelism"),
-    _positive("pp", "use 1 for no pipeline"),
-    _positive("ep", "use 1 for no expert parallelism"),
-    Rule(
-        "async_tp",
-        lambda c: (
-            c["async_tp"]
-            and (
-                c["device"] == "cpu"
-                or not (c["compile"] and c["sequence_parallel"])
-                or c["tp"] == 1
-            )
-        ),
-        "async_tp must have tp above 1, sequence_parallel, compile and CUDA, and tp is {tp}, "
-        "sequence_parallel {sequence_parallel}, compile {compile}, device {device}",
-        "use async_tp = false, or set the others",
-    ),
-    _one_of("cp_exchange", ("all_gather", "ring"), "use all_gather, or ring for long contexts"),
-    _one_of("pp_schedule", tuple(SCHEDULES), "use 1f1b"),
-    Rule(
-        "pp_stages_per_rank",
-        _stages_misfit,
-        "pp_stages_per_rank {pp_stages_per_rank} must fit pp_schedule {pp_schedule!r}",
-        "leave it out; interleaved schedules take 2 or more, gpipe and 1f1b have 1, V-schedules 2",
-    ),
-    Rule(
-        "cpu_offload alone",
-        lambda c: c["cpu_offload"] and any(c[axis] > 1 for axis in ("tp", "cp", "pp", "ep")),
-        "cpu_offload must go with data parallelism alone, and tp is {tp}, cp {cp}, pp {pp}, ep {ep}",
-        "set them to 1, or cpu_offload = false",
-    ),
-    _one_of("float8", ("none", "tensorwise", "rowwise"), "use none"),
-    Rule(
-        "float8 needs bf16",
-        lambda c: c["float8"] != "none" and c["precision"] == "fp32",
-        "float8 {float8} must go with precision bf16, and precision is fp32",
-        "use precision = 'bf16' or float8 = 'none'",
-    ),
-    Rule(
-        "float8_all_gather",
-        lambda c: (
-            c["float8_all_gather"]
-            and (c["float8"] != "tensorwise" or c["device"] == "cpu" or c["tp"] > 1)
-        ),
-        "float8_all_gather must go with float8 tensorwise on CUDA and tp 1, and float8 is {float8}, device "
-        "{device}, tp {tp}",
-        "use float8_all_gather = false, or float8 = 'tensorwise' on a GPU",
-    ),
-    _one_of(
-        "recompute", ("none", "full", "selective"), "use none, or full to save the most memory"
-    ),
-    _positive("recompute_every", "use 1 for every block"),
-    Rule(
-        "recompute_every alone",
-        lambda c: c["recompute_every"] > 1 and c["recompute"] == "none",
-        "recompute_every {recompute_every} must go with a mode, and recompute is none",
-        "use recompute = 'full', or leave recompute_every out",
-    ),
-    Rule(
-        "selective and compile",
-        lambda c: c["compile"] and c["recompute"] == "selective",
-        "recompute selective must go without compile, which chooses what to recompute by itself",
-        "use recompute = 'none' with memory_budget = 0.7, recompute = 'full', or compile = false",
-    ),
-    Rule(
-        "memory_budget",
-        lambda c: (
-            c["memory_budget"] is not None
-            and (not 0 < c["memory_budget"] <= 1 or not c["compile"] or c["recompute"] != "none")
-        ),
-        "memory_budget {memory_budget} must be above 0 and at most 1, with compile and recompute none; "
-        "compile is {compile}, recompute {recompute}",
-        "use compile = true and recompute = 'none', or leave memory_budget out",
-    ),
-    _positive("gpus_per_node", "leave it out: the launcher knows"),
-    _seconds("timeout_seconds", "use 600"),
-    _seconds("start_timeout_seconds", "use 300"),
-)
 
 
 def _field(default: Any, help: str) -> Any:
@@ -304,7 +160,7 @@ class ParallelConfig:
     start_timeout_seconds: float = _field(300.0, "how long ranks wait for each other at the start")
 
     def __post_init__(self) -> None:
-        check(vars(self), CAPABILITIES, "parallel")
+        raise_problems("parallel", _problems(self))
 
     @property
     def stages_per_rank(self) -> int:
@@ -353,6 +209,113 @@ class ParallelConfig:
                     f"parallel: {name} {size} must stay inside a node of {per_node} ranks; use "
                     f"{_divisors(per_node)}, or across_nodes = true"
                 )
+
+
+_CHOICES = {
+    "device": (DEVICES, "use auto"),
+    "precision": (("bf16", "fp32"), "use bf16 (fp32 weights, bf16 compute) or fp32"),
+    "reduce_dtype": (("bf16", "fp32"), "use fp32"),
+    "layout": (("manual", "auto"), "use manual and set the axes, or auto"),
+    "cp_exchange": (("all_gather", "ring"), "use all_gather, or ring for long contexts"),
+    "pp_schedule": (tuple(SCHEDULES), "use 1f1b"),
+    "float8": (("none", "tensorwise", "rowwise"), "use none"),
+    "recompute": (("none", "full", "selective"), "use none, or full to save the most memory"),
+}
+_COUNTS = {
+    "dp_replicate": "use 1 for plain FSDP",
+    "tp": "use 1 for no tensor parallelism",
+    "cp": "use 1 for no context parallelism",
+    "pp": "use 1 for no pipeline",
+    "ep": "use 1 for no expert parallelism",
+    "recompute_every": "use 1 for every block",
+    "gpus_per_node": "leave it out: the launcher knows",
+}
+_SECONDS = {"timeout_seconds": "use 600", "start_timeout_seconds": "use 300"}
+
+
+def _problems(c: ParallelConfig) -> Iterator[str]:
+    """Every key by itself, then keys that need or exclude one another."""
+    for name, (known, fix) in _CHOICES.items():
+        if getattr(c, name) not in known:
+            yield f"{name} {getattr(c, name)!r} must be one of {', '.join(known)}; {fix}"
+    for name, fix in _COUNTS.items():
+        if getattr(c, name) is not None and getattr(c, name) < 1:
+            yield f"{name} {getattr(c, name)} must be at least 1; {fix}"
+    for name, fix in _SECONDS.items():
+        if not 0 < getattr(c, name) < float("inf"):
+            yield f"{name} {getattr(c, name)} must be finite and above 0; {fix}"
+    if c.dp_shard < 1 and c.dp_shard != -1:
+        yield f"dp_shard {c.dp_shard} must be at least 1, or -1; use -1 for all ranks that are left"
+    yield from _axes_problems(c)
+    yield from _precision_problems(c)
+    yield from _recompute_problems(c)
+
+
+def _axes_problems(c: ParallelConfig) -> Iterator[str]:
+    if c.layout == "auto" and (c.dp_shard != -1 or any(getattr(c, axis) != 1 for axis in _AXES)):
+        yield (
+            f"layout auto must be left to choose, and an axis is set (dp_replicate {c.dp_replicate}, dp_shard "
+            f"{c.dp_shard}, tp {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}); remove the axes, or use layout = 'manual'"
+        )
+    compiled = c.compile and c.sequence_parallel
+    if c.async_tp and (c.device == "cpu" or not compiled or c.tp == 1):
+        yield (
+            f"async_tp must have tp above 1, sequence_parallel, compile and CUDA, and tp is {c.tp}, "
+            f"sequence_parallel {c.sequence_parallel}, compile {c.compile}, device {c.device}; use async_tp = "
+            "false, or set the others"
+        )
+    stages, usual = c.pp_stages_per_rank, SCHEDULES.get(c.pp_schedule)
+    if stages is not None and usual is not None:
+        more = c.pp_schedule.startswith("interleaved")
+        if stages < usual or (stages > usual and not more):
+            yield (
+                f"pp_stages_per_rank {stages} must fit pp_schedule {c.pp_schedule!r}; leave it out; interleaved "
+                "schedules take 2 or more, gpipe and 1f1b have 1, V-schedules 2"
+            )
+    if c.cpu_offload and max(c.tp, c.cp, c.pp, c.ep) > 1:
+        yield (
+            f"cpu_offload must go with data parallelism alone, and tp is {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}; "
+            "set them to 1, or cpu_offload = false"
+        )
+
+
+def _precision_problems(c: ParallelConfig) -> Iterator[str]:
+    if (c.reduce_dtype, c.precision) == ("bf16", "fp32"):
+        yield (
+            "reduce_dtype bf16 must go with precision bf16, and precision is fp32; use reduce_dtype = 'fp32' or "
+            "precision = 'bf16'"
+        )
+    if c.float8 != "none" and c.precision == "fp32":
+        yield (
+            f"float8 {c.float8} must go with precision bf16, and precision is fp32; use precision = 'bf16' or "
+            "float8 = 'none'"
+        )
+    if c.float8_all_gather and (c.float8 != "tensorwise" or c.device == "cpu" or c.tp > 1):
+        yield (
+            f"float8_all_gather must go with float8 tensorwise on CUDA and tp 1, and float8 is {c.float8}, device "
+            f"{c.device}, tp {c.tp}; use float8_all_gather = false, or float8 = 'tensorwise' on a GPU"
+        )
+
+
+def _recompute_problems(c: ParallelConfig) -> Iterator[str]:
+    if c.recompute_every > 1 and c.recompute == "none":
+        yield (
+            f"recompute_every {c.recompute_every} must go with a mode, and recompute is none; use recompute = "
+            "'full', or leave recompute_every out"
+        )
+    if c.compile and c.recompute == "selective":
+        yield (
+            "recompute selective must go without compile, which chooses what to recompute by itself; use recompute "
+            "= 'none' with memory_budget = 0.7, recompute = 'full', or compile = false"
+        )
+    budget = c.memory_budget
+    chooses = c.compile and c.recompute == "none"  # the compiler, under a budget
+    if budget is not None and not (0 < budget <= 1 and chooses):
+        yield (
+            f"memory_budget {budget} must be above 0 and at most 1, with compile and recompute none; compile is "
+            f"{c.compile}, recompute {c.recompute}; use compile = true and recompute = 'none', or leave memory_budget "
+            "out"
+        )
 
 
 def lies_as_said(rows: int, tp: int, shards: int) -> bool:

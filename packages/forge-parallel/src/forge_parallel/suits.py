@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from forge_parallel._rules import once
+from forge_parallel._problems import merge_layers
 from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.roles import Matched, cut_problems
 from forge_parallel.config import Layout, ParallelConfig
@@ -34,7 +34,7 @@ def check_model(
     if meshes.sparse is not None:
         found += _experts_apart(model, meshes, matched)
     if found:
-        raise ValueError(once(found))
+        raise ValueError(merge_layers(found))
 
 
 def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Matched) -> Facts:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from forge_parallel._rules import once
+from forge_parallel._problems import merge_layers
 
 #: transformers' styles that are one of the roles; others are refused by name.
 STYLES = {
@@ -67,7 +67,7 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
         ids = isinstance(module, nn.Embedding) and _looks_up_ids(model, module)
         found[name] = "vocab" if ids else "opaque"
     if problems:
-        raise ValueError(once(list(dict.fromkeys(problems))))
+        raise ValueError(merge_layers(list(dict.fromkeys(problems))))
     return found
 
 

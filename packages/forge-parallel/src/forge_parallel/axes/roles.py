@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from forge_parallel._rules import once
+from forge_parallel._problems import merge_layers
 from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
 from forge_parallel.legal import Cut, uneven_vocab, uneven_width
 
@@ -360,4 +360,4 @@ def _within(name: str, region: str) -> bool:
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        raise ValueError(once(problems))
+        raise ValueError(merge_layers(problems))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from forge_parallel._rules import once
+from forge_parallel._problems import merge_layers
 from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.fsdp import own_dtype
 from forge_parallel.axes.roles import BY_ROWS, cut_problems, find_roles, shared_head
@@ -140,7 +140,7 @@ class Profile:
             if self.no_tp is not None:
                 return [self.no_tp]
             found = cut_problems(self.model, self.matched, tp, shards)
-            return once(found).splitlines()
+            return merge_layers(found).splitlines()
 
         return [] if tp == 1 else self.once(("tp", tp, shards), find)
 
