@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import harness
 import torch
 import torch.nn.functional as F
+from routing_scenarios import SCENARIOS, Shape
 from torch import Tensor, nn
 
 from forge_moe import MoE, MoEConfig
-from forge_moe.lab.scenarios import SCENARIOS, Shape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Layer = Callable[[Tensor], Tensor]

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 from forge_moe import MoE, MoEConfig
-from forge_moe.statistics import (
-    coactivation,
-    collect,
-    drop_rate,
-    expert_counts,
-    load_summary,
-    tokens_per_rank,
-)
+from forge_moe.statistics import coactivation, collect, drop_rate, load_summary
 
 
 def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
@@ -30,32 +23,14 @@ CASES = [(0, 4, 2), (1, 1, 1), (50, 8, 2), (33, 12, 4)]
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), CASES)
-def test_counts_and_pairs_equal_a_loop(num_tokens: int, num_experts: int, top_k: int) -> None:
+def test_coactivation_equals_a_loop(num_tokens: int, num_experts: int, top_k: int) -> None:
     ids = random_ids(num_tokens, num_experts, top_k)
-    counts, pairs = [0] * num_experts, [[0] * num_experts for _ in range(num_experts)]
+    pairs = [[0] * num_experts for _ in range(num_experts)]
     for token in ids.tolist():
         chosen = [e for e in token if e < num_experts]
-        for e in chosen:
-            counts[e] += 1
         for a, b in product(chosen, chosen):
             pairs[a][b] += 1
-    assert expert_counts(ids, num_experts).tolist() == counts
     assert coactivation(ids, num_experts).tolist() == pairs
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_token_counts_once_per_rank(num_ranks: int) -> None:
-    ids = random_ids(40, 8, 3)
-    wanted = [0] * num_ranks
-    for token in ids.tolist():
-        for rank in {e // (8 // num_ranks) for e in token if e < 8}:
-            wanted[rank] += 1
-    assert tokens_per_rank(ids, 8, num_ranks).tolist() == wanted
-
-
-def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_experts 8 must be divisible by num_ranks 3"):
-        tokens_per_rank(random_ids(4, 8, 2), 8, 3)
 
 
 def test_load_summary() -> None:

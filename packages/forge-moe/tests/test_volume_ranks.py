@@ -1,4 +1,4 @@
-"""The bytes that the formula promises are the bytes handed to the collective."""
+"""The bytes handed to the collective are those of the README's formula: a token once per rank or node."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ import torch.distributed as dist
 from forge_moe import Router, RouterConfig
 from forge_moe.dispatch.all_to_all import AllToAllDispatch
 from forge_moe.dispatch.hierarchical import HierarchicalDispatch
-from forge_moe.dispatch.volume import copies, exchange_volume, expected_copies
 from forge_testing import run_on_ranks
 
 EXPERTS, TOP_K, TOKENS = 16, 6, 20
@@ -55,6 +54,21 @@ def slow_copies(ids, ranks):
     return [visits.count(r) for r in range(ranks)]
 
 
+def volume(sent, received, *, dim, dtype, numbers, chunks=1, rank=None):
+    """(forward, backward) bytes of one dispatch step that sends and receives these rows per rank.
+
+    A row is D elements, K fp32 weights and K int32 ids, padded to 16 bytes; its gradient has no ids; a sum
+    is D elements. Each rank pair and chunk exchanges `numbers` int64. `rank` leaves out a rank's own rows.
+    """
+    out = [n for r, n in enumerate(sent) if r != rank]
+    back = [n for r, n in enumerate(received) if r != rank]
+    width = dim * dtype.itemsize
+    weights_end = -(-width // 4) * 4 + 4 * TOP_K
+    row, row_grad = (-(-size // 16) * 16 for size in (weights_end + 4 * TOP_K, weights_end))
+    counts = len(out) * chunks * numbers * 8
+    return counts + sum(out) * row + sum(back) * width, sum(out) * width + sum(back) * row_grad
+
+
 def one_step(dim, dtype, chunks):
     rank, world = dist.get_rank(), dist.get_world_size()
     x, weights, ids = routes(rank, dim, False)
@@ -66,14 +80,13 @@ def one_step(dim, dtype, chunks):
     with Bytes() as backward:
         y.sum().backward()
     for index, own in enumerate((None, rank)):
-        volume = exchange_volume(
+        wanted = volume(
             slow_copies(ids, world),
             [slow_copies(routes(r, dim, False)[2], world)[rank] for r in range(world)],
-            dim=dim, top_k=TOP_K, dtype=dtype, numbers=TOP_K, chunks=chunks, rank=own,
+            dim=dim, dtype=dtype, numbers=TOP_K, chunks=chunks, rank=own,
         )  # fmt: skip
-        bytes_ = [b.sent[dist.group.WORLD][index] for b in (forward, backward)]
-        found.append((bytes_, [volume.forward, volume.backward]))
-    return found, copies(ids, EXPERTS, world) == slow_copies(ids, world)
+        found.append((tuple(b.sent[dist.group.WORLD][index] for b in (forward, backward)), wanted))
+    return found
 
 
 @pytest.mark.distributed
@@ -82,10 +95,9 @@ def one_step(dim, dtype, chunks):
     [(12, torch.float32, 1), (8, torch.bfloat16, 3), (7, torch.bfloat16, 1)],
 )
 def test_a_token_is_sent_once_per_rank_and_every_byte_is_counted(dim, dtype, chunks):
-    for found, same in run_on_ranks(4, one_step, dim, dtype, chunks):
-        assert same
-        for sent, said in found:
-            assert sent == said
+    for found in run_on_ranks(4, one_step, dim, dtype, chunks):
+        for sent, wanted in found:
+            assert sent == wanted
 
 
 def two_steps(limited):
@@ -101,8 +113,8 @@ def two_steps(limited):
         )
         y.sum().backward()
     all_ids = [routes(r, dim, limited)[2] for r in range(4)]
-    width = {"dim": dim, "top_k": TOP_K, "dtype": dtype}
-    outer = exchange_volume(
+    width = {"dim": dim, "dtype": dtype}
+    outer = volume(
         slow_copies(ids, 2), [slow_copies(all_ids[2 * v + place], 2)[node] for v in range(2)],
         numbers=1 + 2 * TOP_K, rank=node, **width,
     )  # fmt: skip
@@ -111,14 +123,14 @@ def two_steps(limited):
     def onward(source, target):
         return sum(slow_copies(all_ids[2 * v + source], 4)[2 * node + target] for v in range(2))
 
-    inner = exchange_volume(
+    inner = volume(
         [onward(place, j) for j in range(2)], [onward(j, place) for j in range(2)],
         numbers=TOP_K, rank=place, **width,
     )  # fmt: skip
     crossing = slow_copies(ids, 2)[1 - node]
     return (
-        seen.sent[between][1] == outer.forward + outer.backward,
-        seen.sent[within][1] == inner.forward + inner.backward,
+        seen.sent[between][1] == sum(outer),
+        seen.sent[within][1] == sum(inner),
         sum(slow_copies(ids, 2)), crossing, len(ids), sum(slow_copies(ids, 4)),
     )  # fmt: skip
 
@@ -134,13 +146,3 @@ def test_between_nodes_a_token_goes_once_and_groups_bound_it():
         assert nodes < ranks  # fewer than an all-to-all over four ranks sends
     for _, _, nodes, _, tokens, _ in limited:
         assert nodes == tokens - 1  # top_groups = 1: one node for each token but the pad
-
-
-def test_a_batch_without_limits_matches_the_expected_copies():
-    torch.manual_seed(0)
-    ids = torch.rand(20_000, 64).topk(8, dim=1).indices
-    for ranks in (2, 8, 64):
-        mean = sum(copies(ids, 64, ranks)) / len(ids)
-        assert mean == pytest.approx(expected_copies(64, 8, ranks), rel=0.01)
-    assert expected_copies(64, 8, 64) == pytest.approx(8)
-    assert expected_copies(64, 8, 1) == 1

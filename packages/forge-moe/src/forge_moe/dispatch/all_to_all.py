@@ -51,7 +51,7 @@ class AllToAllDispatch(ChunkedDispatch):
 
     Costs a layer: in the forward three exchanges (K integers per rank pair; rows with their ids and
     weights; sums), in the backward two; one host sync, for the split sizes, none when recomputed under
-    `recompute_contexts()`. Bytes: `forge_moe.dispatch.volume`. Every rank of the group makes the same calls
+    `recompute_contexts()`. Bytes: README, Costs. Every rank of the group makes the same calls
     in the same order, and whether x and weights need gradients is the same on all. Raises ValueError when
     the ranks do not divide the experts.
     """

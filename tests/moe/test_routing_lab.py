@@ -1,15 +1,20 @@
-"""The lab: scenarios are what they say, cells are exact, a broken layer is called wrong."""
+"""The routing lab of forge-moe's benchmarks: its scenarios, exact cells, and a broken layer that it reports."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from forge_moe.dispatch import LocalDispatch
-from forge_moe.lab.cell import Settings, run_cell
-from forge_moe.lab.memory import peak_bytes
-from forge_moe.lab.scenarios import SCENARIOS, Shape
-from forge_moe.lab.table import main
+from forge_moe import LocalDispatch
+
+sys.path.append(str(Path(__file__).parents[2] / "packages" / "forge-moe" / "benchmarks"))
+
+from lab_cell import Settings, run_cell
+from peak_memory import peak_bytes
+from routing_lab import main
+from routing_scenarios import SCENARIOS, Shape
 
 SHAPE = Shape(num_tokens=40, num_experts=8, top_k=2, num_ranks=4)
 SMALL = Settings(num_tokens=24, dim=16, hidden_dim=16, num_experts=8, top_k=2, rounds=1)
@@ -30,7 +35,7 @@ def test_experts_of_a_token_are_distinct_and_the_same_each_time(name: str, top_k
         assert torch.equal(ids, SCENARIOS[name](SHAPE._replace(top_k=top_k), 1, step))
 
 
-def test_scenarios_are_what_they_say() -> None:
+def test_scenarios_load_experts_as_named() -> None:
     assert counts("balanced") == [10] * 8
     assert counts("hot_expert")[0] == 40
     assert max(counts("hot_expert")[1:]) <= 6
@@ -52,7 +57,7 @@ def test_a_cell_is_exact(name: str) -> None:
     assert 0 < cell.milliseconds <= cell.slowest_step
 
 
-def test_a_wrong_layer_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_layer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = LocalDispatch.combine
     monkeypatch.setattr(
         LocalDispatch, "combine", lambda self, rows, meta: 1.001 * right(self, rows, meta)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peak_memory import peak_bytes
+from routing_scenarios import SCENARIOS, Shape
 from torch import Tensor
 
-from forge_moe.config import MoEConfig
-from forge_moe.lab.memory import peak_bytes
-from forge_moe.lab.scenarios import SCENARIOS, Shape
-from forge_moe.layer import MoE
+from forge_moe import MoE, MoEConfig, expert_parallelize
 
 STEPS = 4
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "float8": 0.2}
@@ -71,8 +70,6 @@ def run_cell(
     layer = _layer(settings, backend)
     reference = {name: p.detach().double() for name, p in layer.named_parameters()}
     if mesh is not None:
-        from forge_moe.parallel import expert_parallelize
-
         options: Any = {"ranks_per_node": ranks // 2} if dispatcher == "hierarchical" else {}
         expert_parallelize(layer, mesh, **options, dispatcher=dispatcher)  # type: ignore[arg-type]
     ids = [

@@ -1,13 +1,15 @@
-"""python -m forge_moe.lab: scenarios x backends x dispatchers; time, memory, exactness.
+"""Routing scenarios x backends x dispatchers: time, memory, and the error against a loop in float64.
 
-    python -m forge_moe.lab                                  # one process, all scenarios and backends
-    python -m forge_moe.lab --ranks 4 --scenarios hot_rank   # four gloo processes on this machine
+    cd packages/forge-moe/benchmarks
+    python routing_lab.py                                  # one process, all scenarios and backends
+    python routing_lab.py --ranks 4 --scenarios hot_rank   # four gloo processes on this machine
 
 Exit code 0 if every cell is exact within its bound, 1 if one is not, 2 for wrong arguments.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -17,11 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lab_cell import Cell, Settings, run_cell
+from routing_scenarios import SCENARIOS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
-
-from forge_moe.lab.cell import Cell, Settings, run_cell
-from forge_moe.lab.scenarios import SCENARIOS
 
 BACKENDS = ("grouped_mm", "loop", "batched")
 DISPATCHERS = ("all_to_all", "hierarchical")
@@ -32,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.ranks > 1 and given.device != "cpu":
-        parser.error(f"--ranks {given.ranks} must go with --device cpu; ranks here speak gloo")
+        parser.error(
+            f"--ranks {given.ranks} must go with --device cpu; ranks on one machine use gloo"
+        )
     settings = Settings(**{f.name: getattr(given, f.name) for f in fields(Settings)})
     with tempfile.TemporaryDirectory() as folder:
         if given.ranks == 1:
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m forge_moe.lab",
+        prog="routing_lab.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -113,3 +116,7 @@ def _print(found: list[Cell], refused: list[str]) -> None:
         )
     for line in refused:
         print(f"refused: {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
