@@ -204,7 +204,8 @@ def _global_loss(step: Step, world: int) -> float:
 
 def main() -> None:
     args = arguments()
-    from forge_parallel import find_world, leave, run_local_workers
+    from forge_parallel import find_world, leave
+    from forge_resilience import run_local_workers
 
     if find_world().launcher == "none":
         sys.exit(

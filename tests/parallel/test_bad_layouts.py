@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import forge_parallel
+import forge_resilience
 from forge_testing import write_job
 from forge_train import ConfigError, cli, load_job
 from forge_train.trainer.layout import layout_problems
@@ -119,7 +119,7 @@ def test_the_command_refuses_before_it_starts_a_process(
 ) -> None:
     overrides, world, _, wanted = KINDS[kind]
     started: list[object] = []
-    monkeypatch.setattr(forge_parallel, "run_local_workers", lambda *args: started.append(args))
+    monkeypatch.setattr(forge_resilience, "run_local_workers", lambda *args: started.append(args))
     flags = [f"--{key}={value}" for key, value in overrides.items()]
     code = cli._dispatch(["run", str(write_job(tmp_path)), "--nproc", str(world), *flags])
     said = capsys.readouterr().err

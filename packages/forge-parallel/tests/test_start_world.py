@@ -122,7 +122,6 @@ for name, path in (("forge_parallel", {str(folder.parent)!r}), ("forge_parallel.
     sys.modules[name] = types.ModuleType(name)  # in place of an __init__ that imports everything
     sys.modules[name].__path__ = [path]
 from forge_parallel.start.world import find_world
-from forge_parallel.start.local import run_local_workers
 assert find_world({{}}).world_size == 1
 assert "torch" not in sys.modules
 """

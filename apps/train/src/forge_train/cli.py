@@ -207,7 +207,7 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
 
 def _run_local_workers(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """The same command in `nproc` processes; what can be refused is refused here, once."""
-    from forge_parallel import run_local_workers
+    from forge_resilience import run_local_workers
 
     _refuse_layout(job, nproc)
     command = [sys.executable, "-m", "forge_train", "run", *args]

@@ -13,7 +13,6 @@ from forge_parallel.start import (
     end_process_group,
     find_world,
     leave,
-    run_local_workers,
     start_process_group,
 )
 
@@ -38,7 +37,6 @@ __all__ = [
     "materialise",
     "parallelize",
     "reshard",
-    "run_local_workers",
     "select_device",
     "start_process_group",
 ]

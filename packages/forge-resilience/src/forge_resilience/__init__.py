@@ -1,8 +1,9 @@
-"""Agreed decisions, stop signals, exit codes and an event journal for training jobs."""
+"""Agreed decisions, stop signals, exit codes, an event journal and local ranks of training jobs."""
 
 from forge_resilience.agreement import Agreement, Decision, PendingDecision, Vote
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.journal import Journal, read_events
+from forge_resilience.local_workers import run_local_workers
 from forge_resilience.nonfinite import Skips, nonfinite
 from forge_resilience.stop import StopSignal
 
@@ -17,4 +18,5 @@ __all__ = [
     "Vote",
     "nonfinite",
     "read_events",
+    "run_local_workers",
 ]

@@ -1,7 +1,6 @@
 """Start-up: which rank of how many this process is, and the process group of all of them."""
 
 from forge_parallel.start.group import end_process_group, leave, lost_rank, start_process_group
-from forge_parallel.start.local import run_local_workers
 from forge_parallel.start.store import StartError
 from forge_parallel.start.world import World, find_world
 
@@ -12,6 +11,5 @@ __all__ = [
     "find_world",
     "leave",
     "lost_rank",
-    "run_local_workers",
     "start_process_group",
 ]

@@ -14,9 +14,9 @@ Environ = Mapping[str, str]
 Launcher = Literal["none", "torchrun", "slurm", "environment"]
 LOOPBACK = "127.0.0.1"
 STORE_FD = "FORGE_STORE_FD"
-"""Set by `run_local_workers`: for rank 0 a descriptor that listens on MASTER_PORT already, else empty."""
+"""Set by a launcher on this host: for rank 0 a descriptor that listens on MASTER_PORT already, else empty."""
 RUN_NAME = "FORGE_RUN_NAME"
-"""Set by `run_local_workers` to a new random name; ranks started by hand may be given one, the same to all."""
+"""Set by a launcher to a new random name; ranks started by hand may be given one, the same to all."""
 
 _FIX = (
     "start every rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or use torchrun or srun"

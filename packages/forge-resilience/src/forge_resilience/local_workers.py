@@ -13,14 +13,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from forge_parallel.start.world import LOOPBACK, RUN_NAME, STORE_FD, Environ
+from forge_resilience.exit_codes import ExitCode
 
+__all__ = ["RUN_NAME", "STORE_FD", "run_local_workers"]
+
+Environ = Mapping[str, str]
+LOOPBACK = "127.0.0.1"
+# What a launcher and `forge_parallel.start_process_group` agree on, apart from torch's own variables.
+STORE_FD = "FORGE_STORE_FD"
+"""Of rank 0: a descriptor that listens on MASTER_PORT already. Empty for the other ranks."""
+RUN_NAME = "FORGE_RUN_NAME"
+"""A random name of this run, the same for all ranks, under which they exchange what they check."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-_REQUEUE = 75
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 _PR_SET_PDEATHSIG = 1
 
@@ -68,7 +76,7 @@ def run_local_workers(
 
 
 class _Job:
-    """The running workers and what has become of them."""
+    """The running workers and the exit codes of those that ended."""
 
     def __init__(self, workers: list[subprocess.Popen[bytes]], grace_seconds: float) -> None:
         self.workers, self.grace_seconds = workers, grace_seconds
@@ -76,7 +84,7 @@ class _Job:
         self.codes: dict[int, int] = {}  # by rank, in the order of their ends
         self.failed: int | None = None
         self.forwarded: set[int] = set()
-        self.next_at: float | None = None  # when to be harder on those that are left
+        self.next_at: float | None = None  # when those that are left get a harder signal
 
     def run(self, events: Events) -> int:
         """Follow `events` until every worker has ended, or cannot be ended; the job's exit code."""
@@ -87,9 +95,9 @@ class _Job:
                 rank, value = events.get(timeout=seconds)
             except queue.Empty:
                 if killed:
-                    self._say(self.left, "cannot be killed and is left behind")
+                    self._report(self.left, "cannot be killed and is left behind")
                     break
-                self._say(
+                self._report(
                     self.left, f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
                 )
                 self._send(signal.SIGKILL)
@@ -105,19 +113,19 @@ class _Job:
     def _ended(self, rank: int, code: int) -> None:
         self.left.remove(rank)
         self.codes[rank] = code
-        if code in (0, _REQUEUE) or self.failed is not None or self._was_asked(code):
+        if code in (0, ExitCode.REQUEUE) or self.failed is not None or self._died_forwarded(code):
             return
         self.failed = rank
         self.next_at = time.monotonic() + self.grace_seconds
         rest = f"; stopping the other {len(self.left)}" if self.left else ""
-        self._say([rank], _cause(code) + rest)
+        self._report([rank], _cause(code) + rest)
         self._send(signal.SIGTERM)
 
-    def _was_asked(self, code: int) -> bool:
-        """Died by a signal that all were sent, before it could handle it: it was told to stop, and did."""
+    def _died_forwarded(self, code: int) -> bool:
+        """Whether it died by a forwarded signal, because it had no handler yet: a requested stop."""
         return code < 0 and -code in self.forwarded
 
-    def _say(self, ranks: list[int], what: str) -> None:
+    def _report(self, ranks: list[int], what: str) -> None:
         for rank in ranks:
             line = f"rank {rank} (pid {self.workers[rank].pid}) {what}"
             with contextlib.suppress(OSError):  # a terminal that is gone
@@ -130,12 +138,12 @@ class _Job:
 
     def _exit_code(self) -> int:
         if self.failed is None:
-            asked = any(self._was_asked(code) for code in self.codes.values())
-            return _REQUEUE if asked else max(self.codes.values())
+            stopped = any(self._died_forwarded(code) for code in self.codes.values())
+            return ExitCode.REQUEUE if stopped else max(self.codes.values())
         for rank, code in self.codes.items():
-            if code > 1 and code != _REQUEUE:
+            if code > 1 and code != ExitCode.REQUEUE:
                 if rank != self.failed:
-                    self._say([rank], f"{_cause(code)}, which is the job's")
+                    self._report([rank], f"{_cause(code)}, which is the job's")
                 return code
         return 1
 
@@ -177,10 +185,10 @@ def _start(command: list[str], nproc: int, environ: Environ) -> list[subprocess.
         try:
             for rank in range(nproc):
                 fd = str(listening.fileno()) if rank == 0 else ""
-                mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE_FD: fd}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE_FD: fd}
                 worker = subprocess.Popen(
                     command,
-                    env=shared | mine,
+                    env=shared | own,
                     stdin=None if rank == 0 else subprocess.DEVNULL,
                     pass_fds=(listening.fileno(),) if rank == 0 else (),
                     preexec_fn=_end_with_parent(),
@@ -195,10 +203,12 @@ def _start(command: list[str], nproc: int, environ: Environ) -> list[subprocess.
 
 
 def _shared_environ(environ: Environ, nproc: int, port: int) -> dict[str, str]:
-    """What all workers see; nothing of an outer torchrun, whose ranks these are not."""
-    kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
-    kept.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
-    return kept | {
+    """Variables of all workers, without those of an outer torchrun, whose ranks these are not."""
+    variables = {
+        name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")
+    }
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
+    return variables | {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": LOOPBACK,
@@ -208,7 +218,7 @@ def _shared_environ(environ: Environ, nproc: int, port: int) -> dict[str, str]:
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what a Slurm step or a container leaves us
+    if hasattr(os, "sched_getaffinity"):  # the cores that a Slurm step or a container grants
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_parallel.start import run_local_workers
+from forge_resilience import run_local_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -32,21 +31,8 @@ def on(number, code):
 """
 _LAUNCHER = """
 import sys
-from forge_parallel.start import run_local_workers
+from forge_resilience import run_local_workers
 sys.exit(run_local_workers([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1])))
-"""
-_GLOO = """
-import sys
-import torch
-import torch.distributed as dist
-from forge_parallel.start import end_process_group, find_world, leave, start_process_group
-world = find_world()
-start_process_group(world, "cpu", start_timeout_seconds=60)
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-sys.stdout.write(f"{world.launcher} {world.rank}/{world.world_size} {total.item()}\\n")
-end_process_group()
-leave(0)
 """
 
 
@@ -244,41 +230,3 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path):
     process.wait()
     assert all([gone(pid) for pid in pids])
     assert all((tmp_path / f"signal{rank}").exists() for rank in range(2))  # TERM: it could save
-
-
-def test_local_workers_form_a_group(capfd):
-    assert run_local_workers([sys.executable, "-c", _GLOO], 2) == 0
-    out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["environment 0/2 3.0", "environment 1/2 3.0"]
-    assert said_of_ranks(err) == []
-
-
-def test_torchrun_workers_form_a_group(tmp_path):
-    torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
-    if torchrun is None:
-        pytest.skip("torchrun is not beside this Python")
-    script = tmp_path / "script.py"
-    script.write_text(_GLOO)
-    done = subprocess.run(
-        [torchrun, "--nproc-per-node=2", script],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["torchrun 0/2 3.0", "torchrun 1/2 3.0"]
-
-
-def test_leave_runs_what_was_registered_and_keeps_the_code(tmp_path):
-    body = """
-import atexit, sys, threading
-from forge_parallel.start import leave
-atexit.register(lambda: sys.stdout.write("registered"))
-atexit.register(lambda: 1 / 0)
-threading.Thread(target=threading.Event().wait).start()  # would keep the interpreter for ever
-sys.stdout.write("said, ")
-leave(66)
-"""
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (66, "said, registered")
