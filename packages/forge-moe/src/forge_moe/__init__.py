@@ -1,7 +1,7 @@
 """Mixture-of-experts routers, dispatch and grouped-GEMM experts for PyTorch."""
 
 from forge_moe.balance import AuxLosses, aux_losses, set_aux_scale, update_expert_bias
-from forge_moe.config import CAPABILITIES, MoEConfig, RouterConfig
+from forge_moe.config import MoEConfig, RouterConfig
 from forge_moe.dispatch import Dispatched, LocalDispatch
 from forge_moe.experts import Experts
 from forge_moe.full_state import load_full_state
@@ -13,7 +13,6 @@ from forge_moe.routers import Routed, Router, Rule
 from forge_moe.upcycle import upcycle
 
 __all__ = [
-    "CAPABILITIES",
     "AuxLosses",
     "Dispatched",
     "Experts",

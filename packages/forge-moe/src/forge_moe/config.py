@@ -1,146 +1,22 @@
-"""What a router and a mixture-of-experts layer are made of, validated when described."""
+"""Configurations of a router and of a mixture-of-experts layer, validated when made."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from forge_moe._rules import Rule, check, check_types
+__all__ = ["MoEConfig", "RouterConfig"]
+
+# Far above any model: a typing error is refused before memory is allocated.
+_MAX_WIDTH, _MAX_COUNT = 2**20, 2**16
 
 
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def _between(name: str, minimum: int, maximum: int) -> Rule:
-    return Rule(
-        f"{name}_range",
-        lambda c: c[name] is not None and not minimum <= c[name] <= maximum,
-        f"{name} {{{name}}} must be {minimum} to {maximum}",
-        "use a number in that range",
-    )
-
-
-def _not_negative(name: str) -> Rule:
-    return Rule(
-        f"{name}_range",
-        lambda c: not 0.0 <= c[name] < float("inf"),
-        f"{name} {{{name}}} must be a finite number, 0 or more",
-        "use 0 to switch it off",
-    )
-
-
-def _one_of(name: str, *choices: str) -> Rule:
-    return Rule(
-        f"{name}_name",
-        lambda c: c[name] not in choices,
-        f"{name} {{{name}!r}} is unknown",
-        "use one of " + ", ".join(choices),
-    )
-
-
-# Far above any model; a slip of the pen stops here, before memory is asked for.
-_WIDEST, _MOST = 2**20, 2**16
-
-_SHARED_KEYS_RULES: tuple[Rule, ...] = (
-    _between("dim", 1, _WIDEST),
-    *(_between(n, 1, _MOST) for n in ("num_experts", "top_k", "num_groups", "top_groups")),
-    Rule(
-        "top_1_keeps_its_weight",
-        lambda c: (
-            c["top_k"] == 1 < c["num_experts"]
-            and c["normalize"] == "after_top_k"
-            and c.get("router", c.get("name")) in ("softmax_topk", "sigmoid_topk")
-        ),
-        "top_k 1 must go with normalize 'before_top_k': the weight of a single expert, divided by itself, is 1 "
-        "and gives the router no gradient",
-        "set normalize = 'before_top_k', or top_k = 2",
-    ),
-    Rule(
-        "top_k_fits",
-        lambda c: c["top_k"] > c["num_experts"] >= 1,
-        "top_k {top_k} must not be above num_experts {num_experts}",
-        "lower top_k or add experts",
-    ),
-    Rule(
-        "groups_divide_experts",
-        lambda c: c["num_groups"] >= 1 and c["num_experts"] % c["num_groups"] != 0,
-        "num_experts {num_experts} must be divisible by num_groups {num_groups}",
-        "use a divisor of num_experts",
-    ),
-    Rule(
-        "top_groups_fit",
-        lambda c: c["top_groups"] > c["num_groups"] >= 1,
-        "top_groups {top_groups} must not be above num_groups {num_groups}",
-        "lower top_groups, or raise num_groups to limit routing",
-    ),
-    Rule(
-        "groups_hold_top_k",
-        lambda c: (
-            c["num_groups"] >= c["top_groups"] >= 1
-            and c["num_experts"] % c["num_groups"] == 0
-            and c["top_k"] <= c["num_experts"]
-            and c["top_k"] > c["num_experts"] // c["num_groups"] * c["top_groups"]
-        ),
-        "top_k {top_k} must fit into top_groups {top_groups} of num_groups {num_groups} "
-        "with num_experts {num_experts}",
-        "raise top_groups or lower top_k",
-    ),
-    _one_of("normalize", "after_top_k", "before_top_k"),
-    _one_of("group_score", "top2_sum", "max"),
-    Rule(
-        "route_scale_range",
-        lambda c: not 0.0 < c["route_scale"] < float("inf"),
-        "route_scale {route_scale} must be finite and above 0",
-        "use 1.0",
-    ),
-)
-
-ROUTER_RULES = _SHARED_KEYS_RULES
-
-MOE_RULES: tuple[Rule, ...] = (
-    *_SHARED_KEYS_RULES,
-    _between("hidden_dim", 1, _WIDEST),
-    _between("num_shared_experts", 0, _MOST),
-    _between("shared_hidden_dim", 1, _WIDEST),
-    _one_of("activation", "swiglu", "gelu"),
-    Rule(
-        "shared_gate_needs_shared",
-        lambda c: c["shared_gate"] and c["num_shared_experts"] == 0,
-        "shared_gate must go with shared experts, and num_shared_experts is 0",
-        "set num_shared_experts = 1, or shared_gate = false",
-    ),
-    Rule(
-        "capacity_factor_range",
-        lambda c: c["capacity_factor"] is not None and not 0.0 < c["capacity_factor"] < 1e6,
-        "capacity_factor {capacity_factor} must be above 0",
-        "use 1.25, or leave it empty to drop nothing",
-    ),
-    _one_of("drop_policy", "position", "probability"),
-    _one_of("aux", "return", "attach", "none"),
-    _one_of("aux_scope", "sequence", "micro_batch", "global_batch", "global_batch_lagged"),
-    *(
-        _not_negative(n)
-        for n in ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight", "bias_update_rate")
-    ),
-    Rule(
-        "aux_none_has_no_weights",
-        lambda c: (
-            c["aux"] == "none"
-            and (c["aux_loss_weight"] or c["sequence_loss_weight"] or c["z_loss_weight"])
-        ),
-        "aux 'none' must go without loss weights (aux_loss_weight {aux_loss_weight}, "
-        "sequence_loss_weight {sequence_loss_weight}, z_loss_weight {z_loss_weight})",
-        "use aux = 'return' or 'attach', or set the weights to 0",
-    ),
-    _one_of("bias_schedule", "constant", "cosine", "linear_warmup"),
-    _one_of("backend", "auto", "grouped_mm", "loop", "batched", "float8"),
-)
-
-CAPABILITIES: tuple[Rule, ...] = MOE_RULES
-
-
 @dataclass(frozen=True)
 class RouterConfig:
-    """Shape and options of a router. Raises ValueError listing every broken rule, one per line.
+    """Shape and options of a router. Raises ValueError with a line for each problem.
 
     RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6)
     """
@@ -155,21 +31,21 @@ class RouterConfig:
     num_groups: int = _field(1, "groups of neighbouring experts; 1: no limit")
     top_groups: int = _field(1, "groups that a token may choose experts from")
     group_score: Literal["top2_sum", "max"] = _field(
-        "top2_sum", "what ranks groups: their two best experts together, or the best one"
+        "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"
     )
     route_scale: float = _field(1.0, "factor on the weights of the chosen experts")
     expert_bias: bool = _field(False, "buffer added to the scores for selection only")
 
     def __post_init__(self) -> None:
-        check_types(self, "router")
-        check(vars(self), ROUTER_RULES, "router")
+        _raise("router", _type_problems(self))
+        _raise("router", _routing_problems(self, self.name))
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """Shape and options of a mixture-of-experts layer.
 
-    Raises ValueError listing every broken rule, one per line.
+    Raises ValueError with a line for each problem.
 
         MoEConfig(dim=512, hidden_dim=1024, num_experts=8, top_k=2)
     """
@@ -185,11 +61,11 @@ class MoEConfig:
     num_groups: int = _field(1, "groups of neighbouring experts; 1: no limit")
     top_groups: int = _field(1, "groups that a token may choose experts from")
     group_score: Literal["top2_sum", "max"] = _field(
-        "top2_sum", "what ranks groups: their two best experts together, or the best one"
+        "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"
     )
     route_scale: float = _field(1.0, "factor on the weights of the chosen experts")
     expert_bias: bool = _field(
-        False, "selection bias without balancing; bias_update_rate brings its own"
+        False, "selection bias without balancing; bias_update_rate above 0 adds one too"
     )
     activation: Literal["swiglu", "gelu"] = _field("swiglu", "kind of expert")
     bias: bool = _field(False, "biases in the experts' projections")
@@ -202,14 +78,14 @@ class MoEConfig:
         None, "rows an expert takes at most in training, over its even share; empty: drop nothing"
     )
     drop_policy: Literal["position", "probability"] = _field(
-        "position", "who stays when an expert is full: earlier tokens, or likelier ones"
+        "position", "tokens that a full expert keeps: earlier ones, or those with larger weights"
     )
     aux: Literal["return", "attach", "none"] = _field(
         "return", "router losses: handed to the caller, or added to the gradient"
     )
     aux_loss_weight: float = _field(0.0, "weight of the balance loss")
     aux_scope: Literal["sequence", "micro_batch", "global_batch", "global_batch_lagged"] = _field(
-        "micro_batch", "over which tokens the balance loss counts"
+        "micro_batch", "tokens whose choices the balance loss counts"
     )
     sequence_loss_weight: float = _field(0.0, "weight of DeepSeek-V3's loss per sequence")
     z_loss_weight: float = _field(0.0, "weight of the squared log-sum-exp of the logits")
@@ -223,12 +99,12 @@ class MoEConfig:
     )
 
     def __post_init__(self) -> None:
-        check_types(self, "moe")
-        check(vars(self), MOE_RULES, "moe")
+        _raise("moe", _type_problems(self))
+        _raise("moe", _moe_problems(self))
 
     @property
     def router_config(self) -> RouterConfig:
-        """The router's part."""
+        """The keys of the router."""
         same = {f.name for f in fields(RouterConfig)} - {"name", "expert_bias"}
         return RouterConfig(
             name=self.router,
@@ -238,5 +114,122 @@ class MoEConfig:
 
     @property
     def resolved_shared_hidden_dim(self) -> int:
-        """Width inside all shared experts together."""
+        """Sum of the widths inside the shared experts."""
         return self.num_shared_experts * (self.shared_hidden_dim or self.hidden_dim)
+
+
+def _raise(where: str, problems: Iterator[str]) -> None:
+    """Raise one ValueError with a line for each problem, `where: value and rule; fix`."""
+    lines = [f"{where}: {problem}" for problem in problems]
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[str]:
+    """A sentence for each field that is not of its annotated type.
+
+    True is not a number and 2.0 not an integer; an integer is a number. `_one_of` checks the Literals.
+    """
+    for name, value in vars(config).items():
+        annotation = type(config).__annotations__[name]
+        allowed = get_args(annotation) or (annotation,)
+        expected = next((kind for kind in allowed if kind in _TYPE_NAMES), None)
+        if expected is None or type(value) in (*allowed, int if expected is float else expected):
+            continue
+        empty = ", or leave it empty" if type(None) in allowed else ""
+        yield f"{name} {value!r} must be {_TYPE_NAMES[expected]}; write it as one{empty}"
+
+
+def _in_range(config: Any, name: str, minimum: int, maximum: int) -> Iterator[str]:
+    value = getattr(config, name)
+    if value is not None and not minimum <= value <= maximum:
+        yield f"{name} {value} must be {minimum} to {maximum}; use a number in that range"
+
+
+def _not_negative(config: Any, name: str) -> Iterator[str]:
+    value = getattr(config, name)
+    if not 0.0 <= value < float("inf"):
+        yield f"{name} {value} must be a finite number, 0 or more; use 0 to switch it off"
+
+
+def _one_of(config: Any, name: str) -> Iterator[str]:
+    """Sentence for a field whose value is not in its Literal."""
+    value, choices = getattr(config, name), get_args(type(config).__annotations__[name])
+    if value not in choices:
+        yield f"{name} {value!r} is unknown; use one of {', '.join(choices)}"
+
+
+def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[str]:
+    """Of the keys that router and layer share."""
+    yield from _in_range(c, "dim", 1, _MAX_WIDTH)
+    for name in ("num_experts", "top_k", "num_groups", "top_groups"):
+        yield from _in_range(c, name, 1, _MAX_COUNT)
+    softmax_or_sigmoid = router in ("softmax_topk", "sigmoid_topk")
+    if c.top_k == 1 < c.num_experts and c.normalize == "after_top_k" and softmax_or_sigmoid:
+        yield (
+            "top_k 1 must go with normalize 'before_top_k': the weight of a single expert, divided by itself, is 1 "
+            "and gives the router no gradient; set normalize = 'before_top_k', or top_k = 2"
+        )
+    if c.top_k > c.num_experts >= 1:
+        yield (
+            f"top_k {c.top_k} must not be above num_experts {c.num_experts}; lower top_k or add experts"
+        )
+    yield from _group_problems(c)
+    yield from _one_of(c, "normalize")
+    yield from _one_of(c, "group_score")
+    if not 0.0 < c.route_scale < float("inf"):
+        yield f"route_scale {c.route_scale} must be finite and above 0; use 1.0"
+
+
+def _group_problems(c: RouterConfig | MoEConfig) -> Iterator[str]:
+    """Of routing limited to groups. Numbers below 1 have their own sentence, and none here."""
+    divisible = c.num_groups >= 1 and c.num_experts % c.num_groups == 0
+    if c.num_groups >= 1 and not divisible:
+        yield (
+            f"num_experts {c.num_experts} must be divisible by num_groups {c.num_groups}; use a divisor of "
+            "num_experts"
+        )
+    if c.top_groups > c.num_groups >= 1:
+        yield (
+            f"top_groups {c.top_groups} must not be above num_groups {c.num_groups}; lower top_groups, or raise "
+            "num_groups to limit routing"
+        )
+    if divisible and c.num_groups >= c.top_groups >= 1:
+        reachable = c.num_experts // c.num_groups * c.top_groups
+        if reachable < c.top_k <= c.num_experts:
+            yield (
+                f"top_k {c.top_k} must fit into top_groups {c.top_groups} of num_groups {c.num_groups} with "
+                f"num_experts {c.num_experts}; raise top_groups or lower top_k"
+            )
+
+
+def _moe_problems(c: MoEConfig) -> Iterator[str]:
+    yield from _routing_problems(c, c.router)
+    yield from _in_range(c, "hidden_dim", 1, _MAX_WIDTH)
+    yield from _in_range(c, "num_shared_experts", 0, _MAX_COUNT)
+    yield from _in_range(c, "shared_hidden_dim", 1, _MAX_WIDTH)
+    yield from _one_of(c, "activation")
+    if c.shared_gate and c.num_shared_experts == 0:
+        yield (
+            "shared_gate must go with shared experts, and num_shared_experts is 0; set num_shared_experts = 1, or "
+            "shared_gate = false"
+        )
+    if c.capacity_factor is not None and not 0.0 < c.capacity_factor < 1e6:
+        yield (
+            f"capacity_factor {c.capacity_factor} must be above 0; use 1.25, or leave it empty to drop nothing"
+        )
+    for name in ("drop_policy", "aux", "aux_scope"):
+        yield from _one_of(c, name)
+    for name in ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight", "bias_update_rate"):
+        yield from _not_negative(c, name)
+    if c.aux == "none" and (c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight):
+        yield (
+            f"aux 'none' must go without loss weights (aux_loss_weight {c.aux_loss_weight}, sequence_loss_weight "
+            f"{c.sequence_loss_weight}, z_loss_weight {c.z_loss_weight}); use aux = 'return' or 'attach', or set "
+            "the weights to 0"
+        )
+    yield from _one_of(c, "bias_schedule")
+    yield from _one_of(c, "backend")
