@@ -24,7 +24,13 @@ from training import (
     weights,
 )
 
-from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialise
+from forge_core import (
+    OptimizerConfig,
+    build_optimizer,
+    cross_entropy,
+    fused_cross_entropy,
+    initialise,
+)
 from forge_moe import expert_parallelize, recompute_contexts, set_aux_scale, update_expert_bias
 from forge_parallel import (
     Meshes,
@@ -171,7 +177,10 @@ class Side:
         if self.pipeline is not None:
             whole = together(parts)
             loss_of = lambda logits, wanted: self._token_loss(logits, wanted) / labels  # noqa: E731
-            total = self.pipeline.step(whole.tokens, whole.labels, loss_of, **whole.keywords)
+            then = _fused if FEATURES[self.cell.feature].fused else None
+            total = self.pipeline.step(
+                whole.tokens, whole.labels, loss_of, then=then, **whole.keywords
+            )
             sync_tied_gradients(self.model, self.meshes)
             parts = []
         for index, part in enumerate(parts):
@@ -179,11 +188,18 @@ class Side:
             accumulate(self.model, last)
             if FEATURES[self.cell.feature].deferred:
                 self.model.set_requires_gradient_sync(last)
-            loss = self._token_loss(self.model(part.tokens, **part.keywords), part.labels) / labels
+            loss = self._forward(part) / labels
             loss.backward()
             total += loss.detach()
         # ranks of a tp group have the same loss
         return total if self.meshes.tp.rank == 0 else torch.zeros(())
+
+    def _forward(self, part: MicroBatch) -> Tensor:
+        """The sum of token losses of a micro-batch."""
+        given: dict[str, Any] = dict(part.keywords)
+        if FEATURES[self.cell.feature].fused:
+            given["then"] = functools.partial(_fused, labels=part.labels)
+        return self._token_loss(self.model(part.tokens, **given), part.labels)
 
     def _here(self, part: MicroBatch) -> MicroBatch:
         """This rank's tokens of each row."""
@@ -196,9 +212,15 @@ class Side:
         return whole.map(lambda x: cut_sequence(x, self.meshes.cp))
 
     def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if FEATURES[self.cell.feature].fused:
+            return logits  # the head gave the loss
         if self.meshes.tp.size > 1:
             return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
         return cross_entropy(logits, labels).sum
+
+
+def _fused(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return fused_cross_entropy(x, weight, labels).sum
 
 
 def _with_documents(part: MicroBatch) -> MicroBatch:

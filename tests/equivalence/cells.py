@@ -78,7 +78,8 @@ class Feature:
     evaluation, and the own ones back; total, that a step has so many micro-batches in all, dealt to the
     readers whether they divide or not, with filler where one has fewer; deferred means that nothing is
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
-    forge_parallel's `accumulate` does; backend is the compiler's.
+    forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; backend is the
+    compiler's.
     """
 
     micro_batches: int = 1
@@ -90,6 +91,7 @@ class Feature:
     swaps: bool = False
     total: int | None = None
     deferred: bool = False
+    fused: bool = False
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=dict)
@@ -295,6 +297,9 @@ FEATURES = {
         total=8, packed=True, moe={**_SOFTMAX, "capacity_factor": 0.75}, model=_EVEN
     ),
     "dealt_bf16": Feature(total=8, packed=True, parallel=_BF16),
+    "fused": Feature(micro_batches=2, packed=True, fused=True, model={"tie_embeddings": True}),
+    "fused_compile_recompute": Feature(fused=True, parallel={**_COMPILE, **_FULL}),
+    "fused_bf16": Feature(micro_batches=2, fused=True, parallel=_BF16),
     # a reader that has nothing but filler, and experts that get no row from it
     "idle": Feature(total=3),
     "idle_compile": Feature(total=3, parallel=_COMPILE),
@@ -328,7 +333,7 @@ _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 _CHOSEN = {
     "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
     "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
-    " moe_expert_choice moe_expert_biases",
+    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16",
     "fsdp_4": "packed_recompute moe_packed moe_lagged idle idle_compile idle_moe_loop",
     "fsdp_3": "dealt dealt_packed dealt_moe dealt_moe_lagged dealt_moe_capacity dealt_bf16",
     "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
@@ -342,21 +347,22 @@ _CHOSEN = {
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
     " moe_recompute one_key_head",
     "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head",
-    "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed",
+    "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
+    " fused fused_compile_recompute",
     "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
-    " moe_bias moe_packed moe_global moe_recompute swapped",
+    " moe_bias moe_packed moe_global moe_recompute swapped fused",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias",
-    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute",
-    "pp_zbv": "packed recompute_selective moe_bias moe_selective",
+    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused",
+    "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
     " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
     "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head",
     "fsdp_tp_whole": "packed_recompute moe_bias branches",
     "hsdp_tp": "qk_norm accumulation moe_packed",
-    "fsdp_cp": "accumulation packed tied_embeddings moe_bias",
+    "fsdp_cp": "accumulation packed tied_embeddings moe_bias fused",
     "hsdp_cp_ring": "packed accumulation",
     "fsdp_pp_gpipe": "tied_embeddings moe",
     "fsdp_pp_1f1b": "accumulation packed tied_embeddings bf16 moe_bias compile branches",

@@ -60,6 +60,32 @@ def test_loss_and_gradients_are_those_of_the_logits(
         assert error(parameter.grad, expected[name]) < 1e-5, name
 
 
+@pytest.mark.parametrize("block", [7 * V, 2**23])
+def test_weights_of_labels_are_those_of_cross_entropy(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(1)
+    _, labels = batch()
+    weights = torch.rand(B, S, generator=generator)
+    weights[0, 4] = torch.nan  # of an ignored label: not read
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((B, S, 8), (V, 8)))
+    found = []
+    for loss in (lambda x, w: cross_entropy(x @ w.T, labels, weights=weights),
+                 lambda x, w: fused_cross_entropy(x, w, labels, weights=weights)):  # fmt: skip
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        result = loss(*leaves)
+        (result.sum / 7).backward()
+        found.append((result.count, result.sum.detach(), *(leaf.grad for leaf in leaves)))
+    (count, *wanted), (same, *got) = found
+    assert count.dtype == same.dtype == torch.float64
+    assert count == same
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 1e-6
+    with pytest.raises(ValueError, match=r"weights torch.float32 of shape \(3,\) must be"):
+        fused_cross_entropy(x, weight, labels, weights=torch.ones(3))
+
+
 def test_the_logits_of_all_tokens_are_never_kept() -> None:
     model = Transformer(TransformerConfig(V, dim=32, num_layers=1, num_heads=2, hidden_dim=48))
     tokens, labels = batch()

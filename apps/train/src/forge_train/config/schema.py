@@ -127,8 +127,8 @@ class TrainConfig:
     )
     loss: str = _field(
         "cross_entropy",
-        "loss of logits: cross_entropy, an entry point of forge.losses, or module:attr, called as "
-        "loss(logits, labels, weights) for the sum over a micro-batch",
+        "loss of logits: cross_entropy, fused_cross_entropy (inside the head, without all logits), an entry point "
+        "of forge.losses, or module:attr, called as loss(logits, labels, weights) for the sum over a micro-batch",
     )
     loss_options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "further arguments of a loss of your own"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 from torch import nn
@@ -15,17 +16,24 @@ from forge_parallel.suits import facts_of
 from forge_train.config.schema import JobConfig
 from forge_train.trainer.layout import NAMES
 from forge_train.trainer.mixtures import mixture_sizes, whole_batch
+from forge_train.trainer.objective import FUSED
 
 #: Keys as in `layout_problems`; depth and experts are what was built, whoever's model it is.
 _NAMES = {name: key for name, key in NAMES.items() if not key.startswith("model.")}
 
 
 def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[str]:
-    """What keeps a whole model, ours or somebody's, from the axes that cut it: pp, cp and tp.
+    """What keeps a whole model, ours or somebody's, from a loss inside its head and from the axes that cut it:
+    pp, cp and tp.
 
     It is asked for its parts and the width of its stream (`pipeline_parts()`), its attention (`attend`), its
     roles (`parallel_roles()`) and its mixtures. Costs a walk over its modules.
     """
+    if config.train.loss == FUSED and "then" not in inspect.signature(model.forward).parameters:
+        return [
+            f"train.loss {FUSED!r} is computed inside the head, and the forward of {config.model.name} takes no "
+            "`then` to hand there; use train.loss = 'cross_entropy', or pass then(x, weight) to the head"
+        ]
     if layout.pp * layout.cp * layout.tp == 1:
         return []
     try:

@@ -26,7 +26,7 @@ from forge_parallel.pipeline import (
 )
 from forge_train.config.schema import JobConfig
 from forge_train.trainer.host_copy import HostCopy
-from forge_train.trainer.objective import find_loss, find_objective
+from forge_train.trainer.objective import FUSED, find_loss, find_objective
 
 #: An extra that is no data: what a model calls on its stream (B, S, D) where context ranks cut it.
 AFTER_EMBEDDING = "after_embedding"
@@ -58,6 +58,7 @@ class Compute:
         self.micro_batch = division.size
         self._cut_width = width_of_cut_logits(model)
         self._loss, self.objective = find_loss(config.train), find_objective(config.train)
+        self._fused = config.train.loss == FUSED and self.objective is None
         self._refuse_cut_logits(config)
         stages = [model] if meshes.pp.size == 1 else stages_of(model)
         self._host_inputs = tuple(getattr(model, "host_inputs", ()))
@@ -141,7 +142,12 @@ class Compute:
         else:
             given = self._here(batch)
             total = self._pipeline.evaluate(
-                given.tokens, given.targets, self._token_loss, given.extras, **given.keywords
+                given.tokens,
+                given.targets,
+                self._token_loss,
+                given.extras,
+                self._then,
+                **given.keywords,
             )
         return self._mine(total), weight
 
@@ -152,16 +158,28 @@ class Compute:
             given.targets,
             lambda logits, targets: self._token_loss(logits, targets) / normaliser,
             given.extras,
+            self._then,
             **given.keywords,
         )
         sync_tied_gradients(self.model, self.meshes)
         return self._mine(total.reshape(1))
 
     def _forward(self, given: Given) -> Any:
-        return self.model(given.tokens, **given.keywords, **given.extras)
+        more = {"then": partial(self._then, labels=given.targets)} if self._then else {}
+        return self.model(given.tokens, **given.keywords, **given.extras, **more)
+
+    @property
+    def _then(self) -> Callable[..., Tensor] | None:
+        """What the model's head is to compute in place of logits."""
+        return self._inside_head if self._fused else None
+
+    def _inside_head(self, x: Tensor, weight: Tensor, labels: Targets) -> Tensor:
+        return self._loss(x, weight, *labels)
 
     def _token_loss(self, output: Any, targets: Targets) -> Tensor:
         """Weighted sum over the labels; under tp each rank may hold a part of the vocabulary."""
+        if self._fused:
+            return output
         labels, weights = targets
         logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
         if logits.size(-1) == self._cut_width:

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forge_core import cross_entropy
+from forge_core import cross_entropy, fused_cross_entropy
 from forge_core.registry import Registry
 from forge_data import Batch
 from forge_train.config.schema import TrainConfig
 from forge_train.errors import ConfigError
 
-Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Loss = Callable[..., Tensor]
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
@@ -22,17 +22,25 @@ def token_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) 
     return cross_entropy(logits, labels, weights=weights).sum
 
 
+def inside_head(x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """The same of the stream (B, S, D) and the head's weight (V, D), without all logits."""
+    return fused_cross_entropy(x, weight, labels, weights=weights).sum
+
+
+#: The built-in loss that the head computes: it is called as `inside_head`, not on logits.
+FUSED = "fused_cross_entropy"
 LOSSES = Registry(
     "train.loss",
     "forge.losses",
     ("logits", "labels", "weights"),
-    {"cross_entropy": token_cross_entropy},
+    {"cross_entropy": token_cross_entropy, FUSED: inside_head},
 )
 OBJECTIVES = Registry("train.objective", "forge.objectives", ("model", "batch"), {})
 
 
 def find_loss(config: TrainConfig) -> Loss:
-    """`loss(logits (B, S, V), labels (B, S), weights (B, S) or None) -> 0-dim sum`, with its options bound.
+    """`loss(logits (B, S, V), labels (B, S), weights (B, S) or None) -> 0-dim sum`, with its options bound; for
+    `FUSED` with the stream and the head's weight in place of logits.
 
     ValueError for a name that leads nowhere, and for options that it does not take.
     """

@@ -142,6 +142,11 @@ def _check(logits: Tensor, labels: Tensor, weights: Tensor | None) -> None:
         raise ValueError(f"logits are {logits.dtype}, they must be floating point; pass raw scores")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}, they must be token ids; use torch.int64")
+    check_weights(weights, labels)
+
+
+def check_weights(weights: Tensor | None, labels: Tensor) -> None:
+    """ValueError unless weights, if any, are floating point and one for each label."""
     if weights is not None and (weights.shape != labels.shape or not weights.is_floating_point()):
         raise ValueError(
             f"weights {weights.dtype} of shape {tuple(weights.shape)} must be floating point and have the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Pipeline:
         shape = (micro_batch, self.length // cut, dim)  # (B, S, D)
         self._stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         self._loss: Loss | None = None
+        self._then: Callable[..., Tensor] | None = None
         self._targets: Any = None
         self._inputs: Mapping[str, Any] = {}
         self._extras: Mapping[str, Any] = {}
@@ -105,6 +107,8 @@ class Pipeline:
         rows = _slice(kwargs.pop("rows"))
         extras = {name: self._extras[name] for name in getattr(module, "extra_inputs", ())}
         found = {name: _take(value, rows) for name, value in {**self._inputs, **extras}.items()}
+        if self._then is not None and module is self.stages.get(num_stages(self.config) - 1):
+            found["then"] = partial(self._then, labels=_take(self._targets, rows))
         return args, {**kwargs, **found}
 
     def step(
@@ -113,6 +117,7 @@ class Pipeline:
         labels: Any,
         loss_fn: Loss,
         extras: Mapping[str, Any] | None = None,
+        then: Callable[..., Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, summed and unscaled.
@@ -123,7 +128,8 @@ class Pipeline:
         `labels` may be a tuple of such tensors (or None), of which the loss gets the same tuple.
         Keyword tensors (positions, document_ids) have as many rows or 1, on any device, and reach every
         stage. `extras`, tensors or ragged values with rows that a slice takes, reach the stages that name
-        them in `extra_inputs`, a callable among them as it is. Returns this rank's sum of losses, 0-dim: 0
+        them in `extra_inputs`, a callable among them as it is. `then(x, weight, labels=...)`, which the last
+        stage's forward takes as `then(x, weight)`, gives the output that `loss_fn` gets. Returns this rank's sum of losses, 0-dim: 0
         where the last stage is not.
 
         Cost: an activation and its gradient per micro-batch and border of stages. FSDP2 gathers weights as
@@ -131,7 +137,7 @@ class Pipeline:
         """
         follow_mode(self.model)
         self._inputs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
-        self._targets, self._extras, self._loss = labels, extras or {}, loss_fn
+        self._targets, self._extras, self._loss, self._then = labels, extras or {}, loss_fn, then
         losses: list[Tensor] = []
         rows = torch.arange(len(tokens))
         first = (tokens,) if 0 in self.stages else ()
@@ -145,6 +151,7 @@ class Pipeline:
     def _forget(self) -> None:
         """What a step holds may be large."""
         self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
+        self._then = None
 
     @torch.no_grad()
     def evaluate(
@@ -153,6 +160,7 @@ class Pipeline:
         labels: Any,
         loss_fn: Loss,
         extras: Mapping[str, Any] | None = None,
+        then: Callable[..., Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """The same sum of losses by forwards alone, whatever the schedule; modes are left as they are.
@@ -163,7 +171,7 @@ class Pipeline:
         follow_mode(self.model)
         count = max(1, tokens.size(0) // self.micro_batch)
         self._inputs = self._keywords(tokens, labels, count, kwargs)
-        self._extras = extras or {}
+        self._targets, self._extras, self._then = labels, extras or {}, then
         parts = torch.arange(len(tokens)).split(self.micro_batch)
         try:
             losses = [

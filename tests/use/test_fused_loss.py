@@ -1,0 +1,210 @@
+"""train.loss = "fused_cross_entropy" is the loss of the logits, in every layout, without ever holding them.
+
+Bound: fp32 1e-5 of max|a - b| / max|b|.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_core.loss.fused import _BLOCK
+from forge_testing import forge_train, write_job
+from forge_testing.runs import (
+    Fitted,
+    assert_close,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    make_job,
+    together,
+)
+from forge_train import ConfigError, Trainer, load_job
+
+V = 64
+FUSED = {"train.loss": "fused_cross_entropy"}
+KEYS: dict[str, Any] = {
+    "data.sources.text.name": f"{__name__}:Weighted",
+    "model.vocab_size": V,
+    "model.num_layers": 4,
+    "train.micro_batch": 3,
+    "train.steps": 4,
+    "eval.every_steps": 2,
+    "sample.max_new_tokens": 0,
+}
+
+
+class Weighted:
+    """Rows of two documents without end, with uneven weights, a third of the labels ignored."""
+
+    vocab_size, max_token_id, tokenizer = V, V - 1, None
+
+    def __init__(self, config: Any) -> None:
+        self.first = 0 if config.split == "train" else 10**6
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"first": self.first}
+
+    def stream(self, seq_len: int, seed: int) -> WeightedRows:
+        return WeightedRows(self.first, seq_len, seed)
+
+
+class WeightedRows:
+    def __init__(self, first: int, seq_len: int, seed: int) -> None:
+        self.first, self.seq_len, self.seed = first, seq_len, seed
+
+    def __len__(self) -> int:
+        return 1000
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"first": self.first, "seq_len": self.seq_len, "seed": self.seed}
+
+    def arrays(self, ids: np.ndarray) -> dict[str, Any]:
+        rows = [self._row(int(i)) for i in [*ids, 0]]
+        return {name: np.stack([row[name] for row in rows])[:-1] for name in rows[0]}
+
+    def _row(self, i: int) -> dict[str, np.ndarray]:
+        random, length = np.random.default_rng([self.seed, self.first + i]), self.seq_len
+        line = random.integers(0, V, length + 1)
+        documents = np.arange(length) // (length // 2)
+        return {
+            "tokens": line[:-1],
+            "labels": np.where(random.random(length) < 0.3, -100, line[1:]),
+            "positions": np.arange(length) % (length // 2),
+            "document_ids": documents,
+            "weights": random.random(length).astype(np.float32),
+        }
+
+
+def keywords(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace(".", "__"): value for key, value in keys.items()}
+
+
+@functools.cache
+def plain(folder: Path, tied: bool) -> tuple[Fitted, dict[str, list]]:
+    """One process with the loss of the logits."""
+    job = make_job(folder / f"plain{tied}")
+    return fit_alone(job, **KEYS, **{"model.tie_embeddings": tied}), columns(job)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fused")
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "recompute": {"recompute": "full"},
+    "fsdp": {"dp_shard": 2},
+    "cp": {"cp": 2},
+    "pp 1f1b": {"pp": 2, "pp_schedule": "1f1b"},
+    "pp zero bubble": {"pp": 2, "pp_schedule": "interleaved_zero_bubble"},
+    "pp zbv": {"pp": 2, "pp_schedule": "zbv_zero_bubble"},
+}
+#: Tied ends on one rank are refused with any loss.
+CASES = [(name, tied) for name in LAYOUTS for tied in (False, True) if not (tied and "zbv" in name)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "tied"), CASES)
+def test_it_trains_as_the_loss_of_logits_does(
+    folder: Path, tmp_path: Path, name: str, tied: bool
+) -> None:
+    layout = LAYOUTS[name]
+    wanted, rows = plain(folder, tied)
+    job = make_job(tmp_path)
+    keys = {**KEYS, **FUSED, "model.tie_embeddings": tied}
+    keys |= {f"parallel.{key}": value for key, value in layout.items()}
+    if {*layout} <= {"recompute"}:
+        got = fit_alone(job, **keys).weights
+    else:
+        got = together(fit_on_ranks(2, job, None, **keywords(keys)))
+    assert_close(got, wanted.weights)
+    assert_same_rows(columns(job), rows)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    keys = {**KEYS, **FUSED, "schedule.name": "constant"}
+    straight = fit_alone(make_job(tmp_path / "straight"), **keys)
+    job = make_job(tmp_path / "resumed")
+    fit_alone(job, **{**keys, "train.steps": 2})
+    assert together([straight, fit_alone(job, **keys)]).keys() == straight.weights.keys()
+    assert columns(job) == columns(tmp_path / "straight/job.toml")
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) -> None:
+    rows, length, vocab = 2, 256, 40_000
+    keys = {"model.vocab_size": vocab, "data.seq_len": length, "train.global_batch": rows}
+    found = []
+    for name, loss in (("plain", {}), ("fused", FUSED)):
+        trainer = Trainer(load_job(make_job(tmp_path / name), {**keys, **loss}))
+        trainer._materialise()
+        batch = next(trainer.loader)
+        with Largest() as largest:
+            if training:
+                trainer.compute.gradients(batch, lambda: 1.0)
+            else:
+                trainer.compute.losses(batch)
+        found.append(largest.numel)
+    assert found[0] == rows * length * vocab
+    assert found[1] <= _BLOCK < rows * length * vocab
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--parallel.tp", "2", "--nproc", "2"),
+            "train.loss 'fused_cross_entropy' needs the head's whole weight, of which a rank of parallel.tp 2 has",
+        ),
+        (
+            ("--train.objective", "forge_testing.parts:smoothed"),
+            "computes the loss itself, and loss is 'fused_cross_entropy'; give one of them",
+        ),
+        (
+            ("--model.name", "forge_testing.models:bigram"),
+            "the forward of forge_testing.models:bigram takes no `then` to hand there; use",
+        ),
+        (("--train.loss", "fused_crossentropy"), "did you mean 'fused_cross_entropy'?"),
+    ],
+    ids=["tp", "objective", "then", "name"],
+)
+def test_where_it_cannot_be_computed_it_is_refused(
+    tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    loss = () if "--train.loss" in flags else ("--train.loss", "fused_cross_entropy")
+    told = forge_train("run", write_job(tmp_path), *loss, *flags)
+    assert told.code == 78, told.err
+    assert words in " ".join(told.err.split()), told.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_then_is_refused_before_a_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "init_process_group", None)
+    keys = {**FUSED, "model.name": "forge_testing.models:answering", "sample.max_new_tokens": 0}
+    with pytest.raises(ConfigError, match="takes no `then`"):
+        Trainer(load_job(write_job(tmp_path), keys))
