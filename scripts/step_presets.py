@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from forge_core import build_optimizer, cross_entropy
 from forge_moe import recompute_contexts
-from forge_moe.dispatch.all_to_all import AllToAllDispatch, Splits
+from forge_moe.dispatch import AllToAllDispatch, Splits
 from forge_parallel import clip_grads_, global_grad_norm, make_meshes, parallelize
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients
@@ -78,7 +78,7 @@ def _step(config: Any, world: int, rank: int) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    AllToAllDispatch.agree = _even  # type: ignore[method-assign]
+    AllToAllDispatch.exchange_splits = _even  # type: ignore[method-assign]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     parallel = replace(config.parallel, device="cpu", compile=False, memory_budget=None)
     meshes = make_meshes(parallel)  # outside of the fake mode: meshes hold real numbers
@@ -156,8 +156,8 @@ def _even(dispatch: AllToAllDispatch, ids: Any) -> list[Splits]:
     found = []
     for part in ids:
         rows = part.numel() // dispatch.ranks
-        having = [rows * dispatch.ranks] + [0] * (part.size(1) - 1)
-        found.append(Splits([rows] * dispatch.ranks, [rows] * dispatch.ranks, having))
+        rows_with_slot = [rows * dispatch.ranks] + [0] * (part.size(1) - 1)
+        found.append(Splits([rows] * dispatch.ranks, [rows] * dispatch.ranks, rows_with_slot))
     return found
 
 

@@ -176,7 +176,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "gradients of a token's experts are summed in 16 bits",
-        f"{_MOE}/dispatch/wire.py",
+        f"{_MOE}/dispatch/exchange.py",
         "wide = torch.promote_types(layout.dtype, torch.float32)",
         "wide = layout.dtype",
         (

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from forge_moe import Experts, LocalDispatch, MoE, MoEConfig
 from forge_moe.balance.attach import AttachLoss
-from forge_moe.dispatch.arrivals import Arrivals
+from forge_moe.dispatch.received_rows import ReceivedRows
 
 IDS = torch.tensor([[2, 0], [4, 4], [0, 4], [2, 3], [1, 2]])  # 4 is nowhere
-HAVING = [4, 3]
+ROWS_WITH_SLOT = [4, 3]
 
 
 def there_and_back(x: Tensor, weights: Tensor) -> Tensor:
@@ -27,9 +27,9 @@ def fewer_rows(x: Tensor, weights: Tensor) -> Tensor:
     return local.combine(sent.rows * 2, sent.meta)
 
 
-def arrived(x: Tensor, weights: Tensor) -> Tensor:
-    here = Arrivals.of(IDS, 4, HAVING)
-    return here.gather(here.spread(x) * 2, weights)
+def received_rows(x: Tensor, weights: Tensor) -> Tensor:
+    received = ReceivedRows.of(IDS, 4, ROWS_WITH_SLOT)
+    return received.unpermute(received.permute(x) * 2, weights)
 
 
 def attached(x: Tensor, weights: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def in_bf16(run: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor
 FUNCTIONS = {
     "local dispatch": there_and_back,
     "local dispatch of fewer rows": fewer_rows,
-    "arrivals": arrived,
+    "received rows": received_rows,
     "attached loss": attached,
     "experts": experts(),
     "experts with biases": experts(bias=True),

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 
 from forge_moe import LocalDispatch
-from forge_moe.dispatch import wire
+from forge_moe.dispatch import exchange as exchanges
 from forge_moe.dispatch.all_to_all import AllToAllDispatch
-from forge_moe.dispatch.arrivals import Arrivals
 from forge_moe.dispatch.chunked import even_sizes
 from forge_moe.dispatch.hierarchical import HierarchicalDispatch
+from forge_moe.dispatch.received_rows import ReceivedRows
 from forge_moe.replay import recompute_contexts
 from forge_testing import run_on_ranks
 
@@ -181,7 +181,7 @@ def test_the_same_bits_each_time_and_with_chunks(kind):
     assert run_on_ranks(4, bits, kind, 3) == [[True, True]] * 4
 
 
-def wire_error(kind):
+def transfer_error(kind):
     """y in bf16 against the same partial sums kept in fp32, with the stated bound."""
     tokens, num_experts = [16, 16, 16, 16], 8
     dispatcher = make(kind, num_experts)
@@ -218,8 +218,8 @@ def mine_all(rows, x):
 
 
 @pytest.mark.parametrize("kind", ["all_to_all", "hierarchical"])
-def test_sums_are_rounded_for_the_wire_within_the_stated_bound(kind):
-    for dtype, used in run_on_ranks(4, wire_error, kind):
+def test_sums_are_rounded_for_the_transfer_within_the_stated_bound(kind):
+    for dtype, used in run_on_ranks(4, transfer_error, kind):
         assert dtype == torch.float32
         assert 0.2 < used <= 1.0  # near the bound: the rounding happens, once a step
 
@@ -243,8 +243,8 @@ def syncs(kind, chunks):
                 self.others += (name,)
             return function(*args, **(kwargs or {}))
 
-    asked, to_host = [], wire.to_host
-    wire.to_host = lambda *counts: (asked.append(1), to_host(*counts))[1]
+    asked, to_host = [], exchanges.to_host
+    exchanges.to_host = lambda *counts: (asked.append(1), to_host(*counts))[1]
     try:
         dispatcher = make(kind, 8, chunks)
         x = torch.randn(6, DIM, requires_grad=True)
@@ -254,7 +254,7 @@ def syncs(kind, chunks):
             y, _ = dispatcher.run(x, weights, ids, lambda rows, counts, full: rows * 2)
             y.backward(torch.ones_like(y))
     finally:
-        wire.to_host = to_host
+        exchanges.to_host = to_host
     return len(asked), count.others
 
 
@@ -323,7 +323,7 @@ def events():
             log.append(ctx.name + "'")
             return grad, None
 
-    exchange, land = dist.all_to_all_single, wire._land
+    exchange, wait = dist.all_to_all_single, exchanges._wait
     starts = []
 
     def start(out, rows, *args, **kwargs):
@@ -333,11 +333,11 @@ def events():
             starts.append(work)
         return work
 
-    def landed(leg):
-        log.append(f"end {[leg.work is s for s in starts].index(True)}")
-        return land(leg)
+    def waited(transfer):
+        log.append(f"end {[transfer.work is s for s in starts].index(True)}")
+        return wait(transfer)
 
-    dist.all_to_all_single, wire._land = start, landed
+    dist.all_to_all_single, exchanges._wait = start, waited
     calls = []
 
     def experts(rows, counts, full):
@@ -354,7 +354,7 @@ def events():
         )
         (y + beside).sum().backward()
     finally:
-        dist.all_to_all_single, wire._land = exchange, land
+        dist.all_to_all_single, exchanges._wait = exchange, wait
     return log
 
 
@@ -405,10 +405,10 @@ def test_gradients_of_a_token_from_several_ranks_are_summed_in_fp32():
 
 def test_gradients_of_a_token_from_several_experts_here_are_summed_in_fp32():
     ids, grad = torch.arange(4).unsqueeze(0), torch.tensor([256.0, 1, 1, 1]).unsqueeze(1)
-    for spread in (
-        lambda x: Arrivals.of(ids, 4, [1, 1, 1, 1]).spread(x),
+    for permute in (
+        lambda x: ReceivedRows.of(ids, 4, [1, 1, 1, 1]).permute(x),
         lambda x: LocalDispatch(4).dispatch(x, torch.ones(1, 4), ids).rows,
     ):
         x = torch.ones(1, DIM, dtype=torch.bfloat16, requires_grad=True)
-        (spread(x).float() * grad).sum().backward()
+        (permute(x).float() * grad).sum().backward()
         assert x.grad.unique().tolist() == [260.0]

@@ -172,7 +172,7 @@ def test_exact_ties_and_500_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_differs_by_roundings_of_the_wire(kind):
+def test_bf16_differs_by_roundings_of_the_transfer(kind):
     for found in run_on_ranks(4, compare, kind, [40, 12, 0, 17], SHARED, False, torch.bfloat16):
         # sums of at most 4 parts, each rounded to 2^-8 once or twice, then y itself; gradients alike
         assert max(found.values()) < 2e-2, found

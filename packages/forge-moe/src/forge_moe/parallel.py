@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from forge_moe.dispatch.all_to_all import AllToAllDispatch, check_division
+from forge_moe.dispatch.all_to_all import AllToAllDispatch, check_divisible
 from forge_moe.dispatch.hierarchical import HierarchicalDispatch
 from forge_moe.layer import MoE
 
@@ -77,7 +77,7 @@ def _check(name: str, layer: MoE, ranks: int) -> None:
     from torch.distributed.tensor import DTensor
 
     try:
-        check_division(layer.config.num_experts, ranks)
+        check_divisible(layer.config.num_experts, ranks)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if isinstance(layer.experts, FSDPModule):

@@ -1,14 +1,8 @@
-"""Strategies that bring tokens to experts and results back.
+"""Dispatchers: they move tokens to experts and the experts' outputs back (`forge_moe.protocols.Dispatcher`)."""
 
-A strategy is an object with
+from forge_moe.dispatch.all_to_all import AllToAllDispatch, Splits
+from forge_moe.dispatch.hierarchical import HierarchicalDispatch
+from forge_moe.dispatch.local import LocalDispatch
+from forge_moe.protocols import Dispatched
 
-    dispatch(x (T, D), weights (T, K) fp32, ids (T, K) int64 in 0..E) -> Dispatched
-    combine(rows (R, D), meta) -> (T, D) fp32
-
-and, if it overlaps work, `run(x, weights, ids, experts, meanwhile) -> ((T, D) fp32, result of meanwhile)`,
-which does both and the experts between them, and calls `meanwhile()` (or gets None) while rows travel.
-"""
-
-from forge_moe.dispatch.local import Dispatched, LocalDispatch
-
-__all__ = ["Dispatched", "LocalDispatch"]
+__all__ = ["AllToAllDispatch", "Dispatched", "HierarchicalDispatch", "LocalDispatch", "Splits"]

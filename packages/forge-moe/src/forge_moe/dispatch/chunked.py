@@ -1,6 +1,6 @@
-"""Exchanges under computation: chunk 2's rows travel while chunk 1's experts work.
+"""Exchanges under computation: the rows of chunk 2 are in transfer while the experts compute chunk 1.
 
-Shapes: T tokens here, K slots per token, R rows for experts here, E experts here, D width.
+Shapes: T tokens of this rank, K slots per token, R rows for local experts, E local experts, D width.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_moe.dispatch.local import Dispatched
+from forge_moe.protocols import Dispatched
 
 
 class ChunkedDispatch:
-    """What dispatchers among ranks share: `dispatch`, `combine`, `run`, made of five steps of theirs.
+    """`dispatch`, `combine` and `run` of dispatchers between ranks, composed of five steps that they define.
 
-    agree(list of ids (T_c, K)) -> sizes of each chunk; send(x, weights, ids, sizes) starts the rows;
-    receive(what send gave) -> Dispatched; give_back(rows, meta) starts the sums; collect(what give_back
-    gave) -> (T_c, D) fp32.
+    exchange_splits(list of ids (T_c, K)) -> the sizes of each chunk; start_dispatch(x, weights, ids, sizes)
+    starts to send rows; finish_dispatch(its result) -> Dispatched; start_combine(rows, meta) starts to send
+    sums back; finish_combine(its result) -> (T_c, D) fp32.
     """
 
-    agree: Callable[[Sequence[Tensor]], list[Any]]
-    send: Callable[..., Any]
-    receive: Callable[[Any], Dispatched]
-    give_back: Callable[[Tensor, Any], Any]
-    collect: Callable[[Any], Tensor]
+    exchange_splits: Callable[[Sequence[Tensor]], list[Any]]
+    start_dispatch: Callable[..., Any]
+    finish_dispatch: Callable[[Any], Dispatched]
+    start_combine: Callable[[Tensor, Any], Any]
+    finish_combine: Callable[[Any], Tensor]
 
     def __init__(self, chunks: int) -> None:
         if chunks < 1:
@@ -35,11 +35,12 @@ class ChunkedDispatch:
 
     def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:
         """x (T, D), weights (T, K), ids (T, K) -> rows (R, D) by expert, counts (E,), no tail."""
-        return self.receive(self.send(x, weights, ids, self.agree([ids])[0]))
+        (splits,) = self.exchange_splits([ids])
+        return self.finish_dispatch(self.start_dispatch(x, weights, ids, splits))
 
     def combine(self, rows: Tensor, meta: Any) -> Tensor:
         """(T, D) fp32 from the experts' outputs rows (R, D)."""
-        return self.collect(self.give_back(rows, meta))
+        return self.finish_combine(self.start_combine(rows, meta))
 
     def run(
         self,
@@ -47,23 +48,23 @@ class ChunkedDispatch:
         weights: Tensor,
         ids: Tensor,
         experts: Callable[..., Tensor],
-        meanwhile: Callable[[], Tensor] | None = None,
+        overlapped: Callable[[], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """dispatch, `experts(rows, counts, full=True)` and combine: (T, D) fp32; and meanwhile().
+        """dispatch, `experts(rows, counts, full=True)` and combine: (T, D) fp32; and overlapped().
 
-        The tokens are cut into `chunks` runs. `meanwhile` (shared experts) is called while the first rows
-        travel; the rows of chunk i + 1 and the sums of chunk i - 1 travel under the experts of chunk i.
-        Autograd takes the steps in reverse, so gradients travel under the same work. All chunks agree on
-        their sizes at once: one host sync.
+        The tokens are split into `chunks` runs. `overlapped` (shared experts) is called during the first
+        transfer; the rows of chunk i + 1 and the sums of chunk i - 1 are in transfer while the experts
+        compute chunk i. Autograd takes the steps in reverse, so gradients overlap with the same work. One
+        exchange gives the sizes of all chunks: one host sync.
 
         A token's output does not depend on `chunks`; gradients of experts are summed over chunks. Each chunk
         costs one more of every exchange of rows and sums and one more call of `experts`, which under FSDP
-        gathers its parameters each time unless `reshard_after_forward=False`. Under torch.compile it is
-        left eager, experts and `meanwhile` included.
+        gathers its parameters each time unless `reshard_after_forward=False`. torch.compile leaves all of it
+        eager, experts and `overlapped` included.
         """
-        if torch.compiler.is_compiling():  # handles and host sizes are not for a graph
-            return torch.compiler.disable(self._run)(x, weights, ids, experts, meanwhile)
-        return self._run(x, weights, ids, experts, meanwhile)
+        if torch.compiler.is_compiling():  # a graph can hold neither work handles nor host sizes
+            return torch.compiler.disable(self._run)(x, weights, ids, experts, overlapped)
+        return self._run(x, weights, ids, experts, overlapped)
 
     def _run(
         self,
@@ -71,21 +72,23 @@ class ChunkedDispatch:
         weights: Tensor,
         ids: Tensor,
         experts: Callable[..., Tensor],
-        meanwhile: Callable[[], Tensor] | None,
+        overlapped: Callable[[], Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        parts = even_sizes(x.size(0), self.chunks)
-        id_parts = ids.split(parts)
-        jobs = list(zip(x.split(parts), weights.split(parts), id_parts, self.agree(id_parts)))
-        pending = self.send(*jobs[0])
-        beside = meanwhile() if meanwhile is not None else None
-        homeward = []
-        for following in [*jobs[1:], None]:
-            arriving = pending
-            if following is not None:
-                pending = self.send(*following)
-            sent = self.receive(arriving)
-            homeward.append(self.give_back(experts(sent.rows, sent.counts, full=True), sent.meta))
-        sums = [self.collect(trip) for trip in homeward]
+        sizes = even_sizes(x.size(0), self.chunks)
+        id_chunks = ids.split(sizes)
+        splits = self.exchange_splits(id_chunks)
+        chunks = list(zip(x.split(sizes), weights.split(sizes), id_chunks, splits))
+        started = self.start_dispatch(*chunks[0])
+        beside = overlapped() if overlapped is not None else None
+        combining = []
+        for following in [*chunks[1:], None]:
+            current = started
+            if following is not None:  # in transfer while the experts compute the current chunk
+                started = self.start_dispatch(*following)
+            sent = self.finish_dispatch(current)
+            out = experts(sent.rows, sent.counts, full=True)
+            combining.append(self.start_combine(out, sent.meta))
+        sums = [self.finish_combine(exchange) for exchange in combining]
         return sums[0] if len(sums) == 1 else torch.cat(sums), beside
 
 

@@ -1,6 +1,6 @@
 """Dispatch in two steps: between nodes once per token and node, then among the ranks of a node.
 
-Shapes: T tokens here, K slots per token, D width, E experts, V nodes, L ranks of a node, C chunks.
+Shapes: T tokens of this rank, K slots per token, D width, E experts, V nodes, L ranks of a node, C chunks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_moe.dispatch import wire
-from forge_moe.dispatch.all_to_all import AllToAllDispatch, Splits, check_division
+from forge_moe.dispatch import exchange
+from forge_moe.dispatch.all_to_all import AllToAllDispatch, Meta, Splits, check_divisible
 from forge_moe.dispatch.chunked import ChunkedDispatch
-from forge_moe.dispatch.local import Dispatched
+from forge_moe.dispatch.exchange import Exchange, Route
+from forge_moe.protocols import Dispatched
 from forge_moe.replay import recall
 
 
 class TwoSplits(NamedTuple):
-    """What the host must know: rows to and from each node, and the sizes of the step within the node."""
+    """Sizes on the host: rows to and from each node (V,), and the sizes of the step within the node."""
 
     sent: list[int]
     received: list[int]
@@ -32,17 +33,17 @@ class HierarchicalDispatch(ChunkedDispatch):
 
         dispatcher = HierarchicalDispatch(between, within, num_experts=256)
 
-    `between` holds the ranks with this rank's place in each of the V nodes, `within` the L ranks of this
-    node; rank v L + l holds the experts that it has in an `AllToAllDispatch` over V L ranks, and the calls
-    are the same. A token goes to its counterpart rank on each node that has experts of it, and from there
-    to the ranks. On the way home the sums of a node are added in fp32 before they leave it. With routing
-    limited to `top_groups` groups, a node to a group, a token goes to at most `top_groups` nodes.
+    `between` holds the ranks with this rank's index in each of the V nodes, `within` the L ranks of this
+    node; rank v L + l holds the same experts as in an `AllToAllDispatch` over V L ranks, and the calls are
+    the same. A token is sent to the rank of the same index on each node that has experts of it, and from
+    there to the ranks of the node. Partial sums of a node are added in fp32 before they leave it. With
+    routing limited to `top_groups` groups, a node to a group, a token goes to at most `top_groups` nodes.
 
-    The wire rounds to x's dtype once per step: to first order in its unit roundoff u an element of y
-    changes by at most u (sum |p_r| + sum |q_v|), p_r the parts of ranks and q_v those of nodes.
+    Each step rounds to x's dtype once: to first order in its unit roundoff u an element of y changes by at
+    most u (sum |p_r| + sum |q_v|), p_r the partial sums of ranks and q_v those of nodes.
 
-    Costs a layer: in the forward two exchanges of counts, two of rows, two of sums; in the backward four;
-    one host sync. With chunks the exchanges between nodes run under the experts, those within a node do
+    Costs per layer: in the forward two exchanges of counts, two of rows, two of sums; in the backward four;
+    one host sync. With chunks the exchanges between nodes overlap with the experts, those within a node do
     not. Raises ValueError when the ranks do not divide the experts.
     """
 
@@ -58,54 +59,63 @@ class HierarchicalDispatch(ChunkedDispatch):
         self.between = between
         self.nodes = dist.get_world_size(between)
         self.ranks = self.nodes * dist.get_world_size(within)
-        check_division(num_experts, self.ranks)
-        self.experts_node = num_experts // self.nodes
-        self.node = AllToAllDispatch(within, self.experts_node)
+        check_divisible(num_experts, self.ranks)
+        self.experts_per_node = num_experts // self.nodes
+        self.node = AllToAllDispatch(within, self.experts_per_node)
 
-    def agree(self, ids: Sequence[Tensor]) -> list[TwoSplits]:
+    def exchange_splits(self, ids: Sequence[Tensor]) -> list[TwoSplits]:
         """Sizes of both steps for each chunk: two small exchanges, one host sync.
 
-        A rank tells its counterparts not only how many rows they will get but also what each rank of their
-        node will get of these, so the second step's sizes are known before the first row moves.
+        A rank sends not only the number of rows for a node but also how many of these each rank of that
+        node will get, so the second step's sizes are known before the first row is sent.
         """
-        return recall(self, "splits", lambda: self._agree(ids))
+        return recall(self, "splits", lambda: self._exchange_splits(ids))
 
-    def _agree(self, ids: Sequence[Tensor]) -> list[TwoSplits]:
-        rows = [wire.wants(part // self.experts_node, self.nodes).sum(0) for part in ids]  # (V,)
-        having = [wire.rows_having(part // self.node.experts_here, self.ranks) for part in ids]
-        onward = torch.stack(having).unflatten(1, (self.nodes, -1))  # (C, V, L, K)
-        out = torch.cat((torch.stack(rows).unsqueeze(2), onward.flatten(2)), dim=2)
-        arriving = wire.swap(out, self.between)  # (C, V, 1 + L K)
-        relayed = arriving[..., 1:].sum(1).view(len(ids), self.node.ranks, -1)  # (C, L, K)
-        gathered = wire.swap(relayed, self.node.group)
-        lists = wire.to_host(
-            out[..., 0], arriving[..., 0], relayed[..., 0], gathered[..., 0], gathered.sum(1)
+    def _exchange_splits(self, ids: Sequence[Tensor]) -> list[TwoSplits]:
+        masks = [
+            exchange.token_rank_mask(part // self.experts_per_node, self.nodes) for part in ids
+        ]
+        to_nodes = torch.stack([mask.sum(0) for mask in masks])  # (C, V)
+        per_rank = self.node.experts_per_rank
+        to_ranks = torch.stack(
+            [exchange.rows_with_slot(part // per_rank, self.ranks) for part in ids]
+        ).unflatten(1, (self.nodes, -1))  # (C, V, L, K)
+        outgoing = torch.cat((to_nodes.unsqueeze(2), to_ranks.flatten(2)), dim=2)
+        incoming = exchange.exchange_counts(outgoing, self.between)  # (C, V, 1 + L K)
+        forwarded = incoming[..., 1:].sum(1).view(len(ids), self.node.ranks, -1)  # (C, L, K)
+        gathered = exchange.exchange_counts(forwarded, self.node.group)
+        sizes = exchange.to_host(
+            outgoing[..., 0],
+            incoming[..., 0],
+            forwarded[..., 0],
+            gathered[..., 0],
+            gathered.sum(1),
         )
-        return [TwoSplits(s, r, Splits(*within)) for s, r, *within in zip(*lists)]
+        return [
+            TwoSplits(sent, received, Splits(*within)) for sent, received, *within in zip(*sizes)
+        ]
 
-    def send(self, x: Tensor, weights: Tensor, ids: Tensor, splits: TwoSplits) -> Pending:
-        """Start the rows between nodes; other work may follow before `receive`."""
-        owner = ids // self.experts_node
-        route = wire.Route.of(owner, self.between, splits.sent, splits.received)
-        return Pending(wire.send_out(x, weights, ids, route, self.experts_node), splits.within)
+    def start_dispatch(
+        self, x: Tensor, weights: Tensor, ids: Tensor, splits: TwoSplits
+    ) -> tuple[Exchange, Splits]:
+        """Start to send the rows between nodes; other work may follow before `finish_dispatch`."""
+        node_of_slot = ids // self.experts_per_node
+        route = Route.of(node_of_slot, self.between, splits.sent, splits.received)
+        started = exchange.start_dispatch(x, weights, ids, route, self.experts_per_node)
+        return started, splits.within
 
-    def receive(self, pending: Pending) -> Dispatched:
-        """Wait for the rows, pass them on within the node, sort them by expert."""
-        sent = self.node.receive(self.node.send(*wire.arrive(pending.trip), pending.within))
-        return sent._replace(meta=(pending.trip, sent.meta))
+    def finish_dispatch(self, started: tuple[Exchange, Splits]) -> Dispatched:
+        """Wait for the rows, send them on within the node, sort them by expert."""
+        dispatched, within = started
+        rows = exchange.finish_dispatch(dispatched)
+        sent = self.node.finish_dispatch(self.node.start_dispatch(*rows, within))
+        return sent._replace(meta=(dispatched, sent.meta))
 
-    def give_back(self, rows: Tensor, meta: tuple) -> wire.Trip:
-        """Sum by rank, then by node, and start these sums; work may follow before `collect`."""
-        trip, within = meta
-        return wire.send_home(self.node.combine(rows, within), trip)
+    def start_combine(self, rows: Tensor, meta: tuple[Exchange, Meta]) -> Exchange:
+        """Sum by rank, then by node, and start to send these sums back."""
+        dispatched, within = meta
+        return exchange.start_combine(self.node.combine(rows, within), dispatched)
 
-    def collect(self, trip: wire.Trip) -> Tensor:
+    def finish_combine(self, combining: Exchange) -> Tensor:
         """Wait for the nodes' sums and add them up: (T, D) fp32."""
-        return wire.arrive_home(trip)
-
-
-class Pending(NamedTuple):
-    """Rows on their way between nodes."""
-
-    trip: wire.Trip
-    within: Splits
+        return exchange.finish_combine(combining)

@@ -1,0 +1,122 @@
+"""Protocols of the objects that a user may give to forge_moe in place of its own.
+
+| given as | protocol | built in |
+|---|---|---|
+| `moe.dispatcher` | `Dispatcher`, or `OverlappingDispatcher` | `LocalDispatch`, `AllToAllDispatch`, `HierarchicalDispatch` |
+| fields of a `RoutingRule` (entry points of `forge.routers`) | `Score`, `Choose`, `Weigh` | the rules in `forge_moe.routers` |
+| `ctx` of `MoE.forward` | `TokenContext`, `CachingContext` | none; a SimpleNamespace will do |
+| `dense` of `upcycle` | `DenseFeedForward` | none; feed-forwards of Llama and Qwen fit |
+
+Shapes: B rows, S tokens of a row, T tokens, K slots per token, R rows sorted by expert, E experts, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from forge_moe.config import RouterConfig
+
+__all__ = [
+    "CachingContext",
+    "Choose",
+    "DenseFeedForward",
+    "Dispatched",
+    "Dispatcher",
+    "OverlappingDispatcher",
+    "Score",
+    "TokenContext",
+    "Weigh",
+]
+
+V = TypeVar("V")
+
+
+class Dispatched(NamedTuple):
+    """Rows for the experts of this process.
+
+    rows (R, D) sorted by expert; counts (E,) int64 on the device, rows of each local expert; `meta`, an
+    object that `combine` of the same dispatcher takes.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    meta: Any
+
+
+class Dispatcher(Protocol):
+    """Moves tokens to experts and the experts' outputs back."""
+
+    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:
+        """Rows for the experts, of x (T, D), weights (T, K) fp32, ids (T, K) int64 in 0..E, E for nowhere."""
+
+    def combine(self, rows: Tensor, meta: Any) -> Tensor:
+        """Weighted sums (T, D) fp32 of the experts' outputs rows (R, D)."""
+
+
+class OverlappingDispatcher(Dispatcher, Protocol):
+    """A dispatcher that computes while rows are in transfer; `MoE` then calls `run` alone."""
+
+    def run(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        experts: Callable[..., Tensor],
+        overlapped: Callable[[], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """dispatch, `experts(rows, counts, full=...)`, combine: (T, D) fp32; and the result of `overlapped()`,
+        which is called during the first transfer (None without it)."""
+
+
+class Score(Protocol):
+    """Scores at or above 0 of logits."""
+
+    def __call__(self, logits: Tensor, /) -> Tensor:
+        """(T, E) -> (T, E), differentiable."""
+
+
+class Choose(Protocol):
+    """The choice of experts; its result is recorded and replayed in a recomputation."""
+
+    def __call__(self, scores: Tensor, config: RouterConfig, valid: Tensor, /) -> Tensor:
+        """Ids (T, K) int64 in 0..E of scores (T, E) with the expert bias added, without autograd.
+
+        valid (T,) bool is False on pads; E means nowhere.
+        """
+
+
+class Weigh(Protocol):
+    """The weights of chosen experts, from scores without the expert bias."""
+
+    def __call__(
+        self, logits: Tensor, scores: Tensor, ids: Tensor, config: RouterConfig, /
+    ) -> Tensor:
+        """Weights (T, K), differentiable, of ids (T, K) in 0..E-1."""
+
+
+class TokenContext(Protocol):
+    """Tensors about the tokens of a batch. Each attribute may be None or absent."""
+
+    valid: Tensor | None
+    """(B, S) bool, False on pads, which are neither routed nor counted."""
+    document_ids: Tensor | None
+    """(B, S) int, equal and adjacent within a document of a packed row."""
+    token_ids: Tensor | None
+    """(B, S) int, recorded by `forge_moe.traces` on request."""
+
+
+class CachingContext(Protocol):
+    """A context that computes a value once per forward rather than once per layer."""
+
+    def once(self, key: Any, make: Callable[[], V], /) -> V:
+        """`make()`, or the value that an earlier call with this key computed."""
+
+
+class DenseFeedForward(Protocol):
+    """A feed-forward to turn into experts; a gated one has `gate_proj` too. Linear layers have no bias."""
+
+    up_proj: nn.Linear
+    down_proj: nn.Linear
