@@ -12,7 +12,6 @@ from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor, nn
 from training import (
     ADAMW,
-    DIM,
     MAX_NORM,
     SGD,
     STD,
@@ -111,7 +110,7 @@ class Side:
                 num_micro_batches=cell.micro_batches,
                 micro_batch=ROWS,
                 seq_len=SEQ,
-                dim=DIM,
+                dim=self.model.config.dim,
             )
         initialise(self.model, _seed(cell, self.meshes), **STD)
         twice = tied_copies(self.model, self.meshes) if config.pp > 1 else set()

@@ -200,6 +200,8 @@ LAYOUTS = {
     "tp_pp_zbv": _pipe(4, "zbv_zero_bubble", **_TP),
     "tp_dp3": Layout(6, _TP),
     "tp4": Layout(4, {"tp": 4}),
+    "hsdp_tp_dp3": Layout(12, {**_TP, "dp_replicate": 2}),
+    "tp_pp_dp3": _pipe(12, "1f1b", **_TP),
     "pp_dp3": _pipe(6, "1f1b"),
     "pp_interleaved_dp3": _pipe(6, "interleaved_1f1b"),
     "tp_whole_pp": _pipe(4, "interleaved_1f1b", **_WHOLE),
@@ -234,6 +236,8 @@ _LAGGED = {"aux_loss_weight": 0.02, "aux_scope": "global_batch_lagged"}
 _FULL = {"recompute": "full"}
 _SELECTIVE = {"recompute": "selective"}
 _EVEN = {"vocab_size": 102}  # over tp 2 and three shards
+# over tp 2 and 3 or 4 shards FSDP2 cuts such tables by width, which 3 must divide
+_ODD = {"vocab_size": 121, "dim": 48}
 _COMPILE = {"compile": True}
 FEATURES = {
     "plain": Feature(labels="all"),
@@ -300,6 +304,9 @@ FEATURES = {
     "fused": Feature(micro_batches=2, packed=True, fused=True, model={"tie_embeddings": True}),
     "fused_compile_recompute": Feature(fused=True, parallel={**_COMPILE, **_FULL}),
     "fused_bf16": Feature(micro_batches=2, fused=True, parallel=_BF16),
+    "odd_vocab": Feature(micro_batches=2, model=_ODD),
+    "odd_vocab_tied": Feature(model={**_ODD, "tie_embeddings": True}),
+    "odd_vocab_bf16": Feature(micro_batches=2, model=_ODD, parallel=_BF16),
     # a reader that has nothing but filler, and experts that get no row from it
     "idle": Feature(total=3),
     "idle_compile": Feature(total=3, parallel=_COMPILE),
@@ -339,7 +346,9 @@ _CHOSEN = {
     "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
     "fsdp_6": "dealt dealt_moe",
     "fsdp_7": "dealt_packed dealt_moe_lagged dealt_moe",
-    "tp_dp3": "dealt_packed dealt_moe",
+    "tp_dp3": "dealt_packed dealt_moe odd_vocab odd_vocab_tied odd_vocab_bf16",
+    "hsdp_tp_dp3": "odd_vocab_tied",
+    "tp_pp_dp3": "odd_vocab odd_vocab_tied",
     "tp4": "packed qk_norm one_key_head bf16",
     "pp_dp3": "dealt_packed dealt_moe dealt",
     "pp_interleaved_dp3": "dealt_packed",
@@ -391,7 +400,7 @@ _CHOSEN = {
     "pp_ep_zero_bubble": "moe_bias moe_recompute",
     "pp_ep_dualpipev": "moe",
     "tp_pp_ep": "moe_bias",
-    "fsdp_tp_cp": "packed moe_packed",
+    "fsdp_tp_cp": "packed moe_packed odd_vocab",
     "fsdp_tp_pp": "packed tied_embeddings packed_recompute moe_bias",
     "fsdp_tp_pp_interleaved": "qk_norm",
     "hsdp_tp_pp": "accumulation",

@@ -78,12 +78,11 @@ def build_model(cell: Cell, aux: str) -> Transformer:
         return MoE(MoEConfig(dim=DIM, **{**MIXTURE, **mixture, "aux": aux}))
 
     config = TransformerConfig(
-        dim=DIM,
         num_layers=LAYOUTS[cell.layout].layers,
         num_heads=4,
         hidden_dim=HIDDEN,
         max_seq_len=SEQ,
-        **{"vocab_size": VOCAB, "num_kv_heads": 2, **feature.model},
+        **{"dim": DIM, "vocab_size": VOCAB, "num_kv_heads": 2, **feature.model},
     )
     return Transformer(config, feed_forward=feed_forward if mixture or feature.branches else None)
 

@@ -87,10 +87,10 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
         ("expert_choice", "or another router"),
     ),
     "a vocabulary that torch misplaces": (
-        {"parallel.tp": 2, "train.global_batch": 8},
+        {"parallel.tp": 2, "model.dim": 36, "model.num_heads": 2, "train.global_batch": 8},
         16,
         16,
-        ("vocab_size 257 over parallel.tp 2 and 8 shards", "use 272"),
+        ("vocab_size 257 of width 36 over parallel.tp 2 and 8 shards", "or the width by 8", "use 258 ids"),
     ),
     "layers and stages": (
         {"parallel.pp": 2, "train.micro_batch": 1}, 2, 2, ("num_layers 1", "or more layers")),

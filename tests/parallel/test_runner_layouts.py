@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from forge_ckpt import ForgeReader, Store
+from forge_core import Transformer, TransformerConfig
+from forge_parallel import ParallelConfig, parallelize
+from forge_testing import run_on_ranks
 from forge_testing.runs import (
     Fitted,
     assert_close,
@@ -160,6 +165,51 @@ def test_saved_in_one_layout_goes_on_in_another(
     model, _, step = load_trained(tmp_path / "run")
     assert step == 12
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+
+
+def loaded(checkpoints: Path, odd: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of the newest checkpoint, as FSDP2 over all ranks holds them, put together."""
+    sizes = {key.removeprefix("model__"): value for key, value in odd.items()}
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(num_heads=4, num_kv_heads=2, qk_norm=True, **sizes))
+    parallelize(model, ParallelConfig(device="cpu", precision="fp32"))
+    with Store(checkpoints, read_only=True) as store:
+        assert store.load({"model": model}) == 12
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("tied", "then"), [(False, (3, {})), (True, (6, {"tp": 2}))])
+def test_an_odd_vocabulary_over_tp_and_three_shards_is_saved_without_padding(
+    tmp_path: Path, tied: bool, then: Any
+) -> None:
+    """259 ids over tp 2 are 130 and 129 rows, which three shards cut by width. One process and three shards
+    without tp load the same bits; these, or the layout itself, go on to where one process ends."""
+    odd = {
+        "model__vocab_size": 259,
+        "model__dim": 48,
+        "model__num_layers": 2,
+        "model__tie_embeddings": tied,
+    }
+    keep = {**overrides({}), **odd, "checkpoint__keep_last": 9}
+    flat = {key.replace("__", "."): value for key, value in keep.items()}
+    one, six = make_job(tmp_path / "one", DENSE), make_job(tmp_path / "six", DENSE)
+    wanted = fit_alone(one, **flat, **{"metrics.console": "off"}).weights
+    found = together(fit_on_ranks(6, six, **keep, parallel__tp=2))
+    assert_close(found, wanted)
+    assert_same_rows(columns(six), columns(one))
+    model, _, _ = load_trained(six.parent / "run")
+    assert all(torch.equal(p, found[n]) for n, p in model.named_parameters())
+    saved = ForgeReader(six.parent / "run/checkpoints/step-00000012").read_metadata()
+    kinds = saved.state_dict_metadata.items()
+    tables = [t for n, t in kinds if "embedding" in n and isinstance(t, TensorStorageMetadata)]
+    assert [tuple(table.size) for table in tables] == [(259, 48)] * 3  # with its moments
+    assert [sum(c.sizes.numel() for c in t.chunks) for t in tables] == [259 * 48] * 3
+    for here in run_on_ranks(3, loaded, six.parent / "run/checkpoints", odd):
+        assert all(torch.equal(here[n], found[n]) for n in here)
+    for step in ("step-00000012", "step-00000009"):  # go back to step 6
+        (six.parent / "run/checkpoints" / step).rename(six.parent / step)
+    moved = fit_on_ranks(then[0], six, **{**overrides(then[1]), **keep})
+    assert_close(together(moved), wanted)
 
 
 def test_ranks_share_a_head_and_checkpoints_hold_it_once(tmp_path: Path) -> None:

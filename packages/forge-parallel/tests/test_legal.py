@@ -35,7 +35,8 @@ KINDS: dict[str, tuple[dict[str, Any], int, Facts, str]] = {
     "widths": ({"tp": 4}, 4, Facts(widths=[Cut("num_heads 6", 6)]), "num_heads 6 must be divisible by tp 4"),
     "no id for a rank": ({"tp": 4}, 4, Facts(vocab=[Cut("5 ids", 5)]), "5 ids must leave none of tp 4 ranks empty"),
     "shards that torch misplaces": (
-        {"tp": 2}, 16, Facts(vocab=[Cut("257 ids", 257)]), "257 ids over tp 2 and 8 shards must be even"),
+        {"tp": 2}, 16, Facts(vocab=[Cut("257 ids", 257, width=36)]),
+        "257 ids of width 36 over tp 2 and 8 shards must be divisible by 2, or the width by 8"),
     "a whole that tp would cut": ({"tp": 2}, 2, Facts(whole={"sinks": "none"}), "must go without sinks"),
     "what decides over a micro-batch": (
         {"cp": 2}, 2, Facts(whole_batch={"capacity 1.25": "no capacity"}), "capacity 1.25 decides over the tokens"),
@@ -102,17 +103,22 @@ def test_a_tensor_a_pipeline_and_a_plan_say_the_same_of_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "vocab", "tied", "wanted"),
+    ("options", "sizes", "tied", "wanted"),
     [
-        ({"tp": 2}, 257, False, "embedding: 257 ids over tp 2 and 8 shards must be even"),
-        ({"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 96, True, "embedding is tied, and must have"),
+        (
+            {"tp": 2},
+            {"vocab": 257, "dim": 36},
+            False,
+            "embedding: 257 ids of width 36 over tp 2 and 8 shards",
+        ),
+        ({"pp": 2, "pp_schedule": "zbv_zero_bubble"}, {}, True, "embedding is tied, and must have"),
     ],
 )
 def test_a_plan_refuses_what_training_would(
-    options: dict[str, Any], vocab: int, tied: bool, wanted: str
+    options: dict[str, Any], sizes: dict[str, int], tied: bool, wanted: str
 ) -> None:
     with torch.device("meta"):
-        model: Any = Llama(vocab=vocab)
+        model: Any = Llama(**sizes)
     if tied:
         parts = {"first": ("embedding",), "blocks": "layers", "last": ("norm", "embedding")}
         model.head, model.pipeline_parts = None, lambda: parts

@@ -128,9 +128,9 @@ def test_activations_under_tensor_parallelism(sequence_parallel: bool) -> None:
         assert kept(profile, found) == pytest.approx(measured, rel=0.1)
 
 
-def _shards(options: dict[str, Any]) -> dict[str, int]:
+def _shards(options: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
     config = ParallelConfig(device="cpu", **options)
-    model = parallelize(on_meta(vocab=93), config, make_meshes(config))
+    model = parallelize(on_meta(**sizes), config, make_meshes(config))
     return {n: p.to_local().numel() for n, p in model.named_parameters()}
 
 
@@ -139,10 +139,23 @@ def _shards(options: dict[str, Any]) -> dict[str, int]:
     "options", [{}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=str
 )
 def test_parameters_of_the_first_rank_are_exact(options: dict[str, Any]) -> None:
-    case = case_of(on_meta(vocab=93), 4, **options)
-    parts = case.load(0).parts
-    planned = sum(local_numel(row, case) for part in parts for row in part.rows)
-    assert planned == sum(run_on_ranks(4, _shards, options)[0].values())
+    assert _planned(4, options, {"vocab": 93}) == _found(4, options, {"vocab": 93})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("vocab", [97, 99])
+def test_parameters_are_exact_for_tables_that_are_sharded_by_width_and_by_ids(vocab: int) -> None:
+    sizes = {"vocab": vocab, "dim": 48}
+    assert _planned(6, {"tp": 2}, sizes) == _found(6, {"tp": 2}, sizes)
+
+
+def _planned(world: int, options: dict[str, Any], sizes: dict[str, int]) -> int:
+    case = case_of(on_meta(**sizes), world, **options)
+    return sum(local_numel(row, case) for part in case.load(0).parts for row in part.rows)
+
+
+def _found(world: int, options: dict[str, Any], sizes: dict[str, int]) -> int:
+    return sum(run_on_ranks(world, _shards, options, sizes)[0].values())
 
 
 def test_a_copy_less_recomputed_and_a_row_less_kept() -> None:

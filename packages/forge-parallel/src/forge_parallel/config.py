@@ -318,11 +318,10 @@ def _recompute_problems(c: ParallelConfig) -> Iterator[str]:
         )
 
 
-def lies_as_said(rows: int, tp: int, shards: int) -> bool:
-    """Whether `rows` cut over tp and then over FSDP2's shards lie where torch's DTensor says (2.11 to 2.13).
+def offsets_are_right(rows: int, tp: int, shards: int) -> bool:
+    """Whether torch's DTensor (2.11 to 2.13) knows which of `rows`, cut over tp and then over FSDP2's shards, a rank has.
 
-    Where the tp parts differ by a row and with them the size of their shards, torch names other rows than a
-    rank has, to checkpoints too.
+    Where the parts of tp differ and with them the size of their shards, it names other rows, to checkpoints too.
     """
     whole = -(-rows // tp)
     parts = {max(0, min(whole, rows - rank * whole)) for rank in range(tp)}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from forge_parallel import _torch_compat
-from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig, lies_as_said
+from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig, offsets_are_right
 from forge_parallel.stages import next_allowed_count, num_stages, splits_backward
 
 __all__ = [
@@ -33,13 +33,14 @@ __all__ = [
 
 
 class Cut(NamedTuple):
-    """Something that tp cuts: how to call it with its value, its size, what a part must be a multiple of, and
-    whether ranks that are more than such units may share them."""
+    """Something that tp cuts: how to call it with its value, its size, what a part must be a multiple of,
+    whether ranks that are more than such units may share them, and of a table the numbers of an id."""
 
     what: str
     size: int
     unit: int = 1
     shared: bool = False
+    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -204,18 +205,26 @@ def uneven_width(cut: Cut, tp: int, names: Mapping[str, str] | None = None) -> s
 def uneven_vocab(
     cut: Cut, tp: int, shards: int = 1, names: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why a table cannot be cut by ids over `tp` ranks and then over `shards` of FSDP2, or None. Parts may be
-    uneven, but none empty, and torch must know where they lie."""
+    """Why a table (V, D), V of `cut.size` and D of `cut.width`, cannot be cut by ids over `tp` ranks and then over
+    `shards` of FSDP2, or None.
+
+    Parts of tp may be uneven, but none empty. FSDP2 shards a part by ids, or by D where torch would take such
+    shards for other ids (`axes.fsdp.shard_of`); it shards D evenly alone.
+    """
     name = (names or {}).get("tp", "tp")
     if -(-cut.size // tp) * (tp - 1) >= cut.size:
         return f"{cut.what} must leave none of {name} {tp} ranks empty; use a smaller tp"
-    if lies_as_said(cut.size, tp, shards):
+    if offsets_are_right(cut.size, tp, shards) or cut.width % shards == 0:
         return None
-    whole = tp * shards
     return (
-        f"{cut.what} over {name} {tp} and {shards} shards must be even, as torch misplaces such shards; use "
-        f"{-(-cut.size // whole) * whole}"
+        f"{cut.what} of width {cut.width} over {name} {tp} and {shards} shards must be divisible by {tp}, or the width "
+        f"by {shards}, as torch misplaces uneven shards of ids; use {-(-cut.size // tp) * tp} ids"
     )
+
+
+def width_of(shape: Sequence[int]) -> int:
+    """Size of dim 1, by which FSDP2 may shard a parameter; 1 for one that has none."""
+    return shape[1] if len(shape) > 1 else 1
 
 
 def tied_on_one_rank(

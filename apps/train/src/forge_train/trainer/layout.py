@@ -118,7 +118,7 @@ def _of_model(model: DenseModelConfig) -> dict[str, Any]:
             Cut(f"model.{name} {size}", size, shared=name == "num_kv_heads")
             for name, size in _widths(model).items()
         ],
-        "vocab": [Cut(f"model.vocab_size {model.vocab_size}", model.vocab_size)],
+        "vocab": [Cut(f"model.vocab_size {model.vocab_size}", model.vocab_size, width=model.dim)],
         "whole": {"model.attention.sinks, a logit per head": "sinks = false"}
         if model.attention.sinks
         else {},

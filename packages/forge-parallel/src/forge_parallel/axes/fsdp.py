@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from forge_parallel._torch_compat import read_dtypes_again, reduce_alike
+from forge_parallel.config import offsets_are_right
+from forge_parallel.legal import Cut, uneven_vocab, width_of
 from forge_parallel.order import mark
 from forge_parallel.structure import Structure, structure_of
 
@@ -48,6 +50,9 @@ def apply_fsdp(
 
     Embedding and head of a model of transformers are units of their own from `OWN_UNIT` elements on a tp rank on,
     unless their weight has a second name (tied), which is gathered with the root.
+
+    A table of ids that tp cuts into uneven parts is sharded by its width where torch would misplace shards of ids
+    (`shard_of`): its all-gather and its reduce-scatter cost a copy more.
 
     The root, and such a head, is never resharded after its forward, as its backward follows at once; on one rank
     no module is: it would save the copy in `compute_dtype` and cost a second cast. That is paid by modules with
@@ -144,15 +149,33 @@ def _local(parameter: Any) -> Any:
 
 
 def shard_of(parameter: Any, shards: int) -> Any:
-    """Where FSDP2 cuts a parameter: stacks of fewer experts than `shards` inside each, the rest by rows.
+    """Where FSDP2 cuts a parameter: by rows (None), or on dim 1 where `cuts_inside`.
 
-    By rows some ranks would hold nothing of the stack and the others several times their share.
+    Raises ValueError for rows that tp cuts unevenly, whose shards torch would misplace and which cannot be cut on
+    dim 1: a bias, or a width that `shards` does not divide.
     """
     from torch.distributed.tensor import Shard
 
-    local = _local(parameter)
-    few = local.dim() == 3 and local.size(0) < shards and local.size(1) % shards == 0
-    return Shard(1) if few else None
+    shape, rows, tp = tuple(_local(parameter).shape), 1, 1
+    if hasattr(parameter, "device_mesh") and parameter.placements[0] == Shard(0):
+        rows, tp = parameter.size(0), parameter.device_mesh.size()
+    if cuts_inside(shape, shards, rows, tp):
+        return Shard(1)
+    if not offsets_are_right(rows, tp, shards):
+        what = Cut(f"a parameter {tuple(parameter.shape)}: {rows} ids", rows, width=width_of(shape))
+        raise ValueError(uneven_vocab(what, tp, shards))
+    return None
+
+
+def cuts_inside(shape: tuple[int, ...], shards: int, rows: int = 1, tp: int = 1) -> bool:
+    """Whether FSDP2 cuts on dim 1 what has `shape` on a rank: part of `rows` over `tp` ranks.
+
+    It does so with stacks of fewer experts than `shards`, of which by rows some ranks would hold nothing and the
+    others several times their share; and where torch would misplace shards of rows, as of 50257 ids over tp 2
+    and 4 shards. Dim 1 must divide.
+    """
+    few = len(shape) == 3 and shape[0] < shards
+    return (few or not offsets_are_right(rows, tp, shards)) and width_of(shape) % shards == 0
 
 
 def _prefetch(blocks: list[nn.Module]) -> None:

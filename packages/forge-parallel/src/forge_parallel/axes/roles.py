@@ -17,7 +17,7 @@ from torch import nn
 
 from forge_parallel._problems import merge_layers
 from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
-from forge_parallel.legal import Cut, uneven_vocab, uneven_width
+from forge_parallel.legal import Cut, uneven_vocab, uneven_width, width_of
 
 ROLES = (
     "colwise",
@@ -169,8 +169,8 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
     """Every linear layer and embedding that `size` ranks cannot share, and every dropout.
 
     Outputs (colwise) and inputs (rowwise) must divide; below a module with `head_dim` into whole heads,
-    so that heads fewer than ranks are refused but where the role lets them be shared; a vocabulary may be uneven, but no rank empty, and
-    FSDP2's `shards` of the parts must lie where torch says (`legal.uneven_vocab`).
+    so that heads fewer than ranks are refused but where the role lets them be shared; a vocabulary may be uneven, but no rank empty, and its
+    width must divide by FSDP2's `shards` where torch would misplace shards of ids (`legal.uneven_vocab`).
     """
     problems = [
         f"{name}: is a DTensor already; cut a model once, before FSDP"
@@ -191,8 +191,12 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
                 problems.append(wrong)
         elif role.name in ("vocab", *HEADS):
             whole = module.weight.size(0)
-            if wrong := uneven_vocab(Cut(f"{name}: {whole} ids", whole), size, shards):
-                problems.append(wrong)
+            for parameter, table in module.named_parameters(recurse=False):
+                here = name if parameter == "weight" else f"{name}.{parameter}"
+                cut = Cut(f"{here}: {whole} ids", whole, width=width_of(table.shape))
+                if wrong := uneven_vocab(cut, size, shards):
+                    problems.append(wrong)
+                    break
             cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
             if role.name in HEADS and whole % size and cap is not None:
                 problems.append(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
 
+from forge_parallel.axes.fsdp import cuts_inside
+from forge_parallel.axes.roles import BY_ROWS
 from forge_parallel.plan.case import Case, Load
 from forge_parallel.plan.profile import Part, Row, local_shape
 
@@ -68,13 +70,14 @@ def held(part: Part, case: Case) -> Held:
 
 
 def local_numel(row: Row, case: Case) -> int:
-    """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, and cuts
-    stacks of fewer experts than shards inside each (`axes.fsdp.shard_of`)."""
+    """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, but where it
+    cuts on dim 1 (`axes.fsdp.cuts_inside`)."""
     shape, parts = (
         local_shape(row.shape, row.role, case.layout.tp, case.layout.ep, row.heads),
         _shards(row, case),
     )
-    if len(shape) == 3 and shape[0] < parts and shape[1] % parts == 0:
+    tp = case.layout.tp if row.role in BY_ROWS and row.heads == 0 else 1
+    if cuts_inside(shape, parts, row.shape[0] if shape else 1, tp):
         return prod(shape) // parts
     return ceil(shape[0] / parts) * prod(shape[1:]) if shape else 1
 

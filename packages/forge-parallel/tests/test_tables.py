@@ -1,0 +1,108 @@
+"""Tables of ids over tp and FSDP2's shards: torch must know which part of them a rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.tensor import tensor_parallel
+from forge_parallel.config import offsets_are_right
+from forge_testing import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+DIM, SIZES = 24, (*range(5, 30), 61, 67, 97)
+ROLES = {"table.*": "vocab", "head.*": "sharded_logits"}
+
+
+class Ends(nn.Module):
+    """A table whose numbers are their own places, and a head with a bias."""
+
+    def __init__(self, vocab: int, dim: int = DIM, bias: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab, bias=bias)
+        with torch.no_grad():
+            self.table.weight.copy_(numbers(vocab, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.table(tokens))
+        return logits
+
+    def blocks(self) -> list[nn.Module]:
+        return []
+
+
+def numbers(vocab: int, dim: int) -> Tensor:
+    return torch.arange(float(vocab * dim)).view(vocab, dim)
+
+
+def _config(tp: int) -> ParallelConfig:
+    return ParallelConfig(device="cpu", precision="fp32", tp=tp, sequence_parallel=False)
+
+
+def misplaced(tp: int) -> tuple[list[int], list[int]]:
+    """The sizes for which this rank has other numbers than torch says, and those sharded by width."""
+    config = _config(tp)
+    meshes = make_meshes(config)
+    wrong, by_width = [], []
+    for vocab in SIZES:
+        model = parallelize(Ends(vocab), config, meshes, roles=ROLES)
+        weight: Any = model.get_parameter("table.weight")
+        shape, offset = compute_local_shape_and_global_offset(
+            weight.shape, weight.device_mesh, weight.placements
+        )
+        said = numbers(vocab, DIM)[
+            tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        ]
+        if not torch.equal(said, weight.to_local()) or not torch.equal(
+            weight.full_tensor(), numbers(vocab, DIM)
+        ):
+            wrong.append(vocab)
+        if Shard(1) in weight.placements:
+            by_width.append(vocab)
+    return wrong, by_width
+
+
+@pytest.mark.parametrize(("world", "tp"), [(4, 2), (6, 2), (6, 3), (8, 2)])
+def test_torch_knows_which_part_of_a_table_a_rank_has(world: int, tp: int) -> None:
+    found = run_on_ranks(world, misplaced, tp)
+    assert not {vocab for wrong, _ in found for vocab in wrong}
+    expected = [v for v in SIZES if not offsets_are_right(v, tp, world // tp)]
+    assert all(by_width == expected for _, by_width in found)
+    assert bool(expected) == (world // tp > 2)
+
+
+def _refused(how: str) -> str:
+    config = _config(2)
+    meshes = make_meshes(config)
+    model = Ends(13, 20) if how == "width" else Ends(13, bias=True)
+    try:
+        if how == "step by step":
+            tensor_parallel(model, meshes.dense["tp"], roles=ROLES, sequence_parallel=False)
+            apply_fsdp(model, meshes.fsdp(meshes.dense))
+        else:
+            parallelize(model, config, meshes, roles=ROLES)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("width", "table: 13 ids of width 20"),
+        ("bias", "head.bias: 13 ids of width 1"),
+        ("step by step", "a parameter (13,): 13 ids of width 1"),
+    ],
+)
+def test_what_can_be_cut_neither_way_is_refused(how: str, what: str) -> None:
+    rule = "over tp 2 and 3 shards must be divisible by 2, or the width by 3"
+    for said in run_on_ranks(6, _refused, how):
+        assert said.startswith(f"{what} {rule}")
+        assert said.splitlines()[0].endswith("use 14 ids")
