@@ -149,6 +149,62 @@ def test_a_rank_without_validation_data_ends_all_at_the_evaluation(
     assert said in fitted[0].problems[0]
 
 
+class BugInValidationOnRank1(BadValidationOnRank1):
+    error = TypeError
+
+
+def ends_of_fit(job: Path) -> tuple[str, str]:
+    """What a rank raises, whatever it is; the other need not have raised before for it to come."""
+    try:
+        fitted = fit(job, {"metrics.console": "off"}, BugInValidationOnRank1)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return str(fitted.code), fitted.problems[0]
+
+
+def test_a_mistake_in_a_users_validation_stream_ends_all_at_the_evaluation(tmp_path: Path) -> None:
+    """The rank that made it raises it itself, with its trace; the others say whose it was."""
+    other, made = run_on_ranks(2, ends_of_fit, make_job(tmp_path), timeout=60)
+    assert other == ("1", "rank 1: TypeError: no such rows")
+    assert made == ("TypeError", "no such rows")
+
+
+class Weighed(Callback):
+    """Weights that are `each` on every label, from the first step on."""
+
+    each = 1.0
+
+    def on_start(self, trainer: Trainer) -> None:
+        read = trainer.loader.stream.arrays
+
+        def arrays(ids: Any) -> Any:
+            found = read(ids)
+            return {**found, "weights": numpy.full(found["labels"].shape, self.each, "float32")}
+
+        trainer.loader.stream.arrays = arrays  # type: ignore[method-assign]
+
+
+class BarelyWeighed(Weighed):
+    each = 1e-44
+
+
+class LightlyWeighed(Weighed):
+    each = 1e-37
+
+
+def test_labels_that_weigh_less_than_fp32_can_divide_by_end_all_ranks(tmp_path: Path) -> None:
+    """The mean over labels of equal weight is that of labels without."""
+    plain = make_job(tmp_path / "plain")
+    assert [f.code for f in fit_on_ranks(2, plain, train__steps=2)] == [0, 0]
+    light = make_job(tmp_path / "light")
+    assert [f.code for f in fit_on_ranks(2, light, LightlyWeighed, train__steps=2)] == [0, 0]
+    assert columns(light)["loss"] == pytest.approx(columns(plain)["loss"], rel=1e-5)
+    assert columns(light)["grad_norm"] == pytest.approx(columns(plain)["grad_norm"], rel=1e-5)
+    barely = fit_on_ranks(2, make_job(tmp_path / "barely"), BarelyWeighed, train__steps=2)
+    assert [(f.code, f.step) for f in barely] == [(65, 0)] * 2
+    assert "must be 0 or between 1.2e-38 and 3.4e+38" in barely[0].problems[0]
+
+
 class Peek(Callback):
     """Runs the model where a user would: for each logged row, after steps and evaluations."""
 

@@ -45,15 +45,21 @@ class StateError(JobError):
 def together(agreement: Agreement, action: Callable[[], T]) -> T:
     """`action()` on every rank; a JobError of one is raised by all, with its exit code.
 
-    Cost: two small collectives between hosts; none with one process.
+    What is no JobError, a mistake in somebody's code, is raised as it is where it happened; the other ranks
+    raise a JobError that says whose it was. Cost: two small collectives between hosts; none with one process.
     """
     result: T | None = None
-    mine: JobError | None = None
+    mine: Exception | None = None
+    said: list[Any] | None = None
     try:
         result = action()
     except JobError as error:
-        mine = error
-    told = agreement.exchange(mine and [int(mine.exit_code), *mine.problems])
+        mine, said = error, [int(error.exit_code), *error.problems]
+    except Exception as error:
+        mine, said = error, [int(ExitCode.ERROR), f"{type(error).__name__}: {error}"]
+    told = agreement.exchange(said)
+    if mine is not None and not isinstance(mine, JobError):
+        raise mine
     share_errors(told)
     return result  # type: ignore[return-value]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import forge_data
 from forge_data import Batch
 from forge_resilience import (
@@ -16,6 +18,8 @@ from forge_resilience import (
     Vote,
 )
 from forge_train.errors import DataError, share_errors
+
+_FP32 = torch.finfo(torch.float32)
 
 
 class StepVotes:
@@ -60,6 +64,12 @@ class StepVotes:
             raise DataError(
                 [f"step {step + 1}: ranks {decision.strangers} read another global batch than rank 0; "
                  "data and configuration must be the same on all nodes: compare them"]
+            )  # fmt: skip
+        if decision.count and not _FP32.tiny <= abs(decision.count) <= _FP32.max:
+            raise DataError(
+                [f"step {step + 1}: the labels of the global batch weigh {decision.count:g}, which must be 0 or "
+                 f"between {_FP32.tiny:.1e} and {_FP32.max:.1e}, as fp32 gradients are divided by it; scale the "
+                 "weights"]
             )  # fmt: skip
         return decision.count or 1.0  # a floor of one would rescale small weights
 
