@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.prove import ProveError, Result, prove
 from forge_parallel.prove.__main__ import main
 from forge_parallel.prove.task import Cell
@@ -198,8 +201,6 @@ def test_builders_and_models_that_have_no_truth_are_reported() -> None:
 
 
 def test_a_rank_that_raises_or_hangs_is_red_and_keeps_nobody_waiting() -> None:
-    import torch.distributed as dist
-
     class Alone(Model):
         def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
             if dist.is_initialized() and dist.get_rank() == 1:
@@ -233,6 +234,47 @@ def test_a_caller_whose_threads_have_run_can_prove() -> None:
     finally:
         torch.set_num_threads(threads)
     assert result.verdict == "green"
+
+
+def test_a_caller_that_left_process_groups_can_prove() -> None:
+    """Ranks must not collect a group of the caller, as the threads that it would join are not there."""
+
+    def collecting() -> nn.Module:
+        gc.collect()
+        return Model()
+
+    class Left:
+        """A cycle, as models and meshes make them."""
+
+        def __init__(self) -> None:
+            self.me, self.group = self, dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+
+    gc.disable()
+    try:
+        Left()
+        (result,) = prove(
+            collecting, vocab_size=VOCAB, worlds=(2,), only="accumulation", timeout=20
+        )
+    finally:
+        gc.enable()
+        gc.collect()
+    assert result.verdict == "green", result
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")  # fake groups have none
+def test_a_caller_that_had_a_fake_group_can_prove() -> None:
+    """DTensor keeps what it worked out for meshes that look like those of the ranks, and had other names."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        config = ParallelConfig(device="cpu", precision="fp32", tp=2)
+        model = parallelize(Model(), config, make_meshes(config), seq_len=16)
+        model(torch.zeros(4, 16, dtype=torch.int64)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    (result,) = prove(Model, vocab_size=VOCAB, worlds=(4,), only="fsdp x tp, whole")
+    assert result.verdict == "green", result
 
 
 def test_a_caller_that_cannot_fork_any_more_is_told_what_to_do() -> None:

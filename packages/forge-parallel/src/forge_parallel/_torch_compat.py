@@ -50,6 +50,17 @@ def set_timeout(group: Any, seconds: float) -> None:
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+def forget_meshes() -> None:
+    """Let DTensor forget, in this thread, the layouts of results that it has worked out.
+
+    It keeps them by meshes that compare equal, also to one of a later process group whose groups have other names.
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+
+
 def reduce_alike(meshes: Mapping[Any, Any]) -> None:
     """Let all ranks reduce the same gradients of FSDP2 units, {module: mesh}, whatever each rank used.
 

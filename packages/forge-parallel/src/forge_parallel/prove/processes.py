@@ -1,12 +1,15 @@
 """A function in each of some forked gloo processes of this host.
 
-Forked they cost a tenth of a second and see what the caller holds. Two rules make that safe: a child sets
+Forked they cost a tenth of a second and see what the caller holds. Four rules make that safe: a child sets
 torch to one thread before anything else (the caller's pool of threads did not come along, and would be
-waited for), and leaves with `os._exit`.
+waited for), and leaves with `os._exit`. It never collects what the caller left: a gloo group among that joins
+threads which did not come along, and hangs or dies. And DTensor forgets, in the caller, what it worked out for
+groups that have ended: it would answer with their names for a mesh that looks like theirs.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.connection as connections
 import os
 import pickle
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from forge_parallel._torch_compat import forget_meshes
 from forge_parallel.start.interface import choose_interface
 
 _GRACE_SECONDS = 2.0  # for ranks that stand in a collective with one that has ended
@@ -43,11 +47,12 @@ def on_ranks(world: int, function: Callable[[], Any], timeout: float) -> list[Ou
     Values are pickled, what is printed is lost. A rank that has not returned after `timeout` seconds, or
     soon after another failed, is killed.
     """
+    forget_meshes()
     with tempfile.TemporaryDirectory(prefix="forge-prove-") as folder:
         links, pids = {}, []
         for rank in range(world):
             links[rank], theirs = connections.Pipe()
-            pids.append(os.fork())
+            pids.append(_fork())
             if pids[-1] == 0:
                 _be_rank(theirs, rank, world, Path(folder), function)
             theirs.close()
@@ -57,6 +62,20 @@ def on_ranks(world: int, function: Callable[[], Any], timeout: float) -> list[Ou
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)  # not yet waited for, so the pid is still its own
                 os.waitpid(pid, 0)
+
+
+def _fork() -> int:
+    """`os.fork`; the garbage collector of the child passes over all that the caller has made."""
+    collects = gc.isenabled()
+    gc.disable()  # or it might run in the child before it is told
+    try:
+        pid = os.fork()
+        if pid == 0:
+            gc.freeze()
+        return pid
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _gather(links: dict[int, Any], timeout: float) -> list[Outcome]:
