@@ -19,7 +19,7 @@ from forge_core.optim import (
     stage_problems,
 )
 from forge_core.registry import Registry
-from forge_moe.routers.registry import find_rule
+from forge_moe.routers import find_rule
 from forge_train.config.schema import (
     CALLBACKS_GROUP,
     MODELS_GROUP,

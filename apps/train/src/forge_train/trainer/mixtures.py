@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.model import build_feed_forward
-from forge_moe import MoE, set_aux_scale, update_expert_bias
-from forge_moe.parallel import expert_parallelize
+from forge_moe import MoE, expert_parallelize, set_aux_scale, update_expert_bias
 from forge_moe.statistics import load_summary
 from forge_parallel import Meshes, find_world
 from forge_train.config.schema import DenseModelConfig, JobConfig
