@@ -27,7 +27,7 @@ from forge_core import build_optimizer, cross_entropy
 from forge_moe import recompute_contexts
 from forge_moe.dispatch import AllToAllDispatch, Splits
 from forge_parallel import clip_grads_, global_grad_norm, make_meshes, parallelize
-from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.axes import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients
 from forge_train import load_job
 from forge_train.trainer.build import build_model

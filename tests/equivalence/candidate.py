@@ -42,8 +42,7 @@ from forge_parallel import (
     parallelize,
     reshard,
 )
-from forge_parallel.axes.context import cut_sequence
-from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.axes import cut_sequence, vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_resilience import nonfinite
 

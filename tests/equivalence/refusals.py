@@ -14,7 +14,7 @@ from forge_core import Transformer, TransformerConfig
 from forge_core.model import FeedForward
 from forge_moe import MoE, MoEConfig, expert_parallelize
 from forge_parallel import ParallelConfig, make_meshes, parallelize
-from forge_parallel.axes.context import cut_sequence
+from forge_parallel.axes import cut_sequence
 from forge_parallel.pipeline import Pipeline
 from forge_testing import run_on_ranks
 

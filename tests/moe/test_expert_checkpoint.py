@@ -8,8 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from forge_ckpt import Store
-from forge_moe import MoE, MoEConfig
-from forge_moe.parallel import expert_parallelize
+from forge_moe import MoE, MoEConfig, expert_parallelize
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from forge_core import AttentionSpec, Transformer, TransformerConfig
-from forge_core.model.context import default_positions
+from forge_core.model import default_positions
 from forge_moe import MoE, MoEConfig, recompute_contexts, set_aux_scale, update_expert_bias
-from forge_parallel.axes.context import context_parallel, cut_sequence, join_sequence
+from forge_parallel.axes import context_parallel, cut_sequence, join_sequence
 from forge_testing import run_on_ranks
 
 B, S, V = 2, 32, 64

@@ -21,7 +21,7 @@ from forge_core import (
     initialise,
 )
 from forge_parallel import ParallelConfig, make_meshes, parallelize
-from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.axes import vocab_cross_entropy
 from forge_testing import run_on_ranks
 
 V, B, S = 48, 4, 16

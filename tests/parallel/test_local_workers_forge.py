@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from forge_parallel.start import world
+from forge_parallel import start
 from forge_resilience import local_workers, run_local_workers
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +27,7 @@ leave(0)
 
 
 def test_both_name_the_same_variables() -> None:
-    assert (local_workers.STORE_FD, local_workers.RUN_NAME) == (world.STORE_FD, world.RUN_NAME)
+    assert (local_workers.STORE_FD, local_workers.RUN_NAME) == (start.STORE_FD, start.RUN_NAME)
 
 
 def test_local_workers_form_a_group(capfd: pytest.CaptureFixture[str]) -> None:

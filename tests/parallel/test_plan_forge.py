@@ -13,9 +13,16 @@ import torch
 
 from forge_core import AttentionSpec, flops_per_token, initialise
 from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
-from forge_parallel.plan import Case, Profile, Storage, find_hardware, make_plan, render
-from forge_parallel.plan.memory import local_numel
-from forge_parallel.plan.trace import trace
+from forge_parallel.plan import (
+    Case,
+    Profile,
+    Storage,
+    find_hardware,
+    local_numel,
+    make_plan,
+    render,
+    trace,
+)
 from forge_testing import run_on_ranks
 from forge_train import ConfigError, load_job
 from forge_train.cli import main

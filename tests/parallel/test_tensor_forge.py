@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from forge_core import Transformer, TransformerConfig, cross_entropy
 from forge_moe import MoE, MoEConfig
-from forge_parallel.axes.tensor import tensor_parallel
-from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.axes import tensor_parallel, vocab_cross_entropy
 from forge_testing import run_on_ranks
 
 VOCAB, SIZE = 61, 16

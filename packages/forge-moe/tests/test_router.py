@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forge_moe import MoE, MoEConfig, Router, RouterConfig, RoutingRule
+from forge_moe import MoE, MoEConfig, Router, RouterConfig, Rule
 from forge_moe.routers.select import top_k_ids, within_best_groups
 
 
@@ -132,9 +132,7 @@ def test_F91_expert_choice_gives_each_expert_its_share_in_eval_of_each_row() -> 
     for row, alone in zip(ids.view(3, 4, 8), x.view(3, 4, 8)):
         assert torch.bincount(row[row < 8].flatten(), minlength=8).tolist() == [1] * 8
         assert torch.equal(row, one.route(alone, rows=1).ids)
-    with pytest.raises(
-        ValueError, match="chooses within each row in eval and needs the number of rows"
-    ):
+    with pytest.raises(ValueError, match="chooses within each row in eval and must know the rows"):
         one(x)
 
 
@@ -150,7 +148,7 @@ def test_F27_gradient_scale_is_refused_with_the_reason() -> None:
 
 def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> None:
     module = types.ModuleType("some_lab")
-    module.first = RoutingRule(
+    module.first = Rule(
         torch.sigmoid,
         lambda s, c, valid: torch.arange(c.top_k).expand(s.size(0), -1),
         lambda logits, scores, ids, c: scores.gather(1, ids),
@@ -162,7 +160,7 @@ def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> No
     class Point:
         name = "first"
 
-        def load(self) -> RoutingRule:
+        def load(self) -> Rule:
             return module.first
 
     monkeypatch.setattr("forge_moe.routers.registry.entry_points", lambda group: [Point()])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+__all__ = ["flops_per_token", "parameter_count", "peak_flops"]
+
 # Dense bf16 peak in FLOP/s without sparsity, from the vendors' datasheets. The first key found in the
 # device's name counts, so the special form of a card stands before its general one.
 _BF16_PEAKS: tuple[tuple[str, float], ...] = (

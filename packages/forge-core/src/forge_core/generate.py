@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from forge_core._config import raise_problems, setting
 
+__all__ = ["SamplingConfig", "generate", "generate_stream"]
+
 Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
 
 

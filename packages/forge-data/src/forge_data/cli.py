@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from forge_data.errors import DataError
 
+__all__ = ["main"]
+
 OK, DATA_ERROR, ARGUMENT_ERROR, INTERRUPTED = 0, 65, 78, 130
 
 

@@ -12,7 +12,7 @@ import math
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +24,10 @@ from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
 from forge_data.errors import DataError
 from forge_data.orphans import end_with_parent
 from forge_data.packing import as_tensors, digest_of_ids, make_batch
+from forge_data.protocols import Stream
 
 _NO_STEPS = "0" * 16
 _LAST_CURSOR = 2**62  # ids are int64
-
-
-class Stream(Protocol):
-    """What a loader asks of a stream: rows by instance id, and what they are a function of.
-
-    `arrays(ids)` gives arrays or tensors with as many rows as ids: tokens, labels, positions,
-    document_ids; where it has them weights and source; and by any other name, as a tensor or Ragged, what
-    a model takes besides (see Batch). Without ids it gives the same without rows, and reads nothing.
-    `len` is the number of instances of an epoch, which an evaluation asks for.
-    """
-
-    def __len__(self) -> int: ...
-
-    def arrays(self, instance_ids: np.ndarray) -> Mapping[str, Any]: ...
-
-    def fingerprint(self) -> dict[str, str | int]: ...
 
 
 class Loader:

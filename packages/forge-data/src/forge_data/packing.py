@@ -21,7 +21,7 @@ from forge_data.config import MAX_SEQ_LEN, MAX_TOKENS_AT_ONCE
 from forge_data.order import ORDER_VERSION, Permutation
 
 if TYPE_CHECKING:
-    from forge_data.sources.source import Source
+    from forge_data.protocols import Source
 
 POLICY = "concatenate_and_split-1"  # part of every fingerprint: raise it when a row would change
 ARRAYS = ("tokens", "labels", "positions", "document_ids")

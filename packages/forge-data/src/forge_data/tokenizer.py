@@ -9,32 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from forge_data.errors import DataError
+from forge_data.protocols import Tokenizer
 from forge_data.small_files import read_small
 
 _MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-
-
-class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer.
-
-    `eos_id` is None where there is no end-of-document token; 0 is a legal id, so test with `is None`.
-    `splittable` says that encoding a text piece by piece gives the same ids as encoding it whole.
-    """
-
-    vocab_size: int
-    eos_id: int | None
-    fingerprint: str
-    splittable: bool
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def spec(self) -> dict[str, Any]: ...
 
 
 class ByteTokenizer:

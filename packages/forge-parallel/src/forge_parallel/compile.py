@@ -18,6 +18,8 @@ from forge_parallel.order import mark
 from forge_parallel.recompute import COMPILED, Trained, is_selective
 from forge_parallel.structure import Structure, structure_of
 
+__all__ = ["compile_blocks", "recompilations"]
+
 
 def compile_blocks(
     model: nn.Module,

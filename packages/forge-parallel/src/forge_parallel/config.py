@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from forge_parallel._problems import raise_problems
 
+__all__ = ["SCHEDULES", "V_SCHEDULES", "Layout", "ParallelConfig"]
+
 DEVICES = ("auto", "cpu", "cuda")
 #: Stages per rank of each schedule; the interleaved ones may have more.
 SCHEDULES = {

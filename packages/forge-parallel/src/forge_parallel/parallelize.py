@@ -11,11 +11,11 @@ from torch import nn
 from forge_parallel.axes.fsdp import HALF, KEPT_HALF, apply_fsdp, is_frozen_half
 from forge_parallel.axes.host_inputs import keep_on_host
 from forge_parallel.axes.roles import Matched, find_roles
+from forge_parallel.check_model import check_model, tell_of_blocks
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes, make_meshes, with_one_rank
 from forge_parallel.stages import keeps_gathered
 from forge_parallel.structure import Blocks, Structure, structure_of
-from forge_parallel.suits import check_model, tell_of_blocks
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

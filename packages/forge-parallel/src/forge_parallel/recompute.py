@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from forge_parallel._torch_compat import DispatchMode, alias, memory_of, written
 from forge_parallel.order import mark
 
+__all__ = ["recompute", "selective_contexts"]
+
 Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MODES = ("none", "full", "selective")
 # Where a block has the contexts of its recomputation, and `compile_blocks` leaves its compiled forward.

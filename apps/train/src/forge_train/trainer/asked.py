@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from forge_parallel.axes.roles import find_roles
+from forge_parallel.axes import find_roles
+from forge_parallel.check_model import facts_of
 from forge_parallel.config import Layout
 from forge_parallel.legal import problems
 from forge_parallel.pipeline import stream_dim
 from forge_parallel.structure import structure_of
-from forge_parallel.suits import facts_of
 from forge_train.config.schema import JobConfig
 from forge_train.trainer.layout import NAMES
 from forge_train.trainer.mixtures import mixture_sizes, whole_batch

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from forge_data import Batch
 from forge_parallel import Meshes, accumulate
-from forge_parallel.axes.context import arguments_with_positions, cut_sequence
-from forge_parallel.axes.tensor import width_of_cut_logits
-from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.axes import (
+    arguments_with_positions,
+    cut_sequence,
+    vocab_cross_entropy,
+    width_of_cut_logits,
+)
 from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.pipeline import (

@@ -3,7 +3,7 @@
 from forge_core.model.attention import Attention
 from forge_core.model.block import Block
 from forge_core.model.config import RopeScaling, TransformerConfig
-from forge_core.model.context import TokenContext
+from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.feed_forward import FeedForward, build_feed_forward
 from forge_core.model.init import Init, check_init_tables, initialise
 from forge_core.model.kv_cache import KVCache
@@ -27,5 +27,6 @@ __all__ = [
     "build_feed_forward",
     "check_init_tables",
     "check_parts",
+    "default_positions",
     "initialise",
 ]

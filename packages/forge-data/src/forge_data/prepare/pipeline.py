@@ -9,8 +9,9 @@ from pathlib import Path
 from forge_data.config import SPLITS
 from forge_data.prepare.readers import DOCUMENT_KINDS, Piece, find_inputs, read_pieces
 from forge_data.prepare.writer import TokenWriter, check_output, refuse_empty, replacing
+from forge_data.protocols import Tokenizer
 from forge_data.small_files import path_problems
-from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,17 @@
-"""What every source offers, and how a config becomes one."""
+"""Sources by name."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from forge_data.config import SOURCES_GROUP, SourceConfig
 from forge_data.packing import PackedStream
+from forge_data.protocols import Stream
 from forge_data.sources.builtin import BuiltinCorpus
 from forge_data.sources.token_files import TokenFiles
-
-if TYPE_CHECKING:
-    from forge_data.loader import Stream
-
-
-class Source(Protocol):
-    """A stream of token ids cut into documents.
-
-    `documents` holds the sorted int64 start offset of each document, the first 0; `tokenizer` is a
-    spec for `load_tokenizer`, `vocab_size` and `tokenizer` are None where nobody recorded them.
-    """
-
-    vocab_size: int | None
-    tokenizer: dict[str, Any] | None
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_documents(self) -> int: ...
-
-    @property
-    def documents(self) -> np.ndarray: ...
-
-    @property
-    def max_token_id(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids of tokens start..stop-1, read-only, in the source's own integer type."""
-        ...
-
-    def fingerprint(self) -> dict[str, str | int]:
-        """What identifies the tokens, as JSON; `documents` is the digest of the document offsets."""
-        ...
-
 
 _ALWAYS = ("vocab_size", "tokenizer", "max_token_id", "fingerprint")
 _WITHOUT_STREAM = ("num_tokens", "num_documents", "documents", "read")

@@ -1,7 +1,7 @@
-"""Routers: ids and weights of experts for tokens."""
+"""Routers: from tokens to experts and weights."""
 
 from forge_moe.routers.registry import find_rule
 from forge_moe.routers.router import Routed, Router
-from forge_moe.routers.rules import RoutingRule
+from forge_moe.routers.rules import Rule
 
-__all__ = ["Routed", "Router", "RoutingRule", "find_rule"]
+__all__ = ["Routed", "Router", "Rule", "find_rule"]

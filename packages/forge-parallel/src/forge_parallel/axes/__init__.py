@@ -1,1 +1,28 @@
-"""One file for each way of spreading a model over ranks."""
+"""One file for each way of sharding a model over ranks."""
+
+from forge_parallel.axes.context import (
+    arguments_with_positions,
+    context_parallel,
+    cut_sequence,
+    join_sequence,
+)
+from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
+from forge_parallel.axes.roles import find_roles
+from forge_parallel.axes.tensor import gather_vocab, tensor_parallel, width_of_cut_logits
+from forge_parallel.axes.vocab import vocab_cross_entropy
+
+__all__ = [
+    "accumulate",
+    "apply_fsdp",
+    "arguments_with_positions",
+    "context_parallel",
+    "cut_sequence",
+    "find_roles",
+    "follow_requires_grad",
+    "gather_vocab",
+    "join_sequence",
+    "reshard",
+    "tensor_parallel",
+    "vocab_cross_entropy",
+    "width_of_cut_logits",
+]

@@ -2,9 +2,11 @@
 
 from forge_parallel.start.group import end_process_group, leave, lost_rank, start_process_group
 from forge_parallel.start.store import StartError
-from forge_parallel.start.world import World, find_world
+from forge_parallel.start.world import RUN_NAME, STORE_FD, World, find_world
 
 __all__ = [
+    "RUN_NAME",
+    "STORE_FD",
     "StartError",
     "World",
     "end_process_group",

@@ -17,6 +17,8 @@ from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.parts import blocks_by_key, part_problems, parts_of
 from forge_parallel.structure import Structure
 
+__all__ = ["check_model", "facts_of", "tell_of_blocks"]
+
 
 def check_model(
     model: nn.Module,

@@ -1,0 +1,120 @@
+"""What parts of yours may offer to forge_core, as plain methods and attributes; there is nothing to subclass.
+
+Methods marked optional are looked up by name (`getattr`), so a wrapper that forwards attributes offers them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from forge_core.model.context import TokenContext
+    from forge_core.model.init import Init
+    from forge_core.model.kv_cache import LayerCache
+
+__all__ = [
+    "CountsFlops",
+    "DeclaresInit",
+    "DeclaresRoles",
+    "FeedForwardLike",
+    "MixerLike",
+    "NamedStateOptimizer",
+    "OptimizerLike",
+    "PreparesContext",
+    "ScheduleLike",
+]
+
+
+class MixerLike(Protocol):
+    """A token mixer (attention, a state-space layer): the first sublayer of a block."""
+
+    def __call__(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D). A token may see tokens of its own document, at and before it."""
+        ...
+
+
+class FeedForwardLike(Protocol):
+    """The second sublayer of a block: a dense feed-forward, or a mixture of experts."""
+
+    def __call__(self, x: Tensor, ctx: TokenContext) -> Tensor:
+        """(B, S, D) -> (B, S, D), every token by itself."""
+        ...
+
+
+class DeclaresInit(Protocol):
+    """Optional for any module: initial values of the parameters and buffers below it."""
+
+    def init_table(self, std: float, residual_std: float) -> Mapping[str, Init]:
+        """{local name: Init(kind, value)}; an outer module's row wins over an inner one's."""
+        ...
+
+
+class DeclaresRoles(Protocol):
+    """Optional for any module: how tensor parallelism may shard it."""
+
+    def parallel_roles(self) -> Mapping[str, str]:
+        """{pattern of local names: role}; without it the module is "opaque": replicated, on whole tokens."""
+        ...
+
+
+class CountsFlops(Protocol):
+    """Optional for any module: its floating-point operations, where they are not those of linear layers."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Operations of one forward for one token in rows of `seq_len`, everything inside included."""
+        ...
+
+
+class PreparesContext(Protocol):
+    """Optional for a mixer or a block: derive from the context what all layers share."""
+
+    def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> object:
+        """Called once per forward and layer, before the first block; store results with `ctx.once(key, make)`."""
+        ...
+
+
+class OptimizerLike(Protocol):
+    """What `build_optimizer` accepts of a builder; torch's optimizers do without `set_lr`."""
+
+    def step(self) -> Any:
+        """Update. One that takes `skip`, a 0-dim flag on the device, masks the whole update without a host sync."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        ...
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state, as plain data and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        ...
+
+
+class NamedStateOptimizer(OptimizerLike, Protocol):
+    """Optional: state by parameter name, which a checkpoint can load on any layout of ranks."""
+
+    def named_state(self) -> dict[str, dict[str, Tensor | float]]:
+        """{parameter name: {slot: tensor or number}}, complete before the first step."""
+        ...
+
+    def load_named_state(self, state: dict[str, dict[str, Tensor | float]]) -> None:
+        """Restore it."""
+        ...
+
+
+class ScheduleLike(Protocol):
+    """A learning-rate schedule, as `build_schedule` returns it."""
+
+    def __call__(self, step: int, /) -> float:
+        """Factor of the peak learning rate in `step`, counted from 1."""
+        ...

@@ -1,0 +1,109 @@
+"""What a model may offer to forge_parallel, as plain methods and attributes; there is nothing to subclass.
+
+All of it is optional for data parallelism. What another axis needs and does not find, it refuses by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Attend",
+    "ComputesIn",
+    "CountsFlops",
+    "DeclaresBlocks",
+    "DeclaresPipelineParts",
+    "DeclaresRoles",
+    "ReadsOnHost",
+    "SharesDerived",
+    "TakesExtras",
+]
+
+T = TypeVar("T")
+
+
+class DeclaresBlocks(Protocol):
+    """Units of sharding, recomputation and compilation; else the longest list of like modules."""
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """The blocks in order of depth."""
+        ...
+
+
+class DeclaresPipelineParts(Protocol):
+    """Needed by `pp`: children in order of depth."""
+
+    def pipeline_parts(self) -> Mapping[str, Any]:
+        """{"first": names, "blocks": name of a container, "last": names, "dim": width of the stream (optional)}.
+
+        A name in both ends is tied. The forward must skip children that are None.
+        """
+        ...
+
+
+class DeclaresRoles(Protocol):
+    """Needed by `tp`, but for models with a `tp_plan` of transformers: one role for each parameter."""
+
+    def parallel_roles(self) -> Mapping[str, Any]:
+        """{pattern of names: role, or {"role": ..., "multiple_of": ...}}; see `forge_parallel.axes`."""
+        ...
+
+
+class Attend(Protocol):
+    """Needed by `cp`: an attribute `attend` of every attention module, which `context_parallel` replaces.
+
+    It says that it computes plain causal attention: `is_causal = True`, or `spec`, a dataclass whose fields
+    (but `scale`) have their defaults.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Tensor:
+        """q (B, S, H, D), k and v (B, S, K, D) -> (B, S, H, D), within the documents of `ctx.document_ids`."""
+        ...
+
+
+class SharesDerived(Protocol):
+    """Optional for the context that attention gets: values that all layers share."""
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """The value of `make()`, computed by the first caller with this key in a forward."""
+        ...
+
+
+class CountsFlops(Protocol):
+    """Used to divide the depth over stages and to plan; else every linear layer counts by its weight."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Operations of one forward for one token in rows of `seq_len`, everything inside included."""
+        ...
+
+
+class ReadsOnHost(Protocol):
+    """Keywords of forward that the model reads on the host; FSDP2 leaves them there."""
+
+    @property
+    def host_inputs(self) -> Sequence[str]:
+        """Names of those keywords."""
+        ...
+
+
+class TakesExtras(Protocol):
+    """Keywords of forward that are no tokens (patches, frames); the stage that declares them gets them.
+
+    `after_embedding` among them is a function to call on the stream (B, S, D) where `cp` cuts it.
+    """
+
+    @property
+    def extra_inputs(self) -> Sequence[str]:
+        """Names of those keywords."""
+        ...
+
+
+class ComputesIn(Protocol):
+    """A module that computes in a dtype of its own under mixed precision (a router in fp32): its own unit."""
+
+    compute_dtype: torch.dtype
+    forward_methods: Sequence[str]

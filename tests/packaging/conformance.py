@@ -1,0 +1,68 @@
+"""Built-in parts are what the protocols ask for: nothing runs here, mypy checks the assignments.
+
+An attribute of a module that may be absent is looked up by name at run time; here mypy compares its signature.
+"""
+
+# ruff: noqa: F841
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from forge_ckpt import protocols as ckpt
+from forge_core import Attention, FeedForward, Transformer
+from forge_core import protocols as core
+from forge_core.model import Block
+from forge_core.optim import AdamW
+from forge_data import (
+    BuiltinCorpus,
+    ByteTokenizer,
+    JsonTokenizer,
+    Loader,
+    PackedStream,
+    TokenFiles,
+)
+from forge_data import (
+    protocols as data,
+)
+from forge_parallel import protocols as parallel
+
+
+def of_core(
+    attention: Attention, feed_forward: FeedForward, block: Block, model: Transformer, adamw: AdamW
+) -> None:
+    inits: list[core.DeclaresInit] = [attention, feed_forward]
+    roles: list[core.DeclaresRoles] = [attention, feed_forward, block, model]
+    flops: list[core.CountsFlops] = [attention, feed_forward, block, model]
+    prepared: list[core.PreparesContext] = [attention, block]
+    optimizers: list[core.NamedStateOptimizer] = [adamw]
+
+
+def of_models_for_parallel(model: Transformer, attention: Attention) -> None:
+    blocks: parallel.DeclaresBlocks = model
+    parts: parallel.DeclaresPipelineParts = model
+    roles: parallel.DeclaresRoles = model
+    host: parallel.ReadsOnHost = model
+    flops: parallel.CountsFlops = model
+
+
+def of_data(
+    sources: tuple[BuiltinCorpus, TokenFiles],
+    stream: PackedStream,
+    tokenizers: tuple[ByteTokenizer, JsonTokenizer],
+) -> None:
+    tokens: tuple[data.Source, data.Source] = sources
+    rows: data.Stream = stream
+    texts: tuple[data.Tokenizer, data.Tokenizer] = tokenizers
+
+
+def of_states(
+    module: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, adamw: AdamW
+) -> None:
+    states: list[ckpt.Stateful] = [module, optimizer, loader, adamw]
+
+
+def of_schedules(schedule: Callable[[int], float]) -> None:
+    factor: core.ScheduleLike = schedule

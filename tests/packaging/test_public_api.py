@@ -1,0 +1,118 @@
+"""A package's public names: nobody imports others, and a change of one is a diff of docs/api."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripts.write_api_pages import (
+    PACKAGES,
+    ROOT,
+    definition,
+    pages,
+    public_modules,
+    public_names,
+    tree,
+)
+
+#: Files that replace parts inside of packages, to fail them or to plant mistakes.
+PATCHING = {
+    "tests/equivalence/mutations.py": "plants mistakes",
+    "tests/resume/test_store_boundary.py": "fails the disk",
+    "tests/use/test_fused_loss.py": "cuts blocks of the loss smaller",
+    "tests/data/test_prepare_cli.py": "fails a reader",
+}
+FOLDERS = ("apps", "benchmarks", "examples", "scripts", "tests", "packages")
+
+
+def _python(path: Path) -> str:
+    """The code of a file: its own, or that of the Python blocks of a page."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return text
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return "\n".join(block for block in blocks if "..." not in block.split("\n")[0])
+
+
+def _files() -> Iterator[Path]:
+    for folder in FOLDERS:
+        for kind in ("*.py", "*.md"):
+            yield from (ROOT / folder).rglob(kind)
+    yield from (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+
+
+def _owner(path: Path) -> str | None:
+    """The package that a file belongs to; the tests of the workspace are the runner's too."""
+    parts = path.relative_to(ROOT).parts
+    if parts[0] == "packages":
+        return f"forge_{parts[1].removeprefix('forge-')}"
+    return "forge_train" if parts[0] in ("apps", "tests", "scripts", "benchmarks") else None
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """(module, name) of each import of a package of Forge."""
+    try:
+        found = ast.parse(_python(path))
+    except SyntaxError:  # a page that shows a part of a program
+        return
+    for node in ast.walk(found):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+
+
+def _is_public(module: str, name: str | None) -> bool:
+    names = public_names(module)
+    if name is None or (names is not None and name in names):
+        return names is not None
+    return public_names(f"{module}.{name}") is not None if tree(f"{module}.{name}") else False
+
+
+def test_nobody_imports_what_is_not_public() -> None:
+    private = []
+    for path in _files():
+        if str(path.relative_to(ROOT)) in PATCHING:
+            continue
+        for module, name in _imports(path):
+            package = module.split(".")[0]
+            if package in PACKAGES and package != _owner(path) and not _is_public(module, name):
+                private.append(f"{path.relative_to(ROOT)}: {module} {name or ''}")
+    assert private == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_exists_and_says_what_it_is(package: str) -> None:
+    lacking = []
+    for module in public_modules(package):
+        names = public_names(module) or ()
+        assert list(names) == sorted(names, key=_order), module
+        for name in names:
+            found = definition(module, name)
+            if found is None:
+                assert tree(f"{module}.{name}"), f"{module}.{name} does not exist"
+            elif isinstance(found[1], ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(
+                found[1]
+            ):
+                lacking.append(f"{module}.{name}")
+    assert lacking == []
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Constants, classes, functions: the order that ruff keeps `__all__` in."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def test_the_pages_are_those_of_the_sources() -> None:
+    """A break of the API is a diff: python scripts/write_api_pages.py"""
+    stale = [str(p) for p, text in pages().items() if p.read_text(encoding="utf-8") != text]
+    assert stale == []
+
+
+def test_a_package_shows_about_25_names() -> None:
+    assert {
+        p: len(public_names(p) or ()) for p in PACKAGES if len(public_names(p) or ()) > 25
+    } == {}
