@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parent
 SLOW = frozenset((ROOT / "tests" / "slow.txt").read_text().splitlines())
+
+# Workers share the cores. Two of them with two threads each wait for one another at the end of every small operator:
+# three runs of a second took twelve. torch reads it when it is imported, and so does what tests start.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_configure() -> None:
