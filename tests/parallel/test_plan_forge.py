@@ -159,6 +159,21 @@ def test_the_command_prints_tables_and_leaves_with_0(capsys: pytest.CaptureFixtu
         assert said in out
 
 
+def test_what_a_run_never_trains_has_neither_gradients_nor_moments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All is stored in fp32; a stage trains the head later, and nothing the embedding."""
+    job = tmp_path / "job.toml"
+    groups = [f'[optimizer.groups.{name}]\npatterns = ["{name}.*"]\nlr_multiplier = 0\n'
+              for name in ("embedding", "lm_head")]  # fmt: skip
+    late = "[train.stages.late]\nstart_step = 10\nlr_multipliers = {lm_head = 1.0}\n"
+    job.write_text("\n".join([f'extends = "{PRESET / "7b_8gpu.toml"}"', *groups, late]))
+    assert run_plan(str(job), "--gpus", "8", "--json") == 0
+    (rank,) = json.loads(capsys.readouterr().out)["memory"]
+    assert rank["weights"] - rank["gradients"] == 4 * 128256 * 4096 / 8
+    assert rank["moments"] == 2 * rank["gradients"]
+
+
 def test_too_little_memory_leaves_with_78_after_the_tables(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

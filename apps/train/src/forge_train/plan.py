@@ -27,6 +27,7 @@ from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError
 from forge_train.trainer.build import build_model
 from forge_train.trainer.layout import layout_problems
+from forge_train.trainer.stages import freeze_groups
 
 #: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
 _MOMENTS = {"adamw": 8.0, "sgd": 4.0}
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
     """Print what `config` needs on these GPUs, and what else there is. ConfigError where it cannot run."""
     gpu, per_node = _machine(config, flags)
-    profile = Profile(build_model(config.model, config.run.seed), config.data.seq_len)
+    profile = _profile(config)
     wish = _wish(config, profile, flags.gpus, per_node, gpu)
     parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
@@ -100,8 +101,15 @@ def choose_layout(
     manual = replace(config.parallel, layout="manual")
     if config.parallel.device == "cpu" or not torch.cuda.is_available():
         return manual, [f"FSDP over all {world_size} ranks: on CPUs nothing else was measured"]
-    profile = Profile(build_model(config.model, config.run.seed), config.data.seq_len)
+    profile = _profile(config)
     return _chosen(_wish(config, profile, world_size, gpus_per_node, _this_gpu()))
+
+
+def _profile(config: JobConfig) -> Profile:
+    """Of the model as it is trained: what no stage trains has neither gradients nor moments."""
+    model = build_model(config.model, config.run.seed)
+    freeze_groups(model, config)
+    return Profile(model, config.data.seq_len)
 
 
 def _chosen(wish: Wish) -> tuple[ParallelConfig, list[str]]:

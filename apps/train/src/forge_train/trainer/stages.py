@@ -7,9 +7,29 @@ from typing import Any
 
 from torch import nn
 
-from forge_core.optim import in_order, multipliers_at, set_multipliers
+from forge_core.optim import (
+    check_something_trains,
+    freeze_never_trained,
+    in_order,
+    multipliers_at,
+    set_multipliers,
+    stage_problems,
+)
 from forge_parallel import follow_requires_grad
 from forge_train.config.schema import JobConfig
+from forge_train.errors import ConfigError, as_config_error
+from forge_train.trainer.build import total_steps
+
+
+def freeze_groups(model: nn.Module, config: JobConfig) -> None:
+    """Check groups and stages on the whole model, and freeze what the run never trains. ConfigError."""
+    if not config.optimizer.groups:
+        return
+    stages = config.train.stages
+    if problems := stage_problems(config.optimizer, stages, total_steps(config, model)):
+        raise ConfigError(problems)
+    as_config_error(lambda: check_something_trains(model, config.optimizer, stages))
+    freeze_never_trained(model, config.optimizer, stages)
 
 
 class Stages:

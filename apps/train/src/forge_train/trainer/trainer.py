@@ -20,13 +20,7 @@ from forge_core import (
     initialise,
 )
 from forge_core.flops import peak_flops
-from forge_core.optim import (
-    check_something_trains,
-    freeze_never_trained,
-    groups_of_part,
-    set_lr,
-    stage_problems,
-)
+from forge_core.optim import groups_of_part, set_lr
 from forge_data import Batch, Loader
 from forge_moe import recompute_contexts
 from forge_parallel import (
@@ -72,7 +66,7 @@ from forge_train.trainer.part import PartOfState, by_name, tensor_names
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.stages import Stages
+from forge_train.trainer.stages import Stages, freeze_groups
 from forge_train.trainer.store_errors import store_errors
 from forge_train.trainer.votes import StepVotes
 
@@ -129,7 +123,7 @@ class Trainer:
                  f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"]
             )  # fmt: skip
         self.total_steps = total_steps(config, self.model)
-        self._prepare_groups()
+        freeze_groups(self.model, config)
         self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
         mixed = bool(mixture_sizes(self.model))
@@ -162,18 +156,6 @@ class Trainer:
             self._join(as_config_error(lambda: make_meshes(self.config.parallel, self.device)))
         assert self._meshes is not None
         return self._meshes
-
-    def _prepare_groups(self) -> None:
-        """Check groups and stages on the whole model, and freeze what this run never trains."""
-        config = self.config
-        if not config.optimizer.groups:
-            return
-        stages = config.train.stages
-        problems = stage_problems(config.optimizer, stages, self.total_steps)
-        if problems:
-            raise ConfigError(problems)
-        as_config_error(lambda: check_something_trains(self.model, config.optimizer, stages))
-        freeze_never_trained(self.model, config.optimizer, stages)
 
     def request_save(self) -> None:
         """Ask, on any rank, for a checkpoint after the next step."""
