@@ -15,7 +15,7 @@ import forge_data
 from forge_core import Transformer, TransformerConfig
 from forge_data.prepare import prepare
 from forge_moe import MoE
-from forge_moe.gemm import choose_products
+from forge_moe.gemm import choose_backend
 from forge_parallel import (
     ParallelConfig,
     end_process_group,
@@ -181,7 +181,7 @@ def biases(t: Trainer) -> Any:
 
 def products(t: Trainer) -> Any:
     (layer, *_) = (m for m in t.model.modules() if isinstance(m, MoE))
-    return choose_products(layer.config.backend, torch.zeros(4, 16), (16, 48))
+    return choose_backend(layer.config.backend, torch.zeros(4, 16), (16, 48))
 
 
 PROBES: dict[str, Probe] = {

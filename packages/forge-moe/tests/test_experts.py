@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_moe import Experts, MoE, MoEConfig
-from forge_moe.gemm.choose import choose_products
+from forge_moe.gemm.backends import GROUPED_MM, LOOP
+from forge_moe.gemm.choose import choose_backend
 from forge_moe.gemm.float8 import to_float8
-from forge_moe.gemm.products import GROUPED_MM, LOOP
 
 BACKENDS = ["loop", "grouped_mm", "batched", "float8"]
 
@@ -136,7 +136,7 @@ def test_F29_no_padding_rows() -> None:
 
 def test_the_choice_of_a_backend() -> None:
     def pick(dtype: torch.dtype, *widths: int) -> object:
-        return choose_products("auto", torch.empty(1, widths[0], dtype=dtype), widths)
+        return choose_backend("auto", torch.empty(1, widths[0], dtype=dtype), widths)
 
     assert pick(torch.bfloat16, 8, 16) is GROUPED_MM
     assert pick(torch.bfloat16, 8, 12) is LOOP
@@ -146,7 +146,7 @@ def test_the_choice_of_a_backend() -> None:
     with pytest.raises(
         ValueError, match=r"multiples of 8 in torch.bfloat16, and they are \(8, 12\)"
     ):
-        choose_products("grouped_mm", torch.empty(1, 8, dtype=torch.bfloat16), (8, 12))
+        choose_backend("grouped_mm", torch.empty(1, 8, dtype=torch.bfloat16), (8, 12))
 
 
 def test_widths_that_the_kernel_refuses_take_the_loop() -> None:

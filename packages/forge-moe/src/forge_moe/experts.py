@@ -1,6 +1,6 @@
-"""The experts: a stack of feed-forwards, each applied to its own rows.
+"""Experts: a stack of feed-forwards, each applied to its own rows.
 
-Shapes: R rows sorted by expert, E experts (those of this process), D width, F width inside.
+Shapes: R rows sorted by expert, E experts of this process, D width, F width inside an expert.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from forge_moe._torch_compat import autocast_dtype
 from forge_moe.config import MoEConfig
-from forge_moe.gemm import GroupedFeedForward, Groups, choose_products
+from forge_moe.gemm import GroupedFeedForward, Groups, choose_backend
 
 
 class Experts(nn.Module):
@@ -22,8 +22,8 @@ class Experts(nn.Module):
     (E, F), (E, F), (E, D). A matrix is stored as the right factor of rows: x @ up_proj[e]. Parameters may
     be DTensors sharded on dim 0: this process then holds and computes its own E experts.
 
-    Rows beyond counts.sum() are a tail: not computed, zero in the output, without gradient, whatever they
-    hold. An expert without rows gets an exact zero gradient, so every parameter always has one. Under
+    Rows beyond counts.sum() are a tail: not computed, zero in the output, without gradient, even if they
+    hold NaN. An expert without rows gets an exact zero gradient, so every parameter always has one. Under
     autocast rows and matrices are cast to its dtype. No host sync with `grouped_mm`, one otherwise.
     """
 
@@ -35,17 +35,19 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(num, dim, hidden)) if gated else None
         self.up_proj = nn.Parameter(torch.empty(num, dim, hidden))
         self.down_proj = nn.Parameter(torch.empty(num, hidden, dim))
-        some = config.bias
-        self.gate_proj_bias = nn.Parameter(torch.empty(num, hidden)) if some and gated else None
-        self.up_proj_bias = nn.Parameter(torch.empty(num, hidden)) if some else None
-        self.down_proj_bias = nn.Parameter(torch.empty(num, dim)) if some else None
+        bias = config.bias
+        self.gate_proj_bias = nn.Parameter(torch.empty(num, hidden)) if bias and gated else None
+        self.up_proj_bias = nn.Parameter(torch.empty(num, hidden)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(num, dim)) if bias else None
         if not self.up_proj.is_meta:
             for parameter in self.parameters():
-                _ = nn.init.normal_(parameter, std=0.02) if parameter.dim() == 3 else None
-                _ = nn.init.zeros_(parameter) if parameter.dim() == 2 else None
+                if parameter.dim() == 3:
+                    nn.init.normal_(parameter, std=0.02)
+                else:
+                    nn.init.zeros_(parameter)
 
     def forward(self, rows: Tensor, counts: Tensor, *, full: bool = False) -> Tensor:
-        """Rows (R, D) through their experts. `full` promises that counts.sum() is R: saves two passes."""
+        """Rows (R, D) through their experts. `full` promises that counts.sum() is R, which saves two passes."""
         dtype = autocast_dtype(rows) or rows.dtype
         weights = [_local(p, dtype) for p in (self.gate_proj, self.up_proj, self.down_proj)]
         biases = [
@@ -59,12 +61,12 @@ class Experts(nn.Module):
             )
         rows = rows.to(dtype)
         widths = (self.config.dim, self.config.hidden_dim)
-        products = choose_products(self.config.backend, rows, widths)
-        groups = Groups.of(counts, on_host=products.on_host, full=full)
-        return GroupedFeedForward.apply(rows, *weights, *biases, groups, products)
+        backend = choose_backend(self.config.backend, rows, widths)
+        groups = Groups.of(counts, host_sizes=backend.needs_host_sizes, full=full)
+        return GroupedFeedForward.apply(rows, *weights, *biases, groups, backend)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
-        """How each parameter begins: (kind, value) by name. down_proj writes into the residual stream."""
+        """Initial distribution of each parameter: (kind, value) by name. down_proj writes to the residual stream."""
         values = {"gate_proj": std, "up_proj": std, "down_proj": residual_std}
         return {
             name: ("normal", values[name]) if name in values else ("constant", 0.0)

@@ -1,4 +1,4 @@
-"""Whole tensors into a model whose experts lie on several ranks, for loops without forge-ckpt."""
+"""Load full tensors into a model with sharded experts, for loops without forge-ckpt."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy `state`, plain tensors of all experts, into `model`; each rank takes its own part.
+    """Copy `state`, full tensors of all experts, into `model`; each rank takes its own shard.
 
         expert_parallelize(model, mesh["ep"])
         load_full_state(model, torch.load("model.pt", weights_only=True))
 
     `state` has a tensor for each name of `model.state_dict()`, of the global shape; values are cast to the
-    model's dtype. Nothing travels: every rank gives the whole state, and holds it meanwhile. Raises
-    ValueError with a line for each name that is missing, unknown or of another shape, before anything is
-    changed; also for parameters on the meta device (`model.to_empty` makes room), and for those that FSDP
-    has cut further: load before `fully_shard`.
+    model's dtype. No communication: every rank passes, and holds, the full state. Raises ValueError with a
+    line for each name that is missing, unknown or of another shape, before anything is changed; also for
+    parameters on the meta device (`model.to_empty` allocates them), and for those that FSDP has sharded
+    again: load before `fully_shard`.
     """
     targets: dict[str, Any] = model.state_dict()
-    problems = [
-        f"{name} is missing; save the whole model" for name in targets.keys() - state.keys()
-    ]
+    problems = [f"{name} is missing; save the full model" for name in targets.keys() - state.keys()]
     problems += [f"{name} is unknown; leave it out" for name in state.keys() - targets.keys()]
     for name in targets.keys() & state.keys():
         problems += _problems(name, targets[name], state[name])
@@ -33,17 +31,17 @@ def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise ValueError("\n".join(f"load_full_state: {text}" for text in sorted(problems)))
     for name, target in targets.items():
         if isinstance(target, Tensor):
-            _local(target).copy_(_part(state[name], target))
+            _local(target).copy_(_shard(state[name], target))
 
 
 def _problems(name: str, target: Any, value: Any) -> list[str]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(target, Tensor):
-        return [f"{name} is extra state and no tensor; use load_state_dict for it"]
+        return [f"{name} is extra state, not a tensor; use load_state_dict for it"]
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return [
-            f"{name} is a {type(value).__name__} and must be a plain tensor; give the whole of it"
+            f"{name} is a {type(value).__name__} and must be a plain tensor; give the full tensor"
         ]
     if value.shape != target.shape:
         return [
@@ -51,16 +49,16 @@ def _problems(name: str, target: Any, value: Any) -> list[str]:
         ]
     if target.is_meta:
         return [f"{name} is on the meta device; call model.to_empty(device=...) before"]
-    # FSDP's shards of shards have a class of their own
+    # FSDP on a mesh axis of experts' DTensors uses a placement class of its own (strided shards).
     if isinstance(target, DTensor) and any(
         type(p) not in (Shard, Replicate) for p in target.placements
     ):
-        return [f"{name} is cut by {target.placements}; load before fully_shard"]
+        return [f"{name} is sharded by {target.placements}; load before fully_shard"]
     return []
 
 
-def _part(full: Tensor, target: Any) -> Tensor:
-    """This rank's part of a whole tensor, as `target` is cut."""
+def _shard(full: Tensor, target: Any) -> Tensor:
+    """This rank's shard of a full tensor, by the placements of `target`."""
     for axis, placement in enumerate(getattr(target, "placements", ())):
         if placement.is_shard():
             mesh, dim = target.device_mesh, placement.dim

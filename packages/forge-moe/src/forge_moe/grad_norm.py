@@ -1,4 +1,4 @@
-"""The gradient norm of a model whose experts lie on several ranks, for loops without forge-parallel."""
+"""The gradient norm of a model with sharded experts, for loops without forge-parallel."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def expert_grad_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
-    """2-norm of all gradients of `model`, that of one process; 0-dim fp32, the same bits on each rank.
+    """2-norm of all gradients of `model`, equal to that of one process; 0-dim fp32, the same bits on each rank.
 
         norm = expert_grad_norm(model, mesh["ep"])      # after the dense gradients were summed over ranks
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=False)
         optimizer.step()
 
-    `mesh` is that of `expert_parallelize`. Gradients that are DTensors (experts, FSDP's) are summed over
-    their meshes, what several ranks hold counts once. Plain gradients must be the same on every rank, as
-    after DDP or an all-reduce; where they are a rank's own part, so is the norm wrong. torch's own
+    `mesh` is the one given to `expert_parallelize`. Gradients that are DTensors (experts, FSDP's) are summed over
+    their meshes, and replicated values count once. Plain gradients must be the same on every rank, as after
+    DDP or an all-reduce; local ones give a wrong norm. torch's own
     `clip_grad_norm_` refuses such a mixture of plain tensors and DTensors.
 
     Sums are fp64. Costs one all-reduce of a number per axis of each mesh, no host sync. Raises ValueError
@@ -31,32 +31,33 @@ def expert_grad_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    spread = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
     axis = getattr(mesh, "mesh_dim_names", None) or ()
-    if not any(set(axis) <= set(p.device_mesh.mesh_dim_names or ()) for p in spread.values()):
+    if not any(set(axis) <= set(p.device_mesh.mesh_dim_names or ()) for p in sharded.values()):
         raise ValueError(
-            f"expert_grad_norm found no experts on mesh {mesh!r}; pass the mesh that expert_parallelize got"
+            f"expert_grad_norm found no experts on mesh {mesh!r}; pass the mesh given to expert_parallelize"
         )
-    meshes: dict[DeviceMesh, Tensor] = {}
-    total = torch.zeros((), dtype=torch.float64, device=next(iter(spread.values())).device)
+    # Squares are summed per mesh first: one all-reduce per mesh axis, not per parameter.
+    squares: dict[DeviceMesh, Tensor] = {}
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(sharded.values())).device)
     for name, gradient in gradients.items():
         if not isinstance(gradient, DTensor):
             total += gradient.double().square().sum()
             continue
         if any(placement.is_partial() for placement in gradient.placements):
             raise ValueError(f"{name}: the gradient is a partial sum; reduce it before its norm")
-        here = gradient.to_local().double().square().sum() / _copies(gradient)
-        before = meshes.get(gradient.device_mesh)
-        meshes[gradient.device_mesh] = here if before is None else before + here
-    for place, part in meshes.items():
-        for each in range(place.ndim):
-            dist.all_reduce(part, group=place.get_group(each))
+        local = gradient.to_local().double().square().sum() / _copies(gradient)
+        before = squares.get(gradient.device_mesh)
+        squares[gradient.device_mesh] = local if before is None else before + local
+    for owner, part in squares.items():
+        for dim in range(owner.ndim):
+            dist.all_reduce(part, group=owner.get_group(dim))
         total += part
     return total.sqrt().float()
 
 
 def _copies(gradient: Tensor) -> int:
-    """How many ranks of its mesh hold the same numbers of a DTensor."""
+    """Number of ranks of its mesh that hold the same values of a DTensor."""
     copies = 1
     for axis, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
         copies *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1  # type: ignore[attr-defined]

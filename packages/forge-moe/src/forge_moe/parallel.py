@@ -1,18 +1,19 @@
-"""Expert parallelism: the experts of a layer, or of all layers of a model, spread over ranks."""
+"""Expert parallelism: shard the experts of a layer, or of all layers of a model, over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from forge_moe.dispatch.all_to_all import AllToAllDispatch, check_divisible
-from forge_moe.dispatch.hierarchical import HierarchicalDispatch
+from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
+from forge_moe.dispatch.all_to_all import check_divisible
 from forge_moe.layer import MoE
+from forge_moe.protocols import OverlappingDispatcher
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,26 +30,26 @@ def expert_parallelize(
     ranks_per_node: int | None = None,
     timeout: timedelta | None = None,
 ) -> M:
-    """Spread the experts of every MoE layer in `model` (or of the layer `model`) over `mesh`.
+    """Shard the experts of every MoE layer in `model` (or of the layer `model`) over `mesh`.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
         expert_parallelize(model, mesh["ep"])
-        for layer in moe_layers:                            # optional: shard what is left of them
+        for layer in moe_layers:                            # optional: shard them again
             fully_shard(layer.experts, mesh=mesh["efsdp"])
             layer.experts.set_gradient_divide_factor(1.0)
             layer.experts.set_force_sum_reduction_for_comms(True)
 
     `mesh` is a DeviceMesh of one axis. Expert parameters become DTensors `Shard(0)` on it: expert e keeps
     its global index e, so checkpoints, optimizer states and norms see all E experts. Every rank must hold
-    the same values before; nothing is sent; parameters on the meta device stay there. Routers and shared
-    experts stay whole on every rank: their gradients are partial and the caller sums them over data
-    ranks, as for any dense parameter. Expert gradients are complete over `mesh` and must not be reduced
-    over it again. Ranks of `mesh` read different data.
+    the same values before; no communication; parameters on the meta device stay there. Routers and shared
+    experts stay replicated: their gradients are partial and the caller sums them over data ranks, as for
+    any dense parameter. Expert gradients are complete over `mesh` and must not be reduced over it again.
+    Ranks of `mesh` read different data.
 
-    "hierarchical" crosses nodes of `ranks_per_node` neighbouring ranks once per token and node, and makes
-    two process groups, collectively over the mesh, with `timeout` for their collectives. Returns the same object. Call it on a whole model
-    before FSDP. Raises ValueError when there is no layer, when E is not divisible by the ranks, when it
-    was done before, or when the nodes do not divide the ranks.
+    "hierarchical" crosses nodes of `ranks_per_node` neighbouring ranks once per token and node, and creates
+    two process groups, collectively over the mesh, with `timeout` for their collectives. Returns the same
+    object. Call it before FSDP. Raises ValueError if there is no layer, if E is not divisible by the ranks,
+    if experts are sharded already, or if the nodes do not divide the ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,9 +66,9 @@ def expert_parallelize(
         )
     for name, layer in layers.items():
         _check(name or type(layer).__name__, layer, mesh.size())
-    make = _maker(mesh.get_group(), dispatcher, ranks_per_node, timeout)
+    make_dispatcher = _dispatcher_factory(mesh.get_group(), dispatcher, ranks_per_node, timeout)
     for layer in layers.values():
-        layer.dispatcher = make(layer.config.num_experts, chunks=chunks)
+        layer.dispatcher = make_dispatcher(layer.config.num_experts, chunks=chunks)
         _shard(layer.experts, mesh)
     return model
 
@@ -87,21 +88,22 @@ def _check(name: str, layer: MoE, ranks: int) -> None:
 
 
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's slice of each parameter, as a DTensor over all experts."""
+    """Replace each parameter by this rank's shard, as a DTensor over all experts."""
     from torch.distributed.tensor import DTensor, Shard
 
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        # a copy, so that the other ranks' slices are freed
-        here = parameter.detach().chunk(ranks, dim=0)[rank].clone()
-        whole = DTensor.from_local(here, mesh, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        # A copy: a view would keep the other ranks' experts in memory.
+        local = parameter.detach().chunk(ranks, dim=0)[rank].clone()
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        sharded_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        experts.register_parameter(name, sharded_parameter)
 
 
-def _maker(
+def _dispatcher_factory(
     group: dist.ProcessGroup, dispatcher: str, ranks_per_node: int | None, timeout: timedelta | None
-) -> Callable[..., Any]:
-    """What makes a dispatcher from num_experts and chunks; layers share its process groups."""
+) -> Callable[..., OverlappingDispatcher]:
+    """A function of num_experts and chunks; the dispatchers of all layers share its process groups."""
     if dispatcher == "all_to_all":
         return partial(AllToAllDispatch, group)
     if dispatcher != "hierarchical":
@@ -113,10 +115,10 @@ def _maker(
             f"ranks_per_node {ranks_per_node} must divide the {len(ranks)} ranks of the mesh; "
             "give the number of neighbouring ranks that share a fast network"
         )
-    node, place = divmod(ranks.index(dist.get_rank()), size)
+    node, index = divmod(ranks.index(dist.get_rank()), size)
     neighbours = ranks[node * size : (node + 1) * size]
     between, within = (
         dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-        for members in (ranks[place::size], neighbours)
+        for members in (ranks[index::size], neighbours)
     )
     return partial(HierarchicalDispatch, between, within)

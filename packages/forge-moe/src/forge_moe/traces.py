@@ -1,4 +1,4 @@
-"""Which expert took which token, written to disk record by record.
+"""Traces of routing: the experts of every token, written to disk record by record.
 
 A trace is one file (a rank writes its own); integers and floats are little-endian:
 
@@ -7,13 +7,13 @@ A trace is one file (a rank writes its own); integers and floats are little-endi
     header    JSON: {"weights": bool, "token_ids": bool,
                      "layers": [{"name": str, "num_experts": int}, ...]}
     records   until the end of the file, each
-        uint64 step, uint32 layer (place in "layers"), uint32 T, uint32 K, uint32 CRC-32 of what follows
+        uint64 step, uint32 layer (index in "layers"), uint32 T, uint32 K, uint32 CRC-32 of what follows
         ids        T * K int16, row by row; num_experts means "nowhere" (a pad)
         weights    T * K fp32, if "weights"
         token ids  T int32, if "token_ids"
 
-Records stand in the order of the calls, so the micro-batches of a step follow one another. A file cut off
-by a crash is readable up to the cut.
+Records are in the order of the calls, so the micro-batches of a step follow one another. A file truncated
+by a crash is readable up to the last complete record.
 
 Shapes: T tokens, K slots per token.
 """
@@ -34,13 +34,15 @@ from torch import Tensor, nn
 from forge_moe._torch_compat import inside_backward
 from forge_moe.replay import replaying
 
+__all__ = ["TraceRecord", "TraceWriter", "read_trace", "trace_routes", "traced_layers"]
+
 MAGIC = b"FMOETRC1"
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<QIIII")
 
 
 class TraceRecord(NamedTuple):
-    """One call of one layer: ids (T, K) int64, weights (T, K) fp32 or None, token_ids (T,) or None."""
+    """A call of a layer: ids (T, K) int64, weights (T, K) fp32 or None, token_ids (T,) or None."""
 
     step: int
     layer: str
@@ -55,8 +57,8 @@ class TraceWriter:
         with TraceWriter("routes.rank0", {"layers.0": 8}) as trace:    # layer -> number of experts
             trace.write(step, "layers.0", ids)
 
-    Raises ValueError for more than 32,766 experts or a tensor that does not fit, FileExistsError
-    rather than overwrite. A record of T tokens takes 24 + 2 T K bytes, 4 T K more with weights and
+    Raises ValueError for more than 32,766 experts or a tensor of another shape, FileExistsError if the
+    file exists. A record of T tokens takes 24 + 2 T K bytes, 4 T K more with weights and
     4 T more with token ids; writing one from an accelerator waits for it.
     """
 
@@ -74,7 +76,7 @@ class TraceWriter:
                     f"{name}: num_experts {num_experts} must be 1 to 32766; ids are stored as int16"
                 )
         self.layers, self.weights, self.token_ids = dict(layers), weights, token_ids
-        self._places = {name: place for place, name in enumerate(layers)}
+        self._layer_indices = {name: index for index, name in enumerate(layers)}
         rows = [{"name": name, "num_experts": number} for name, number in layers.items()]
         text = json.dumps({"weights": weights, "token_ids": token_ids, "layers": rows}).encode()
         self._file: BinaryIO = open(path, "xb")  # noqa: SIM115  (closed by `close`)
@@ -88,26 +90,26 @@ class TraceWriter:
         weights: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> None:
-        """Append a record: ids (T, K), weights (T, K) and T token_ids, as the header announced them."""
+        """Append a record: ids (T, K), weights (T, K) and T token_ids, as declared in the header."""
         if (weights is not None, token_ids is not None) != (self.weights, self.token_ids):
             raise ValueError(
                 f"{layer}: the trace was opened with weights = {self.weights}, token_ids = "
-                f"{self.token_ids}; give just those"
+                f"{self.token_ids}; give those and no others"
             )
         if weights is not None and weights.shape != ids.shape:
             raise ValueError(f"{layer}: weights {tuple(weights.shape)} must be {tuple(ids.shape)}")
         if token_ids is not None and token_ids.numel() != ids.size(0):
             raise ValueError(f"{layer}: {token_ids.numel()} token_ids for {ids.size(0)} tokens")
-        on_host, most = ids.detach().cpu(), self.layers[layer]
-        if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= most:
-            raise ValueError(f"{layer}: ids must lie in 0..{most}")
+        on_host, num_experts = ids.detach().cpu(), self.layers[layer]
+        if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= num_experts:
+            raise ValueError(f"{layer}: ids must be in 0..{num_experts}")
         parts = ((on_host, torch.int16), (weights, torch.float32), (token_ids, torch.int32))
         payload = b"".join(_bytes(part, dtype) for part, dtype in parts if part is not None)
-        head = _HEAD.pack(step, self._places[layer], *ids.shape, zlib.crc32(payload))
+        head = _HEAD.pack(step, self._layer_indices[layer], *ids.shape, zlib.crc32(payload))
         self._file.write(head + payload)
 
     def close(self) -> None:
-        """Flush and close; a second time does nothing."""
+        """Flush and close; a second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> "TraceWriter":
@@ -122,8 +124,8 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[TraceRecord]:
 
     for record in read_trace("routes.rank0"): print(record.step, record.layer, record.ids)
 
-    Raises ValueError for a file that is no trace, for a damaged record, and, after the last whole
-    record, for a file that was cut off.
+    Raises ValueError for a file that is no trace, for a damaged record, and, after the last complete
+    record, for a truncated file.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -131,23 +133,23 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[TraceRecord]:
         header = _read_header(file, path)
         number = 0
         while head := file.read(_HEAD.size):
-            # The file's own size bounds what is read, whatever a damaged head says.
-            whole = len(head) == _HEAD.size
-            step, place, tokens, slots, checksum = _HEAD.unpack(head) if whole else (0,) * 5
+            # A damaged head may claim any length: compare it with the file size before reading.
+            complete = len(head) == _HEAD.size
+            step, layer, tokens, slots, checksum = _HEAD.unpack(head) if complete else (0,) * 5
             length = tokens * (slots * (2 + 4 * header["weights"]) + 4 * header["token_ids"])
-            if not whole or file.tell() + length > size:
-                raise ValueError(f"{path} was cut off after {number} records; those are good")
+            if not complete or file.tell() + length > size:
+                raise ValueError(f"{path} is truncated after {number} records; those are intact")
             payload = file.read(length)
-            if zlib.crc32(payload) != checksum or place >= len(header["layers"]):
+            if zlib.crc32(payload) != checksum or layer >= len(header["layers"]):
                 raise ValueError(f"{path}: record {number} is damaged; write the trace again")
-            yield _record(step, header["layers"][place]["name"], (tokens, slots), payload, header)
+            yield _record(step, header["layers"][layer]["name"], (tokens, slots), payload, header)
             number += 1
 
 
 def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     start = file.read(len(MAGIC) + _LENGTH.size)
     if len(start) < len(MAGIC) + _LENGTH.size or start[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{path} is no routing trace; give a file that TraceWriter wrote")
+        raise ValueError(f"{path} is not a routing trace; give a file that TraceWriter wrote")
     (length,) = _LENGTH.unpack(start[len(MAGIC) :])
     try:
         header: dict[str, Any] = json.loads(file.read(min(length, 2**24)))
@@ -175,13 +177,13 @@ def _record(
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
-    """The values as `dtype`; without numpy, which may be absent."""
+    """The values as `dtype`; without numpy, which may not be installed."""
     host = tensor.detach().to("cpu", dtype).contiguous()
     return ctypes.string_at(host.data_ptr(), host.numel() * dtype.itemsize) if host.numel() else b""
 
 
 def traced_layers(model: nn.Module) -> dict[str, int]:
-    """What a trace of `model` has in its header: every module below it that holds a router."""
+    """{name: number of experts} of every module of `model` with a router, for the header of a trace."""
     return {name: layer.router.config.num_experts for name, layer in _layers(model)}
 
 
@@ -193,16 +195,16 @@ def trace_routes(model: nn.Module, writer: TraceWriter, step: Callable[[], int])
             with trace_routes(model, trace, step=lambda: current_step):
                 model(tokens)
 
-    Written is what the router chose, before a capacity drops anything; token ids are those of the
-    context `ctx` that the layer is called with. Recomputation does not write again. Each call waits
-    for the device, so trace some steps rather than all.
+    Records the choice of the router, before a capacity drops slots; token ids come from the context `ctx`
+    of the layer's call. Recomputation does not write again. Each call syncs with the device, so trace some
+    steps rather than all.
     """
-    undo = [_trace_layer(name, layer, writer, step) for name, layer in _layers(model)]
+    restore = [_trace_layer(name, layer, writer, step) for name, layer in _layers(model)]
     try:
         yield
     finally:
-        for end in undo:
-            end()
+        for undo in restore:
+            undo()
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -216,29 +218,29 @@ def _layers(model: nn.Module) -> list[tuple[str, Any]]:
 def _trace_layer(
     name: str, layer: Any, writer: TraceWriter, step: Callable[[], int]
 ) -> Callable[[], None]:
-    """Listen to one layer: its call for the token ids, its router's `route` for the decision."""
-    route, seen = layer.router.route, {"ctx": None}
+    """Hook one layer: its call for the token ids, its router's `route` for the decision. Returns the undo."""
+    route, last_call = layer.router.route, {"ctx": None}
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen["ctx"] = args[1] if len(args) > 1 else kwargs.get("ctx")
+        last_call["ctx"] = args[1] if len(args) > 1 else kwargs.get("ctx")
 
     def traced(x: Tensor, valid: Tensor | None = None, rows: int | None = None) -> Any:
         routed = route(x, valid, rows)
         if not (replaying() or inside_backward()):
-            token_ids = getattr(seen["ctx"], "token_ids", None) if writer.token_ids else None
+            token_ids = getattr(last_call["ctx"], "token_ids", None) if writer.token_ids else None
             weights = routed.weights if writer.weights else None
             writer.write(step(), name, routed.ids, weights, token_ids)
         return routed
 
     hook = layer.register_forward_pre_hook(remember, with_kwargs=True)
-    before = vars(layer.router).get("route")  # FSDP puts its own there
-    layer.router.route = traced  # on the instance; the class stays as it is
+    before = vars(layer.router).get("route")  # FSDP sets one on the instance too
+    layer.router.route = traced  # on the instance, not the class
 
-    def end() -> None:
+    def undo() -> None:
         hook.remove()
         if before is None:
             del layer.router.route
         else:
             layer.router.route = before
 
-    return end
+    return undo

@@ -1,4 +1,4 @@
-"""A dense feed-forward turned into experts, with the same function at the start.
+"""Upcycling: experts initialised from a dense feed-forward, so that both compute the same function.
 
 Copies of a whole feed-forward (Komatsuzaki et al. 2023, "Sparse upcycling") or of its slices, for
 finer experts (He et al. 2024, "Upcycling large language models into mixture of experts").
@@ -7,46 +7,49 @@ Shapes: D width, F hidden width of the dense layer, H hidden width of an expert,
 token, G slices of the dense layer.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from forge_moe.config import MoEConfig
+from forge_moe.layer import MoE
+from forge_moe.protocols import DenseFeedForward
 
 _ROUTERS = ("softmax_topk", "sigmoid_topk")
 
 
 @torch.no_grad()
-def upcycle(dense: nn.Module, moe: nn.Module, *, noise: float = 0.0, seed: int = 0) -> None:
+def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int = 0) -> None:
     """Fill the experts of `moe` from `dense`, so that without noise both compute the same.
 
         upcycle(feed_forward, MoE(MoEConfig(dim=512, hidden_dim=1024, num_experts=8)))
 
     `dense` has linear layers `up_proj`, `down_proj` and, for SwiGLU, `gate_proj`, as Forge's, Llama's
-    and Qwen's feed-forwards do. Which way follows from the widths: shared experts take the first
-    hidden units, the rest falls into G slices of the experts' width. Expert e holds slice e mod G, so
-    G = 1 copies and G > 1 splits. The G experts of a copy share one row of the router and are chosen
-    together; K is a multiple of G.
+    and Qwen's feed-forwards do. Shared experts take the first hidden units, the rest is split into G
+    slices of the experts' width. Expert e holds slice e mod G, so G = 1 copies and G > 1 splits. The G
+    experts of a copy share one row of the router, so a token chooses all or none; K is a multiple of G.
 
-    `noise` adds normal noise to the routed experts' weights, of that part of each tensor's standard
+    `noise` adds normal noise to the routed experts' weights, with that fraction of each tensor's standard
     deviation and different in each expert, from `seed`; the function then changes by about as much.
 
-    Equality holds where no slot is dropped by a capacity. Call it before sharding. Raises ValueError
-    for widths that do not fit, a router whose weights do not sum to a constant, biases on one side.
+    Equality holds while the capacity drops no slot. Call it before sharding. Raises ValueError for widths
+    that do not fit, a router whose weights do not sum to a constant, biases on one side.
     """
-    config: Any = moe.config
+    config = moe.config
     weights = _weights(dense)
-    problems = _problems(config, weights)
+    problems = list(_problems(config, weights))
     if problems:
         raise ValueError("\n".join(f"upcycle: {text}" for text in problems))
-    shared: int = config.resolved_shared_hidden_dim
+    shared = config.resolved_shared_hidden_dim
     num_slices = (weights["up_proj"].size(0) - shared) // config.hidden_dim
     if shared:
         _fill_shared(moe, {name: _units(name, w, 0, shared) for name, w in weights.items()})
-    # A token's K weights sum to route_scale, and it meets K / G copies: a slice's weights sum to
-    # route_scale / G.
+    # The K weights of a token sum to route_scale over K / G copies, so the weights of a slice sum to
+    # route_scale / G: scale its down projection by the inverse.
     scale = num_slices / config.route_scale
     generator = torch.Generator().manual_seed(seed)
-    experts: Any = moe.experts
     for name, weight in weights.items():
         slices = [
             _units(name, weight, shared + g * config.hidden_dim, config.hidden_dim)
@@ -57,10 +60,9 @@ def upcycle(dense: nn.Module, moe: nn.Module, *, noise: float = 0.0, seed: int =
             stack *= scale
         if noise:
             stack += noise * stack.std() * torch.randn(stack.shape, generator=generator).to(stack)
-        getattr(experts, name).copy_(stack.mT)
+        getattr(moe.experts, name).copy_(stack.mT)
     if num_slices > 1:
-        router: Any = moe.router
-        router.weight.copy_(router.weight[::num_slices].repeat_interleave(num_slices, 0))
+        moe.router.weight.copy_(moe.router.weight[::num_slices].repeat_interleave(num_slices, 0))
 
 
 def _units(name: str, weight: Tensor, start: int, count: int) -> Tensor:
@@ -68,15 +70,16 @@ def _units(name: str, weight: Tensor, start: int, count: int) -> Tensor:
     return weight.narrow(1 if name == "down_proj" else 0, start, count)
 
 
-def _fill_shared(moe: Any, weights: dict[str, Tensor]) -> None:
+def _fill_shared(moe: MoE, weights: Mapping[str, Tensor]) -> None:
+    shared: Any = moe.shared
     for name, weight in weights.items():
-        getattr(moe.shared, name).weight.copy_(weight)
-    if moe.config.shared_gate:  # a gate of zero weight is sigmoid(0) = 1/2 for every token
-        moe.shared.gate.weight.zero_()
-        moe.shared.down_proj.weight.mul_(2.0)
+        getattr(shared, name).weight.copy_(weight)
+    if moe.config.shared_gate:  # with weight 0 the gate is sigmoid(0) = 1/2 for every token
+        shared.gate.weight.zero_()
+        shared.down_proj.weight.mul_(2.0)
 
 
-def _weights(dense: nn.Module) -> dict[str, Tensor]:
+def _weights(dense: DenseFeedForward) -> dict[str, Tensor]:
     """{"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}, without the gate if there is none."""
     found: dict[str, Tensor] = {}
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -93,33 +96,42 @@ def _weights(dense: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _problems(config: Any, weights: dict[str, Tensor]) -> list[str]:
+def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[str]:
+    """A sentence for each option that would make the experts another function than the dense layer."""
     hidden, dim = weights["up_proj"].shape
+    activation = "swiglu" if "gate_proj" in weights else "gelu"
+    if config.dim != dim:
+        yield f"dim {config.dim} must be that of the dense layer; use {dim}"
+    if config.activation != activation:
+        yield f"activation {config.activation!r} must be that of the dense layer; use {activation!r}"
+    if config.bias:
+        yield "bias true must be false, as a bias would be added once per slot; build the layer without"
     routed = hidden - config.resolved_shared_hidden_dim
     num_slices = routed // config.hidden_dim
-    gated = "swiglu" if "gate_proj" in weights else "gelu"
-    exact = num_slices >= 1 and num_slices * config.hidden_dim == routed
+    if num_slices >= 1 and num_slices * config.hidden_dim == routed:
+        yield from _slice_problems(config, num_slices)
+    else:
+        yield (
+            f"hidden_dim {config.hidden_dim} must divide the {routed} hidden units that shared experts leave of "
+            f"{hidden}; use {max(routed, 1)} for copies, or a divisor of it"
+        )
     softmax_of_all = config.router == "softmax_topk" and config.top_k == config.num_experts
-    constant = config.normalize == "after_top_k" or softmax_of_all
-    told = {
-        f"dim {config.dim} must be that of the dense layer; use {dim}": config.dim != dim,
-        f"activation {config.activation!r} must be that of the dense layer; use {gated!r}": (
-            config.activation != gated
-        ),
-        "bias true must be false, as a bias would be added once per slot; build the layer without": (
-            config.bias
-        ),
-        f"hidden_dim {config.hidden_dim} must divide the {routed} hidden units that shared experts "
-        f"leave of {hidden}; use {max(routed, 1)} for copies, or a divisor of it": not exact,
-        f"num_experts {config.num_experts} and top_k {config.top_k} must be multiples of the "
-        f"{num_slices} slices; round them up": exact
-        and (config.num_experts % num_slices != 0 or config.top_k % num_slices != 0),
-        f"num_groups {config.num_groups} must keep the {num_slices} slices of a copy together; "
-        f"use a divisor of {config.num_experts // max(num_slices, 1)}": exact
-        and config.num_experts // config.num_groups % num_slices != 0,
-        f"router {config.router!r} with normalize {config.normalize!r} must give weights of constant "
-        "sum; use softmax_topk or sigmoid_topk with after_top_k and top_k 2 or more": config.router
-        not in _ROUTERS
-        or not constant,
-    }
-    return [text for text, broken in told.items() if broken]
+    constant_sum = config.normalize == "after_top_k" or softmax_of_all
+    if config.router not in _ROUTERS or not constant_sum:
+        yield (
+            f"router {config.router!r} with normalize {config.normalize!r} must give weights of constant sum; use "
+            "softmax_topk or sigmoid_topk with after_top_k and top_k 2 or more"
+        )
+
+
+def _slice_problems(config: MoEConfig, num_slices: int) -> Iterator[str]:
+    if config.num_experts % num_slices or config.top_k % num_slices:
+        yield (
+            f"num_experts {config.num_experts} and top_k {config.top_k} must be multiples of the {num_slices} "
+            "slices; round them up"
+        )
+    if config.num_experts // config.num_groups % num_slices:
+        yield (
+            f"num_groups {config.num_groups} must keep the {num_slices} slices of a copy together; use a divisor "
+            f"of {config.num_experts // num_slices}"
+        )

@@ -1,4 +1,4 @@
-"""Keys of a Hugging Face `config.json` that describe expert blocks, one table row a family."""
+"""Keys of a Hugging Face `config.json` that describe expert blocks, one table per family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from typing import Any
 
 from forge_moe.config import MoEConfig
 
-# What every family here has; a family's own row wins.
-_USUAL: dict[str, Any] = {
+# Fields that a family's own table does not set.
+_DEFAULTS: dict[str, Any] = {
     "router": "softmax_topk",
     "normalize": "after_top_k",
     "num_groups": 1,
@@ -20,9 +20,9 @@ _USUAL: dict[str, Any] = {
     "shared_gate": False,
     "capacity_factor": None,
 }
-# What a configuration may say without another function of the block: of training, of files, of the other
-# layers. A key that stands nowhere here may change the function, and is refused.
-_NAMES = """
+# Keys that do not change the function of the block: of training, of files, of other layers. A key that is in
+# no list of this file may change it, and is refused.
+_IGNORED_NAMES = """
     _name_or_path architectures attention_bias attention_dropout auto_map aux_loss_alpha
     bos_token_id chunk_size_feed_forward decoder_sparse_step dtype eos_token_id ep_size
     first_k_dense_replace head_dim id2label initializer_range intermediate_size is_encoder_decoder
@@ -34,10 +34,10 @@ _NAMES = """
     router_aux_loss_coef seq_aux tie_word_embeddings torch_dtype transformers_version use_cache
     use_qk_norm use_sliding_window v_head_dim vocab_size
 """
-_HARMLESS = frozenset(_NAMES.split())
-# The one value of a key that is there; None, False and empty lists are as good as absent.
-_SAYS: dict[str, Any] = {"hidden_act": "silu", "moe_layer_freq": 1, "router_jitter_noise": 0.0}
-# Of what a field of ours is there; all others are integers.
+_IGNORED = frozenset(_IGNORED_NAMES.split())
+# Keys with a single supported value; None, False and empty lists count as absent.
+_REQUIRED: dict[str, Any] = {"hidden_act": "silu", "moe_layer_freq": 1, "router_jitter_noise": 0.0}
+# Types of a field's key in `config.json`; all others are integers.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "normalize": ("true or false", (bool,)),
     "route_scale": ("a number", (int, float)),
@@ -46,11 +46,11 @@ _NORMALIZE = {True: "after_top_k", False: "before_top_k"}
 
 
 @dataclass(frozen=True)
-class Keys:
-    """How one family says an expert block.
+class ConfigKeys:
+    """The keys of one family.
 
-    names: key there -> field here. aliases: other spellings of a key, by the key. fixed: fields that
-    the family never says. optional: what a missing key means there. says: keys that may have one value.
+    names: key -> field of MoEConfig. fixed: fields without a key. optional: values of missing keys.
+    aliases: other spelling -> key. required: keys with a single supported value.
     """
 
     model_type: str
@@ -58,7 +58,7 @@ class Keys:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     optional: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    says: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict)
 
     def from_hf(self, hf: Mapping[str, Any]) -> MoEConfig:
         """MoEConfig of a `config.json` as a dict; ValueError with a line for each problem.
@@ -81,44 +81,44 @@ class Keys:
             for key in self.names
             if found.get(key) is None
         ]
-        problems += self._of_other_types(found) + self._unlike(hf)
+        problems += self._wrong_types(found) + self._unsupported(hf)
         if problems:
             raise ValueError("\n".join(f"{self.model_type}: {text}" for text in problems))
-        said = {here: _here(there, found[there]) for there, here in self.names.items()}
-        return MoEConfig(**{**_USUAL, **self.fixed, **said})
+        values = {name: _from_hf(key, found[key]) for key, name in self.names.items()}
+        return MoEConfig(**{**_DEFAULTS, **self.fixed, **values})
 
     def to_hf(self, config: MoEConfig) -> dict[str, Any]:
-        """The keys of `config.json` that speak of experts; ValueError for what they cannot say."""
-        # bias_update_rate brings a bias too, and only that there is one can be said there
-        has = {**vars(config), "expert_bias": config.router_config.expert_bias}
+        """The keys of `config.json` about experts; ValueError for fields without an equivalent."""
+        # bias_update_rate adds a bias too, and Hugging Face only knows whether there is one.
+        values = {**vars(config), "expert_bias": config.router_config.expert_bias}
         problems = [
-            f"{self.model_type}: {name} {has[name]!r} must be {value!r} in this family; "
+            f"{self.model_type}: {name} {values[name]!r} must be {value!r} in this family; "
             "choose another family"
-            for name, value in {**_USUAL, **self.fixed}.items()
-            if name not in self.names.values() and has[name] != value
+            for name, value in {**_DEFAULTS, **self.fixed}.items()
+            if name not in self.names.values() and values[name] != value
         ]
         if problems:
             raise ValueError("\n".join(problems))
         return {
             "model_type": self.model_type,
             "hidden_act": "silu",
-            **{there: _there(there, has[here]) for there, here in self.names.items()},
+            **{key: _to_hf(key, values[name]) for key, name in self.names.items()},
         }
 
-    def _of_other_types(self, found: Mapping[str, Any]) -> list[str]:
+    def _wrong_types(self, found: Mapping[str, Any]) -> list[str]:
         problems = []
-        for key, here in self.names.items():
-            text, types = _TYPES.get(here, ("an integer", (int,)))
+        for key, name in self.names.items():
+            text, types = _TYPES.get(name, ("an integer", (int,)))
             if found.get(key) is not None and type(found[key]) not in types:
                 problems.append(
                     f"{key} {found[key]!r} must be {text}; give the published config.json"
                 )
         return problems
 
-    def _unlike(self, hf: Mapping[str, Any]) -> list[str]:
-        """What a configuration says that the layer cannot do, or that nobody knows here."""
-        says = {**_SAYS, **self.says}
-        known = _HARMLESS | self.names.keys() | self.aliases.keys()
+    def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
+        """A sentence for each key that the layer does not support, or that is unknown."""
+        required = {**_REQUIRED, **self.required}
+        known = _IGNORED | self.names.keys() | self.aliases.keys()
         problems = []
         for key, value in hf.items():
             if key in known or value is None or value is False or value in ([], {}):
@@ -127,26 +127,28 @@ class Keys:
                 continue
             if key == "layer_types" and set(value) == {"full_attention"}:
                 continue
-            if key not in says:
+            if key not in required:
                 problems.append(
                     f"{key} {value!r} is unknown and may change the function; use a model without it, or take "
                     "it out of the dict if you know that nothing changes"
                 )
-            elif value != says[key]:
-                problems.append(f"{key} {value!r} is not supported; use a model with {says[key]!r}")
+            elif value != required[key]:
+                problems.append(
+                    f"{key} {value!r} is not supported; use a model with {required[key]!r}"
+                )
         return problems
 
 
-def _here(key: str, value: Any) -> Any:
+def _from_hf(key: str, value: Any) -> Any:
     return _NORMALIZE[bool(value)] if key == "norm_topk_prob" else value
 
 
-def _there(key: str, value: Any) -> Any:
+def _to_hf(key: str, value: Any) -> Any:
     return value == "after_top_k" if key == "norm_topk_prob" else value
 
 
 def every_layer(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Sparse layers where all are."""
+    """All layers (Mixtral, OLMoE)."""
     return tuple(range(_count(hf, "num_hidden_layers", None, 1)))
 
 
@@ -162,52 +164,41 @@ def later_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     return every_layer(hf)[_count(hf, "first_k_dense_replace", default, 0) :]
 
 
-def _count(hf: Mapping[str, Any], key: str, default: int | None, least: int) -> int:
+def _count(hf: Mapping[str, Any], key: str, default: int | None, minimum: int) -> int:
     value = hf.get(key, default)
-    if type(value) is not int or not least <= value <= 2**16:
+    if type(value) is not int or not minimum <= value <= 2**16:
         raise ValueError(
-            f"{key} {value!r} must be an integer from {least} to {2**16}; give the published config.json"
+            f"{key} {value!r} must be an integer from {minimum} to {2**16}; give the published config.json"
         )
     return value
 
 
 _SHAPE = {"hidden_size": "dim", "num_experts_per_tok": "top_k"}
 
-MIXTRAL = Keys(
+MIXTRAL = ConfigKeys(
     "mixtral",
     {**_SHAPE, "intermediate_size": "hidden_dim", "num_local_experts": "num_experts"},
     aliases={"num_experts": "num_local_experts"},
 )
-_QWEN = {
-    **_SHAPE,
-    "moe_intermediate_size": "hidden_dim",
-    "num_experts": "num_experts",
-    "norm_topk_prob": "normalize",
+
+_NORMALIZED = {**_SHAPE, "num_experts": "num_experts", "norm_topk_prob": "normalize"}
+_QWEN = {**_NORMALIZED, "moe_intermediate_size": "hidden_dim"}
+# Shared by Qwen2-MoE, Qwen3-MoE and OLMoE.
+_NORMALIZED_OPTIONS: dict[str, Any] = {
+    "optional": {"norm_topk_prob": False},
+    "aliases": {"num_local_experts": "num_experts"},
 }
-QWEN2_MOE = Keys(
+QWEN2_MOE = ConfigKeys(
     "qwen2_moe",
     {**_QWEN, "shared_expert_intermediate_size": "shared_hidden_dim"},
     fixed={"num_shared_experts": 1, "shared_gate": True},
-    optional={"norm_topk_prob": False},
-    aliases={"num_local_experts": "num_experts"},
+    **_NORMALIZED_OPTIONS,
 )
-QWEN3_MOE = Keys(
-    "qwen3_moe",
-    _QWEN,
-    optional={"norm_topk_prob": False},
-    aliases={"num_local_experts": "num_experts"},
+QWEN3_MOE = ConfigKeys("qwen3_moe", _QWEN, **_NORMALIZED_OPTIONS)
+OLMOE = ConfigKeys(
+    "olmoe", {**_NORMALIZED, "intermediate_size": "hidden_dim"}, **_NORMALIZED_OPTIONS
 )
-OLMOE = Keys(
-    "olmoe",
-    {
-        **_SHAPE,
-        "intermediate_size": "hidden_dim",
-        "num_experts": "num_experts",
-        "norm_topk_prob": "normalize",
-    },
-    optional={"norm_topk_prob": False},
-    aliases={"num_local_experts": "num_experts"},
-)
+
 _DEEPSEEK = {
     **_SHAPE,
     "moe_intermediate_size": "hidden_dim",
@@ -218,12 +209,11 @@ _DEEPSEEK = {
     "routed_scaling_factor": "route_scale",
     "norm_topk_prob": "normalize",
 }
-_SIGMOID = {"router": "sigmoid_topk", "expert_bias": True, "group_score": "top2_sum"}
-DEEPSEEK_V3 = Keys(
+DEEPSEEK_V3 = ConfigKeys(
     "deepseek_v3",
     _DEEPSEEK,
-    fixed=_SIGMOID,
+    fixed={"router": "sigmoid_topk", "expert_bias": True, "group_score": "top2_sum"},
     aliases={"num_local_experts": "n_routed_experts"},
-    says={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    required={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 )
-GLM4_MOE = Keys("glm4_moe", _DEEPSEEK, fixed=_SIGMOID, aliases=DEEPSEEK_V3.aliases)
+GLM4_MOE = ConfigKeys("glm4_moe", _DEEPSEEK, fixed=DEEPSEEK_V3.fixed, aliases=DEEPSEEK_V3.aliases)

@@ -1,21 +1,22 @@
-"""Which way of multiplying serves a device, a dtype and a shape."""
+"""The backend of the grouped GEMM for a device, a dtype and a shape."""
 
 import torch
 from torch import Tensor
 
 from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake
+from forge_moe.gemm.backends import BATCHED, GROUPED_MM, LOOP, SHAPES_ONLY, GemmBackend
+from forge_moe.gemm.custom_ops import CUSTOM_OPS
 from forge_moe.gemm.float8 import EMULATED, SCALED
-from forge_moe.gemm.opaque import OPAQUE
-from forge_moe.gemm.products import BATCHED, GROUPED_MM, LOOP, SHAPES, Products
 
 
-def choose_products(name: str, x: Tensor, widths: tuple[int, ...]) -> Products:
-    """The products for rows `x` and matrices of these widths.
+def choose_backend(name: str, x: Tensor, widths: tuple[int, ...]) -> GemmBackend:
+    """The backend for rows `x` and matrices of these widths.
 
     "auto" is `grouped_mm` where its kernel runs: bf16 (on CPUs also fp32 and fp16), widths a multiple of 16
     bytes, fp32 not under torch.compile. Elsewhere it is the loop, which on an accelerator costs one host
-    sync per layer, and under torch.compile and torch.export, as an operator of its own, one per product.
-    "float8" is torch's scaled kernel on a GPU and an emulation elsewhere. A named backend is taken or refused with ValueError, never exchanged.
+    sync per layer, and under torch.compile and torch.export, as a custom operator, one per product.
+    "float8" is torch's scaled kernel on a GPU and an emulation elsewhere. A backend chosen by name is used or
+    refused with ValueError, never replaced.
     """
     obstacle = _obstacle(x, widths)
     if name == "auto":
@@ -23,30 +24,28 @@ def choose_products(name: str, x: Tensor, widths: tuple[int, ...]) -> Products:
     elif name == "grouped_mm" and obstacle is not None and not x.is_meta:
         raise ValueError(f"backend 'grouped_mm' {obstacle}; use backend = 'auto' or 'loop'")
     if name != "grouped_mm" and is_compiling_or_fake(x) and not torch.compiler.is_compiling():
-        return SHAPES
+        return SHAPES_ONLY
     if name == "float8":
         return _float8(x, widths)
-    loop = OPAQUE if torch.compiler.is_compiling() else LOOP
+    loop = CUSTOM_OPS if torch.compiler.is_compiling() else LOOP
     return {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}[name]
 
 
 def _obstacle(x: Tensor, widths: tuple[int, ...]) -> str | None:
-    """Why the grouped kernel cannot take `x`, or None."""
+    """The reason why the grouped kernel cannot multiply `x`, or None."""
     if grouped_mm is None:
-        return "needs a torch that has grouped_mm, and this one has not"
+        return "needs grouped_mm, which this torch lacks"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"knows bf16, fp16 and fp32, and the rows are {x.dtype}"
+        return f"supports bf16, fp16 and fp32, and the rows are {x.dtype}"
     if x.dtype != torch.bfloat16 and (x.device.type != "cpu" or is_compiling_or_fake(x)):
-        return (
-            f"knows only bf16 on {x.device.type} or under torch.compile, and the rows are {x.dtype}"
-        )
+        return f"supports only bf16 on {x.device.type} or under torch.compile, and the rows are {x.dtype}"
     step = 16 // x.element_size()
     if any(width % step for width in widths):
         return f"needs widths that are multiples of {step} in {x.dtype}, and they are {widths}"
     return None
 
 
-def _float8(x: Tensor, widths: tuple[int, ...]) -> Products:
+def _float8(x: Tensor, widths: tuple[int, ...]) -> GemmBackend:
     if x.device.type != "cuda":
         return EMULATED
     if x.dtype != torch.bfloat16 or any(width % 16 for width in widths):

@@ -1,7 +1,7 @@
-"""Float8 experts: rows and matrices scaled by row and column to e4m3, gradients of matrices in full.
+"""Float8 experts: rows and matrices in e4m3 with row and column scales, gradients of matrices unquantized.
 
 Forward and the gradient of rows multiply float8 by float8, with one fp32 scale per row and per column (both
-operands are rounded along their contraction, so that each product leaves through its own pair of scales);
+operands are rounded along their contraction, so each element of the product has one pair of scales);
 the gradient of a matrix stays in the input dtype, as in torchao's recipe `rowwise_with_gw_hp`. Elements are
 rounded by at most 2^-4 of themselves.
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from forge_moe._torch_compat import scaled_grouped_mm
+from forge_moe.gemm.backends import GROUPED_MM, LOOP, GemmBackend
 from forge_moe.gemm.groups import Groups
-from forge_moe.gemm.products import GROUPED_MM, LOOP, Products
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def to_float8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """x as (float8 e4m3 values, fp32 scales with size 1 in `dim`): x is about values times scales."""
+    """x as (float8 e4m3 values, fp32 scales with size 1 in `dim`): x is approximately values times scales."""
     largest = x.detach().abs().amax(dim=dim, keepdim=True).float()
     scale = largest.clamp_min(1e-12) / _LARGEST
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
@@ -28,7 +28,7 @@ def to_float8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def _scaled_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     values, scale = to_float8(x, dim=1)
     w_values, w_scale = to_float8(w.transpose(1, 2).contiguous(), dim=2)  # (E, N, M)
-    # The kernel wants the right factor column by column: the transposed view of contiguous (E, N, M).
+    # The kernel needs the right factor column-major: the transposed view of contiguous (E, N, M).
     return scaled_grouped_mm(
         values,
         w_values.transpose(1, 2),
@@ -46,6 +46,6 @@ def _emulated_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     return (LOOP.multiply(values.float(), scaled, groups) * scale).to(x.dtype)
 
 
-SCALED = Products(_scaled_multiply, GROUPED_MM.outer, on_host=False)
-EMULATED = Products(_emulated_multiply, LOOP.outer, on_host=True)
+SCALED = GemmBackend(_scaled_multiply, GROUPED_MM.outer, needs_host_sizes=False)
+EMULATED = GemmBackend(_emulated_multiply, LOOP.outer, needs_host_sizes=True)
 """The same rounding with fp32 products, for devices without the kernel: a reference, not a speed-up."""

@@ -1,6 +1,6 @@
-"""Rows sorted by expert, described by how many each expert has.
+"""Groups of rows sorted by expert, described by the number of rows of each expert.
 
-Shapes: R rows, E experts (those of this process).
+Shapes: R rows, E experts of this process.
 """
 
 from typing import NamedTuple
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """counts (E,) int; ends (E,) int32, where each expert's rows end; `sizes`, the counts on the host, only
-    for backends that loop there; `full`: the groups are known to fill all R rows, there is no tail."""
+    """counts (E,) int; ends (E,) int32, the end of each expert's rows; `host_sizes`, the counts on the host,
+    for backends that loop there, else None; `full`: the groups fill all R rows, there is no tail."""
 
     counts: Tensor
     ends: Tensor
-    sizes: list[int] | None
+    host_sizes: list[int] | None
     full: bool
 
     @staticmethod
-    def of(counts: Tensor, *, on_host: bool, full: bool) -> "Groups":
-        """Groups of `counts`. `on_host` costs one host sync on an accelerator."""
+    def of(counts: Tensor, *, host_sizes: bool, full: bool) -> "Groups":
+        """Groups of `counts`. `host_sizes` costs one host sync on an accelerator."""
         ends = counts.cumsum(0, dtype=torch.int32)
-        return Groups(counts, ends, counts.tolist() if on_host else None, full)
+        return Groups(counts, ends, counts.tolist() if host_sizes else None, full)
 
     def tail(self, num_rows: int) -> Tensor:
-        """(R, 1) bool: rows that belong to no expert."""
+        """(R, 1) bool: rows of no expert."""
         return (torch.arange(num_rows, device=self.ends.device) >= self.ends[-1]).unsqueeze(1)
 
     def experts_of_rows(self, num_rows: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Ways to multiply sorted rows with a stack of matrices: a loop, one grouped kernel, one padded batch.
+"""Backends of the grouped GEMM: a loop, one grouped kernel, one padded batch.
 
-Each way is a pair: `multiply` rows with their expert's matrix, and the `outer` products of two sets of rows
+Each is a pair: `multiply` rows with their expert's matrix, and the `outer` products of two sets of rows
 summed within each expert (the gradient of the matrices). Both leave the tail undefined.
 
 Shapes: R rows sorted by expert, E experts, M and N widths.
@@ -16,20 +16,20 @@ from forge_moe._torch_compat import grouped_mm
 from forge_moe.gemm.groups import Groups
 
 
-class Products(NamedTuple):
+class GemmBackend(NamedTuple):
     """multiply(x (R, M), w (E, M, N), groups) -> (R, N); outer(x (R, M), g (R, N), groups) -> (E, M, N), 0
-    for an expert without rows. `on_host` says that `groups.sizes` is needed."""
+    for an expert without rows. `needs_host_sizes`: both read `groups.host_sizes`."""
 
     multiply: Callable[[Tensor, Tensor, Groups], Tensor]
     outer: Callable[[Tensor, Tensor, Groups], Tensor]
-    on_host: bool
+    needs_host_sizes: bool
 
 
 def _loop_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    assert groups.sizes is not None
+    assert groups.host_sizes is not None
     out = x.new_empty(x.size(0), w.size(2))
     begin = 0
-    for matrix, size in zip(w.unbind(0), groups.sizes):
+    for matrix, size in zip(w.unbind(0), groups.host_sizes):
         if size:
             torch.mm(x.narrow(0, begin, size), matrix, out=out.narrow(0, begin, size))
         begin += size
@@ -37,10 +37,10 @@ def _loop_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 def _loop_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
-    assert groups.sizes is not None
-    out = x.new_empty(len(groups.sizes), x.size(1), g.size(1))
+    assert groups.host_sizes is not None
+    out = x.new_empty(len(groups.host_sizes), x.size(1), g.size(1))
     begin = 0
-    for matrix, size in zip(out.unbind(0), groups.sizes):
+    for matrix, size in zip(out.unbind(0), groups.host_sizes):
         if size:
             torch.mm(x.narrow(0, begin, size).T, g.narrow(0, begin, size), out=matrix)
         else:
@@ -64,25 +64,26 @@ def _grouped_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
 
 
 def _padded(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """x as (E, C, M) with zeros, C the fullest expert's rows, and where each row went (R,)."""
-    assert groups.sizes is not None
-    fullest = max(groups.sizes, default=0)
+    """x as (E, C, M) padded with zeros, C the rows of the fullest expert, and the position of each row (R,)."""
+    assert groups.host_sizes is not None
+    fullest = max(groups.host_sizes, default=0)
     expert = groups.experts_of_rows(x.size(0))
     row = torch.arange(x.size(0), device=x.device)
     begin = groups.ends - groups.counts
-    place = expert * fullest + (row - begin[expert])
-    place = torch.where(row < groups.ends[-1], place, len(groups.sizes) * fullest)  # tail: the end
-    out = x.new_zeros(len(groups.sizes) * fullest + 1, x.size(1))
-    out.index_copy_(0, place, x)
-    return out[:-1].view(len(groups.sizes), fullest, x.size(1)), place
+    position = expert * fullest + (row - begin[expert])
+    # Rows of the tail all go to one spare row at the end, which is cut off.
+    position = torch.where(row < groups.ends[-1], position, len(groups.host_sizes) * fullest)
+    out = x.new_zeros(len(groups.host_sizes) * fullest + 1, x.size(1))
+    out.index_copy_(0, position, x)
+    return out[:-1].view(len(groups.host_sizes), fullest, x.size(1)), position
 
 
 def _batched_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    padded, place = _padded(x, groups)
+    padded, position = _padded(x, groups)
     out = torch.bmm(padded, w).flatten(0, 1)  # (E C, N)
     if out.size(0) == 0:
         return x.new_zeros(x.size(0), w.size(2))
-    return out.index_select(0, place.clamp_(max=out.size(0) - 1))
+    return out.index_select(0, position.clamp_(max=out.size(0) - 1))
 
 
 def _batched_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
@@ -99,8 +100,8 @@ def _shapes_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
     return torch.mm(x.T, g).expand(groups.counts.numel(), -1, -1).contiguous()
 
 
-LOOP = Products(_loop_multiply, _loop_outer, on_host=True)
-GROUPED_MM = Products(_grouped_multiply, _grouped_outer, on_host=False)
-BATCHED = Products(_batched_multiply, _batched_outer, on_host=True)
-SHAPES = Products(_shapes_multiply, _shapes_outer, on_host=False)
-"""For tensors without values (meta, fake): right shapes and FLOPs, no meaning."""
+LOOP = GemmBackend(_loop_multiply, _loop_outer, needs_host_sizes=True)
+GROUPED_MM = GemmBackend(_grouped_multiply, _grouped_outer, needs_host_sizes=False)
+BATCHED = GemmBackend(_batched_multiply, _batched_outer, needs_host_sizes=True)
+SHAPES_ONLY = GemmBackend(_shapes_multiply, _shapes_outer, needs_host_sizes=False)
+"""For tensors without values (meta, fake): the shapes and FLOPs of the others."""

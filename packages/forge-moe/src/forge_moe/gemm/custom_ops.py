@@ -1,7 +1,7 @@
-"""The loop over experts as two operators, so that a compiled or exported graph need not look inside.
+"""The loop over experts as two custom operators, opaque to torch.compile and torch.export.
 
-How many rows an expert has is known when the graph runs, not when it is made: a loop over these numbers
-would break it. The operators read them from the device, once per product.
+The number of rows of an expert is known when the graph runs, not when it is traced: a loop over these
+numbers would break the graph. The operators read them from the device, once per product.
 
 Shapes: R rows sorted by expert, E experts, M and N widths.
 """
@@ -9,13 +9,13 @@ Shapes: R rows sorted by expert, E experts, M and N widths.
 import torch
 from torch import Tensor
 
+from forge_moe.gemm.backends import LOOP, GemmBackend
 from forge_moe.gemm.groups import Groups
-from forge_moe.gemm.products import LOOP, Products
 
 
 @torch.library.custom_op("forge_moe::grouped_multiply", mutates_args=())
 def _multiply(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
-    return LOOP.multiply(x, w, Groups.of(counts, on_host=True, full=False))
+    return LOOP.multiply(x, w, Groups.of(counts, host_sizes=True, full=False))
 
 
 @_multiply.register_fake
@@ -25,7 +25,7 @@ def _(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("forge_moe::grouped_outer", mutates_args=())
 def _outer(x: Tensor, g: Tensor, counts: Tensor) -> Tensor:
-    return LOOP.outer(x, g, Groups.of(counts, on_host=True, full=False))
+    return LOOP.outer(x, g, Groups.of(counts, host_sizes=True, full=False))
 
 
 @_outer.register_fake
@@ -33,8 +33,8 @@ def _(x: Tensor, g: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.size(0), x.size(1), g.size(1))
 
 
-OPAQUE = Products(
+CUSTOM_OPS = GemmBackend(
     lambda x, w, groups: _multiply(x, w, groups.counts),
     lambda x, g, groups: _outer(x, g, groups.counts),
-    on_host=False,
+    needs_host_sizes=False,
 )
