@@ -398,7 +398,7 @@ CASES: dict[str, list[Case | Call]] = {
     "A name that leads nowhere": [
         *_unknown("optimizer.name", "'muon'"), *_unknown("schedule.name", "'wsd'"),
         *_unknown("model.moe.router", "'hashed'", "num_experts = 4"),
-        *_unknown("train.callbacks", "['no_lab.hooks:Mine']"),
+        *_unknown("callbacks.mine.name", "'no_lab.hooks:Mine'"),
         *_unknown("model.name", "'no_lab.model:build'"),
         Case("no such optimizer", flags("--optimizer.name", "adamww"), CONFIG, ("adamww", "did you mean 'adamw'")),
         Case("an optimizer that cannot be imported", flags("--optimizer.name", "no_lab:Opt"), CONFIG,

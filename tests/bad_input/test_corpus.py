@@ -64,7 +64,7 @@ def test_F106_all_verbs_refuse_a_name_with_the_same_sentence() -> None:
         "optimizer.name",
         "schedule.name",
         "model.moe.router",
-        "train.callbacks",
+        "callbacks.mine.name",
         "model.name",
     ):
         rows = [line.split(" | ") for line in page.splitlines() if f": {key} = " in line]

@@ -139,6 +139,7 @@ def layout(options: dict[str, Any]) -> Any:
 
 
 PARTS = "forge_testing.parts"
+COUNTING = "forge_testing.models:Counting"
 ROPE = {
     "model.rope_scaling.factor": 4.0,
     "model.rope_scaling.low_freq_factor": 1.0,
@@ -172,6 +173,11 @@ def routed(t: Trainer) -> Any:
             p.normal_(0.0, 1.0, generator=generator)
         x = torch.randn(64, 16, generator=generator)
         return layer(x).double().square().sum().item()
+
+
+def hooks(t: Trainer) -> Any:
+    t.fit()
+    return t.callbacks[0].calls  # type: ignore[attr-defined]
 
 
 def biases(t: Trainer) -> Any:
@@ -290,7 +296,13 @@ PROBES: dict[str, Probe] = {
         1e-3, trained, {"optimizer.name": "forge_testing.models:PlainSGD"}
     ),
     "train.max_skipped_steps": Probe(1, survives_a_bad_step),
-    "train.callbacks": Probe(["forge_testing.models:Counting"], lambda t: len(t.callbacks)),
+    "callbacks.<name>.name": Probe(
+        f"{PARTS}:Steps", lambda t: type(t.callbacks[0]), {"callbacks.<name>.name": COUNTING}
+    ),
+    "callbacks.<name>.every_steps": Probe(2, hooks, {"callbacks.<name>.name": COUNTING}),
+    "callbacks.<name>.options": Probe(
+        {"file": "others"}, files, {"callbacks.<name>.name": f"{PARTS}:Steps"}
+    ),
     "optimizer.name": Probe("forge_testing.models:PlainSGD", trained),
     "optimizer.lr": Probe(1e-3, trained),
     "optimizer.betas": Probe([0.5, 0.9], trained),

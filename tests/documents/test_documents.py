@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_train.cli import VERBS
-from forge_train.config.describe import keys_as_markdown
-from forge_train.config.structure import dotted_fields, section_types
+from forge_train.config.describe import key_rows, keys_as_markdown
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if ".venv" not in p.parts
@@ -49,8 +48,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     "page", [p for p in PAGES if p.name != "bad-input.md"], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_commands_and_flags_exist(page: Path) -> None:
-    flags = {f"--{key}" for section, cls in section_types({}).items()
-             for key, *_ in dotted_fields(cls, f"{section}.")}  # fmt: skip
+    flags = {f"--{row.key}" for row in key_rows()}
     text = page.read_text()
     for verb in re.findall(r"forge-train ([a-z]+)\b", text):
         assert verb in VERBS or verb not in ("train",), verb

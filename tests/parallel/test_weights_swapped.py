@@ -24,7 +24,7 @@ class Doubled(Callback):
                 parameter.mul_(2.0)
             trainer.model(torch.zeros(1, 8, dtype=torch.int64))
 
-    def on_evaluation(self, trainer: Trainer, val_loss: float) -> None:
+    def on_evaluation(self, trainer: Trainer, name: str, result: float) -> None:
         with torch.no_grad():
             for parameter, value in zip(self.parameters, self.own, strict=True):
                 parameter.copy_(value)

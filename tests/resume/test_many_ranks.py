@@ -218,7 +218,7 @@ class Peek(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self._look(trainer)
 
-    def on_evaluation(self, trainer: Trainer, val_loss: float) -> None:
+    def on_evaluation(self, trainer: Trainer, name: str, result: float) -> None:
         self._look(trainer)
 
 

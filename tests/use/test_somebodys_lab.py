@@ -1,4 +1,4 @@
-"""A distribution of somebody else adds parts of seven kinds: installed, not patched in."""
+"""A distribution of somebody else adds parts of eight kinds: installed, not patched in."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def job_with_parts(folder: Path) -> Path:
 
 
 def job_with_family(folder: Path) -> Path:
-    """Their model, data and objective."""
+    """Their model, data, objective, callback and sink."""
     (folder / "job.toml").write_text(f"""
 [run]
 dir = "{folder / "run"}"
@@ -65,7 +65,6 @@ steps = 4
 global_batch = 6
 objective = "smoothed"
 objective_options = {{smoothing = 0.2}}
-callbacks = ["losses"]
 [optimizer]
 lr = 1e-2
 eps = 1e-4
@@ -76,6 +75,13 @@ precision = "fp32"
 [metrics]
 every_steps = 1
 console = "off"
+[metrics.sinks.columns]
+name = "csv"
+options = {{columns = "loss lr"}}
+[callbacks.losses]
+name = "losses"
+every_steps = 2
+options = {{file = "kept.txt"}}
 [sample]
 max_new_tokens = 0
 """)
@@ -98,7 +104,7 @@ def test_each_part_is_one_short_file(capsys: pytest.CaptureFixture[str]) -> None
     lines["pyproject.toml"] = len((LAB / "pyproject.toml").read_text().splitlines())
     with capsys.disabled():
         print("\n" + "\n".join(f"  {name:16} {count:3} lines" for name, count in lines.items()))
-    kinds = ("model", "mixer", "source", "objective", "schedule", "optimizer", "callback")
+    kinds = ("model", "mixer", "source", "objective", "schedule", "optimizer", "sink", "callback")
     assert {f"{kind}.py" for kind in kinds} <= lines.keys()
     assert max(lines.values()) < 60
     hooks = LAB / "somebodys_lab/callback.py"  # derives from ours
@@ -123,7 +129,7 @@ def test_they_train_and_resume_with_the_same_bits(installed: Path, tmp_path: Pat
     assert one.metrics["loss"][-1] < one.metrics["loss"][0]
 
 
-def test_a_family_a_source_and_an_objective_train_and_resume(
+def test_a_family_a_source_an_objective_a_callback_and_a_sink_train_and_resume(
     installed: Path, tmp_path: Path
 ) -> None:
     job = job_with_family(tmp_path)
@@ -139,13 +145,15 @@ def test_a_family_a_source_and_an_objective_train_and_resume(
     assert one["step"] == two["step"] == [1, 2, 3, 4]
     assert one["loss"][-1] < one["loss"][0]
     assert 0 < one["objective.right"][-1] <= 1
-    kept = (tmp_path / "run/losses.txt").read_text().split()
+    kept = (tmp_path / "run/kept.txt").read_text().split()
     assert list(map(float, kept)) == two["loss"], "two lives, one list"
+    assert (tmp_path / "run/steps-kept.txt").read_text() == "[2, 4]"
+    lines = (tmp_path / "run/columns.csv").read_text().split()
+    rows = [f"{s},{loss},{lr}" for s, loss, lr in zip(two["step"], two["loss"], two["lr"])]
+    assert lines == ["step,loss,lr", *rows], "one rank writes, and a life goes on where it was"
 
 
-def test_wrong_options_of_a_family_a_source_and_an_objective_are_refused(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path: Path) -> None:
     job, right = job_with_family(tmp_path), job_with_family(tmp_path).read_text()
     for before, after, words in (
         ("dim = 16", "width = 16", "neighbours(vocab_size=..., **args): got an unexpected keyword"),
@@ -160,7 +168,22 @@ def test_wrong_options_of_a_family_a_source_and_an_objective_are_refused(
         (
             '"losses"',
             '"loses"',
-            "train.callbacks 'loses' is unknown: known in forge.callbacks are losses",
+            "callbacks.losses.name 'loses' is unknown: known in forge.callbacks are losses",
+        ),
+        (
+            "file =",
+            "fil =",
+            "callbacks.losses.options.fil 'kept.txt' is no option of 'losses'; did you mean 'file'?",
+        ),
+        (
+            '"csv"',
+            '"cvs"',
+            "metrics.sinks.columns.name 'cvs' is unknown: known in forge.sinks are csv, tensorboard",
+        ),
+        (
+            "columns = ",
+            "column = ",
+            "metrics.sinks.columns.options lacks 'columns', which 'csv' has no default for",
         ),
         ('"neighbours"', '"neighbors"', "must be 'transformer', an entry point of forge.models or"),
     ):

@@ -55,7 +55,9 @@ def test_F81_a_bad_configuration_is_found_before_a_process_group(
 def test_F82_hooks_from_the_configuration_and_from_code(tmp_path: Path) -> None:
     name = "forge_testing.models:Counting"
     mine = Counting()
-    trainer = Trainer(load_job(write_job(tmp_path), {"train.callbacks": [name]}), callbacks=[mine])
+    trainer = Trainer(
+        load_job(write_job(tmp_path), {"callbacks.count.name": name}), callbacks=[mine]
+    )
     trainer.fit()
     expected = {"start": 1, "step_end": 12, "log": 12, "evaluation": 2, "checkpoint": 4, "end": 1}
     assert [c.calls for c in trainer.callbacks] == [expected, expected]

@@ -40,8 +40,10 @@ def test_a_good_job_has_no_problems() -> None:
         ("optimizer", "lr", True, "must be a number"),
         ("optimizer", "betas", [0.9], "list of 2 floats"),
         ("optimizer", "betas", 0.9, "list of 2 floats"),
-        ("train", "callbacks", "a:b", "list of str"),
-        ("train", "callbacks", [1], "must be a string"),
+        ("callbacks", "mine", {"name": 1}, "callbacks.mine.name: 1 (int) must be a string"),
+        ("callbacks", "mine", {"name": "a:b", "every_steps": 0}, "every_steps 0 must be from 1"),
+        ("callbacks", "mine", {}, "callbacks.mine.name is missing; it has no default"),
+        ("callbacks", "mine", 3, "write it as a table"),
         ("run", "dir", 3, "run.dir: 3 (int) must be a string"),
         ("metrics", "console", "lively", "did you mean 'live'"),
     ],
@@ -68,8 +70,12 @@ def test_none_unsets_an_optional_value_and_nothing_else() -> None:
 
 def test_unknown_keys_name_the_nearest_one_at_every_depth() -> None:
     values = {**GOOD, "data": {"sources": {"a": {"nam": "builtin"}}}, "optimizr": {}}
+    values["callbacks"] = {"mine": {"name": "a:b", "every_step": 3}}
     wrong = "\n".join(structure(values)[1])
     assert "data.sources.a.nam is not a known key; did you mean data.sources.a.name?" in wrong
+    assert (
+        "callbacks.mine.every_step is not a known key; did you mean callbacks.mine.every_s" in wrong
+    )
     assert "optimizr is not a known key; did you mean optimizer?" in wrong
 
 

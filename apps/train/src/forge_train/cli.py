@@ -321,10 +321,9 @@ def _job(args: list[str], verb: str, description: str, *, with_data: bool = True
     from forge_train.config.flags import parse_flags
     from forge_train.config.resolve import resolve
 
-    for (section, table), (key, value) in NAMED_TABLES.items() if wants_help else ():
-        inside = layers.values.get(section, {})
-        if isinstance(inside, dict) and table not in inside:
-            layers.set(f"{section}.{table}.NAME.{key}", value, "example")
+    for table, (key, value) in NAMED_TABLES.items() if wants_help else ():
+        if layers.at(table) is None:
+            layers.set(f"{table}.NAME.{key}", value, "example")
     flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"
     said = io.StringIO()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, get_type_hints
@@ -45,9 +46,24 @@ class Registry(NamedTuple):
             + (f"did you mean {near[0]!r}?" if near else "use one of these")
         )
 
-    def at(self, name: str) -> Registry:
-        """The same parts for the table `name`, which stands in the place of `<name>` in the key."""
-        return self._replace(key=self.key.replace("<name>", name))
+    def bound(
+        self, tables: Mapping[str, tuple[str, Mapping[str, Any]]]
+    ) -> dict[str, Callable[..., Any]]:
+        """What each of several tables stands for, given as {table: (name, options)}, with its options bound.
+
+        The table's name stands in the place of `<name>` in the key. ValueError with all problems of all tables.
+        """
+        found: dict[str, Callable[..., Any]] = {}
+        problems: list[str] = []
+        for table, (name, options) in tables.items():
+            place = self._replace(key=self.key.replace("<name>", table))
+            try:
+                found[table] = partial(place.checked(name, options), **options)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return found
 
     def checked(self, name: str, options: Mapping[str, Any]) -> Any:
         """What `name` stands for, if it takes `options`; ValueError with all problems. Nothing is called."""

@@ -158,10 +158,10 @@ class Counting(Callback):
     def on_log(self, trainer: Any, row: Any) -> None:
         self._count("log")
 
-    def on_evaluation(self, trainer: Any, val_loss: float) -> None:
+    def on_evaluation(self, trainer: Any, name: str, result: float) -> None:
         self._count("evaluation")
 
-    def on_checkpoint(self, trainer: Any, path: Any) -> None:
+    def on_checkpoint(self, trainer: Any, step: int, path: Any) -> None:
         self._count("checkpoint")
 
     def on_end(self, trainer: Any) -> None:

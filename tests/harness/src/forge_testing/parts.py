@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forge_core import FeedForward, RMSNorm, Transformer, TransformerConfig
 from forge_core.model import Block
+from forge_train import Callback
 
 
 class RunningMean(nn.Module):
@@ -167,3 +168,33 @@ class Lines:
 
     def close(self) -> None:
         self.file.close()
+
+
+class Steps(Callback):
+    """Writes what it sees, a line a hook, from rank 0."""
+
+    every_steps = 2
+
+    def __init__(self, *, file: str = "steps.txt") -> None:
+        self.file, self.seen = file, 0
+
+    def _say(self, trainer: Any, *words: Any) -> None:
+        if trainer.meshes.rank == 0:
+            with (trainer.paths.path / self.file).open("a") as file:
+                file.write(" ".join(map(str, words)) + "\n")
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.seen += 1
+        self._say(trainer, "step", trainer.progress.step, self.seen)
+
+    def on_evaluation(self, trainer: Any, name: str, result: float) -> None:
+        self._say(trainer, "evaluation", trainer.progress.step, name, result)
+
+    def on_checkpoint(self, trainer: Any, step: int, path: Path) -> None:
+        self._say(trainer, "checkpoint", step, path.name, (path / "manifest.json").exists())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]

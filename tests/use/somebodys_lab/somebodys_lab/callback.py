@@ -6,18 +6,24 @@ from forge_train import Callback
 
 
 class Losses(Callback):
-    def __init__(self) -> None:
+    def __init__(self, file: str = "losses.txt") -> None:
+        self.file = file
         self.losses: list[float] = []
+        self.steps: list[int] = []
 
     def on_log(self, trainer: Any, row: Any) -> None:
         self.losses.append(row["loss"])
 
+    def on_step_end(self, trainer: Any) -> None:
+        self.steps.append(trainer.progress.step)
+
     def on_end(self, trainer: Any) -> None:
         if trainer.meshes.rank == 0:
-            (trainer.paths.path / "losses.txt").write_text("\n".join(map(str, self.losses)))
+            (trainer.paths.path / self.file).write_text("\n".join(map(str, self.losses)))
+            (trainer.paths.path / f"steps-{self.file}").write_text(str(self.steps))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses}
+        return {"losses": self.losses, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = list(state["losses"])
+        self.losses, self.steps = list(state["losses"]), list(state["steps"])

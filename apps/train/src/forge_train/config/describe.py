@@ -23,8 +23,8 @@ class KeyRow(NamedTuple):
 
 def key_rows() -> Iterator[KeyRow]:
     """One row per configuration key; `<name>` stands for a name that the user chooses."""
-    for section, cls in section_types({}).items():
-        for key, kind, item in dotted_fields(cls, f"{section}."):
+    for section, table in section_types({}).items():
+        for key, kind, item in dotted_fields(table, section):
             yield KeyRow(key, type_name(kind), _default(item), item.metadata.get("help", ""))
 
 

@@ -15,11 +15,12 @@ LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
 #: Keys of which a file or flag that sets one unsets the others of earlier layers.
 ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
 #: Tables whose keys are names of the user's choice, and a key of an entry as help shows it.
-NAMED_TABLES: dict[tuple[str, str], tuple[str, Any]] = {
-    ("data", "sources"): ("name", "builtin"),
-    ("optimizer", "groups"): ("patterns", ["*"]),
-    ("train", "stages"): ("start_step", 1),
-    ("metrics", "sinks"): ("name", "tensorboard"),
+NAMED_TABLES: dict[str, tuple[str, Any]] = {
+    "data.sources": ("name", "builtin"),
+    "optimizer.groups": ("patterns", ["*"]),
+    "train.stages": ("start_step", 1),
+    "metrics.sinks": ("name", "tensorboard"),
+    "callbacks": ("name", "my_lab.hooks:Mine"),
 }
 _MAX_FILES = 16
 
@@ -49,7 +50,7 @@ class Layers:
             for other in [k for k in self.origins if k.startswith("model.")]:
                 if self.origins[other] != origin:
                     self._drop(other)
-        if self._at(dotted) not in (None, value):
+        if self.at(dotted) not in (None, value):
             self._drop_options(dotted, origin)
         *parents, last = dotted.split(".")
         table = self.values
@@ -60,11 +61,22 @@ class Layers:
         table[last] = value
         self.origins[dotted] = origin
 
-    def _at(self, dotted: str) -> Any:
+    def at(self, dotted: str) -> Any:
+        """The value or table there; None where there is none."""
         found: Any = self.values
         for part in dotted.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return found
+
+    def tables_of_callbacks(self) -> None:
+        """Say the list `train.callbacks`, as 0.1 wrote it, in tables."""
+        names = self.at("train.callbacks")
+        if not isinstance(names, list | tuple):
+            return
+        origin = self.origins["train.callbacks"]
+        self._drop("train.callbacks")
+        for number, name in enumerate(names, 1):
+            self.set(f"callbacks.list_{number}.name", name, origin)
 
     def _drop_options(self, dotted: str, origin: str) -> None:
         """Another part has other options: those that earlier layers gave to the old one go."""
@@ -100,18 +112,17 @@ def read_layers(path: Path) -> Layers:
     layers = Layers()
     for file, table in reversed(list(_chain(path))):
         layers.add(table, str(file) if file == path else f"base {file}")
-    _refuse_odd_names(layers.values)
+    _refuse_odd_names(layers)
     return layers
 
 
-def _refuse_odd_names(values: Mapping[str, Any]) -> None:
+def _refuse_odd_names(layers: Layers) -> None:
     """Names that a user gives to tables become parts of flags, `--data.sources.NAME.path`."""
     odd = []
-    for section, key in NAMED_TABLES:
-        table = values.get(section, {})
-        names = table.get(key, {}) if isinstance(table, dict) else {}
+    for key in NAMED_TABLES:
+        names = layers.at(key)
         odd += [
-            f"{section}.{key}.{name}: {name!r} must be letters, digits and underscores; rename it"
+            f"{key}.{name}: {name!r} must be letters, digits and underscores; rename it"
             for name in (names if isinstance(names, dict) else ())
             if not name.isidentifier() or keyword.iskeyword(name)
         ]

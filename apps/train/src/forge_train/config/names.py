@@ -21,7 +21,6 @@ from forge_core.optim import (
 from forge_core.registry import Registry
 from forge_moe.routers import find_rule
 from forge_train.config.schema import (
-    CALLBACKS_GROUP,
     MODELS_GROUP,
     DenseModelConfig,
     ImportedModelConfig,
@@ -29,6 +28,7 @@ from forge_train.config.schema import (
 )
 from forge_train.errors import ConfigError
 from forge_train.metrics.sinks import find_sinks
+from forge_train.trainer.callbacks import find_callbacks
 from forge_train.trainer.objective import find_loss, find_objective
 
 
@@ -85,14 +85,7 @@ def name_problems(config: JobConfig) -> list[str]:
         *_refusal("", lambda: find_sinks(config.metrics)),
         *_optimizer_problems(config),
         *_schedule_problems(config),
-        *(
-            problem
-            for path in config.train.callbacks
-            for problem in _refusal(
-                "",
-                lambda: find_named(path, "train.callbacks", CALLBACKS_GROUP),  # noqa: B023
-            )
-        ),
+        *_refusal("", lambda: find_callbacks(config.callbacks)),
     ]
 
 

@@ -50,6 +50,7 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     Opens the sources (headers only); not those that are missing, if `with_data` is False. Raises ConfigError with all problems of all sections and of
     their combination, or DataError when the data cannot be opened or does not fit the model.
     """
+    layers.tables_of_callbacks()
     built, problems = structure(layers.values)
     data = built.get("data")
     if isinstance(data, DataConfig):

@@ -34,7 +34,6 @@ def _within(low: float, high: float, **values: float | None) -> list[str]:
 
 
 MODELS_GROUP = "forge.models"
-CALLBACKS_GROUP = "forge.callbacks"
 _MAX_STEPS = 10**9
 _MAX_TOKENS = 10**16
 _MAX_BATCH = 2**20
@@ -146,11 +145,6 @@ class TrainConfig:
         0, "steps in a row whose update may be skipped for a loss or gradient norm that is nan or inf; "
            "one more ends the run"
     )  # fmt: skip
-    callbacks: tuple[str, ...] = _field(
-        (),
-        "classes made without arguments: entry points of forge.callbacks, or import paths "
-        "'my_lab.hooks:MyCallback'",
-    )
     stages: dict[str, StageConfig] = field(
         default_factory=dict,
         metadata={"help": "steps from which groups learn at other rates, by name"},
@@ -261,6 +255,26 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
+class CallbackConfig:
+    """A hook into the run (a forge_train.Callback)."""
+
+    name: str = field(
+        metadata={
+            "help": "an entry point of forge.callbacks, or an import path 'my_lab.hooks:Mine'"
+        }
+    )
+    every_steps: int | None = _field(
+        None, "steps between calls of on_step_end (default: what the class says, 1)"
+    )
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "arguments that the class is made with"}
+    )
+
+    def __post_init__(self) -> None:
+        _require(_within(1, _MAX_STEPS, every_steps=self.every_steps))
+
+
+@dataclass(frozen=True)
 class SampleConfig:
     """The text that the trained model writes at the end of a run (sample.txt)."""
 
@@ -295,6 +309,7 @@ class JobConfig:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
     sample: SampleConfig
+    callbacks: dict[str, CallbackConfig] = field(default_factory=dict)
 
 
 def _divisors(n: int) -> str:

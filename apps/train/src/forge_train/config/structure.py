@@ -27,16 +27,16 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     types_of_sections = section_types(values)
     strangers = [name for name in values if name not in types_of_sections]
     problems += _unknowns(strangers, types_of_sections)
-    for name, cls in types_of_sections.items():
+    for name, kind in types_of_sections.items():
         table = values.get(name, {})
         if not isinstance(table, dict):
             problems.append(f"{name}: {_show(table)} must be a table; write [{name}] and its keys")
             continue
-        table = _known_part(table, cls, f"{name}.", problems)
+        table = _known_part(table, kind, name, problems)
         try:
-            built[name] = _CONVERTER.structure(table, cls)
+            built[name] = _CONVERTER.structure(table, kind)
         except Exception as error:
-            problems.extend(_explain(error, name, cls))
+            problems.extend(_explain(error, name, inner_dataclass(kind)))
     return built, problems
 
 
@@ -49,8 +49,8 @@ def fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def section_types(values: Mapping[str, Any]) -> dict[str, type]:
-    """The dataclass of each section; [model] depends on its own `name`."""
+def section_types(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataclass of each section, or a dict of such; [model] depends on its own `name`."""
     hints = dict(get_type_hints(JobConfig))
     model = values.get("model", {})
     name = model.get("name", "transformer") if isinstance(model, dict) else "transformer"
@@ -58,18 +58,17 @@ def section_types(values: Mapping[str, Any]) -> dict[str, type]:
     return hints
 
 
-def dotted_fields(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, type, dataclass field) of every leaf below `cls`; `<name>` stands for a table's key."""
+def dotted_fields(kind: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, type, dataclass field) of every leaf of a table `key`; `<name>` stands for a table's key."""
+    cls: Any = inner_dataclass(kind)
+    prefix = f"{key}.<name>." if get_origin(kind) is dict else f"{key}."
     hints = get_type_hints(cls)
     for item in fields(cls):
-        kind = inner_dataclass(hints[item.name])
         key = f"{prefix}{item.name}"
-        if kind is None:
+        if inner_dataclass(hints[item.name]) is None:
             yield key, hints[item.name], item
-        elif get_origin(hints[item.name]) is dict:
-            yield from dotted_fields(kind, f"{key}.<name>.")
         else:
-            yield from dotted_fields(kind, f"{key}.")
+            yield from dotted_fields(hints[item.name], key)
 
 
 def type_name(kind: Any) -> str:
@@ -94,31 +93,27 @@ def inner_dataclass(kind: Any) -> type | None:
     return next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), None)
 
 
-def _known_part(
-    table: dict[str, Any], cls: type, prefix: str, problems: list[str]
-) -> dict[str, Any]:
-    """`table` without the keys that `cls` does not know, each of which becomes a problem.
+def _known_part(table: Any, kind: Any, key: str, problems: list[str]) -> Any:
+    """The table `key` without the keys that its `kind` does not know, each of which becomes a problem.
 
     What is left is checked as if they were not there: one misspelt key hides no other problem.
     """
+    cls: Any = inner_dataclass(kind)
+    if cls is None or not isinstance(table, dict):
+        return table
+    if get_origin(kind) is dict:
+        return {
+            name: _known_part(entry, cls, f"{key}.{name}", problems)
+            for name, entry in table.items()
+        }
     hints = get_type_hints(cls)
-    siblings = [f"{prefix}{key}" for key in hints]
-    problems += _unknowns([f"{prefix}{key}" for key in table if key not in hints], siblings)
-    known = {key: value for key, value in table.items() if key in hints}
-    for key, value in known.items():
-        inner = inner_dataclass(hints[key])
-        if inner is None or not isinstance(value, dict):
-            continue
-        if get_origin(hints[key]) is dict:
-            known[key] = {
-                name: _known_part(entry, inner, f"{prefix}{key}.{name}.", problems)
-                if isinstance(entry, dict)
-                else entry
-                for name, entry in value.items()
-            }
-        else:
-            known[key] = _known_part(value, inner, f"{prefix}{key}.", problems)
-    return known
+    siblings = [f"{key}.{name}" for name in hints]
+    problems += _unknowns([f"{key}.{name}" for name in table if name not in hints], siblings)
+    return {
+        name: _known_part(value, hints[name], f"{key}.{name}", problems)
+        for name, value in table.items()
+        if name in hints
+    }
 
 
 # ---- strict leaves

@@ -9,7 +9,6 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,21 +77,10 @@ SINKS = Registry(
 def find_sinks(metrics: MetricsConfig) -> dict[str, Callable[[Path, int], Sink]]:
     """The sinks that a configuration names, by their tables' names, with options bound; ValueError with what is
     wrong with names and options, before anything is opened."""
-    found: dict[str, Callable[[Path, int], Sink]] = {}
-    problems: list[str] = []
-    if metrics.tensorboard:
-        found["tensorboard"] = TensorBoardSink
-    for table, config in metrics.sinks.items():
-        try:
-            part = SINKS.at(table).checked(config.name, config.options)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        # a built-in sink writes to one place, however often it is asked for
-        key = config.name if config.name in SINKS.built_in else table
-        found[key] = partial(part, **config.options)
-    if problems:
-        raise ValueError("\n".join(problems))
+    tables = {name: (sink.name, sink.options) for name, sink in metrics.sinks.items()}
+    found = SINKS.bound(tables)
+    if metrics.tensorboard and "tensorboard" not in {name for name, _ in tables.values()}:
+        found["metrics.tensorboard"] = TensorBoardSink
     return found
 
 

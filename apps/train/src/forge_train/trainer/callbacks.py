@@ -1,14 +1,15 @@
-"""Hooks into a run: subclass Callback, and pass objects to the Trainer or import paths in train.callbacks."""
+"""Hooks into a run: subclass Callback, and pass objects to the Trainer or name the class in [callbacks.NAME]."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train.config.names import find_named
-from forge_train.config.schema import CALLBACKS_GROUP
-from forge_train.errors import ConfigError
+from forge_core.registry import Registry
+from forge_train.config.schema import CallbackConfig
+from forge_train.errors import ConfigError, as_config_error
 
 if TYPE_CHECKING:
     from forge_train.trainer.trainer import Trainer
@@ -22,6 +23,9 @@ class Callback:
     ranks each has its own object; of plain values that of rank 0 is saved and given to all.
     """
 
+    every_steps = 1
+    """Steps between calls of `on_step_end`; a table's key of that name replaces it."""
+
     def on_start(self, trainer: Trainer) -> None:
         """After resuming, before the first step."""
 
@@ -31,27 +35,56 @@ class Callback:
     def on_log(self, trainer: Trainer, row: Mapping[str, Any]) -> None:
         """For each row, as it goes to metrics.jsonl."""
 
-    def on_evaluation(self, trainer: Trainer, val_loss: float) -> None:
-        """After each evaluation, in nats per token."""
+    def on_evaluation(self, trainer: Trainer, name: str, result: float) -> None:
+        """After each evaluation, for each set of validation data ("validation" is [data.validation]): its loss
+        in nats per token."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint is committed."""
+    def on_checkpoint(self, trainer: Trainer, step: int, path: Path) -> None:
+        """When the checkpoint of a step is committed: from then on `path` is whole, and a resume can use it."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Once, after the last save, whether finished or stopped."""
 
 
-def load_callbacks(paths: tuple[str, ...]) -> list[Callback]:
+CALLBACKS = Registry("callbacks.<name>.name", "forge.callbacks", (), {})
+
+
+def find_callbacks(tables: Mapping[str, CallbackConfig]) -> dict[str, Callable[[], Any]]:
+    """What makes the callback of each table, with its options bound; ValueError with what is wrong with names and
+    options, before anything is made."""
+    return CALLBACKS.bound({name: (table.name, table.options) for name, table in tables.items()})
+
+
+def load_callbacks(tables: Mapping[str, CallbackConfig]) -> list[Callback]:
+    """The callbacks of a configuration; ConfigError for what is none."""
     callbacks = []
-    for path in paths:
-        made = find_named(path, "train.callbacks", CALLBACKS_GROUP)()
+    for name, make in find_callbacks(tables).items():
+        made = as_config_error(make)
         if not isinstance(made, Callback):
             raise ConfigError(
-                [f"train.callbacks: {path!r} makes a {type(made).__name__}, which must be a "
+                [f"callbacks.{name}.name: {tables[name].name!r} makes a {type(made).__name__}, which must be a "
                  "forge_train.Callback; derive it from that class"]
             )  # fmt: skip
+        if (every := tables[name].every_steps) is not None:
+            made.every_steps = every
         callbacks.append(made)
     return callbacks
+
+
+def hook_problems(callbacks: Sequence[Callback]) -> list[str]:
+    """A sentence for each hook that does not take what it will be called with."""
+    found = []
+    for hook, own in inspect.getmembers(Callback, inspect.isfunction):
+        _, *wanted = inspect.signature(own).parameters
+        for callback in callbacks:
+            try:
+                inspect.signature(getattr(callback, hook)).bind(*wanted)
+            except TypeError as error:
+                found.append(
+                    f"{type(callback).__qualname__}.{hook}: {error}; it is called as "
+                    f"{hook}({', '.join(wanted)}), take that"
+                )
+    return found
 
 
 def state_name(callback: Callback, taken: Mapping[str, Any]) -> str:

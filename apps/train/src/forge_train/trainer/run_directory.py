@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from forge_train.config.files import read_toml
-from forge_train.config.layers import flatten
+from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError
 
@@ -60,6 +60,10 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.sample = self.path / "sample.txt"
 
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step is once it is committed."""
+        return self.checkpoints / f"step-{step:08d}"
+
     @property
     def host(self) -> str:
         """Name of this machine."""
@@ -84,12 +88,15 @@ class RunDirectory:
         if not self.config.exists():
             return {}
         try:
-            before = dict(flatten(read_toml(self.config)))
+            layers = Layers()
+            layers.add(read_toml(self.config), "before")
         except ValueError as error:
             raise ConfigError(
                 [f"{self.config}: {error}; it says what this run is: restore it, remove it to go on "
                  "unchecked, or choose another run.dir"]
             ) from error  # fmt: skip
+        layers.tables_of_callbacks()
+        before = dict(flatten(layers.values))
         now = dict(flatten(tomllib.loads(job.to_toml())))
         # a key that the last life did not know had the effect of its default
         known = (k for k in now if k in before or job.origin(k) != "default")

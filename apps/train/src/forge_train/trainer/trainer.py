@@ -54,7 +54,7 @@ from forge_train.trainer.build import (
     total_steps,
     validation_stream,
 )
-from forge_train.trainer.callbacks import Callback, load_callbacks, state_name
+from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks, state_name
 from forge_train.trainer.choose import placement, with_layout
 from forge_train.trainer.compute import Compute, extra_problems
 from forge_train.trainer.evaluate import evaluate, share_of_rows
@@ -109,7 +109,9 @@ class Trainer:
         problems = layout_problems(config, world.world_size, world.local_world_size)
         if problems:
             raise ConfigError(problems)
-        self.callbacks = [*callbacks, *load_callbacks(config.train.callbacks)]
+        self.callbacks = [*callbacks, *load_callbacks(config.callbacks)]
+        if problems := hook_problems(self.callbacks):
+            raise ConfigError(problems)
         self.paths = RunDirectory(config.run.dir)
         self.device = as_config_error(lambda: select_device(config.parallel.device))
         self.model = build_model(config.model, config.run.seed)
@@ -457,7 +459,7 @@ class Trainer:
         if self.recorder.pending is not None:
             self.recorder.pending.row["val_loss"] = self.val_loss
         self._record("evaluation", step=self.progress.step, val_loss=self.val_loss)
-        self._call("on_evaluation", self.val_loss)
+        self._call("on_evaluation", "validation", self.val_loss)
 
     def _save(self, store: Store) -> None:
         """Commit this step, on all ranks; not after more bad steps than are allowed."""
@@ -478,7 +480,7 @@ class Trainer:
             seconds = time.perf_counter() - started
         self._last_saved = self.progress.step
         self._record("save", step=self.progress.step, seconds=round(seconds, 4))
-        self._call("on_checkpoint", self.paths.checkpoints)
+        self._call("on_checkpoint", self.progress.step, self.paths.checkpoint(self.progress.step))
 
     # ---- metrics
 
@@ -544,7 +546,8 @@ class Trainer:
 
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, hook)(self, *args)
+            if hook != "on_step_end" or self._due(callback.every_steps):
+                getattr(callback, hook)(self, *args)
         if self.callbacks:  # one may have run the model and changed its weights since
             reshard(self.model)
 

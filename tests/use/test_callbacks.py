@@ -1,0 +1,154 @@
+"""Callbacks as tables: options, an interval, every hook of a run, and the list that 0.1 had."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_testing import forge_train, write_job
+from forge_testing.models import Counting
+from forge_testing.runs import fit_on_ranks, make_job
+from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+
+STEPS, COUNTING = "forge_testing.parts:Steps", "forge_testing.models:Counting"
+TABLE = f"""
+[callbacks.steps]
+name = "{STEPS}"
+every_steps = 3
+options = {{file = "seen.txt"}}
+[train.stages.late]
+start_step = 4
+lr_multipliers = {{head = 0.0}}
+[optimizer.groups.head]
+patterns = ["lm_head.*"]
+"""
+SHORT: dict[str, Any] = {
+    "train.steps": 6,
+    "schedule.name": "constant",
+    "eval.every_steps": 4,
+    "checkpoint.every_steps": 2,
+}
+
+
+def words(folder: Path) -> list[str]:
+    text = (folder / "run/seen.txt").read_text()
+    return re.sub(r"\d+\.\d+", "LOSS", text).splitlines()
+
+
+def test_hooks_are_called_in_every_stage_and_life_of_a_run(tmp_path: Path) -> None:
+    job = write_job(tmp_path, TABLE)
+    Trainer(load_job(job, {**SHORT, "train.steps": 5})).fit()
+    Trainer(load_job(job, {**SHORT, "train.steps": 9})).fit()
+    saved = [f"checkpoint {s} step-{s:08d} True" for s in range(10)]
+    assert words(tmp_path) == [
+        *(saved[2], "step 3 1", "evaluation 4 validation LOSS", saved[4]),
+        *("evaluation 5 validation LOSS", saved[5]),  # the first life's last
+        *("step 6 2", saved[6], "evaluation 8 validation LOSS", saved[8], "step 9 3"),
+        *("evaluation 9 validation LOSS", saved[9]),
+    ]
+    events = [e for e in read_run(tmp_path / "run").events if e["event"] == "evaluation"]
+    said = [line.split() for line in (tmp_path / "run/seen.txt").read_text().splitlines()]
+    results = [float(line[3]) for line in said if line[0] == "evaluation"]
+    assert results == [e["val_loss"] for e in events]
+
+
+@pytest.mark.distributed
+def test_each_rank_has_its_callback_and_a_table_without_an_interval_that_of_its_class(
+    tmp_path: Path,
+) -> None:
+    job = make_job(tmp_path, TABLE.replace("every_steps = 3\n", ""))
+    for rank in fit_on_ranks(2, job, None, **{k.replace(".", "__"): v for k, v in SHORT.items()}):
+        assert rank.problems == ()
+    assert [line for line in words(tmp_path) if line.startswith("step")] == [
+        "step 2 1",
+        "step 4 2",
+        "step 6 3",
+    ]
+
+
+def test_the_list_of_older_files_and_its_state_in_checkpoints_still_load(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    older = job.read_text().replace("[train]", f'[train]\ncallbacks = ["{STEPS}", "{COUNTING}"]')
+    job.write_text(older)
+    first = Trainer(load_job(job, SHORT))
+    first.fit()
+    assert [type(c).__name__ for c in first.callbacks] == ["Steps", "Counting"]
+    text = (tmp_path / "run/config.toml").read_text()
+    tables = text[text.index("[callbacks.list_1]") :]
+    older = text.replace(tables, "").replace(
+        "[train]\n", f'[train]\ncallbacks = ["{STEPS}", "{COUNTING}"] # {job}\n'
+    )
+    (tmp_path / "run/config.toml").write_text(older)  # as 0.1 recorded it
+    load_trained(tmp_path / "run")
+    write_job(tmp_path, f'[callbacks.a]\nname = "{STEPS}"\n[callbacks.b]\nname = "{COUNTING}"\n')
+    again = Trainer(load_job(job, {**SHORT, "train.steps": 8}))
+    again.fit()
+    steps, counting = again.callbacks
+    assert steps.seen == 4  # type: ignore[attr-defined]
+    assert isinstance(counting, Counting)
+    assert counting.calls["step_end"] == 8
+
+
+def test_an_empty_list_of_older_files_is_no_change(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    Trainer(load_job(job, SHORT)).fit()
+    record = tmp_path / "run/config.toml"
+    older = record.read_text().replace("[callbacks]\n", "")
+    record.write_text(older.replace("[train]\n", "[train]\ncallbacks = [] # default\n"))
+    Trainer(load_job(job, {**SHORT, "train.steps": 7})).fit()
+    (resumed,) = [e for e in read_run(tmp_path / "run").events if e["event"] == "resume"]
+    assert resumed["changed"] == {"train.steps": [6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (STEPS, "steps", "callbacks.steps.name 'steps' is unknown: known in forge.callbacks are"),
+        (STEPS, "no_lab:Mine", "callbacks.steps.name: cannot import 'no_lab:Mine'"),
+        ("file =", "fil =", "callbacks.steps.options.fil 'seen.txt' is no option of 'forge_testing.parts:Steps'; did you mean 'file'?"),
+        ('"seen.txt"', "3", "callbacks.steps.options.file 3 must be of type str"),
+        ("every_steps = 3", "every_steps = 0", "callbacks.steps: every_steps 0 must be from 1"),
+        ("every_steps", "every_step", "did you mean callbacks.steps.every_steps?"),
+        ("callbacks.steps", 'callbacks."a b"', "callbacks.a b: 'a b' must be letters, digits"),
+    ],
+)  # fmt: skip
+def test_a_wrong_table_is_refused_before_a_run_exists(
+    tmp_path: Path, before: str, after: str, says: str
+) -> None:
+    job = write_job(tmp_path, TABLE.replace(before, after))
+    for verb in ("explain", "run"):
+        told = forge_train(verb, job)
+        assert told.code == 78, told.err
+        assert says in " ".join(told.err.split()), told.err
+    assert not (tmp_path / "run").exists()
+
+
+class Older(Callback):
+    def on_evaluation(self, trainer: Trainer, val_loss: float) -> None:  # type: ignore[override]
+        """As of 0.1."""
+
+
+class NoCallback:
+    pass
+
+
+def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    says = (
+        r"Older.on_evaluation: too many .*; it is called as on_evaluation\(trainer, name, result\)"
+    )
+    with pytest.raises(ConfigError, match=says):
+        Trainer(load_job(job), [Older()])
+    with pytest.raises(
+        ConfigError, match=r"callbacks.mine.name: .* makes a NoCallback, which must be"
+    ):
+        Trainer(load_job(job, {"callbacks.mine.name": f"{__name__}:NoCallback"}))
+
+
+def test_a_flag_reaches_a_table(tmp_path: Path) -> None:
+    told = forge_train("explain", write_job(tmp_path, TABLE), "--callbacks.steps.every_steps", "5")
+    assert re.search(r"callbacks.steps.every_steps\s+5\s+flag", told.out), told.out + told.err
+    assert "--callbacks.NAME.name" in forge_train("run", "--help", COLUMNS="200").out
