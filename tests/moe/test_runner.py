@@ -194,8 +194,8 @@ class NanInStep3(Callback):
             return gradient * float("nan") if trainer.progress.step == 2 else gradient
 
         def watched(step: int, total: int, skip: torch.Tensor) -> None:
-            assert layer.tally.step is not None
-            counts = layer.tally.step.clone()
+            assert layer.counters.step_counts is not None
+            counts = layer.counters.step_counts.clone()
             end(step, total, skip)
             self.seen.append((counts, layer.router.expert_bias.clone()))  # type: ignore[union-attr]
 

@@ -118,15 +118,15 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "evaluation counts as load of experts",
         f"{_MOE}/layer.py",
-        "self.tally.add(counts, tokens, dropped, entropy.sum(), training=self.training)",
-        "self.tally.add(counts, tokens, dropped, entropy.sum(), training=True)",
+        "self.counters.add(counts, tokens, dropped, entropy.sum(), training=self.training)",
+        "self.counters.add(counts, tokens, dropped, entropy.sum(), training=True)",
         (
             "packages/forge-moe/tests/test_evaluation.py::test_F91_an_evaluation_leaves_the_step_alone",
         ),
     ),
     Mistake(
         "a skipped step moves the biases of experts",
-        f"{_MOE}/balance/bias.py",
+        f"{_MOE}/training_step.py",
         "target.copy_(value if skip is None else torch.where(skip > 0, target, value))",
         "target.copy_(value)",
         (

@@ -92,7 +92,7 @@ def test_pads_change_nothing() -> None:
         terms.total.backward()
         wanted = moe.router.weight.grad.clone()
         moe.zero_grad()
-        moe.tally.reset()
+        moe.counters.reset()
         padded = torch.cat((x, torch.full((1, 3, D), float("nan"))), dim=1).requires_grad_()
         y = moe(padded, SimpleNamespace(valid=torch.arange(9).unsqueeze(0) < 6))
         found = aux_losses(moe)
@@ -156,7 +156,7 @@ def test_attach_is_return_without_the_callers_help() -> None:
     (z - target).square().mean().backward()
     for a, b in zip(returned.parameters(), attached.parameters()):
         torch.testing.assert_close(a.grad, b.grad)
-    with pytest.raises(ValueError, match="with 'attach' the gradient is added in backward already"):
+    with pytest.raises(ValueError, match="with 'attach' backward adds the gradient already"):
         aux_losses(attached)
 
 
@@ -183,8 +183,8 @@ def test_nothing_is_added_in_eval(aux: str) -> None:
     for one in (moe, plain):
         one(x).sum().backward()
     torch.testing.assert_close(moe.router.weight.grad, plain.router.weight.grad)
-    assert moe.pending is None
-    assert moe.tally.step is None
+    assert moe.pending_losses is None
+    assert moe.counters.step_counts is None
 
 
 def test_the_bias_moves_by_the_sign_of_the_error() -> None:
@@ -209,13 +209,13 @@ def test_update_ends_a_step_once_and_skip_masks_it() -> None:
     x = torch.randn(20, D)
     moe(x)
     moe(x)
-    assert moe.tally.step.sum() == 2 * 20 * K
+    assert moe.counters.step_counts.sum() == 2 * 20 * K
     update_expert_bias(torch.nn.Sequential(moe), 0, 10, skip=torch.tensor(1.0))
     assert (moe.router.expert_bias == 0).all()
     update_expert_bias(moe, 1, 10)  # the skipped step's counts are gone: nobody is over the mean
     assert (moe.router.expert_bias == 0).all()
     moe(x)
-    counts = moe.tally.step.clone()
+    counts = moe.counters.step_counts.clone()
     update_expert_bias(moe, 2, 10, skip=torch.tensor(0.0))
     torch.testing.assert_close(
         moe.router.expert_bias, 0.1 * torch.sign(counts.float().mean() - counts)
@@ -318,7 +318,7 @@ def bias_under_fsdp() -> tuple[list, list, str]:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     x = all_rows(8)[4 * dist.get_rank() :][:4]
     model(x).float().sum().backward()
-    counts = model[0].tally.step.clone()
+    counts = model[0].counters.step_counts.clone()
     dist.all_reduce(counts)
     update_expert_bias(model, 0, 10, groups=mesh.get_group())
     before = model[0].router.expert_bias.tolist()

@@ -23,7 +23,7 @@ from forge_moe import (
     set_aux_scale,
     update_expert_bias,
 )
-from forge_moe.balance import spread
+from forge_moe.balance import sequence_group
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -183,7 +183,7 @@ def counted():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((dist, "all_reduce"), (spread, "all_gather")):
+        for module, name in ((dist, "all_reduce"), (sequence_group, "all_gather")):
             patch.setattr(module, name, counting(name, getattr(module, name)))
         yield calls
 
@@ -203,7 +203,7 @@ def recomputed(scope: str) -> tuple:
             y = checkpoint(moe, part, ctx, use_reentrant=False, context_fn=context_fn)
         with counted() as calls:
             (y * cut(weight)).sum().backward()
-        counts = moe.statistics()["tokens"].item(), moe.tally.step.sum().item()
+        counts = moe.statistics()["tokens"].item(), moe.counters.step_counts.sum().item()
         answers.append((moe.router.weight.grad, counts, sum(calls.values())))
     (grad, counts, _), (again, counts_again, calls) = answers
     return error(again, grad), counts == counts_again == (B * S // 2, B * S // 2 * K), calls

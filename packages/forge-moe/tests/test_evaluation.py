@@ -62,7 +62,7 @@ def test_F91_expert_choice_takes_its_share_of_every_row() -> None:
 def test_F91_expert_choice_refuses_rows_cut_over_ranks() -> None:
     moe = build(router="expert_choice").eval()
     moe.sequence_group = object()
-    with pytest.raises(ValueError, match="cannot evaluate rows that are cut over ranks"):
+    with pytest.raises(ValueError, match="cannot evaluate rows that are split over ranks"):
         moe(torch.randn(2, 4, 8))
     assert moe.needs_whole_rows
     assert not build().needs_whole_rows
@@ -73,11 +73,11 @@ def test_F91_an_evaluation_leaves_the_step_alone() -> None:
     moe = build(bias_update_rate=0.1)
     x = torch.randn(4, 5, 8)
     moe(x)
-    wanted = moe.tally.step.clone()
+    wanted = moe.counters.step_counts.clone()
     moe.eval()
     with torch.no_grad():
         moe(torch.randn(9, 5, 8))
     moe.train()
-    assert torch.equal(moe.tally.step, wanted)
+    assert torch.equal(moe.counters.step_counts, wanted)
     update_expert_bias(moe, 0, 1)
     assert torch.equal(moe.router.expert_bias, 0.1 * torch.sign(wanted.sum() / 4 - wanted))

@@ -9,8 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forge_moe import LocalDispatch, MoE, MoEConfig, recompute_contexts, update_expert_bias
-from forge_moe.parallel import expert_parallelize
+from forge_moe import (
+    LocalDispatch,
+    MoE,
+    MoEConfig,
+    expert_parallelize,
+    recompute_contexts,
+    update_expert_bias,
+)
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed

@@ -211,7 +211,7 @@ def test_on_meta_the_shapes_are_right(dtype: torch.dtype) -> None:
     y.sum().backward()
     assert y.shape == x.shape
     assert all(p.grad.shape == p.shape for p in moe.parameters())
-    assert moe.tally.step is None
+    assert moe.counters.step_counts is None
 
 
 def test_fake_tensors_count_flops() -> None:

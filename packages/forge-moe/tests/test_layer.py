@@ -153,7 +153,7 @@ def test_a_rule_that_leaves_tokens_out_computes_nothing_for_them() -> None:
             ids = SOFTMAX_TOPK.choose(scores, config, valid)
             return ids.masked_fill(torch.arange(len(ids)).unsqueeze(1) % 2 == 0, 4)
 
-        moe.router.rule = SOFTMAX_TOPK._replace(choose=half, places_all=False)
+        moe.router.rule = SOFTMAX_TOPK._replace(choose=half, routes_all_slots=False)
         dirt = [torch.full((64, 8), float("nan")) for _ in range(64)]
         del dirt
         x = torch.randn(32, 8, requires_grad=True)
@@ -188,10 +188,10 @@ def test_losses_of_several_forwards_add_up_and_those_of_none_are_not_kept() -> N
     moe.train()
     with torch.no_grad():
         moe(x)
-    with pytest.raises(ValueError, match="no router losses are waiting"):
+    with pytest.raises(ValueError, match="the model holds no router losses"):
         aux_losses(moe)
     sequences = layer(sequence_loss_weight=1.0)
-    with pytest.raises(ValueError, match=r"needs to know sequences"):
+    with pytest.raises(ValueError, match=r"needs the sequences"):
         sequences(torch.randn(8, 8))
 
 
@@ -222,14 +222,14 @@ def test_statistics_sum_until_reset() -> None:
     p = routed.probabilities
     torch.testing.assert_close(found["entropy"], -(p * p.log()).sum(-1).mean())
     assert moe.statistics()["tokens"] == 0
-    assert moe.tally.step.sum() == 12  # of training alone, and not reset
+    assert moe.counters.step_counts.sum() == 12  # of training alone, and not reset
 
 
 def test_copies_and_state() -> None:
     moe = layer(bias_update_rate=0.1, aux_scope="global_batch_lagged", aux_loss_weight=1.0)
     moe(torch.randn(4, 8))
-    assert copy.deepcopy(moe).pending is None  # the losses of a forward hold a graph
-    assert moe.pending is not None
+    assert copy.deepcopy(moe).pending_losses is None  # the losses of a forward hold a graph
+    assert moe.pending_losses is not None
     twin = copy.deepcopy(layer(bias_update_rate=0.1, aux_scope="global_batch_lagged"))
     moe.router.expert_bias.normal_()
     twin.load_state_dict(moe.state_dict())
@@ -279,8 +279,8 @@ def test_compiled_bf16_breaks_the_graph_once_and_agrees() -> None:
     moe = layer(aux="attach", aux_loss_weight=0.1, bias_update_rate=0.1).bfloat16()
     x = torch.randn(2, 12, 8).bfloat16()
     wanted = moe(x)
-    counts = moe.tally.step.clone()
+    counts = moe.counters.step_counts.clone()
     compiled = torch.compile(moe, backend=count)
     assert torch.equal(compiled(x), wanted)
-    assert torch.equal(moe.tally.step, 2 * counts)
+    assert torch.equal(moe.counters.step_counts, 2 * counts)
     assert len(graphs) <= 3  # before the question whether this is a backward pass, and after it

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from forge_moe import MoE, MoEConfig, aux_losses, recompute_contexts, update_expert_bias
-from forge_moe.replay import recall, replaying
+from forge_moe.replay import record_or_replay, replaying
 
 SETTINGS = {"bias_update_rate": 0.1, "aux": "attach", "aux_loss_weight": 0.1}
 
@@ -49,7 +49,7 @@ def test_F28_recomputation_takes_the_routes_of_its_forward(settings: dict) -> No
     plain = x.clone().requires_grad_()
     moe(plain).square().sum().backward()
     wanted, again = [*gradients(moe), plain.grad], x.clone().requires_grad_()
-    moe.tally.take_step(x.device)
+    moe.counters.take_step(x.device)
     y = checkpoint(moe, again, use_reentrant=False, context_fn=recompute_contexts)
     moe.router.expert_bias.copy_(torch.tensor([0.0, 3.0, -3.0, 1.0]))
     y.square().sum().backward()
@@ -65,7 +65,7 @@ def test_F17_recomputation_is_counted_once_with_and_without_contexts() -> None:
             row = x.clone().requires_grad_()
             y = checkpoint(moe, row, use_reentrant=reentrant, **context)
             y.sum().backward()
-            assert moe.tally.step.sum() == 80
+            assert moe.counters.step_counts.sum() == 80
             statistics = moe.statistics()
             assert (statistics["counts"].sum(), statistics["tokens"]) == (80, 40)
 
@@ -77,7 +77,7 @@ def test_popped_twice_as_zero_bubble_does() -> None:
     routes = []
     route = moe.router.route
     moe.router.route = lambda *a: (r := route(*a), routes.append(r.ids))[0]
-    moe.tally.take_step(x.device)
+    moe.counters.take_step(x.device)
     y = checkpoint(moe, x, use_reentrant=False, context_fn=recompute_contexts).square().sum()
     moe.router.expert_bias.copy_(torch.tensor([5.0, 0.0, -5.0, 1.0]))
     halves = torch.autograd.grad(y, [x], retain_graph=True)
@@ -85,7 +85,7 @@ def test_popped_twice_as_zero_bubble_does() -> None:
     assert len(routes) == 3
     assert torch.equal(routes[0], routes[1])
     assert torch.equal(routes[0], routes[2])
-    assert moe.tally.step.sum() == 80
+    assert moe.counters.step_counts.sum() == 80
     for a, b in zip(halves, wanted):
         assert torch.equal(a, b)
 
@@ -97,7 +97,7 @@ def test_returned_losses_pass_through_a_checkpoint() -> None:
     y = checkpoint(again, x, use_reentrant=False, context_fn=recompute_contexts)
     (y.sum() + aux_losses(again).total).backward()
     assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(again)))
-    assert again.pending is None
+    assert again.pending_losses is None
 
 
 def test_checkpoints_in_checkpoints() -> None:
@@ -118,7 +118,7 @@ def test_checkpoints_in_checkpoints() -> None:
     y.square().sum().backward()
     for a, b in zip([again.grad, *gradients(first), *gradients(second)], wanted):
         assert torch.equal(a, b)
-    assert first.tally.step.sum() == second.tally.step.sum() == 160
+    assert first.counters.step_counts.sum() == second.counters.step_counts.sum() == 160
 
 
 def test_the_scale_of_the_forward_is_replayed() -> None:
@@ -142,16 +142,16 @@ def test_another_order_of_layers_is_refused() -> None:
     record, replay = recompute_contexts()
     one, other = object(), object()
     with record:
-        assert recall(one, "ids", lambda: 1) == 1
+        assert record_or_replay(one, "ids", lambda: 1) == 1
     with replay:
         assert replaying()
-        with pytest.raises(RuntimeError, match="asks for 'ids' of object at place 0 of 1"):
-            recall(other, "ids", lambda: 2)
+        with pytest.raises(RuntimeError, match="needs 'ids' of object as value 0 of 1"):
+            record_or_replay(other, "ids", lambda: 2)
     for _ in range(2):
         with replay:
-            assert recall(one, "ids", lambda: 2) == 1
-            with pytest.raises(RuntimeError, match="place 1 of 1"):
-                recall(one, "ids", lambda: 2)
+            assert record_or_replay(one, "ids", lambda: 2) == 1
+            with pytest.raises(RuntimeError, match="value 1 of 1"):
+                record_or_replay(one, "ids", lambda: 2)
     assert not replaying()
 
 
@@ -168,9 +168,9 @@ def test_replay_outside_a_backward_keeps_drops_and_counts_nothing() -> None:
     moe, x = layer(capacity_factor=0.7, drop_policy="probability"), tied_tokens()
     taken = []
     dispatch = moe.dispatcher.dispatch
-    moe.dispatcher.dispatch = lambda x, weights, ids: (
+    moe.dispatcher.dispatch = lambda x, weights, ids, **options: (
         taken.append(ids),
-        dispatch(x, weights, ids),
+        dispatch(x, weights, ids, **options),
     )[1]
     record, replay = recompute_contexts()
     with record:
@@ -179,4 +179,4 @@ def test_replay_outside_a_backward_keeps_drops_and_counts_nothing() -> None:
     with replay:
         moe(x)
     assert torch.equal(taken[0], taken[1])
-    assert moe.tally.step.sum() == 80
+    assert moe.counters.step_counts.sum() == 80

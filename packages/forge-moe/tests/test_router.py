@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forge_moe import MoE, MoEConfig, Router, RouterConfig, Rule
+from forge_moe import MoE, MoEConfig, Router, RouterConfig, RoutingRule
 from forge_moe.routers.select import top_k_ids, within_best_groups
 
 
@@ -132,7 +132,9 @@ def test_F91_expert_choice_gives_each_expert_its_share_in_eval_of_each_row() -> 
     for row, alone in zip(ids.view(3, 4, 8), x.view(3, 4, 8)):
         assert torch.bincount(row[row < 8].flatten(), minlength=8).tolist() == [1] * 8
         assert torch.equal(row, one.route(alone, rows=1).ids)
-    with pytest.raises(ValueError, match="chooses within each row in eval and must know the rows"):
+    with pytest.raises(
+        ValueError, match="chooses within each row in eval and needs the number of rows"
+    ):
         one(x)
 
 
@@ -148,7 +150,7 @@ def test_F27_gradient_scale_is_refused_with_the_reason() -> None:
 
 def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> None:
     module = types.ModuleType("some_lab")
-    module.first = Rule(
+    module.first = RoutingRule(
         torch.sigmoid,
         lambda s, c, valid: torch.arange(c.top_k).expand(s.size(0), -1),
         lambda logits, scores, ids, c: scores.gather(1, ids),
@@ -160,7 +162,7 @@ def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> No
     class Point:
         name = "first"
 
-        def load(self) -> Rule:
+        def load(self) -> RoutingRule:
             return module.first
 
     monkeypatch.setattr("forge_moe.routers.registry.entry_points", lambda group: [Point()])

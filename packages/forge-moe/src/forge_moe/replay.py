@@ -1,8 +1,8 @@
-"""Decisions of a forward, remembered and given again when the forward is recomputed.
+"""Decisions of a forward, recorded and replayed when the forward is recomputed.
 
 Rounding may differ between a forward and its recomputation (other kernels, other batch shapes), and a
 token near a tie would then visit another expert: shapes, split sizes and gradients would no longer fit.
-What is discrete is therefore recorded once and replayed as often as the block is recomputed.
+Discrete decisions are therefore recorded once and replayed in each recomputation of the block.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Log:
-    """Values in the order in which a forward asked for them, each with its owner and name."""
+    """Values in the order in which a forward made them, each with its owner and name."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[object, str, Any]] = []
@@ -48,8 +48,8 @@ class _Context(AbstractContextManager["_Context"]):
         _active.reset(self.tokens.pop())
         _enter(-1)
 
-    def take(self, owner: object, name: str) -> Any:
-        """The next entry; RuntimeError if the recomputed code asks for another than it did before."""
+    def next_value(self, owner: object, name: str) -> Any:
+        """The next value; RuntimeError if the forward recorded another owner or name there."""
         entries = self.log.entries
         if self.position < len(entries):
             recorded_owner, recorded_name, value = entries[self.position]
@@ -57,8 +57,8 @@ class _Context(AbstractContextManager["_Context"]):
                 self.position += 1
                 return value
         raise RuntimeError(
-            f"recomputation asks for {name!r} of {type(owner).__name__} at place {self.position} of "
-            f"{len(entries)} recorded values, where the forward recorded something else; "
+            f"recomputation needs {name!r} of {type(owner).__name__} as value {self.position} of "
+            f"{len(entries)} recorded ones, and the forward recorded another there; "
             "checkpoint a function that calls the same layers in the same order each time"
         )
 
@@ -66,8 +66,8 @@ class _Context(AbstractContextManager["_Context"]):
 _active: ContextVar[tuple[_Context, ...]] = ContextVar("forge_moe_replay", default=())
 _lock = Lock()
 _entered = 0
-"""Contexts that are entered in any thread. torch.compile cannot look into a ContextVar but guards a global:
-while this is 0, what asks for a record compiles as if there were none."""
+"""Number of contexts entered in any thread. torch.compile cannot trace a ContextVar but guards a global:
+while this is 0, `record_or_replay` compiles to `make()`."""
 
 
 def _enter(change: int) -> None:
@@ -82,25 +82,25 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
         torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=recompute_contexts)
 
     Routes, counts and split sizes of the forward under `record` are used again under `replay`, bit for
-    bit, however often that is entered (zero-bubble schedules recompute twice). Counters of balance and
-    statistics stand still under `replay`. Checkpoints may be nested. Costs 8 bytes per token and slot.
+    bit, however often it is entered (zero-bubble schedules recompute twice). Counters of balance and
+    statistics do not change under `replay`. Checkpoints may be nested. Costs 8 bytes per token and slot.
     """
     log = _Log()
     return _Context(log, replays=False), _Context(log, replays=True)
 
 
-def recall(owner: object, name: str, make: Callable[[], T]) -> T:
-    """`make()`, or under replay what it gave in the forward; `make` is then not called.
+def record_or_replay(owner: object, name: str, make: Callable[[], T]) -> T:
+    """`make()`, or under replay its value in the forward; `make` is then not called.
 
-    `owner` is the module that asks and `name` the thing it asks for: both are checked. The value holds no
-    autograd graph: ids, counts, Python integers, tuples of such.
+    `owner`, the calling module, and `name` are compared with the record. The value holds no autograd
+    graph: ids, counts, Python integers, tuples of such.
     """
     if _entered == 0:
         return make()
     contexts = _active.get()
     for context in reversed(contexts):
         if context.replays:
-            value: T = context.take(owner, name)
+            value: T = context.next_value(owner, name)
             break
     else:
         value = make()

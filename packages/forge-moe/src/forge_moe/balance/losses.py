@@ -1,27 +1,46 @@
-"""Router losses as functions of what a router said.
+"""Router losses as functions of a router's choices and probabilities.
 
 Shapes: T tokens, K slots per token, E experts, G segments (sequences or documents).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class AuxLosses(NamedTuple):
+    """0-dim fp32 tensors, multiplied by their weights; total is the sum of the other three."""
+
+    total: Tensor
+    balance: Tensor
+    z: Tensor
+    sequence: Tensor
+
+    @staticmethod
+    def of(balance: Tensor, z: Tensor, sequence: Tensor) -> "AuxLosses":
+        """With the total."""
+        return AuxLosses(balance + z + sequence, balance, z, sequence)
+
+
 def count_ids(ids: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen: ids (T, K) in 0..E -> (E,) int64; "nowhere" is not counted."""
+    """Number of choices of each expert: ids (T, K) in 0..E -> (E,) int64; "nowhere" is not counted."""
     flat = ids.reshape(-1)
     return _scatter_ones(flat, num_experts + 1)[:num_experts]
 
 
-def count_ids_per_segment(ids: Tensor, segments: Tensor, num: int, num_experts: int) -> Tensor:
+def count_ids_per_segment(
+    ids: Tensor, segments: Tensor, num_segments: int, num_experts: int
+) -> Tensor:
     """The same for each segment: ids (T, K), segments (T,) in 0..G-1 -> (G, E) int64."""
-    side = num_experts + 1
-    flat = (segments.unsqueeze(1) * side + ids).reshape(-1)
-    return _scatter_ones(flat, num * side).view(num, side)[:, :num_experts]
+    columns = num_experts + 1  # the last one counts "nowhere"
+    flat = (segments.unsqueeze(1) * columns + ids).reshape(-1)
+    table = _scatter_ones(flat, num_segments * columns).view(num_segments, columns)
+    return table[:, :num_experts]
 
 
 def _scatter_ones(index: Tensor, size: int) -> Tensor:
-    # Integer sums do not depend on their order; bincount would wait for the device.
+    # Integer sums do not depend on their order; bincount would sync with the host.
     return index.new_zeros(size).scatter_add_(0, index, torch.ones_like(index))
 
 
@@ -36,12 +55,13 @@ def balance_loss(
     valid: Tensor | None = None,
     total: Tensor | None = None,
 ) -> Tensor:
-    """E / T sum_t sum_e f_e P_te: 1 when even, up to E when one expert takes all (Switch, eq. 4).
+    """E / T sum_t sum_e f_e P_te: 1 for an even load, up to E when one expert takes all (Switch, eq. 4).
 
-    shares f: (E,), or (T, E) with those of each token's own sequence; constants. probabilities (T, E) with a
-    gradient. Tokens with valid (T,) False do not count. With `total`, the 0-dim number of tokens on all
-    ranks that share rows, this is their part of the mean over those: the ranks' values add up. As it is linear in P, the mean of these values over
-    ranks or micro-batches, weighted by tokens, is the value of all tokens together whenever f is.
+    shares f: (E,), or (T, E) with those of each token's own sequence; constants. probabilities P (T, E) with
+    a gradient. Tokens with valid (T,) False do not count. With `total`, the 0-dim number of tokens on all
+    ranks that share rows, the result is this rank's part of the mean over those tokens: the ranks' results
+    add up. The loss is linear in P: with equal f, the mean over ranks or micro-batches, weighted by tokens,
+    is the loss of all their tokens.
 
     With the shares of each sequence it is DeepSeek-V3's loss per sequence (eq. 17-20), averaged over
     sequences by length. `transformers` sums over slots where this averages: its value is K times this one.
@@ -67,10 +87,10 @@ def _mean(values: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
 def segments_of(
     rows: int, length: int, document_ids: Tensor | None, device: torch.device
 ) -> tuple[Tensor, int]:
-    """(segment of each of T = rows x length tokens, number G of segments at most).
+    """(segment of each of T = rows x length tokens, upper bound G on the number of segments).
 
     Without document_ids a segment is a row; with them (rows, length) it is a run of equal ids in a row. G is
-    then T, so that no number has to come to the host; most segments are empty.
+    then T, as the exact number would cost a host sync; most segments are empty.
     """
     if document_ids is None:
         return torch.arange(rows, device=device).repeat_interleave(length), rows

@@ -17,7 +17,7 @@ from forge_moe.dispatch.chunked import ChunkedDispatch
 from forge_moe.dispatch.exchange import Exchange, Route
 from forge_moe.dispatch.received_rows import ReceivedRows
 from forge_moe.protocols import Dispatched
-from forge_moe.replay import recall
+from forge_moe.replay import record_or_replay
 
 
 class Splits(NamedTuple):
@@ -67,7 +67,7 @@ class AllToAllDispatch(ChunkedDispatch):
 
     def exchange_splits(self, ids: Sequence[Tensor]) -> list[Splits]:
         """Split sizes of each chunk of ids (T_c, K): one exchange, one host sync."""
-        return recall(self, "splits", lambda: self._exchange_splits(ids))
+        return record_or_replay(self, "splits", lambda: self._exchange_splits(ids))
 
     def _exchange_splits(self, ids: Sequence[Tensor]) -> list[Splits]:
         rows = [exchange.rows_with_slot(part // self.experts_per_rank, self.ranks) for part in ids]

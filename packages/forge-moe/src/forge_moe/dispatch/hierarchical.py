@@ -17,7 +17,7 @@ from forge_moe.dispatch.all_to_all import AllToAllDispatch, Meta, Splits, check_
 from forge_moe.dispatch.chunked import ChunkedDispatch
 from forge_moe.dispatch.exchange import Exchange, Route
 from forge_moe.protocols import Dispatched
-from forge_moe.replay import recall
+from forge_moe.replay import record_or_replay
 
 
 class TwoSplits(NamedTuple):
@@ -69,7 +69,7 @@ class HierarchicalDispatch(ChunkedDispatch):
         A rank sends not only the number of rows for a node but also how many of these each rank of that
         node will get, so the second step's sizes are known before the first row is sent.
         """
-        return recall(self, "splits", lambda: self._exchange_splits(ids))
+        return record_or_replay(self, "splits", lambda: self._exchange_splits(ids))
 
     def _exchange_splits(self, ids: Sequence[Tensor]) -> list[TwoSplits]:
         masks = [

@@ -1,7 +1,7 @@
-"""Routers: from tokens to experts and weights."""
+"""Routers: ids and weights of experts for tokens."""
 
 from forge_moe.routers.registry import find_rule
 from forge_moe.routers.router import Routed, Router
-from forge_moe.routers.rules import Rule
+from forge_moe.routers.rules import RoutingRule
 
-__all__ = ["Routed", "Router", "Rule", "find_rule"]
+__all__ = ["Routed", "Router", "RoutingRule", "find_rule"]

@@ -3,7 +3,7 @@
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from forge_moe.routers.rules import EXPERT_CHOICE, SIGMOID_TOPK, SOFTMAX_TOPK, UNIFORM, Rule
+from forge_moe.routers.rules import EXPERT_CHOICE, SIGMOID_TOPK, SOFTMAX_TOPK, UNIFORM, RoutingRule
 
 _BUILT_IN = {
     "softmax_topk": SOFTMAX_TOPK,
@@ -14,10 +14,10 @@ _BUILT_IN = {
 _GROUP = "forge.routers"
 
 
-def find_rule(name: str) -> Rule:
-    """The rule of that name: built in, an entry point of group `forge.routers`, or "module:attribute".
+def find_rule(name: str) -> RoutingRule:
+    """The routing rule of that name: built in, an entry point of group `forge.routers`, or "module:attribute".
 
-    Raises ValueError for an unknown name, a path that does not lead to a Rule, and `gradient_scale`.
+    Raises ValueError for an unknown name, a path to anything but a RoutingRule, and `gradient_scale`.
     """
     if name == "gradient_scale":
         raise ValueError(
@@ -46,10 +46,10 @@ def _import(path: str) -> object:
         raise ValueError(f"router {path!r} cannot be imported ({error}); check the path") from error
 
 
-def _checked(name: str, found: object) -> Rule:
-    if not isinstance(found, Rule):
+def _checked(name: str, found: object) -> RoutingRule:
+    if not isinstance(found, RoutingRule):
         raise ValueError(
-            f"router {name!r} is a {type(found).__name__} and must be a forge_moe.routers.Rule; "
+            f"router {name!r} is a {type(found).__name__} and must be a forge_moe.RoutingRule; "
             "make one from score, choose and weigh"
         )
     return found

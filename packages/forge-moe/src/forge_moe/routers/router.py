@@ -1,4 +1,4 @@
-"""A router: logits in fp32, a rule that chooses, weights with a gradient.
+"""A router: logits in fp32, a choice of experts by a rule, weights with a gradient.
 
 Shapes: T tokens, D width, E experts, K slots per token.
 """
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from forge_moe._torch_compat import without_autocast
 from forge_moe.config import RouterConfig
-from forge_moe.replay import recall
+from forge_moe.replay import record_or_replay
 from forge_moe.routers.registry import find_rule
 
 
 class Routed(NamedTuple):
-    """Where tokens go. weights (T, K) fp32, differentiable, 0 where the id is E; ids (T, K) int64 in
-    0..E, E = nowhere (pads, dropped); probabilities (T, E) fp32, rows sum to 1; logits (T, E) fp32."""
+    """The decision of a router. weights (T, K) fp32, differentiable, 0 where the id is E; ids (T, K) int64
+    in 0..E, E = nowhere (pads, dropped); probabilities (T, E) fp32, rows sum to 1; logits (T, E) fp32."""
 
     weights: Tensor
     ids: Tensor
@@ -32,14 +32,14 @@ class Router(nn.Module):
         weights, ids = Router(RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6))(x)
 
     x (T, D) of any float dtype; logits, scores and weights are computed in fp32 (fp64 for fp64), under
-    autocast too. `expert_bias` is an fp32 buffer, there only if the config asks for it: no optimizer
-    sees it, and no cast of the module changes its dtype. No host sync.
+    autocast too. `expert_bias` is an fp32 buffer, None unless the config enables it: no optimizer updates
+    it, and no cast of the module changes its dtype. No host sync.
     """
 
     compute_dtype = torch.float32
-    """Under FSDP's mixed precision the weight must arrive unrounded: wrapped by itself, in this dtype."""
+    """Under FSDP's mixed precision the weight must stay in this dtype: the router is wrapped by itself."""
     forward_methods = ("route",)
-    """What else than `forward` reads parameters, for `register_fsdp_forward_method`."""
+    """Methods beside `forward` that read parameters, for `register_fsdp_forward_method`."""
     expert_bias: Tensor | None
 
     def __init__(self, config: RouterConfig) -> None:
@@ -60,11 +60,11 @@ class Router(nn.Module):
         return routed.weights, routed.ids
 
     def route(self, x: Tensor, valid: Tensor | None = None, rows: int | None = None) -> Routed:
-        """Where tokens x (T, D) go; those with valid (T,) False go nowhere.
+        """Experts of tokens x (T, D); those with valid (T,) False go nowhere.
 
-        `rows`: how many rows of T / rows tokens x holds, one after another. In eval a rule that is not causal
-        chooses within each row and must know them; nothing else reads it. Raises ValueError for a shape that
-        does not fit, and there without rows.
+        `rows`: the number of rows in x, one after another, each of T / rows tokens. Only a rule that is not
+        causal needs it, in eval, where it chooses within each row. Raises ValueError for a wrong shape, and
+        for such a rule without rows.
         """
         if x.dim() != 2:
             raise ValueError(
@@ -72,21 +72,23 @@ class Router(nn.Module):
             )
         check_tokens(x, self.config.dim)
         if self.rule.causal or self.training:
-            rows = 1  # all tokens of the call together
+            rows = 1  # the choice is over all tokens of the call
         elif rows is None:
             raise ValueError(
-                f"router {self.config.name!r} chooses within each row in eval and must know the rows; give "
+                f"router {self.config.name!r} chooses within each row in eval and needs the number of rows; give "
                 "the layer (B, S, D), or the router rows = B"
             )
         logits = self._logits(x)
         scores = self.rule.score(logits)
-        ids = recall(self, "ids", lambda: self._choose(scores.detach(), valid, rows))
+        # The choice has no gradient, and a recomputation takes it from the record.
+        ids = record_or_replay(self, "ids", lambda: self._choose(scores.detach(), valid, rows))
         nowhere = ids == self.config.num_experts
+        # Id E would be out of range in a gather: read expert 0 and set the weight to 0.
         weights = self.rule.weigh(logits, scores, ids.masked_fill(nowhere, 0), self.config)
         return Routed(
             weights=weights.masked_fill(nowhere, 0.0),
             ids=ids,
-            probabilities=scores if self.rule.normalised else _normalised(scores),
+            probabilities=scores if self.rule.normalized else _normalize(scores),
             logits=logits,
         )
 
@@ -98,15 +100,15 @@ class Router(nn.Module):
     @torch.no_grad()
     def _choose(self, scores: Tensor, valid: Tensor | None, rows: int) -> Tensor:
         selection = scores if self.expert_bias is None else scores + self.expert_bias
-        some = scores.new_ones(scores.size(0), dtype=torch.bool) if valid is None else valid
-        parts = zip(selection.tensor_split(rows), some.tensor_split(rows))
-        ids = torch.cat([self.rule.choose(scores, self.config, valid) for scores, valid in parts])
+        mask = scores.new_ones(scores.size(0), dtype=torch.bool) if valid is None else valid
+        parts = zip(selection.tensor_split(rows), mask.tensor_split(rows))
+        ids = torch.cat([self.rule.choose(part, self.config, of_part) for part, of_part in parts])
         if valid is None:
             return ids
         return ids.masked_fill(~valid.unsqueeze(1), self.config.num_experts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        # Steps of 1e-3 vanish in a bf16 bias: it moves between devices, but stays fp32.
+        # A bf16 bias would round away steps of 1e-3: `.bfloat16()` moves it between devices at most.
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is not None and self.expert_bias is not None:
@@ -129,5 +131,5 @@ def check_tokens(x: Tensor, dim: int) -> None:
         )
 
 
-def _normalised(scores: Tensor) -> Tensor:
+def _normalize(scores: Tensor) -> Tensor:
     return scores / scores.sum(dim=-1, keepdim=True).clamp_min(1e-20)

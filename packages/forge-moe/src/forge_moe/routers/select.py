@@ -1,4 +1,4 @@
-"""Choosing the k best without chance: exact ties go to the lower id, on every device.
+"""Deterministic top-k: exact ties go to the lower id, on every device.
 
 Shapes: T tokens, E experts, G groups, K chosen.
 """
@@ -10,14 +10,15 @@ from torch import Tensor
 def top_k_ids(scores: Tensor, k: int) -> Tensor:
     """Ids of the k largest of each row, best first: (T, E) -> (T, K) int64. No autograd, no host sync.
 
-    `torch.topk` leaves the order of equal values open, so that a CPU and a GPU, or two shapes of a batch,
-    may route the same token differently. Here the id is part of the key.
+    `torch.topk` does not define the order of equal values, so a CPU and a GPU, or two shapes of a batch,
+    may route the same token differently. Here the id is part of the sort key.
     """
     scores = scores.detach()
-    if scores.dtype == torch.float64:  # no room for the id beside 64 bits
+    if scores.dtype == torch.float64:  # 64 bits leave no room for the id
         return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    # Bits of positive floats sort as integers; those of negative ones sort in reverse, so flip all but the sign.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     num = scores.size(-1)
     lower_first = torch.arange(num - 1, -1, -1, device=scores.device)
     key = ordered.to(torch.int64) * num + lower_first  # (T, E), all different
