@@ -30,7 +30,8 @@ every rank and micro-batch. Heads are grouped (four of queries, two of keys; in 
 second layer has four routed experts, two for each token, and a shared one; `moe` chooses by softmax
 with a balance loss per micro-batch and a z-loss, `moe_bias` by sigmoid with a loss per sequence and a bias;
 router losses of the reference are added to its loss. Pipelines have four layers, else there are two.
-`compile` goes through aot_eager, `inductor` through the compiler proper. Float8 rounds on purpose and has
+In `fused` cells the head computes the loss and all logits are never held. `compile` goes through
+aot_eager, `inductor` through the compiler proper. Float8 rounds on purpose and has
 no cell. CPU offload from a CPU shows that the path is right, not that it is fast.
 
 {bounds}
