@@ -14,7 +14,7 @@ from torch import nn
 from forge_ckpt import protocols as ckpt
 from forge_core import Attention, FeedForward, Transformer
 from forge_core import protocols as core
-from forge_core.model import Block
+from forge_core.model import Block, TokenContext
 from forge_core.optim import AdamW
 from forge_data import (
     BuiltinCorpus,
@@ -27,6 +27,9 @@ from forge_data import (
 from forge_data import (
     protocols as data,
 )
+from forge_moe import LocalDispatch, MoE, RoutingRule
+from forge_moe import protocols as moe
+from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_parallel import protocols as parallel
 
 
@@ -38,6 +41,22 @@ def of_core(
     flops: list[core.CountsFlops] = [attention, feed_forward, block, model]
     prepared: list[core.PreparesContext] = [attention, block]
     optimizers: list[core.NamedStateOptimizer] = [adamw]
+
+
+def of_moe(
+    local: LocalDispatch,
+    remote: tuple[AllToAllDispatch, HierarchicalDispatch],
+    rule: RoutingRule,
+    context: TokenContext,
+    layer: MoE,
+) -> None:
+    dispatcher: moe.Dispatcher = local
+    overlapping: tuple[moe.OverlappingDispatcher, moe.OverlappingDispatcher] = remote
+    score: moe.Score = rule.score
+    tokens: moe.TokenContext = context
+    cache: moe.CachingContext = context
+    flops: core.CountsFlops = layer
+    roles: core.DeclaresRoles = layer
 
 
 def of_models_for_parallel(model: Transformer, attention: Attention) -> None:

@@ -100,12 +100,17 @@ class Weigh(Protocol):
 class TokenContext(Protocol):
     """Tensors about the tokens of a batch. Each attribute may be None or absent."""
 
-    valid: Tensor | None
-    """(B, S) bool, False on pads, which are neither routed nor counted."""
-    document_ids: Tensor | None
-    """(B, S) int, equal and adjacent within a document of a packed row."""
-    token_ids: Tensor | None
-    """(B, S) int, recorded by `forge_moe.traces` on request."""
+    @property
+    def valid(self) -> Tensor | None:
+        """(B, S) bool, False on pads, which are neither routed nor counted."""
+
+    @property
+    def document_ids(self) -> Tensor | None:
+        """(B, S) int, equal and adjacent within a document of a packed row."""
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """(B, S) int, recorded by `forge_moe.traces` on request."""
 
 
 class CachingContext(Protocol):
