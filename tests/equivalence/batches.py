@@ -5,8 +5,9 @@ Shapes: B rows of a micro-batch, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from cells import FEATURES, LAYOUTS, Cell
@@ -24,12 +25,17 @@ EPOCH_END = 7
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens, labels, positions and document_ids, each (B, S) int64; the last two only if packed."""
+    """tokens, labels, positions and document_ids, each (B, S) int64; the last two only if packed.
+
+    Several joined (`together`) are what `Compute` takes.
+    """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None
     document_ids: Tensor | None = None
+    weights: Tensor | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_valid(self) -> int:
@@ -45,6 +51,21 @@ class MicroBatch:
         """With all tensors changed."""
         named = {name: change(value) for name, value in self.keywords.items()}
         return MicroBatch(change(self.tokens), change(self.labels), **named)
+
+    def with_positions(self) -> MicroBatch:
+        """With those of rows of one document, where there are none."""
+        if self.positions is not None:
+            return self
+        return replace(self, positions=torch.arange(SEQ).repeat(len(self.tokens), 1))
+
+    def split(self, micro_batch: int, /) -> list[MicroBatch]:
+        """Parts of `micro_batch` rows, in order."""
+        starts = range(0, len(self.tokens), micro_batch)
+        return [self.map(lambda x, i=i: x[i : i + micro_batch]) for i in starts]
+
+    def to(self, device: torch.device, stay: Sequence[str] = ()) -> MicroBatch:
+        """Itself: cells run on CPUs."""
+        return self
 
 
 def together(parts: Sequence[MicroBatch]) -> MicroBatch:

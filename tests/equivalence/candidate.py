@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from forge_moe import expert_parallelize, recompute_contexts, set_aux_scale, upd
 from forge_parallel import (
     Meshes,
     ParallelConfig,
-    accumulate,
     clip_grads_,
     global_count,
     global_grad_norm,
@@ -42,8 +42,8 @@ from forge_parallel import (
     parallelize,
     reshard,
 )
-from forge_parallel.axes import cut_sequence, vocab_cross_entropy
-from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
+from forge_parallel.axes import vocab_cross_entropy
+from forge_parallel.compute import Compute
 from forge_resilience import nonfinite
 
 
@@ -100,20 +100,21 @@ class Side:
             recompute_contexts=contexts,
             compile_backend=FEATURES[cell.feature].backend,
         )
-        self.pipeline: Any = None
-        if config.pp > 1:
-            self.pipeline = Pipeline(
-                self.model,
-                config,
-                self.meshes,
-                num_micro_batches=cell.micro_batches,
-                micro_batch=ROWS,
-                seq_len=SEQ,
-                dim=self.model.config.dim,
-            )
+        self.compute = Compute(
+            self.model,
+            config,
+            self.meshes,
+            micro_batch=ROWS,
+            num_micro_batches=cell.micro_batches,
+            seq_len=SEQ,
+            loss=_fused if FEATURES[cell.feature].fused else _cross_entropy,
+            sharded_loss=lambda logits, labels, weights: vocab_cross_entropy(
+                logits, labels, self.meshes.tp, weights=weights
+            )[0],
+            in_head=FEATURES[cell.feature].fused,
+        )
+        self.counted = self.compute.counted
         initialise(self.model, _seed(cell, self.meshes), **STD)
-        twice = tied_copies(self.model, self.meshes) if config.pp > 1 else set()
-        self.counted = [p for p in self.model.parameters() if p not in twice]
         self._join_mixtures()
 
     def _join_mixtures(self) -> None:
@@ -133,6 +134,8 @@ class Side:
         share = len(step) // self.meshes.batch_size
         first = self.meshes.batch_rank * share
         parts = [part for rank in step[first : first + share] for part in rank]
+        if self.meshes.cp.size > 1:  # a row's positions do not count from 0 on each rank
+            parts = [part.with_positions() for part in parts]
         if FEATURES[self.cell.feature].total is None:
             return parts
         missing = self.cell.micro_batches * share - len(parts)
@@ -143,7 +146,7 @@ class Side:
         """Mean loss of all ranks' rows in eval mode, of data and expert ranks."""
         parts = self.mine(step)
         self.model.eval()
-        losses = [self._token_loss(self.model(p.tokens, **p.keywords), p.labels) for p in parts]
+        losses = [self.compute.losses(part) for part in parts]
         count = torch.tensor(float(sum(part.num_valid for part in parts)))
         total = torch.stack([torch.stack(losses).sum(), count])
         dist.all_reduce(total)
@@ -156,12 +159,8 @@ class Side:
         own = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.mul_(2.0)
-        parts = [self._here(part) for part in self.mine(step)]
-        if self.pipeline is not None:
-            whole = together(parts)
-            self.pipeline.evaluate(whole.tokens, whole.labels, self._token_loss, **whole.keywords)
-        for part in parts if self.pipeline is None else ():
-            self.model(part.tokens, **part.keywords)
+        for part in together(self.mine(step)).split(self.compute.rows_at_once):
+            self.compute.losses(part)
         reshard(self.model)
         for parameter, value in zip(parameters, own, strict=True):
             parameter.copy_(value)
@@ -169,56 +168,31 @@ class Side:
     def forward_backward(self, parts: list[MicroBatch]) -> Tensor:
         """This rank's share of the step's loss; gradients are those of the whole step."""
         count = sum(part.num_valid for part in parts) * self.meshes.speaks
-        labels = global_count(count, self.meshes)
-        parts = [self._here(part) for part in parts]
-        total = torch.zeros(())
-        if self.pipeline is not None:
-            whole = together(parts)
-            loss_of = lambda logits, wanted: self._token_loss(logits, wanted) / labels  # noqa: E731
-            then = _fused if FEATURES[self.cell.feature].fused else None
-            total = self.pipeline.step(
-                whole.tokens, whole.labels, loss_of, then=then, **whole.keywords
-            )
-            sync_tied_gradients(self.model, self.meshes)
-            parts = []
-        for index, part in enumerate(parts):
-            last = index == len(parts) - 1
-            accumulate(self.model, last)
-            if FEATURES[self.cell.feature].deferred:
-                self.model.set_requires_gradient_sync(last)
-            loss = self._forward(part) / labels
-            loss.backward()
-            total += loss.detach()
-        # ranks of a tp group have the same loss
-        return total if self.meshes.tp.rank == 0 else torch.zeros(())
-
-    def _forward(self, part: MicroBatch) -> Tensor:
-        """The sum of token losses of a micro-batch."""
-        given: dict[str, Any] = dict(part.keywords)
-        if FEATURES[self.cell.feature].fused:
-            given["then"] = functools.partial(_fused, labels=part.labels)
-        return self._token_loss(self.model(part.tokens, **given), part.labels)
-
-    def _here(self, part: MicroBatch) -> MicroBatch:
-        """This rank's tokens of each row."""
-        if self.meshes.cp.size == 1:
-            return part
-        positions = (
-            torch.arange(SEQ).expand(ROWS, SEQ) if part.positions is None else part.positions
-        )
-        whole = MicroBatch(part.tokens, part.labels, positions, part.document_ids)
-        return whole.map(lambda x: cut_sequence(x, self.meshes.cp))
-
-    def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if FEATURES[self.cell.feature].fused:
-            return logits  # the head gave the loss
-        if self.meshes.tp.size > 1:
-            return vocab_cross_entropy(logits, labels, self.meshes.tp)[0]
-        return cross_entropy(logits, labels).sum
+        labels = float(global_count(count, self.meshes))
+        if FEATURES[self.cell.feature].deferred:
+            _defer_gradient_sync(self.model, len(parts))
+        return self.compute.gradients(together(parts), lambda: labels)[0]
 
 
-def _fused(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return fused_cross_entropy(x, weight, labels).sum
+def _defer_gradient_sync(model: Any, num_micro_batches: int) -> None:
+    """As a loop of somebody's own does with FSDP2: gradients are summed over ranks in the last backward alone."""
+    forwards = itertools.count(1)
+
+    def before(*_: Any) -> None:
+        last = next(forwards) == num_micro_batches
+        model.set_requires_gradient_sync(last)
+        if last:
+            hook.remove()
+
+    hook = model.register_forward_pre_hook(before)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    return cross_entropy(logits, labels, weights=weights).sum
+
+
+def _fused(x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    return fused_cross_entropy(x, weight, labels, weights=weights).sum
 
 
 def _with_documents(part: MicroBatch) -> MicroBatch:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 import forge_parallel
-from forge_parallel import Meshes
+from forge_parallel import Meshes, compute
 from forge_parallel.axes import exchange, fsdp, tensor
 
 
@@ -117,7 +117,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "experts' gradients not summed": (fsdp, "sum_gradients", _keep_expert_gradients),
     "a sum over tp made twice": (exchange, "_sum", _twice),
     "gradients of head norms not summed": (tensor, "_SUMMED", (Replicate(),)),
-    "tied ends synchronised twice": (candidate, "sync_tied_gradients", _tied_twice),
+    "tied ends synchronised twice": (compute, "sync_tied_gradients", _tied_twice),
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),
     "each rank reduces what it used": (fsdp, "reduce_alike", _nothing),
     "weights gathered after an evaluation": (candidate, "reshard", _nothing),

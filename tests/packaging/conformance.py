@@ -17,6 +17,7 @@ from forge_core import protocols as core
 from forge_core.model import Block, TokenContext
 from forge_core.optim import AdamW
 from forge_data import (
+    Batch,
     BuiltinCorpus,
     ByteTokenizer,
     JsonTokenizer,
@@ -65,6 +66,10 @@ def of_models_for_parallel(model: Transformer, attention: Attention) -> None:
     roles: parallel.DeclaresRoles = model
     host: parallel.ReadsOnHost = model
     flops: parallel.CountsFlops = model
+
+
+def of_batches(batch: Batch) -> None:
+    rows: parallel.BatchLike = batch
 
 
 def of_data(

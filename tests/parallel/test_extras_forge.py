@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from forge_core import TransformerConfig
 from forge_data import Batch, Loader, Ragged
 from forge_parallel import global_count, make_meshes, parallelize
+from forge_parallel.compute import extra_problems
 from forge_parallel.micro_batches import divide_batch
 from forge_testing import run_on_ranks
 from forge_testing.parts import Pictured
 from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
-from forge_train.trainer.compute import Compute, extra_problems
+from forge_train.trainer.compute import make_compute
 
 pytestmark = pytest.mark.distributed
 S, D, VOCAB, ROWS = 16, 32, 64, 12
@@ -110,7 +111,7 @@ def train(job: Path, keys: dict[str, Any], micro_batch: int | None) -> Any:
     meshes = make_meshes(config.parallel)
     parts = divide_batch(config.parallel, ROWS, meshes.batch_size, micro_batch)
     model = parallelize(build(), config.parallel, meshes, seq_len=S)
-    compute = Compute(model, config, meshes, parts)
+    compute = make_compute(model, config, meshes, parts, None)
     loader = Loader(
         Pictures(),
         ROWS,
@@ -123,8 +124,10 @@ def train(job: Path, keys: dict[str, Any], micro_batch: int | None) -> Any:
     count = float(global_count(batch.label_weight, meshes))
     loss = float(compute.gradients(batch, lambda: count))
     gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    evaluated = [compute.losses(part) for part in batch.split(compute.rows_at_once)]
-    return loss, gradients, [(float(a), b) for a, b in evaluated]
+    pieces = batch.split(compute.rows_at_once)
+    counts = [part.label_weight * (meshes.pp.rank == meshes.cp.rank == 0) for part in pieces]
+    evaluated = [float(compute.losses(part)) for part in pieces]
+    return loss, gradients, list(zip(evaluated, counts, strict=True))
 
 
 def _whole(gradient: Any) -> Tensor:
@@ -170,8 +173,8 @@ def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) 
     one, two = config.parallel.axes(1), replace(config.parallel, cp=2).axes(2)
     model, batch = build(), Loader(Pictures(), 4).filler(1)
     bare = replace(batch, extras={}, label_weight=0.0)
-    assert extra_problems(model, batch, two) == []
-    (missing,) = extra_problems(model, bare, one)
+    assert extra_problems(model, batch, two, "[data]") == []
+    (missing,) = extra_problems(model, bare, one, "[data]")
     assert "takes the extras patches, and batches of [data] have none; use a source" in missing
 
     class Rigid(Placed):
@@ -179,7 +182,7 @@ def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) 
 
     model.__class__ = Rigid
     assert extra_problems(model, batch, one) == []
-    (uncut,) = extra_problems(model, batch, two)
+    (uncut,) = extra_problems(model, batch, two, "[data]")
     assert "name 'after_embedding' among its extra_inputs" in uncut
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "Attend",
+    "BatchLike",
     "ComputesIn",
     "CountsFlops",
     "DeclaresBlocks",
@@ -99,6 +100,42 @@ class TakesExtras(Protocol):
     @property
     def extra_inputs(self) -> Sequence[str]:
         """Names of those keywords."""
+        ...
+
+
+class BatchLike(Protocol):
+    """Rows that a data rank reads, for `Compute` (forge_data's `Batch`): rows first and tokens last in all tensors.
+
+    Labels are shifted already and -100 where there is none; weights multiply the losses of labels. Further
+    fields (positions, document_ids) are given to the model by name.
+    """
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, S) int64."""
+        ...
+
+    @property
+    def labels(self) -> Tensor:
+        """(B, S) int64."""
+        ...
+
+    @property
+    def weights(self) -> Tensor | None:
+        """(B, S) fp32; None for ones."""
+        ...
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """Further inputs by name, with B rows each."""
+        ...
+
+    def split(self, micro_batch: int, /) -> Sequence[BatchLike]:
+        """Parts of `micro_batch` rows, in order."""
+        ...
+
+    def to(self, device: torch.device, stay: Sequence[str] = ()) -> BatchLike:
+        """The batch on a device, but for the fields and extras named in `stay`."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -10,9 +10,9 @@ from torch import nn
 import forge_data
 from forge_data import Batch, Stream, batch_of
 from forge_parallel import Meshes, reshard
+from forge_parallel.compute import Compute
 from forge_resilience import Agreement
 from forge_train.errors import DataError, together
-from forge_train.trainer.compute import Compute
 
 
 def share_of_rows(
@@ -41,26 +41,28 @@ def share_of_rows(
 
 
 def evaluate(
-    model: nn.Module, compute: Compute, parts: Sequence[Batch], agreement: Agreement
+    model: nn.Module,
+    compute: Compute,
+    count: Callable[[Batch], float],
+    parts: Sequence[Batch],
+    agreement: Agreement,
 ) -> float:
-    """Mean loss in nats per token over the parts of all ranks, as many on each.
+    """Mean loss in nats per token over the parts of all ranks, as many on each; `count` weighs a part's labels.
 
     One host read and one exchange at the end; every rank returns the same bits. Leaves the model in
     the mode it was in, and its weights sharded: whoever put others in for the evaluation may put them back.
     """
     device = compute.meshes.device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    weight = torch.zeros((), dtype=torch.float64, device=device)
     training = model.training
     model.eval()
     for part in parts:
-        loss, weighed = compute.losses(part)
-        total += loss.double()
-        weight += weighed
+        total += compute.losses(part).double()
     model.train(training)
     reshard(model)
-    told = agreement.exchange([float(total), float(weight)])
-    return sum(loss for loss, _ in told) / (sum(weighed for _, weighed in told) or 1.0)
+    weight = sum(count(part) for part in parts)
+    shares = agreement.exchange([float(total), weight])
+    return sum(loss for loss, _ in shares) / (sum(weight for _, weight in shares) or 1.0)
 
 
 def _rows(stream: Stream, ids: range, rows: int) -> Batch:

@@ -1,8 +1,8 @@
-"""What a step minimises: a sum of token losses, or an objective of somebody's own."""
+"""The training objective by name: a sum of token losses, or a function of model and batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from forge_core.registry import Registry
 from forge_data import Batch
 from forge_train.config.schema import TrainConfig
 from forge_train.errors import ConfigError
+from forge_train.trainer.host_copy import HostCopy
 
 Loss = Callable[..., Tensor]
 
@@ -81,6 +82,13 @@ class Objective:
         """What this batch adds to the normaliser."""
         offered = getattr(self._function, "count", None)
         return batch.label_weight if offered is None else float(offered(batch))
+
+    def columns(self, others: Sequence[Tensor]) -> Callable[[], dict[str, float]]:
+        """`objective.<name>` of the sums behind the first, over all ranks; read when the device is done."""
+        if not others:
+            return dict
+        names, values = [f"objective.{name}" for name in self.names[1:]], HostCopy(others)
+        return lambda: dict(zip(names, values.read(), strict=True))
 
 
 def find_objective(config: TrainConfig) -> Objective | None:

@@ -34,6 +34,7 @@ from forge_parallel import (
     select_device,
 )
 from forge_parallel.compile import recompilations
+from forge_parallel.compute import extra_problems
 from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import DenseModelConfig
@@ -56,12 +57,13 @@ from forge_train.trainer.build import (
 )
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks, state_name
 from forge_train.trainer.choose import placement, with_layout
-from forge_train.trainer.compute import Compute, extra_problems
+from forge_train.trainer.compute import make_compute
 from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.host_copy import HostCopy
 from forge_train.trainer.idle import IdleOptimizer, trains_nothing
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
+from forge_train.trainer.objective import find_objective
 from forge_train.trainer.part import PartOfState, by_name, tensor_names
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import PendingRow, Recorder
@@ -135,7 +137,7 @@ class Trainer:
         self._reasons += remarks(config, layout)
         self.loader = build_loader(config, reader, self.division)
         sample = as_config_error(lambda: self.loader.filler(0))
-        problems = extra_problems(self.model, sample, layout)
+        problems = extra_problems(self.model, sample, layout, "[data]")
         self.validation = validation = validation_stream(config)
         if validation is not None and not problems:
             sample = as_config_error(lambda: Loader(validation, 1).filler(0))
@@ -256,8 +258,9 @@ class Trainer:
                 whole=self._names,
             )
         )
+        self.objective = as_config_error(lambda: find_objective(config.train))
         self.compute = as_config_error(
-            lambda: Compute(self.model, config, self.meshes, self.division)
+            lambda: make_compute(self.model, config, self.meshes, self.division, self.objective)
         )
         self.optimizer = as_config_error(self._build_optimizer)
         self.stages = Stages(config, self.model, self.optimizer)
@@ -375,7 +378,9 @@ class Trainer:
         if self._due(self.config.metrics.every_steps) or self._evaluation_due():
             row = self._row(lr, batch.digest)
             values = HostCopy([loss, grad_norm, self._skips.take()])
-            more = [self.mixtures.take(), self.compute.columns(others)]
+            more = [self.mixtures.take()]
+            if self.objective is not None:
+                more.append(self.objective.columns(others))
             self.recorder.pending = PendingRow(row, values, more)
 
     def _next_batch(self) -> Batch:
@@ -392,8 +397,14 @@ class Trainer:
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
-        pending = self.votes.start(self.agreement, batch, self.compute.count(batch))
+        pending = self.votes.start(self.agreement, batch, self._count(batch))
         return self.compute.gradients(batch, functools.cache(lambda: self._heed(pending)))
+
+    def _count(self, batch: Batch) -> float:
+        """What this rank adds to the normaliser: of the ranks that read the same rows one does."""
+        if not self.meshes.speaks:
+            return 0.0
+        return batch.label_weight if self.objective is None else self.objective.count(batch)
 
     def _heed(self, pending: PendingDecision) -> float:
         """What the global batch's labels weigh; raises on all ranks when one cannot go on."""
@@ -453,7 +464,7 @@ class Trainer:
                 self.meshes,
                 self.agreement,
             )
-            self.val_loss = evaluate(self.model, self.compute, parts, self.agreement)
+            self.val_loss = evaluate(self.model, self.compute, self._count, parts, self.agreement)
         self.mixtures.forget()
         self._last_evaluated = self.progress.step
         if self.recorder.pending is not None:

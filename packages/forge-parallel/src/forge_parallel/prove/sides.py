@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from forge_parallel._torch_compat import in_backward
 from forge_parallel.axes.context import cut_sequence
-from forge_parallel.axes.fsdp import accumulate, reshard
+from forge_parallel.axes.fsdp import reshard
 from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.compute import Compute
 from forge_parallel.config import ParallelConfig
 from forge_parallel.count import global_count
 from forge_parallel.grad_norm import clip_grads_, global_grad_norm
 from forge_parallel.legal import Facts, problems
 from forge_parallel.meshes import make_meshes
 from forge_parallel.parallelize import parallelize
-from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
 from forge_parallel.prove.task import IGNORED, ROWS, Batch, Cell, Task, keywords_of, layers_of
 from forge_parallel.structure import Structure, structure_of
 
@@ -47,11 +47,10 @@ class Refused(Exception):
 class Truth(NamedTuple):
     """What one process saw: weights at the start, and in the order of their computation `values` by step and
     quantity: the stream (B, S, D) behind each layer in the first step, of each step loss, gradients and norm,
-    weights at the end. `width` V is that of the logits."""
+    weights at the end."""
 
     start: Tensors
     values: dict[tuple[int, str], Tensors]
-    width: int
 
     @property
     def places(self) -> list[Place]:
@@ -90,7 +89,7 @@ def one_process(task: Task) -> Truth:
     values[STEPS - 1, "weight"] = _weights(model)
     if can_generate(model):
         values[STEPS - 1, "text"] = {"": _text(model, task)}
-    return Truth(start, values, logits.size(-1))
+    return Truth(start, values)
 
 
 def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
@@ -119,7 +118,7 @@ def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
         for name, whole in truth.values.get((step, "stream"), {}).items():
             if name in seen:
                 errors[step, "stream", name] = side.stream_error(seen[name], whole)
-        norm, sums = global_grad_norm(side.counted, sums=share.reshape(1))
+        norm, sums = global_grad_norm(side.compute.counted, sums=share)
         assert sums is not None
         compare(step, "loss", {"": sums[0]})
         compare(step, "gradient", _gradients(model))
@@ -128,7 +127,7 @@ def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
         optimizer.step()
         optimizer.zero_grad()
     compare(STEPS - 1, "weight", _weights(model))
-    if (STEPS - 1, "text") in truth.values and side.pipeline is None:
+    if (STEPS - 1, "text") in truth.values and side.meshes.pp.size == 1:
         compare(STEPS - 1, "text", {"": _text(model, task)})
     return errors
 
@@ -151,9 +150,8 @@ class _Side:
         batch = Facts(seq_len=task.seq_len, num_micro_batches=cell.micro_batches)
         if found := problems(config, config.axes(self.meshes.world_size), batch):
             raise Refused("\n".join(found))
-        self.width, self.all_rows = truth.width, ROWS // self.meshes.batch_size
+        self.all_rows = ROWS // self.meshes.batch_size
         self.rows = self.all_rows // cell.micro_batches
-        self.pipeline: Any = None
         parallelize(
             self.model,
             config,
@@ -163,48 +161,26 @@ class _Side:
             compile_backend="aot_eager",  # our cuts around the graphs are proved, not inductor's kernels
             report=lambda _: None,
         )
-        self.counted = list(self.model.parameters())
-        if config.pp == 1:
-            return
-        self.pipeline = Pipeline(
+        self.compute = Compute(
             self.model,
             config,
             self.meshes,
-            num_micro_batches=cell.micro_batches,
             micro_batch=self.rows,
+            num_micro_batches=cell.micro_batches,
             seq_len=task.seq_len,
-            dim=_width_of(truth),
+            loss=_token_loss,
+            sharded_loss=lambda logits, labels, _: vocab_cross_entropy(
+                logits, labels, self.meshes.tp
+            )[0],
+            keywords=[n for n in ("positions", "document_ids") if n in self.names],
+            dim=_width_of(truth) if config.pp > 1 else None,
         )
-        twice = tied_copies(self.model, self.meshes)
-        self.counted = [p for p in self.counted if p not in twice]
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """This rank's share of the loss; gradients of the whole step are in place."""
-        mine = batch.map(self._rows)
-        valid, tp = global_count(mine.num_valid, self.meshes), self.meshes.tp
-        mine = mine.map(self._tokens)
-        shares = [torch.zeros(())]
-
-        def loss_of(output: Any, labels: Tensor) -> Tensor:
-            logits, counts = _logits(output), tp.rank == 0  # where all of tp have the same sum
-            if tp.size > 1 and logits.size(1) * tp.size == labels.size(1):  # tokens are still cut
-                labels, counts = labels.chunk(tp.size, 1)[tp.rank], True
-            whole = logits.size(-1) == self.width
-            loss = (
-                _token_loss(logits, labels) if whole else vocab_cross_entropy(logits, labels, tp)[0]
-            )
-            shares.append(loss.detach() * counts / valid)
-            return loss / valid
-
-        if self.pipeline is None:
-            for start in range(0, self.all_rows, self.rows):
-                accumulate(self.model, last=start + self.rows == self.all_rows)
-                part = mine.map(lambda x, at=start: x[at : at + self.rows])  # type: ignore[misc]
-                loss_of(self.model(part.tokens, **part.keywords), part.labels).backward()
-        else:
-            self.pipeline.step(mine.tokens, mine.labels, loss_of, **mine.keywords)
-            sync_tied_gradients(self.model, self.meshes)
-        return torch.stack(shares).sum()
+        rows = batch.map(self._rows)
+        count = float(global_count(rows.num_valid, self.meshes))
+        return self.compute.gradients(rows, lambda: count)
 
     def _rows(self, x: Tensor) -> Tensor:
         """Those of all micro-batches of this rank."""
@@ -282,7 +258,7 @@ def _logits(output: Any) -> Tensor:
     return found
 
 
-def _token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _token_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     flat = logits.flatten(0, 1).float()
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 

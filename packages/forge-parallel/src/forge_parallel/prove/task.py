@@ -9,9 +9,9 @@ import inspect
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +53,36 @@ CELLS = (
 )
 
 
-class Batch(NamedTuple):
-    """(B, S) int64 each; `keywords` are those of positions and document_ids that the model takes."""
+@dataclass(frozen=True)
+class Batch:
+    """Rows as `Compute` takes them, (B, S) int64 each; None for what the model does not take."""
 
     tokens: Tensor
     labels: Tensor
-    keywords: dict[str, Tensor]
+    positions: Tensor | None = None
+    document_ids: Tensor | None = None
+    weights: Tensor | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def keywords(self) -> dict[str, Tensor]:
+        """What the model is called with besides its tokens."""
+        named = {"positions": self.positions, "document_ids": self.document_ids}
+        return {name: value for name, value in named.items() if value is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """With every tensor changed."""
-        named = {name: change(value) for name, value in self.keywords.items()}
-        return Batch(change(self.tokens), change(self.labels), named)
+        named: dict[str, Any] = {name: change(value) for name, value in self.keywords.items()}
+        return Batch(change(self.tokens), change(self.labels), **named)
+
+    def split(self, micro_batch: int, /) -> list[Batch]:
+        """Parts of `micro_batch` rows, in order."""
+        starts = range(0, len(self.tokens), micro_batch)
+        return [self.map(lambda x, i=i: x[i : i + micro_batch]) for i in starts]  # type: ignore[misc]
+
+    def to(self, device: torch.device, stay: Sequence[str] = ()) -> Batch:
+        """Itself: a proof runs on CPUs."""
+        return self
 
     @property
     def num_valid(self) -> int:
@@ -105,13 +124,13 @@ class Task:
         shares = torch.linspace(0.05, 0.9, ROWS)[:, None]
         labels[torch.rand(labels.shape, generator=generator) < shares] = IGNORED
         index = torch.arange(self.seq_len).expand(ROWS, -1)
-        known = {"positions": index.contiguous()}
+        known: dict[str, Any] = {"positions": index.contiguous()}
         if "document_ids" in keywords:  # each row holds two documents, which end anywhere
             ends = 1 + torch.arange(ROWS)[:, None] * (self.seq_len - 2) // ROWS
             later = index >= ends
             labels[index == ends - 1] = IGNORED  # the next document is not predicted
             known = {"positions": index - later * ends, "document_ids": later.long()}
-        return Batch(tokens, labels, {n: v for n, v in known.items() if n in keywords})
+        return Batch(tokens, labels, **{n: v for n, v in known.items() if n in keywords})
 
 
 def keywords_of(model: nn.Module) -> frozenset[str]:

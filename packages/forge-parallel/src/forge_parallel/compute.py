@@ -1,0 +1,263 @@
+"""Forward and backward of a step in any layout: micro-batches, parts of sequences, pipeline stages.
+
+Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_parallel.axes import (
+    accumulate,
+    arguments_with_positions,
+    cut_sequence,
+    width_of_cut_logits,
+)
+from forge_parallel.config import Layout, ParallelConfig
+from forge_parallel.meshes import Meshes
+from forge_parallel.pipeline import (
+    Pipeline,
+    stages_of,
+    stream_dim,
+    sync_tied_gradients,
+    tied_copies,
+)
+from forge_parallel.protocols import BatchLike
+
+__all__ = ["AFTER_EMBEDDING", "Compute", "extra_problems"]
+
+#: An extra input that is no data: a function that the model calls on its stream (B, S, D), which cp cuts there.
+AFTER_EMBEDDING = "after_embedding"
+
+Loss = Callable[..., Tensor]
+Targets = tuple[Tensor, Tensor | None]  # labels and weights
+
+
+class _Inputs(NamedTuple):
+    """What this rank's model is called with, and the targets of its output."""
+
+    tokens: Tensor
+    targets: Targets
+    keywords: dict[str, Tensor]
+    extras: dict[str, Any]
+
+
+class Compute:
+    """Forward and backward of the rows that this rank reads, in the layout of a parallelized model.
+
+        compute = Compute(model, config, meshes, micro_batch=4, num_micro_batches=8, seq_len=2048, loss=loss)
+        count = global_count(batch.label_weight, meshes)
+        share = compute.gradients(batch, lambda: count)
+        norm, sums = global_grad_norm(compute.counted, sums=share)      # the loss of the global batch
+
+    `loss(logits (B, S, V), labels (B, S), weights (B, S) or None)` is the 0-dim sum over the labels of weighted
+    token losses. `sharded_loss` is the same for logits (B, S, V / tp) of which each tp rank has a part. With
+    `in_head` the model is called with `then=`, and `loss(x (B, S, D), weight (V, D), labels, weights)` runs
+    inside of its head. `objective(model, part)` replaces them: 0-dim sums over a micro-batch, the first of
+    which is trained; it calls the model itself, so it goes without pp.
+
+    `keywords` are the fields of a batch that the model's forward takes by name; `dim` is the width of the stream
+    between stages, where the model does not tell it. Numbers that the methods return add
+    up over all ranks of the job: ranks that hold the same ones (tp) or none (stages without the head) give zero.
+
+    Raises ValueError where each tp rank has a part of the logits and `called` (how to name the loss) needs
+    whole ones. Costs nothing by itself: collectives are those of the model, its stages and FSDP2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ParallelConfig,
+        meshes: Meshes,
+        *,
+        micro_batch: int,
+        num_micro_batches: int,
+        seq_len: int,
+        loss: Loss,
+        sharded_loss: Loss | None = None,
+        in_head: bool = False,
+        objective: Callable[[nn.Module, Any], Sequence[Tensor]] | None = None,
+        keywords: Sequence[str] = ("positions", "document_ids"),
+        dim: int | None = None,
+        called: str = "the loss",
+    ) -> None:
+        self.model, self.meshes, self.micro_batch = model, meshes, micro_batch
+        self._loss, self._sharded_loss, self._objective = loss, sharded_loss, objective
+        self._in_head = in_head and objective is None
+        self._keywords = tuple(keywords)
+        self._sharded_width = width_of_cut_logits(model)
+        if self._sharded_width is not None and (objective or sharded_loss is None):
+            raise ValueError(
+                f"{called} must have whole logits, and with parallel.tp {config.tp} each rank has those of a part "
+                "of the vocabulary; use tp = 1"
+            )
+        # with sequence parallelism, a head that no role shards sees this tp rank's tokens alone
+        self._head_shares_tokens = False
+        stages = [model] if meshes.pp.size == 1 else stages_of(model)
+        self._host_inputs = tuple(getattr(model, "host_inputs", ()))
+        # a stage may take less than the whole model
+        self._extra_inputs = list(
+            dict.fromkeys(n for s in stages for n in getattr(s, "extra_inputs", ()))
+        )
+        self._whole_tokens = AFTER_EMBEDDING in self._extra_inputs
+        self._pipeline: Any = None
+        if meshes.pp.size > 1:
+            self._pipeline = Pipeline(
+                model,
+                config,
+                meshes,
+                num_micro_batches=num_micro_batches,
+                micro_batch=micro_batch,
+                seq_len=seq_len,
+                dim=stream_dim(model) if dim is None else dim,
+                whole_tokens=self._whole_tokens,
+            )
+        copies = tied_copies(model, meshes) if self._pipeline else set()
+        self.parameters = list(model.parameters())
+        self.counted = [p for p in self.parameters if p not in copies]  # once each, for the norm
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of one call of `losses`; a pipeline takes all micro-batches of a step together."""
+        if self._pipeline is None:
+            return self.micro_batch
+        return self.micro_batch * int(self._pipeline.num_micro_batches)
+
+    def gradients(self, batch: BatchLike, normaliser: Callable[[], float]) -> Tensor:
+        """Add the gradients of the sum of losses over `normaliser()`; returns this rank's share of that sum,
+        (1,) fp32, followed by the shares of an objective's other sums.
+
+        `normaliser` is called after the first forward, before the first loss (in a pipeline: before both), so a
+        collective that it waits for may overlap with the forward.
+        """
+        if self._pipeline is not None:
+            return self._through_stages(batch, normaliser())
+        total = torch.zeros((), device=self.meshes.device)
+        parts = batch.split(self.micro_batch)
+        for part in parts:
+            accumulate(self.model, last=part is parts[-1])
+            sums = self._sums(part)
+            loss = sums[0] / normaliser()
+            others = [value.detach() / normaliser() for value in sums[1:]]
+            del sums
+            loss.backward()
+            total = total + torch.stack([loss.detach(), *others])
+        return self._once_per_copy(total)
+
+    @torch.no_grad()
+    def losses(self, batch: BatchLike) -> Tensor:
+        """Sum of weighted token losses, 0-dim fp32, of `rows_at_once` rows, without gradients."""
+        if self._pipeline is None:
+            total = self._sums(batch)[0]
+        else:
+            given = self._local(batch)
+            total = self._pipeline.evaluate(
+                given.tokens,
+                given.targets,
+                self._token_loss,
+                given.extras,
+                self._then,
+                **given.keywords,
+            )
+        return self._once_per_copy(total)
+
+    def _sums(self, part: BatchLike) -> Sequence[Tensor]:
+        """0-dim sums over a micro-batch, the one that is trained first."""
+        if self._objective is not None:
+            return self._objective(self.model, part)
+        given = self._local(part)
+        more = {"then": partial(self._then, labels=given.targets)} if self._then else {}
+        output = self.model(given.tokens, **given.keywords, **given.extras, **more)
+        return [self._token_loss(output, given.targets)]
+
+    def _through_stages(self, batch: BatchLike, normaliser: float) -> Tensor:
+        given = self._local(batch)
+        total = self._pipeline.step(
+            given.tokens,
+            given.targets,
+            lambda output, targets: self._token_loss(output, targets) / normaliser,
+            given.extras,
+            self._then,
+            **given.keywords,
+        )
+        sync_tied_gradients(self.model, self.meshes)
+        return self._once_per_copy(total.reshape(1))
+
+    @property
+    def _then(self) -> Callable[..., Tensor] | None:
+        """What the model's head computes in place of logits."""
+        return self._loss_in_head if self._in_head else None
+
+    def _loss_in_head(self, x: Tensor, weight: Tensor, labels: Targets) -> Tensor:
+        return self._loss(x, weight, *labels)
+
+    def _token_loss(self, output: Any, targets: Targets) -> Tensor:
+        """Weighted sum over the labels; under tp a rank may have a part of the vocabulary, or of the tokens."""
+        if self._in_head:
+            return output
+        labels, weights = targets
+        logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
+        tp = self.meshes.tp
+        if logits.size(-1) == self._sharded_width:
+            assert self._sharded_loss is not None
+            return self._sharded_loss(logits, labels, weights)
+        if tp.size > 1 and logits.size(1) * tp.size == labels.size(1):
+            self._head_shares_tokens = True
+            labels = labels.chunk(tp.size, 1)[tp.rank]
+            weights = None if weights is None else weights.chunk(tp.size, 1)[tp.rank]
+        return self._loss(logits, labels, weights)
+
+    def _local(self, batch: BatchLike) -> _Inputs:
+        """This rank's part of each sequence, on its device. Labels are shifted already.
+
+        What the model reads on the host stays there; document ids stay whole, so that ranks of cp need not
+        tell one another what each of them has read. Extras stay whole, too, and with them the tokens that
+        a model joins to them before it cuts the stream.
+        """
+        wanted = [n for n in self._extra_inputs if n != AFTER_EMBEDDING]
+        unused = [n for n in batch.extras if n not in wanted]
+        here = batch.to(self.meshes.device, stay=(*self._host_inputs, *unused))
+        cut = partial(cut_sequence, axis=self.meshes.cp)  # x itself without cp
+        host = {*self._host_inputs} - {*self._extra_inputs}
+        whole = {"document_ids"} & host & {*arguments_with_positions(self.model)}
+        named = {n: getattr(here, n) for n in self._keywords}
+        keywords = {
+            n: x if n in whole else cut(x, dim=-1) for n, x in named.items() if x is not None
+        }
+        extras: dict[str, Any] = {n: here.extras[n] for n in wanted}
+        if AFTER_EMBEDDING in self._extra_inputs:
+            extras[AFTER_EMBEDDING] = cut
+        tokens = here.tokens if self._whole_tokens else cut(here.tokens, dim=-1)
+        weights = None if here.weights is None else cut(here.weights, dim=-1)
+        return _Inputs(tokens, (cut(here.labels, dim=-1), weights), keywords, extras)
+
+    def _once_per_copy(self, value: Tensor) -> Tensor:
+        """A number that all ranks of a tp group hold counts on the first of them."""
+        alone = self.meshes.tp.rank == 0 or self._head_shares_tokens
+        return value if alone else torch.zeros_like(value)
+
+
+def extra_problems(
+    model: nn.Module, batch: BatchLike, layout: Layout, data: str = "the data"
+) -> list[str]:
+    """Why a model cannot get the extras that it declares (`extra_inputs`) from batches of `data`."""
+    wanted = [n for n in getattr(model, "extra_inputs", ()) if n != AFTER_EMBEDDING]
+    missing = [name for name in wanted if name not in batch.extras]
+    if missing:
+        has = ", ".join(batch.extras) or "none"
+        return [
+            f"model.name: the model takes the extras {', '.join(missing)}, and batches of {data} have {has}; "
+            "use a source that gives them"
+        ]
+    if wanted and layout.cp > 1 and AFTER_EMBEDDING not in model.extra_inputs:  # type: ignore[operator]
+        return [
+            f"parallel.cp {layout.cp} cuts rows before a model that takes the extras {', '.join(wanted)} has "
+            f"joined them to its stream; let it name {AFTER_EMBEDDING!r} among its extra_inputs and call that on "
+            "the stream (B, S, D), or use cp = 1"
+        ]
+    return []
