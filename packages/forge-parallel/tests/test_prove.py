@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 import time
@@ -429,6 +430,20 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
+
+
+def test_ranks_find_imported_what_the_model_imports(lab: Path) -> None:
+    """One process imports it to train, and the caller after it; models of transformers take seconds."""
+    (lab / "heavy_part.py").write_text("open('imports', 'a').write('x')\n")
+
+    def build() -> nn.Module:
+        importlib.import_module("heavy_part")
+        return Model()
+
+    sys.path.insert(0, str(lab))
+    (result,) = prove(build, vocab_size=VOCAB, worlds=(2,), only="accumulation")
+    assert result.verdict == "green"
+    assert (lab / "imports").read_text() == "xx"
 
 
 @pytest.mark.parametrize(
