@@ -167,7 +167,7 @@ class Side:
 
     def forward_backward(self, parts: list[MicroBatch]) -> Tensor:
         """This rank's share of the step's loss; gradients are those of the whole step."""
-        count = sum(part.num_valid for part in parts) * self.meshes.speaks
+        count = sum(part.num_valid for part in parts) * self.meshes.is_batch_leader
         labels = float(global_count(count, self.meshes))
         if FEATURES[self.cell.feature].deferred:
             _defer_gradient_sync(self.model, len(parts))

@@ -19,7 +19,7 @@ from pipeline_nets import S, net
 
 from forge_parallel import ParallelConfig, _torch_compat
 from forge_parallel.meshes import Axis
-from forge_parallel.order import OrderError
+from forge_parallel.order import OrderError, mark
 from forge_parallel.pipeline import (
     block_costs,
     keeps_gathered,
@@ -35,6 +35,7 @@ from forge_parallel.pipeline import (
 )
 from forge_parallel.pipeline.cut import EMBEDDING_SHARE
 from forge_parallel.pipeline.schedule import make_schedule
+from forge_parallel.pipeline.split import follow_mode
 
 SCHEDULES = (
     "gpipe",
@@ -132,18 +133,26 @@ def test_stages_lie_in_rounds_or_in_a_v() -> None:
     assert num_stages(config(3, "interleaved_zero_bubble", pp_stages_per_rank=4)) == 12
 
 
-def test_views_follow_what_replaces_a_module_and_change_nothing_else() -> None:
+def test_stages_of_a_rank_share_modules_and_have_hooks_of_their_own() -> None:
     model = net()
+    model.head = head = nn.Linear(16, 5)  # replaced before, as float8 does
     first, second = split(model, config(2, "interleaved_1f1b"), meshes(1), seq_len=S)
-    second.head = nn.Linear(16, 5)
-    second.layers._modules["7"] = nn.Identity()
-    assert model.head is second.head
-    assert isinstance(model.layers._modules["7"], nn.Identity)
+    assert model.head is second.head is head
     assert first.head is None
     assert first.embedding is None
     first.register_forward_hook(lambda *_: None)
     assert not second._forward_hooks
     assert not model._forward_hooks
+    model.eval()
+    follow_mode(model)
+    assert not any(m.training for stage in (first, second) for m in stage.modules())
+
+
+def test_modules_are_replaced_before_stages_share_them() -> None:
+    model = net()
+    split(model, config(2, "interleaved_1f1b"), meshes(1), seq_len=S)
+    with pytest.raises(OrderError, match="float8 must come before split"):
+        mark(model, "float8")
 
 
 def test_a_model_is_cut_once_and_before_other_steps() -> None:

@@ -2,10 +2,13 @@
 
 from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
 from forge_parallel.config import ParallelConfig
-from forge_parallel.count import global_count
-from forge_parallel.device import select_device
-from forge_parallel.grad_norm import clip_grad_norm_, clip_grads_, global_grad_norm
-from forge_parallel.meshes import Axis, Meshes, launch, make_meshes
+from forge_parallel.grad_norm import (
+    clip_grad_norm_,
+    clip_grads_,
+    global_count,
+    global_grad_norm,
+)
+from forge_parallel.meshes import Axis, Meshes, launch, make_meshes, select_device
 from forge_parallel.parallelize import materialise, parallelize
 from forge_parallel.start import (
     StartError,

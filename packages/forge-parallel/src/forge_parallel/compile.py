@@ -15,7 +15,7 @@ from torch import nn
 
 from forge_parallel._torch_compat import allow_graphs, compiler, count_compilations
 from forge_parallel.order import mark
-from forge_parallel.recompute import COMPILED, Trained, is_selective
+from forge_parallel.recompute import TrainingForward, is_selective
 from forge_parallel.structure import Structure, structure_of
 
 __all__ = ["compile_blocks", "recompilations"]
@@ -66,12 +66,12 @@ def compile_blocks(
     parts: list[Any] = [part for block in blocks for part in _parts(block)]
     allow_graphs(max(64, len(parts) + 8))  # each block may be of its own kind
     for part in parts:
-        if not isinstance(part, Trained):
-            swap(part, Trained)
-        forward = super(Trained, part).forward.__func__
+        if not isinstance(part, TrainingForward):
+            swap(part, TrainingForward)
+        forward = super(TrainingForward, part).forward.__func__
         if forward not in ready:
             ready[forward] = torch.compile(forward, backend=graphs, dynamic=False)
-        part.__dict__[COMPILED] = ready[forward]
+        part.compiled = ready[forward]
     return model
 
 

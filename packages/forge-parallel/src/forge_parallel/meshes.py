@@ -1,4 +1,4 @@
-"""The ranks of a job and the axes they are arranged along."""
+"""The device of this process, the ranks of a job, and the axes along which they are arranged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel._torch_compat import set_timeout
-from forge_parallel.config import Layout, ParallelConfig
-from forge_parallel.device import select_device
+from forge_parallel.config import DEVICES, Layout, ParallelConfig
 from forge_parallel.start import end_process_group, find_world, start_process_group
 
 
@@ -43,7 +42,7 @@ class Meshes:
     pp, cp, tp  this rank's place among those that share its pipeline, its sequences, its matrices.
     stage  the ranks that hold the same layers: all of a job without pp.
     batch  data loading: this process reads columns `batch_rank` of `batch_size`. Ranks of one pp, cp, tp
-           group read the same; `speaks` is true on the one that counts what they read.
+           group read the same; `is_batch_leader` is true on the one that counts what they read.
     host_group  gloo over all ranks for what concerns hosts (agreement, checkpoints); None for one.
     """
 
@@ -61,7 +60,7 @@ class Meshes:
     host_group: Any = None
 
     @property
-    def speaks(self) -> bool:
+    def is_batch_leader(self) -> bool:
         """Whether this rank counts the batch of its pp, cp and tp group."""
         return self.pp.rank == self.cp.rank == self.tp.rank == 0
 
@@ -69,6 +68,29 @@ class Meshes:
         """The axes of `dense` or `sparse` over which FSDP2 keeps copies and shards."""
         names = ("dp_replicate", "dp_shard", "efsdp")
         return mesh[tuple(name for name in mesh.mesh_dim_names if name in names)]
+
+
+def select_device(name: str = "auto") -> torch.device:
+    """`auto` is this process's GPU if there is one, else the CPU; `cpu` and `cuda` are themselves.
+
+    The GPU is that of this process's local rank (see `find_world`), or the only one that it is shown, and
+    becomes the current device. Raises ValueError for an
+    unknown name and for `cuda` on a machine without one. Usage: `device = select_device("auto")`.
+    """
+    if name not in DEVICES:
+        raise ValueError(f"device {name!r} must be one of {', '.join(DEVICES)}; use auto")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError(
+            "device 'cuda' must have a CUDA GPU and this machine shows none; use cpu or auto"
+        )
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    # a scheduler that gives each task a GPU of its own shows it as number 0
+    index = find_world().local_rank if torch.cuda.device_count() > 1 else 0
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> Meshes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-STEPS = ("split", "float8", "tensor", "context", "recompute", "compile", "fsdp")
+STEPS = ("float8", "split", "tensor", "context", "recompute", "compile", "fsdp")
 _MARK = "_forge_steps"
 
 

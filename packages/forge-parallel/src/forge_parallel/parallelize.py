@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_parallel.axes.fsdp import HALF, KEPT_HALF, apply_fsdp, is_frozen_half
-from forge_parallel.axes.host_inputs import keep_on_host
+from forge_parallel.axes.fsdp import (
+    FROZEN_HALF,
+    HALF,
+    apply_fsdp,
+    is_frozen_half,
+    keep_on_host,
+)
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.check_model import check_model, tell_of_blocks
 from forge_parallel.config import ParallelConfig
@@ -70,10 +75,12 @@ def parallelize(
     check_model(model, config, meshes, structure, matched)
     tell_of_blocks(model, config, meshes, structure, report)
     _make_masters(model)
-    model.__dict__[KEPT_HALF] = [n for n, p in model.named_parameters() if is_frozen_half(p)]
-    for part in _stages(model, config, meshes, structure, seq_len):
-        said = matched.within(part)
-        _adapt(part, config, meshes, structure, said, recompute_contexts, compile_backend, report)
+    model.__dict__[FROZEN_HALF] = [n for n, p in model.named_parameters() if is_frozen_half(p)]
+    if config.float8 != "none":  # replaces modules, so before stages share them and classes change
+        _convert_float8(model, config, meshes, matched, report)
+    for stage in _stages(model, config, meshes, structure, seq_len):
+        roles_here = matched.within(stage)
+        _adapt(stage, config, meshes, structure, roles_here, recompute_contexts, compile_backend)
     parameters = torch.device("cpu") if config.cpu_offload else meshes.device
     return materialise(model, meshes.device, parameters)
 
@@ -107,6 +114,27 @@ def _stages(
     return split(model, config, meshes, seq_len=seq_len, structure=structure)
 
 
+def _convert_float8(
+    model: nn.Module,
+    config: ParallelConfig,
+    meshes: Meshes,
+    matched: Matched,
+    report: Callable[[str], None] | None,
+) -> None:
+    from forge_parallel.float8 import convert_float8, float8_table
+
+    rows = convert_float8(
+        model,
+        config.float8,
+        all_gather=config.float8_all_gather,
+        device=meshes.device,
+        tp=meshes.tp.size,
+        matched=matched,
+    )
+    if report is not None:
+        report(float8_table(rows))
+
+
 def _adapt(
     model: nn.Module,
     config: ParallelConfig,
@@ -115,22 +143,8 @@ def _adapt(
     matched: Matched,
     contexts: Callable[[], tuple[Any, Any]] | None,
     compile_backend: str,
-    report: Callable[[str], None] | None,
 ) -> None:
-    """The order of the steps, each with its reason. Each works in place and keeps all names."""
-    if config.float8 != "none":  # replaces modules, so before what changes their classes
-        from forge_parallel.float8 import convert_float8, float8_table
-
-        rows = convert_float8(
-            model,
-            config.float8,
-            all_gather=config.float8_all_gather,
-            device=meshes.device,
-            tp=meshes.tp.size,
-            matched=matched,
-        )
-        if report is not None:
-            report(float8_table(rows))
+    """The steps in their order, each with its reason. Each works in place and keeps all names."""
     if meshes.tp.size > 1:  # cuts parameters, so before FSDP cuts what is left
         from forge_parallel.axes.tensor import tensor_parallel
 

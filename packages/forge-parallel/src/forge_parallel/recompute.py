@@ -8,7 +8,7 @@ gathers are done twice. Between the two lies every k-th block in full.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -24,8 +24,6 @@ __all__ = ["recompute", "selective_contexts"]
 
 Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MODES = ("none", "full", "selective")
-# Where a block has the contexts of its recomputation, and `compile_blocks` leaves its compiled forward.
-CONTEXTS, COMPILED = "_forge_recompute_contexts", "_forge_compiled"
 
 # Names and not operators: which of them exist depends on the version, the build and what was imported.
 _KEPT = {
@@ -83,26 +81,35 @@ def recompute(
     factories = [f for f in (contexts, selective_contexts if mode == "selective" else None) if f]
     for block in chosen:
         mark(block, "recompute")
-        block.__dict__[CONTEXTS] = factories
-        swap(block, Trained)
+        swap(block, TrainingForward)
+        block.recompute_contexts = factories  # type: ignore[assignment]
     return len(chosen)
 
 
-class Trained:
-    """Mixin of a module whose forward is compiled, a checkpoint, or both, while there is a graph to build."""
+class TrainingForward:
+    """Mixin of a block whose forward is compiled, a checkpoint, or both, while there is a graph to build.
+
+    `recompute` and `compile_blocks` set the two attributes on the block.
+    """
+
+    recompute_contexts: Sequence[Callable[[], Pair]] | None = None  # None: not a checkpoint
+    compiled: Callable[..., Any] | None = (
+        None  # a function of the block, so that copies call it, too
+    )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         kwargs = {name: self._without_cache(name, value) for name, value in kwargs.items()}
-        if COMPILED in self.__dict__:  # by function, not bound: a copy runs on its own parameters
-            run = partial(self.__dict__[COMPILED], self)
-        if CONTEXTS not in self.__dict__:
+        if self.compiled is not None:
+            run = partial(self.compiled, self)
+        if self.recompute_contexts is None:
             return run(*args, **kwargs)
+        factories = self.recompute_contexts
 
         def contexts() -> Pair:
-            pairs = [make() for make in self.__dict__[CONTEXTS]]
+            pairs = [make() for make in factories]
             return _Together([p[0] for p in pairs]), _Together([p[1] for p in pairs])
 
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -117,7 +124,7 @@ class Trained:
             return value
         layers = (getattr(m, "layer_idx", None) for m in cast(nn.Module, self).modules())
         tokens = value.get_seq_length(next((i for i in layers if i is not None), 0))
-        if tokens and CONTEXTS in self.__dict__:
+        if tokens and self.recompute_contexts is not None:
             raise ValueError(
                 f"{name} holds {tokens} tokens, to which a recomputation would add its own twice; use "
                 "recompute = 'none' with a prefix"
@@ -127,7 +134,7 @@ class Trained:
 
 def is_selective(block: nn.Module) -> bool:
     """Whether a block recomputes selectively."""
-    return selective_contexts in block.__dict__.get(CONTEXTS, ())
+    return selective_contexts in (getattr(block, "recompute_contexts", None) or ())
 
 
 class _Together:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Blocks", "Structure", "structure_of"]
+__all__ = ["Blocks", "Structure", "stages_of", "structure_of"]
 
 Blocks = str | Iterable[str | nn.Module]
 """A pattern of qualified names, or names, patterns and modules in order of depth."""
@@ -80,6 +80,11 @@ def structure_of(model: nn.Module, blocks: Blocks | None = None) -> Structure:
         found, chosen = _longest(model)
     first, last = (said["first"], said["last"]) if said else _ends(model, set(found))
     return Structure(tuple(first), tuple(found), tuple(last), container, chosen)
+
+
+def stages_of(model: nn.Module) -> list[nn.Module]:
+    """The pipeline stages of this rank as `split` returned them, in order of depth; else the model alone."""
+    return vars(model).get("pipeline_stages", [model])
 
 
 def _offered(model: nn.Module) -> list[nn.Module] | None:

@@ -402,7 +402,7 @@ class Trainer:
 
     def _count(self, batch: Batch) -> float:
         """What this rank adds to the normaliser: of the ranks that read the same rows one does."""
-        if not self.meshes.speaks:
+        if not self.meshes.is_batch_leader:
             return 0.0
         return batch.label_weight if self.objective is None else self.objective.count(batch)
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forge_parallel._torch_compat import read_dtypes_again, reduce_alike
+from forge_parallel._torch_compat import local_tensor, read_dtypes_again, reduce_alike
 from forge_parallel.config import offsets_are_right
 from forge_parallel.legal import Cut, uneven_vocab, width_of
 from forge_parallel.order import mark
-from forge_parallel.structure import Structure, structure_of
+from forge_parallel.structure import Structure, stages_of, structure_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 HALF = (torch.bfloat16, torch.float16)
-#: Where a model has the names of the parameters that `parallelize` left in 16 bits.
-KEPT_HALF = "_forge_kept_half"
+#: The attribute in which `parallelize` leaves the names of parameters that stay in 16 bits.
+FROZEN_HALF = "_forge_frozen_half"
 #: Elements on a tp rank from which embedding and head are units of their own: 32 MiB in bf16, where a collective
 #: is bandwidth and no latency. A smaller one saves less memory than the two gathers more are worth.
 OWN_UNIT = 2**24
@@ -83,69 +83,77 @@ def apply_fsdp(
     it is needed. `cpu_offload` copies both over the bus instead of keeping them on the device.
     """
     # imported late: half a second that an fp32 run of one process does not need
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     mark(model, "fsdp")
+    blocks = (structure_of(model) if structure is None else structure).modules(model)
+    known = set(experts)
+    expert_modules = [m for m in model.modules() if m in known or _is_expert(m)]
+    special = [m for m in model.modules() if own_dtype(m) is not None]
+    embedding, head = (_large_end(model, side) for side in ("input", "output"))
+    ends = [end for end in (embedding, head) if end is not None]
+    # inner modules first, as FSDP2 gives a unit what no earlier call has wrapped
+    units = dict.fromkeys([*special, *expert_modules, *blocks, *ends, model], mesh)
+    if sparse is not None:
+        units |= dict.fromkeys(expert_modules, sparse)
+    owned = _owned_parameters(units)
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    special = [m for m in model.modules() if own_dtype(m) is not None]
-    known = set(experts)
-    spread = [m for m in model.modules() if m in known or _is_spread(m)]
-    blocks = (structure_of(model) if structure is None else structure).modules(model)
-    units: dict[nn.Module, DeviceMesh] = {}
-    taken: set[nn.Parameter] = set()
-    embedding, head = (_large_end(model, side) for side in ("input", "output"))
-    ends = [end for end in (embedding, head) if end is not None]
-    for module in dict.fromkeys([*special, *spread, *blocks, *ends, model]):
+    for module, unit_mesh in units.items():
+        reshards = reshard_after_forward and module not in (head, model)
+        if (
+            unit_mesh.size() == 1
+        ):  # nothing to free but the copies of parameters that have no master
+            reshards = any(map(is_frozen_half, owned[module]))
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
             reduce_dtype=reduce_dtype,
             cast_forward_inputs=module is model,
         )
-        its_mesh = sparse if module in spread and sparse is not None else mesh
-        own = set(module.parameters()) - taken  # what units inside have is theirs
-        taken |= own
-        reshards = reshard_after_forward and module not in (head, model)
-        if its_mesh.size() == 1:
-            reshards = any(map(is_frozen_half, own))
-        fully_shard(
-            module,
-            mesh=its_mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            shard_placement_fn=partial(shard_of, shards=its_mesh.size(its_mesh.ndim - 1)),
-            reshard_after_forward=reshards,
-        )
-        sum_gradients(module)
-        units[module] = its_mesh
-        for name in getattr(module, "forward_methods", ()):
-            register_fsdp_forward_method(module, name)
+        _wrap(module, unit_mesh, policy, offload, reshards)
     reduce_alike(units)
-    if spread:
+    if expert_modules:
         _prefetch(blocks)
     return model
 
 
+def _owned_parameters(units: Iterable[nn.Module]) -> dict[nn.Module, set[nn.Parameter]]:
+    """The parameters of each unit that no unit before it has, as FSDP2 groups them."""
+    owned: dict[nn.Module, set[nn.Parameter]] = {}
+    taken: set[nn.Parameter] = set()
+    for module in units:
+        owned[module] = set(module.parameters()) - taken
+        taken |= owned[module]
+    return owned
+
+
+def _wrap(module: nn.Module, mesh: DeviceMesh, policy: Any, offload: Any, reshards: bool) -> None:
+    """One FSDP2 unit that sums gradients."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        shard_placement_fn=partial(shard_of, shards=mesh.size(mesh.ndim - 1)),
+        reshard_after_forward=reshards,
+    )
+    sum_gradients(module)
+    for name in getattr(module, "forward_methods", ()):
+        register_fsdp_forward_method(module, name)
+
+
 def _large_end(model: nn.Module, side: str) -> nn.Module | None:
-    """The embedding ("input") or head ("output") of a model that offers it, as those of transformers do, if it
-    is large and its own: a weight with a second name is read by another module, for which it must be gathered."""
+    """The embedding ("input") or head ("output") that a model offers, as models of transformers do; None if it is
+    small, or tied: another module reads a weight with a second name, for which the root must gather it."""
     offer: Any = getattr(model, f"get_{side}_embeddings", None)
     end: nn.Module | None = offer() if callable(offer) else None
-    if end is None or sum(_local(p).numel() for p in end.parameters()) < OWN_UNIT:
+    if end is None or sum(local_tensor(p).numel() for p in end.parameters()) < OWN_UNIT:
         return None
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return end if all(names[id(p)] == 1 for p in end.parameters()) else None
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def shard_of(parameter: Any, shards: int) -> Any:
@@ -156,7 +164,7 @@ def shard_of(parameter: Any, shards: int) -> Any:
     """
     from torch.distributed.tensor import Shard
 
-    shape, rows, tp = tuple(_local(parameter).shape), 1, 1
+    shape, rows, tp = tuple(local_tensor(parameter).shape), 1, 1
     if hasattr(parameter, "device_mesh") and parameter.placements[0] == Shard(0):
         rows, tp = parameter.size(0), parameter.device_mesh.size()
     if cuts_inside(shape, shards, rows, tp):
@@ -197,7 +205,7 @@ def is_frozen_half(parameter: nn.Parameter) -> bool:
     return parameter.dtype in HALF and not parameter.requires_grad
 
 
-def _is_spread(module: nn.Module) -> bool:
+def _is_expert(module: nn.Module) -> bool:
     """True when its own parameters lie on the ranks of `ep` already."""
     meshes = (getattr(p, "device_mesh", None) for p in module.parameters(recurse=False))
     return any(mesh is not None and "ep" in (mesh.mesh_dim_names or ()) for mesh in meshes)
@@ -251,7 +259,7 @@ def follow_requires_grad(model: nn.Module) -> None:
     Cost: that of `reshard`; blocks that are compiled are compiled once more for what is trained now.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name in model.__dict__.get(KEPT_HALF, ()):
+    for name in model.__dict__.get(FROZEN_HALF, ()):
         if name in trained:
             raise ValueError(
                 f"{name} came frozen and in 16 bits, is kept so, and must stay frozen: updates would be rounded away; "
@@ -264,8 +272,6 @@ def follow_requires_grad(model: nn.Module) -> None:
 
 def _units(model: nn.Module) -> list[nn.Module]:
     """The FSDP2 modules of the model, or of this rank's stages of it."""
-    from forge_parallel.pipeline.split import stages_of  # late: a pipeline imports this package
-
     modules = dict.fromkeys(m for stage in stages_of(model) for m in stage.modules())
     return [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
 
@@ -279,3 +285,31 @@ def accumulate(model: Any, last: bool) -> None:
     if hasattr(model, "set_is_last_backward"):
         model.set_is_last_backward(last)
         model.set_requires_all_reduce(last)
+
+
+class _HostTensor:
+    """Hides a tensor from FSDP2's root, which moves to the device what it finds in tuples, lists and dicts."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def keep_on_host(model: nn.Module) -> None:
+    """Let keywords named in `model.host_inputs` reach its forward on the device they are given on.
+
+    FSDP2 would otherwise move a tensor that the model reads on the host (document ids) to the accelerator; reading
+    it back waits for all work queued there. Call it after `apply_fsdp`: one hook runs before FSDP2's own
+    pre-forward hook and one after it.
+    """
+    names = frozenset(getattr(model, "host_inputs", ()))
+    if not names:
+        return
+
+    def hide(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {k: _HostTensor(v) if k in names else v for k, v in kwargs.items()}
+
+    def show(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {k: v.value if isinstance(v, _HostTensor) else v for k, v in kwargs.items()}
+
+    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(show, with_kwargs=True)

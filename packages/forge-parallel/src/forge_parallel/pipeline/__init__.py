@@ -4,7 +4,7 @@ from forge_parallel.legal import schedule_problems
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import parts_of, stream_dim
 from forge_parallel.pipeline.pipeline import Pipeline
-from forge_parallel.pipeline.split import split, stages_of
+from forge_parallel.pipeline.split import split
 from forge_parallel.pipeline.tied import sync_tied_gradients, tied_copies
 from forge_parallel.stages import (
     keeps_gathered,
@@ -13,6 +13,7 @@ from forge_parallel.stages import (
     splits_backward,
     stages_on,
 )
+from forge_parallel.structure import stages_of
 
 __all__ = [
     "Pipeline",

@@ -17,8 +17,9 @@ from forge_parallel.config import ParallelConfig
 from forge_parallel.legal import schedule_problems, uneven_sequence
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.schedule import make_schedule
-from forge_parallel.pipeline.split import follow_mode, stages_of
+from forge_parallel.pipeline.split import follow_mode
 from forge_parallel.stages import forward_starts, num_stages, rank_of, stages_on
+from forge_parallel.structure import stages_of
 
 Loss = Callable[[Tensor, Any], Tensor]
 

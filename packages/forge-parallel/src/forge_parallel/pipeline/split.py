@@ -13,7 +13,7 @@ from forge_parallel.order import mark
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import blocks_by_key, parts_of
 from forge_parallel.stages import num_stages, stages_on
-from forge_parallel.structure import Structure
+from forge_parallel.structure import Structure, stages_of
 
 
 def split(
@@ -31,12 +31,11 @@ def split(
             apply_fsdp(stage, ...)                 # each is a root of FSDP2
         optimizer = SGD(model.parameters())        # the part of this rank, under the names of the whole
 
-    What the rank does not own becomes None, and the container of the blocks keeps its keys, so names are
-    those of the whole model. Depth is cut by cost in rows of `seq_len` (see `block_costs`). Where a rank has
-    one stage that is `model` itself. Where it has several each is a view: a model of the same class with
-    the same modules inside; a module that a later step puts into a view is put into `model`, too. What
-    belongs to no stage (a child without parameters) stays in all. `structure` is that of `structure_of`, if it
-    was found before.
+    Children of other ranks become None, and the container of the blocks keeps its keys, so names are those of
+    the whole model. Depth is cut by cost in rows of `seq_len` (see `block_costs`). The only stage of a rank is
+    `model` itself; each of several is a shallow copy of it that shares its modules, so replace modules (float8)
+    before. A child without parameters belongs to all stages. `structure` is that of `structure_of`, if it was
+    found before.
 
     Costs nothing; no communication. ValueError as `parts_of` and `stage_ranges`, and for tied parts in a
     V-schedule, whose two ends are one rank; OrderError after a later step, or a second time.
@@ -47,38 +46,32 @@ def split(
     count, keys = num_stages(config), list(blocks_by_key(model, parts))
     ranges = stage_ranges(block_costs(model, parts, seq_len), count)
     mark(model, "split")
-    mine = stages_on(config, meshes.pp.rank)
-    blocks = {stage: {keys[i] for i in ranges[stage]} for stage in mine}
-    ends = {stage: _ends(parts, stage, count) for stage in mine}
+    local = stages_on(config, meshes.pp.rank)
+    blocks = {stage: {keys[i] for i in ranges[stage]} for stage in local}
+    ends = {stage: _ends(parts, stage, count) for stage in local}
     _prune(model, parts, set().union(*ends.values()), set().union(*blocks.values()))
     stages = [model]
-    if len(mine) > 1:
-        stages = [_view(model, parts, ends[stage], blocks[stage]) for stage in mine]
-    for stage, module in zip(mine, stages):
+    if len(local) > 1:
+        stages = [_stage(model, parts, ends[stage], blocks[stage]) for stage in local]
+    for stage, module in zip(local, stages):
         module.pipeline_stage = stage  # type: ignore[assignment]
     model.__dict__["pipeline_stages"] = stages
     model.__dict__["pipeline_tied"] = parts.tied
     return stages
 
 
-def stages_of(model: nn.Module) -> list[nn.Module]:
-    """The stages of this rank as `split` returned them, or the model alone."""
-    return model.__dict__.get("pipeline_stages", [model])
-
-
 def tied_names(model: nn.Module) -> tuple[str, ...]:
     """Children that the first and the last stage both hold, as `split` found them."""
-    names: tuple[str, ...] = model.__dict__.get("pipeline_tied", ())
+    names: tuple[str, ...] = vars(model).get("pipeline_tied", ())
     return names
 
 
 def follow_mode(model: nn.Module) -> None:
-    """Let views be in training or eval mode as the model is, whose `train()` does not know them."""
+    """Put stages into training or eval mode as `model` is: `model.train()` does not reach their copied modules."""
     for stage in stages_of(model):
-        stage.training = model.training
-        for child in stage.children():
-            if isinstance(child._modules, _Children):
-                child.training = model.training
+        for module in (stage, *stage.children()):
+            if module not in model._modules.values():
+                module.training = model.training
 
 
 def _ends(parts: Structure, stage: int, count: int) -> set[str]:
@@ -95,30 +88,21 @@ def _prune(model: nn.Module, parts: Structure, ends: set[str], blocks: set[str])
         del container._modules[key]  # not `del container[key]`, which renumbers a ModuleList
 
 
-class _Children(dict[str, Any]):
-    """The children of a view; what is put in place of one is put into the whole model, too."""
-
-    def __init__(self, whole: dict[str, Any], kept: dict[str, Any]) -> None:
-        super().__init__(kept)
-        self.whole = whole
-
-    def __setitem__(self, name: str, child: Any) -> None:
-        super().__setitem__(name, child)
-        self.whole[name] = child
+def _stage(model: nn.Module, parts: Structure, ends: set[str], blocks: set[str]) -> nn.Module:
+    """A shallow copy of `model` with these children alone; modules, parameters and buffers are shared."""
+    container = _shallow_copy(getattr(model, parts.container))
+    for key in set(container._modules) - blocks:
+        del container._modules[key]
+    stage = _shallow_copy(model)
+    stage._modules |= dict.fromkeys(set(parts.ends) - ends) | {parts.container: container}
+    return stage
 
 
-def _view(model: nn.Module, parts: Structure, ends: set[str], blocks: set[str]) -> nn.Module:
-    mine = {key: block for key, block in blocks_by_key(model, parts).items() if key in blocks}
-    container = _twin(getattr(model, parts.container), mine)
-    absent = dict.fromkeys(set(parts.ends) - ends)
-    return _twin(model, {**model._modules, **absent, parts.container: container})
-
-
-def _twin(module: nn.Module, children: dict[str, Any]) -> nn.Module:
-    """A module of the same class and attributes, with hooks of its own and other children."""
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, with hooks and children of its own: FSDP2 and `Pipeline` register
+    hooks on each stage, and change its class."""
     twin = object.__new__(type(module))
-    for name, value in module.__dict__.items():
+    for name, value in vars(module).items():
         own = name.startswith("_") and name != "_buffers" and isinstance(value, dict | set)
-        twin.__dict__[name] = value.copy() if own else value
-    twin.__dict__["_modules"] = _Children(module._modules, children)
+        vars(twin)[name] = value.copy() if own else value
     return twin

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_parallel._torch_compat import local_tensor
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.split import tied_names
 
@@ -30,7 +30,7 @@ def sync_tied_gradients(model: nn.Module, meshes: Meshes) -> None:
     for parameter in tied:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    mine = [_local(parameter.grad) for parameter in tied]
+    mine = [local_tensor(parameter.grad) for parameter in tied]
     theirs = [torch.empty_like(gradient) for gradient in mine]
     peer, group = meshes.pp.size - 1 - meshes.pp.rank, meshes.pp.group
     ops = [dist.P2POp(dist.isend, t.contiguous(), group=group, group_peer=peer) for t in mine]
@@ -57,7 +57,3 @@ def _tied_parameters(model: nn.Module, meshes: Meshes) -> Iterator[nn.Parameter]
     for name in tied_names(model):
         part = model.get_submodule(name)
         yield from (p for p in part.parameters() if p.requires_grad)
-
-
-def _local(gradient: Any) -> Tensor:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient

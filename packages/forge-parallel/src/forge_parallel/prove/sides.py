@@ -21,8 +21,7 @@ from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compute import Compute
 from forge_parallel.config import ParallelConfig
-from forge_parallel.count import global_count
-from forge_parallel.grad_norm import clip_grads_, global_grad_norm
+from forge_parallel.grad_norm import clip_grads_, global_count, global_grad_norm
 from forge_parallel.legal import Facts, problems
 from forge_parallel.meshes import make_meshes
 from forge_parallel.parallelize import parallelize
