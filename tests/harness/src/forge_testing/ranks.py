@@ -13,6 +13,7 @@ import json
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +36,9 @@ _GRACE_SECONDS = 1.0
 _MOST_THREADS = 500
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "GROUP_")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+# What ranks may be forked with where the caller has imported it: slow to import, and the same for all tests.
+_SHARED = re.compile(r"(torch|transformers|forge_\w+)(\.|$)")
 
 _lock = threading.Lock()
 _zygote: _Zygote | None = None
@@ -149,7 +153,8 @@ class _Zygote:
         """New ranks: their folder, a link to each, their pids."""
         folder = Path(tempfile.mkdtemp(prefix=f"world-{world}-", dir=self.folder))
         pairs = [socket.socketpair() for _ in range(world)]
-        request = {"do": "fork", "folder": str(folder), "path": sys.path}
+        shared = [name for name in list(sys.modules) if _SHARED.match(name)]
+        request = {"do": "fork", "folder": str(folder), "path": sys.path, "modules": shared}
         pids = self._ask(request, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ def main() -> None:
     while (request := _receive(control)) is not None:
         message, descriptors = request
         if message["do"] == "fork":
+            _import(message["path"], message["modules"])
             answer: list[Any] = _fork(control, message, descriptors)
             children |= set(answer)
         else:
@@ -44,12 +46,28 @@ def main() -> None:
 def _import_torch() -> None:
     if sys.platform == "linux":  # gloo asks for the address of the host's name otherwise
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch._dynamo  # every optimizer imports it: a second in each rank
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
     torch.set_num_threads(1)
-    # what is here stays: ranks share these pages, and their collections are short
+    _keep()
+
+
+def _import(path: list[str], modules: list[str]) -> None:
+    """What the caller has imported, so that not every rank of every world does: seconds each."""
+    sys.path[:] = path
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
+        with contextlib.suppress(Exception):  # a rank that needs it raises where it does
+            importlib.import_module(name)
+    if missing:
+        _keep()
+
+
+def _keep() -> None:
+    """What is here stays: ranks share these pages, and their collections are short."""
     gc.collect()
     gc.freeze()
 
@@ -75,7 +93,6 @@ def _fork(control: socket.socket, message: dict[str, Any], descriptors: list[int
             for other in descriptors:  # a copy would hide the death of its rank from the caller
                 if other != descriptor:
                     os.close(other)
-            sys.path[:] = message["path"]
             serve(Connection(descriptor), rank, len(descriptors), Path(message["folder"]), parent)
         pids.append(pid)
     for descriptor in descriptors:
