@@ -1,25 +1,31 @@
-"""Checkpoints of earlier releases load, bit by bit, and training goes on from them.
+"""Files of every release load, bit by bit, and training goes on from them.
 
-`golden/0.1.0` was written by `forge-train run job.toml` when the optimizer was no torch optimizer:
-steps 2 and 4 of the same run. It never changes.
+`golden/VERSION` holds a job, steps 2 and 4 of its run, token files and digests of the rows read from them, as the
+release wrote them (scripts/write_golden.py); it never changes. 0.1.0 had no digests of blocks of tokens, and its
+optimizer was no torch optimizer.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
+from scripts.write_golden import rows_of
 
 from forge_ckpt import Store
+from forge_data import SourceConfig, open_source, verify
 from forge_testing.runs import fit_alone
 
-GOLDEN = Path(__file__).parent / "golden" / "0.1.0"
+RELEASES = sorted((Path(__file__).parent / "golden").iterdir())
+releases = pytest.mark.parametrize("golden", RELEASES, ids=lambda path: path.name)
 
 
-def saved(step: str, folder: Path) -> dict[str, torch.Tensor]:
+def saved(golden: Path, step: str, folder: Path) -> dict[str, torch.Tensor]:
     """Weights and moments of a golden step by name."""
-    shutil.copytree(GOLDEN / step, folder / step)
+    shutil.copytree(golden / step, folder / step)
     state = dict.fromkeys(("model", "optimizer", "loader", "progress", "rng"))
     with Store(folder) as store:
         store.load(state)
@@ -30,11 +36,23 @@ def saved(step: str, folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_F114_a_checkpoint_of_0_1_0_goes_on(tmp_path: Path) -> None:
-    wanted = saved("step-00000004", tmp_path / "wanted")
-    shutil.copytree(GOLDEN / "step-00000002", tmp_path / "run/checkpoints/step-00000002")
-    done = fit_alone(GOLDEN / "job.toml", **{"run.dir": str(tmp_path / "run")})
+@releases
+def test_F114_a_checkpoint_of_each_release_goes_on(golden: Path, tmp_path: Path) -> None:
+    wanted = saved(golden, "step-00000004", tmp_path / "wanted")
+    shutil.copytree(golden / "step-00000002", tmp_path / "run/checkpoints/step-00000002")
+    done = fit_alone(golden / "job.toml", **{"run.dir": str(tmp_path / "run")})
     assert (done.code, done.step) == (0, 4)
     assert done.weights.keys() == wanted.keys()
     for name, value in wanted.items():  # other processors round sums in another order
         assert (done.weights[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+@releases
+def test_token_files_of_each_release_give_the_same_rows(golden: Path) -> None:
+    """Another order of data would change every run that goes on."""
+    tokens = golden / "tokens"
+    assert rows_of(tokens) == json.loads((golden / "rows.json").read_text())
+    for split in ("train", "validation"):
+        source = open_source(SourceConfig(name="tokens", path=str(tokens), split=split))
+        assert source.num_documents > 0
+        verify(tokens / split)
