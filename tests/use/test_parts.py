@@ -26,7 +26,7 @@ PARTS = "forge_testing.parts"
         ),
         (
             {"model.feed_forward": f"{PARTS}:Silent"},
-            r"Silent does not say its FLOPs; give it a method flops_per_token",
+            r"Silent does not count its FLOPs; give it a method flops_per_token",
         ),
         (
             {"model.mixer": f"{PARTS}:RunningMean", "model.mixer_options.gian": 2.0},

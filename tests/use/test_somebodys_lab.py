@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused_before_a_run_exists(
         words = [
             "model.mixer_options.halflife 3.0 is no option of 'decay'; did you mean 'half_life'?",
             "schedule.options lacks 'every', which 'halving' has no default for; give it in",
-            "schedule.options.floor 'low' must be of type float, as 'halving' says; correct it",
+            "schedule.options.floor 'low' must be of type float, as 'halving' annotates it; correct it",
             "optimizer.options.momentm 0.8 is no option of 'sign'; did you mean 'momentum'?",
         ]
     else:

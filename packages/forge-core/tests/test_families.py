@@ -145,7 +145,7 @@ def test_the_window_of_mistral_both_ways() -> None:
         assert MISTRAL.config_to_hf(config)["sliding_window"] == window
     with pytest.raises(ValueError, match=r"mistral: sliding_window 2.5 must be a whole number"):
         MISTRAL.config_from_hf({**HF, "sliding_window": 2.5})
-    with pytest.raises(ValueError, match=r"mistral: attention.softcap 50.0 cannot be said"):
+    with pytest.raises(ValueError, match=r"mistral: attention.softcap 50.0 has no key"):
         MISTRAL.config_to_hf(TransformerConfig(8, attention=AttentionSpec(softcap=50.0)))
-    with pytest.raises(ValueError, match=r"llama: attention.window 8 cannot be said"):
+    with pytest.raises(ValueError, match=r"llama: attention.window 8 has no key"):
         LLAMA.config_to_hf(TransformerConfig(8, attention=AttentionSpec(window=8)))

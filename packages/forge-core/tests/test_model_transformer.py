@@ -132,7 +132,7 @@ def test_factories_get_the_layer_and_the_context() -> None:
     assert seen[0].document_ids is ids
     assert torch.equal(seen[0].positions, torch.arange(12).expand(2, 12))
     assert model.parallel_roles()["layers.1.feed_forward.*"] == "opaque"
-    with pytest.raises(ValueError, match=r"NoMixing does not say its FLOPs; .*flops_per_token"):
+    with pytest.raises(ValueError, match=r"NoMixing does not count its FLOPs; .*flops_per_token"):
         model.flops_per_token(12)
     whole = Transformer(config(), block=lambda i: model.layers[str(i)])
     assert whole.blocks() == model.blocks()

@@ -40,7 +40,7 @@ def test_every_rank_gets_the_votes_of_all() -> None:
     assert decision.stop == (1, signal.SIGTERM)
     assert decision.save
     assert decision.faults == {2: 65}
-    assert decision.strangers == [3]
+    assert decision.mismatched_ranks == [3]
     assert decision.count == 7
 
 
@@ -48,7 +48,7 @@ def test_every_rank_gets_the_votes_of_all() -> None:
 def test_digests_of_64_bits_and_large_counts_arrive_whole() -> None:
     votes = [Vote(digest=-(2**63), count=2**40), Vote(digest=-(2**63), count=2**40 + 1)]
     (decision, _) = run_on_ranks(2, decide, votes)
-    assert decision.strangers == []
+    assert decision.mismatched_ranks == []
     assert decision.count == 2**41 + 1
 
 
@@ -116,9 +116,9 @@ def test_F112_a_vote_takes_the_digest_of_a_batch(digest: int | str) -> None:
 @pytest.mark.distributed
 def test_F112_digests_with_the_top_bit_travel_between_ranks() -> None:
     (decision, _) = run_on_ranks(2, decide, [Vote(digest=HIGH), Vote(digest=int(HIGH, 16))])
-    assert decision.strangers == []
+    assert decision.mismatched_ranks == []
     (decision, _) = run_on_ranks(2, decide, [Vote(digest=HIGH), Vote(digest="0" * 16)])
-    assert decision.strangers == [1]
+    assert decision.mismatched_ranks == [1]
 
 
 @pytest.mark.parametrize(

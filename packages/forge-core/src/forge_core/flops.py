@@ -1,4 +1,4 @@
-"""Counting: parameters, floating-point operations per token, and what a device could do at best.
+"""Counting: parameters, floating-point operations per token, and the peak of a device.
 
 Model FLOPs utilisation is `tokens_per_second * flops_per_token(model, seq_len) / peak_flops(device)`.
 """
@@ -38,8 +38,7 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     `tokens_per_second * flops_per_token(model, 2048)`
 
     A multiplication and an addition are two operations. A module that offers
-    `flops_per_token(seq_len)` (its forward, everything inside it included) is asked and not looked
-    into; elsewhere each `nn.Linear` counts `2 * weight.numel()` and everything else nothing. The
+    `flops_per_token(seq_len)` (its forward, everything inside it included) is counted by that; elsewhere each `nn.Linear` counts `2 * weight.numel()` and everything else nothing. The
     backward counts as twice the forward.
 
     A dense decoder offers 2 per weight of its matrices, the output head included even where it is tied,

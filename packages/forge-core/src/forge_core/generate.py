@@ -167,10 +167,10 @@ def sample(logits: Tensor, sampling: SamplingConfig, draws: _Draws) -> Tensor:
     probabilities = values.softmax(dim=-1)  # (B, V or top_k)
     cumulative = probabilities.cumsum(dim=-1)
     if sampling.top_p is not None:
-        # Kept: every token before which less than top_p lies; the first always is.
-        kept = cumulative - probabilities < sampling.top_p
-        kept[:, 0] = True
-        cumulative = (probabilities * kept).cumsum(dim=-1)
+        # The smallest set with a probability of top_p: tokens before which less than top_p is summed.
+        nucleus = cumulative - probabilities < sampling.top_p
+        nucleus[:, 0] = True
+        cumulative = (probabilities * nucleus).cumsum(dim=-1)
     target = draws.next() * cumulative[:, -1:]
     # The first token whose cumulative probability is above the draw; rounding stays inside.
     index = torch.searchsorted(cumulative, target, right=True)

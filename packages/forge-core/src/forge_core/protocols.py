@@ -12,7 +12,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from forge_core.model.context import TokenContext
-    from forge_core.model.init import Init
     from forge_core.model.kv_cache import LayerCache
 
 __all__ = [
@@ -47,8 +46,8 @@ class FeedForwardLike(Protocol):
 class DeclaresInit(Protocol):
     """Optional for any module: initial values of the parameters and buffers below it."""
 
-    def init_table(self, std: float, residual_std: float) -> Mapping[str, Init]:
-        """{local name: Init(kind, value)}; an outer module's row wins over an inner one's."""
+    def init_table(self, std: float, residual_std: float) -> Mapping[str, tuple[str, float]]:
+        """{local name: (kind, value)}, see `Init`; an outer module's row wins over an inner one's."""
         ...
 
 

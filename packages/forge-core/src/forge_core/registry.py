@@ -17,7 +17,7 @@ class Registry(NamedTuple):
     """Parts of one kind.
 
     key: the setting that holds a name, for messages; group: of entry points, such as `forge.optimizers`;
-    arguments: what a part is called with, before its options; built_in: what this package brings.
+    arguments: what a part is called with, before its options; built_in: the parts of this package.
     """
 
     key: str
@@ -51,14 +51,14 @@ class Registry(NamedTuple):
     ) -> dict[str, Callable[..., Any]]:
         """What each of several tables stands for, given as {table: (name, options)}, with its options bound.
 
-        The table's name stands in the place of `<name>` in the key. ValueError with all problems of all tables.
+        The table's name replaces `<name>` in the key. ValueError with all problems of all tables.
         """
         found: dict[str, Callable[..., Any]] = {}
         problems: list[str] = []
         for table, (name, options) in tables.items():
-            place = self._replace(key=self.key.replace("<name>", table))
+            registry = self._replace(key=self.key.replace("<name>", table))
             try:
-                found[table] = partial(place.checked(name, options), **options)
+                found[table] = partial(registry.checked(name, options), **options)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -150,7 +150,7 @@ def _unlike_signature(
     ]
     hints = _hints(part)
     return problems + [
-        f"{table}.{key} {options[key]!r} must be of type {hints[key].__name__}, as {name!r} says; correct it"
+        f"{table}.{key} {options[key]!r} must be of type {hints[key].__name__}, as {name!r} annotates it; correct it"
         for key in taken
         if key in options and not _fits(options[key], hints.get(key))
     ]

@@ -17,7 +17,7 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank brings to a step. Integers of 64 bits and a finite float64, else ValueError.
+    """One rank's vote in a step. Integers of 64 bits and a finite float64, else ValueError.
 
     Usage: `Vote(stop=stop.number, digest=batch.digest, count=batch.label_weight)`.
     """
@@ -51,7 +51,7 @@ class Decision:
 
     @property
     def stop(self) -> tuple[int, int] | None:
-        """(rank, signal number) of the first rank that was told to stop; None: go on."""
+        """(rank, signal number) of the first rank that received a stop signal; None without one."""
         return next(((rank, v.stop) for rank, v in enumerate(self.votes) if v.stop), None)
 
     @property
@@ -65,7 +65,7 @@ class Decision:
         return {rank: vote.fault for rank, vote in enumerate(self.votes) if vote.fault}
 
     @property
-    def strangers(self) -> list[int]:
+    def mismatched_ranks(self) -> list[int]:
         """Ranks whose digest differs from that of rank 0; they see another batch."""
         return [r for r, vote in enumerate(self.votes) if vote.digest != self.votes[0].digest]
 
@@ -140,9 +140,9 @@ class Agreement:
         sizes = torch.zeros(world, 1, dtype=torch.int64)
         dist.all_gather(list(sizes), torch.tensor([len(text)]), group=group)
         longest = int(sizes.max())
-        mine = torch.frombuffer(text.ljust(longest, b" "), dtype=torch.uint8)
+        own = torch.frombuffer(text.ljust(longest, b" "), dtype=torch.uint8)
         gathered = torch.empty(world, longest, dtype=torch.uint8)
-        dist.all_gather(list(gathered), mine, group=group)
+        dist.all_gather(list(gathered), own, group=group)
         return [json.loads(bytes(row.tolist())) for row in gathered]
 
 
@@ -157,9 +157,9 @@ class PendingDecision:
         import torch
         import torch.distributed as dist
 
-        mine = torch.tensor(_row(vote), dtype=torch.int64)
-        self._votes = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.int64)
-        self._work = dist.all_gather(list(self._votes), mine, group=group, async_op=True)
+        own = torch.tensor(_row(vote), dtype=torch.int64)
+        self._votes = torch.empty(dist.get_world_size(group), len(own), dtype=torch.int64)
+        self._work = dist.all_gather(list(self._votes), own, group=group, async_op=True)
 
     def wait(self) -> Decision:
         """Block until every rank has voted."""

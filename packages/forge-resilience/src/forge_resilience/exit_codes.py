@@ -1,4 +1,4 @@
-"""What a training process tells its scheduler when it leaves."""
+"""Exit codes of a training process, for its scheduler."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class ExitCode(IntEnum):
     CORRUPT_STATE = 66
     """Checkpoints exist and none of them verifies."""
     REQUEUE = 75
-    """Stopped on request and saved; the same command goes on (EX_TEMPFAIL)."""
+    """Stopped on request and saved; the same command continues (EX_TEMPFAIL)."""
     CONFIG_ERROR = 78
     """Configuration or command line is wrong; nothing was started (EX_CONFIG)."""

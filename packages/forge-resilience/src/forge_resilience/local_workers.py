@@ -1,4 +1,4 @@
-"""Workers of one job on this host: started together, signalled together, ended together."""
+"""Workers of one job on this host: started, signalled and ended as one."""
 
 from __future__ import annotations
 

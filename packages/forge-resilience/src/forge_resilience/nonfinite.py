@@ -39,7 +39,7 @@ class Skips:
         self._counts = torch.stack([skipped + flag, torch.maximum(longest, current), current])
 
     def read(self) -> tuple[int, int]:
-        """(steps skipped, longest run of them) since the last look; a run goes on over it."""
+        """(steps skipped, longest run of them) since the last read; a run of skips continues across reads."""
         if self._counts is None:
             return 0, 0
         skipped, longest = (int(n) for n in self.take().tolist())

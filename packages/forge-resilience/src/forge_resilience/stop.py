@@ -1,4 +1,4 @@
-"""A stop that was asked for by a signal, as a flag that the loop reads between steps."""
+"""A stop request by a signal, as a flag that the training loop reads between steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StopSignal:
     Only this process knows of the signal; ranks agree by their votes (`Agreement`), and all but one
     may be told not to `announce` it. A forked child (a data worker)
     inherits the handler: it outlives a signal to the whole process group, as it must while its parent
-    finishes the step, and says nothing.
+    finishes the step, and prints nothing.
 
     Raises RuntimeError when entered off the main thread, where Python cannot install handlers, and
     when entered while open.
@@ -56,7 +56,7 @@ class StopSignal:
 
     @property
     def number(self) -> int:
-        """Number of the first signal, 0 before any: what a rank brings to a vote."""
+        """Number of the first signal, 0 before any; a rank votes with it."""
         return self._first or 0
 
     @property

@@ -60,9 +60,9 @@ class StepVotes:
         self.decision = decision = pending.wait()
         if decision.faults:
             self._share_faults(agreement, step, record)
-        if decision.strangers:
+        if decision.mismatched_ranks:
             raise DataError(
-                [f"step {step + 1}: ranks {decision.strangers} read another global batch than rank 0; "
+                [f"step {step + 1}: ranks {decision.mismatched_ranks} read another global batch than rank 0; "
                  "data and configuration must be the same on all nodes: compare them"]
             )  # fmt: skip
         if decision.count and not _FP32.tiny <= abs(decision.count) <= _FP32.max:

@@ -68,7 +68,7 @@ def read_common(
 
     Rotary keys are read in the form of transformers 4 (`rope_theta`, `rope_scaling`) and of 5
     (`rope_parameters`). `reads` are keys that the family reads itself. Raises ValueError with one line
-    for each key that is missing, holds no sound number, says something that Forge's transformer cannot
+    for each key that is missing, holds no sound number, asks for something that Forge's transformer cannot
     do, or is unknown: it may change what the model computes.
     """
     problems = [
@@ -129,7 +129,7 @@ def write_common(
         if getattr(config, name) != value
     ]
     problems += [
-        f"{model_type}: attention.{name} {value!r} cannot be said in this family; choose another family"
+        f"{model_type}: attention.{name} {value!r} has no key in this family; choose another family"
         for name, value in config.attention.beyond(spec).items()
     ]
     if config.rope_scaling is not None and config.rope_scaling.name not in ("llama3", "linear"):
@@ -203,7 +203,7 @@ def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[str]:
 
 
 def _unlike(hf: Mapping[str, Any], model_type: str) -> list[str]:
-    """What a configuration says outside rotary embedding that Forge's transformer cannot do."""
+    """Settings outside rotary embedding that Forge's transformer does not support."""
     layer_types = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
     refused = {
         f"model_type {hf.get('model_type')!r}": hf.get("model_type", model_type) != model_type,

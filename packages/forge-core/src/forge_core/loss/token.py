@@ -3,7 +3,7 @@
 Shapes: N tokens (all leading dims flattened), R rows of one block, V vocabulary.
 
 The usual way keeps a second (N, V) tensor in fp32 from the forward to the backward. Here only the
-logits and labels are kept; both passes walk over blocks of rows whose fp32 softmax stays in cache,
+logits and labels are saved; both passes walk over blocks of rows whose fp32 softmax stays in cache,
 and the backward computes it again. On two CPU cores with N 2048 and V 32000 that took 141 ms for
 296 (fp32) and 106 ms for 375 (bf16), forward and backward together.
 """

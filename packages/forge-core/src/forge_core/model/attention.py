@@ -27,7 +27,7 @@ Attend = Callable[..., Tensor]
 
 
 class LocalAttention:
-    """Attention as a spec says, where whole rows are in this process; computes every field.
+    """Attention of whole rows in this process; computes every field of its spec.
 
     Each token sees its row so far, or its document so far where ctx.document_ids part the row. A mask of
     its own holds (B, H, S, S) scores and is given whole rows of ctx.

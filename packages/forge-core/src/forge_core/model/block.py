@@ -1,4 +1,4 @@
-"""A block of the decoder, and what it asks of its parts.
+"""A block of the decoder, and what it calls its parts with.
 
 Shapes: B rows, S tokens, D width of the residual stream.
 """
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 def prepare(module: nn.Module, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> None:
-    """Let a module that offers it derive from ctx what all layers share."""
+    """Call `prepare` of a module that has it, which derives from ctx values for all layers."""
     offer: Any = getattr(module, "prepare", None)
     if offer is not None:
         offer(ctx, x, cache)
@@ -65,11 +65,11 @@ def roles_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def flops_of(module: nn.Module, seq_len: int) -> float:
-    """Forward FLOPs of a part for one token; ValueError where it does not say them."""
+    """Forward FLOPs of a part for one token; ValueError where it does not count them."""
     offer: Any = getattr(module, "flops_per_token", None)
     if offer is None:
         raise ValueError(
-            f"{type(module).__name__} does not say its FLOPs; "
+            f"{type(module).__name__} does not count its FLOPs; "
             "give it a method flops_per_token(seq_len) -> float"
         )
     return float(offer(seq_len))

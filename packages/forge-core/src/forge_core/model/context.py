@@ -1,4 +1,4 @@
-"""What a token mixer or a feed-forward may know about the tokens besides their vectors.
+"""Tensors about the tokens of a batch, for token mixers and feed-forwards.
 
 Shapes: B rows, S tokens of a row.
 """
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class _Derived:
-    """A dict that tree-walkers leave alone.
+    """A mapping that is no pytree, so FSDP2 neither copies nor casts its content.
 
     FSDP2 rebuilds dataclass arguments of each wrapped block with `dataclasses.replace` and casts the
-    tensors inside, also those in dicts. As an object of its own kind this one is handed on as it is: the
-    blocks still share it, and rotary tables stay fp32.
+    tensors inside, also those in dicts. It passes on an object of an unknown class: the blocks still
+    share it, and rotary tables stay fp32.
     """
 
     def __init__(self, sources: tuple[Tensor | None, ...] = ()) -> None:
@@ -37,7 +37,7 @@ class TokenContext:
     positions (B or 1, S) int64.
 
     What blocks derive from these (rotary tables, segment plans) is computed at the first request
-    and kept with the context, so it costs once per forward and not once per layer.
+    and stored with the context, so it costs once per forward and not once per layer.
     """
 
     token_ids: Tensor | None = None
@@ -49,10 +49,10 @@ class TokenContext:
 
     def __post_init__(self) -> None:
         # A context rebuilt around the same tensors shares; one with other tensors starts anew.
-        mine = (self.token_ids, self.valid, self.document_ids, self.modality_ids, self.positions)
-        theirs = self._derived.sources
-        if len(theirs) != len(mine) or any(a is not b for a, b in zip(mine, theirs)):
-            object.__setattr__(self, "_derived", _Derived(mine))
+        current = (self.token_ids, self.valid, self.document_ids, self.modality_ids, self.positions)
+        sources = self._derived.sources
+        if len(sources) != len(current) or any(a is not b for a, b in zip(current, sources)):
+            object.__setattr__(self, "_derived", _Derived(current))
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""

@@ -3,7 +3,7 @@
 A row is cut where the document id changes. All segments of one length go through one call of
 causal attention, so no (S, S) mask exists and no work is spent across borders.
 
-Shapes: B rows, S tokens of a row, T cached and new tokens together, H query heads, K key/value
+Shapes: B rows, S tokens of a row, T cached and new tokens, H query heads, K key/value
 heads, D width of a head, N segments of one length L.
 """
 
@@ -94,7 +94,7 @@ def cut(document_ids: Tensor) -> list[list[int]]:
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows of x in a given order; the gradient goes back by the inverse, a gather and no scatter."""
+    """Rows of x in a given order; the backward gathers by the inverse order, so it needs no scatter."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -42,7 +42,7 @@ def initialise(
     """Fill every parameter of `model` in place from (seed, name).
 
     A module may offer `init_table(std, residual_std) -> {local name: (kind, value)}` for parameters
-    (and buffers) below it; an outer table wins over an inner one. Where no table speaks, Linear and
+    (and buffers) below it; an outer table wins over an inner one. Without a table, Linear and
     Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and
     `residual_std` are `model.config.init_std` and `model.config.residual_std`, or 0.02 for both.
     `whole` are the names of the whole model's tensors where `model` is a part of it (a pipeline stage): a
@@ -115,7 +115,7 @@ def _local(target: Any) -> Tensor:
 def _shard(full: Tensor, target: Any) -> Tensor:
     """This rank's piece of `full` (CPU) under the placements of a DTensor; nothing is sent.
 
-    Torch cuts the indices of each sharded dim, and they cut the CPU tensor: only the piece goes to
+    Torch cuts the indices of each sharded dim, and they cut the CPU tensor: only the shard is copied to
     the device. One small host read per sharded dim.
     """
     from torch.distributed.tensor import Replicate, distribute_tensor

@@ -1,6 +1,6 @@
 """Keys and values of past tokens, and which of them a new token may see.
 
-Shapes: B rows, S new tokens, T cached and new tokens together, K key/value heads, H query heads,
+Shapes: B rows, S new tokens, T cached and new tokens, K key/value heads, H query heads,
 D width of a head.
 """
 
@@ -37,14 +37,14 @@ class History:
     def peek(self, document_ids: Tensor | None, batch: int, size: int) -> list[list[int]]:
         """For each row the first visible index of each segment among the new tokens, in order.
 
-        The first entry is below `length` where the row's newest document goes on.
+        The first entry is below `length` where the row's newest document continues.
         """
         return [starts for starts, _ in self._extend(document_ids, batch, size)]
 
     def _extend(
         self, document_ids: Tensor | None, batch: int, size: int
     ) -> list[tuple[list[int], int]]:
-        if document_ids is None:  # each row's newest document goes on
+        if document_ids is None:  # each row continues its newest document
             last = self.last_id or [0] * batch
             ids, lengths = [[i, i] for i in last], [[size]] * batch
         else:
@@ -69,7 +69,7 @@ class History:
 
 
 def _spans(starts: Sequence[Sequence[int]], past: int, size: int) -> list[Span]:
-    """Spans of the new tokens, rows that are cut alike together."""
+    """Spans of the new tokens, grouped by rows with the same cuts."""
     rows: dict[tuple[int, int, int], list[int]] = {}
     for row, firsts in enumerate(starts):
         begins = [0, *(first - past for first in firsts[1:])]

@@ -17,7 +17,7 @@ from forge_core.registry import Registry
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> Tensor:
-    """Radians per position of each pair, (D / 2,) fp32, scaled if asked.
+    """Radians per position of each pair, (D / 2,) fp32, scaled if the config has a scaling.
 
     A scaling from elsewhere is called as `rule(frequencies, scaling, **scaling.options)` and returns new
     frequencies of the same shape.
@@ -68,7 +68,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: nothing of x is kept, no halves are copied."""
+    """The gradient of a rotation is the inverse rotation: x is not saved, its halves are not copied."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

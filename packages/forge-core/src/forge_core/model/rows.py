@@ -1,4 +1,4 @@
-"""Attention of whole rows, each a single document, as an AttentionSpec says.
+"""Attention of whole rows, each a single document, for every field of an AttentionSpec.
 
 Shapes: B rows, S tokens, T keys, H query heads, K key/value heads, D width of a head, W window, N pieces.
 """

@@ -19,7 +19,7 @@ class AttentionSpec:
         AttentionSpec(window=4096)                    # Mistral
         AttentionSpec(scale=1 / 64, softcap=50.0)     # Gemma 2
 
-    An implementation computes a field or refuses it by its name; a field at its default asks nothing of it.
+    An implementation computes a field or refuses it by its name; fields at their defaults need no support.
     """
 
     scale: float | None = setting(None, "factor of the scores; empty: head_dim ** -0.5")

@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         positions (B, S) or (1, S); by default they count from 0 in each document, and go on after
         cached tokens. document_ids (B, S), integers on any device: tokens see their own document
         only, and a negative id is padding; on an accelerator they cost one host sync, on the CPU none. With a cache and no
-        document_ids every row goes on with its newest document. `last_only` gives (B, 1, V).
+        document_ids every row continues its newest document. `last_only` gives (B, 1, V).
 
         A stage of a pipeline takes the stream (B, S, D) of the stage before in place of tokens, and gives its
         own where norm and head are None; blocks there know `token_ids` (B, S) only if they are passed.
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.history.advance(document_ids, *tokens.shape[:2])
         x = x[:, -1:] if last_only else x
-        # a model of somebody's with a head of its own may know nothing of losses
+        # a subclass with its own head may not take a loss
         return self.head(x) if then is None else self.head(x, then)
 
     def head(self, x: Tensor, then: Then | None = None) -> Tensor:
@@ -195,7 +195,7 @@ class Transformer(nn.Module):
     def new_cache(self, max_length: int) -> KVCache:
         """An empty cache for rows of up to `max_length` tokens.
 
-        ValueError if a layer says that it `needs_whole_rows`, or its attention's spec has a mask of its own.
+        ValueError if a layer has `needs_whole_rows` set, or its attention's spec has a mask of its own.
         """
         for name, module in self.named_modules():
             if isinstance(getattr(module, "spec", None), AttentionSpec):

@@ -82,9 +82,9 @@ class AdamW(torch.optim.Optimizer):
             if float(skip):
                 return loss
             skip = None
-        place = first["params"][0].device
-        if skip is not None and skip.device != place:
-            skip = skip.to(place)  # torch's own copy would not be waited for
+        device = first["params"][0].device
+        if skip is not None and skip.device != device:
+            skip = skip.to(device)  # torch's own copy would not be waited for
         for group in self.param_groups:
             self._update(group, skip)
         return loss

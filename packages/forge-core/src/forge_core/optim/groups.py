@@ -28,19 +28,25 @@ def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -
         names.setdefault(parameter, []).append(name)
     found: dict[str, str] = {}
     problems = []
-    for alike in names.values():
-        owners = [group for group, config in groups.items() if any(_fits(n, config) for n in alike)]
+    for aliases in names.values():
+        owners = [
+            group for group, config in groups.items() if any(_fits(n, config) for n in aliases)
+        ]
         if len(owners) > 1:
             listed = " and ".join(f"optimizer.groups.{owner}" for owner in owners)
             problems.append(
-                f"parameter {alike[0]} must be in one group at most, and patterns of {listed} match it; "
+                f"parameter {aliases[0]} must be in one group at most, and patterns of {listed} match it; "
                 "make one of them narrower"
             )
-        found.update(dict.fromkeys(alike, owners[0]) if owners else {})
+        found.update(dict.fromkeys(aliases, owners[0]) if owners else {})
     for group, config in groups.items():
         for pattern in config.patterns:
-            if not any(fnmatchcase(name, pattern) for alike in names.values() for name in alike):
-                near = ", ".join(_nearest(pattern, [n for alike in names.values() for n in alike]))
+            if not any(
+                fnmatchcase(name, pattern) for aliases in names.values() for name in aliases
+            ):
+                near = ", ".join(
+                    _nearest(pattern, [n for aliases in names.values() for n in aliases])
+                )
                 problems.append(
                     f"optimizer.groups.{group}.patterns {pattern!r} must match a parameter of the model, "
                     f"and matches none; the nearest names are {near or 'none: it has no parameter'}"
@@ -51,7 +57,7 @@ def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -
 
 
 def groups_of_part(part: nn.Module, config: OptimizerConfig) -> dict[str, OptimizerGroupConfig]:
-    """The groups and patterns that speak of a part of a model, whose names are those of the whole.
+    """The groups and patterns that match a part of a model, which has the names of the whole model.
 
     `build_optimizer(stage, replace(config, groups=groups_of_part(stage, config)))` on a rank of a pipeline,
     after `match_groups` on the whole model, which refuses patterns that match nothing anywhere.
@@ -118,11 +124,11 @@ def take_part(optimizer: Any, model: nn.Module, config: OptimizerConfig) -> None
     if not owners:
         return
     rows = [row for row in getattr(optimizer, "param_groups", ()) if isinstance(row, dict)]
-    kept = {p: row.get("group") for row in rows for p in row["params"]}
+    group_of = {p: row.get("group") for row in rows for p in row["params"]}
     lost = [
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and name in owners and kept.get(p) != owners[name]
+        if p.requires_grad and name in owners and group_of.get(p) != owners[name]
     ]
     if lost:
         raise ValueError(
@@ -137,7 +143,7 @@ def take_part(optimizer: Any, model: nn.Module, config: OptimizerConfig) -> None
 
 
 def _keep_marks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A state to load with this optimizer's groups: torch would put the saved settings in their place."""
+    """A state to load that keeps this optimizer's settings of groups: torch would take the saved ones."""
     marks = [
         {key: group[key] for key in ("group", "lr_multiplier") if key in group}
         for group in optimizer.param_groups

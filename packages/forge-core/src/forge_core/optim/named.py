@@ -1,4 +1,4 @@
-"""What Forge asks of any torch optimizer: parameters by name, a learning rate."""
+"""Parameters by name and the learning rate of any torch optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def set_lr(optimizer: Any, lr: float) -> None:
     """Set the learning rate of the next step, in each group.
 
     A group with an "lr_multiplier" or an "lr_scale" (timm's name) gets `lr` times both. An optimizer that
-    has a method `set_lr` of its own is asked instead.
+    has its own method `set_lr` gets `lr` through that.
     """
     own = getattr(optimizer, "set_lr", None)
     if own is not None:
