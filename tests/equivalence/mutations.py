@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 
 import forge_parallel
 from forge_parallel import Meshes, compute
-from forge_parallel.axes import exchange, fsdp, tensor
+from forge_parallel.axes import collectives, fsdp, tensor
 
 
 @contextlib.contextmanager
@@ -78,11 +78,11 @@ class _OwnPart:
         output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[rank])
 
 
-def _twice(x: Tensor, ranks: exchange.Ranks, dim: int) -> Tensor:
+def _twice(x: Tensor, ranks: collectives.NamedGroup, dim: int) -> Tensor:
     return _reduced(_reduced(x, ranks, dim), ranks, dim)
 
 
-_reduced = exchange._sum
+_reduced = collectives._sum
 
 
 def _tied_twice(model: Any, meshes: Meshes) -> None:
@@ -115,11 +115,11 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "another seed on one rank": (candidate, "_seed", _other_seed),
     "a norm without the last stage": (candidate, "global_grad_norm", _norm_without_last_stage),
     "experts' gradients not summed": (fsdp, "sum_gradients", _keep_expert_gradients),
-    "a sum over tp made twice": (exchange, "_sum", _twice),
+    "a sum over tp made twice": (collectives, "_sum", _twice),
     "gradients of head norms not summed": (tensor, "_SUMMED", (Replicate(),)),
     "tied ends synchronised twice": (compute, "sync_tied_gradients", _tied_twice),
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),
-    "each rank reduces what it used": (fsdp, "reduce_alike", _nothing),
+    "each rank reduces what it used": (fsdp, "reduce_unused_parameters", _nothing),
     "weights gathered after an evaluation": (candidate, "reshard", _nothing),
     "filler that counts": (candidate, "filler", _filler_that_counts),
 }

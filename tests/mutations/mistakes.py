@@ -154,7 +154,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "parameters unused on a rank are not reduced",
         f"{_PARALLEL}/axes/fsdp.py",
-        "    reduce_alike(units)\n",
+        "    reduce_unused_parameters(units)\n",
         "",
         (
             "packages/forge-parallel/tests/test_unused.py::test_F86_ranks_that_take_different_branches_have_the_gradients_of_one_process",
@@ -204,7 +204,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a block that was frozen at first sums gradients in bf16 ever after",
         f"{_PARALLEL}/axes/fsdp.py",
-        "        read_dtypes_again(module)",
+        "        refresh_grad_dtypes(module)",
         "        pass",
         ("packages/forge-parallel/tests/test_freeze.py",),
     ),

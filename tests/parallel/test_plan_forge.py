@@ -14,12 +14,12 @@ import torch
 from forge_core import AttentionSpec, flops_per_token, initialise
 from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
 from forge_parallel.plan import (
-    Case,
+    Candidate,
     Profile,
     Storage,
+    estimate_layout,
     find_hardware,
     local_numel,
-    make_plan,
     render,
     trace,
 )
@@ -87,11 +87,11 @@ def test_a_tied_head_sees_all_tokens_under_tensor_parallelism() -> None:
 
 def test_no_plan_spreads_rows_whose_attention_cannot_reach_over_ranks() -> None:
     plain = section("dense")
-    unreachable = {
-        spec: bool(Profile(build_model(replace(plain, attention=spec), 0), SEQ).unreachable)
+    cp_problems = {
+        spec: bool(Profile(build_model(replace(plain, attention=spec), 0), SEQ).cp_problems)
         for spec in (AttentionSpec(), AttentionSpec(scale=0.5), AttentionSpec(window=4))
     }
-    assert list(unreachable.values()) == [False, False, True]
+    assert list(cp_problems.values()) == [False, False, True]
 
 
 def _held(options: dict[str, Any]) -> int:
@@ -112,9 +112,9 @@ def _held(options: dict[str, Any]) -> int:
 def test_experts_lie_where_the_plan_has_them(options: dict[str, Any]) -> None:
     profile = Profile(build_model(section("moe"), 0), SEQ)
     config = ParallelConfig(device="cpu", **options)
-    case = Case(profile, config, 4, 16, 1, find_hardware("h200"), 4, Storage())
-    parts = case.load(0).parts
-    planned = sum(local_numel(row, case) for part in parts for row in part.rows)
+    candidate = Candidate(profile, config, 4, 16, 1, find_hardware("h200"), 4, Storage())
+    parts = candidate.load(0).parts
+    planned = sum(local_numel(row, candidate) for part in parts for row in part.rows)
     assert planned == run_on_ranks(4, _held, options)[0]
 
 
@@ -130,7 +130,7 @@ def test_experts_travel_once_to_each_rank_that_has_some_of_theirs() -> None:
     model = build_model(section("moe"), 0)
 
     def received(ep: int) -> float:
-        plan = make_plan(model, ParallelConfig(ep=ep, recompute="none"), 8, global_batch=8,
+        plan = estimate_layout(model, ParallelConfig(ep=ep, recompute="none"), 8, global_batch=8,
                          micro_batch=1, seq_len=SEQ)  # fmt: skip
         return {t.axis: t.whole for t in plan.traffic}["ep"]
 
@@ -251,7 +251,7 @@ MEASURED: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, float]] = {
 def test_F118_a_plan_is_not_below_the_allocators_peak(name: str) -> None:
     model, parallel, global_batch, micro_batch, measured = MEASURED[name]
     section = DenseModelConfig(**{**LARGE, **model})
-    plan = make_plan(
+    plan = estimate_layout(
         build_model(section, 0),
         ParallelConfig(**{"recompute": "none", **parallel}),
         1,
@@ -266,7 +266,9 @@ def test_F122_a_plan_says_how_often_cpu_offload_waits() -> None:
     config = ParallelConfig(cpu_offload=True, recompute="none")
     model = build_model(section("dense"), 0)
     said = {
-        size: render(make_plan(model, config, 1, global_batch=4, micro_batch=size, seq_len=SEQ))
+        size: render(
+            estimate_layout(model, config, 1, global_batch=4, micro_batch=size, seq_len=SEQ)
+        )
         for size in (1, 4)
     }
     tensors = len(list(model.parameters()))

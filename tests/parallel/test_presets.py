@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_parallel.plan import make_plan
+from forge_parallel.plan import estimate_layout
 from forge_train import load_job
 from forge_train.config.schema import JobConfig
 from forge_train.trainer.build import build_model
@@ -43,7 +43,7 @@ def test_F85_a_preset_loads_and_fits_its_gpus(path: Path) -> None:
     config, gpus = load(path), gpus_of(path)
     per_node = min(gpus, 8)
     assert layout_problems(config, gpus, per_node) == []
-    plan = make_plan(
+    plan = estimate_layout(
         build_model(config.model, 0),
         config.parallel,
         gpus,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from forge_parallel.axes import exchange
-from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
+from forge_parallel.axes import collectives
+from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks, recompilations
@@ -180,17 +180,17 @@ def test_more_kinds_than_torch_expects_are_all_compiled() -> None:
 
 
 def saved_bytes(model: nn.Module) -> int:
-    held: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        held.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(data().requires_grad_())
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    return sum(size for place, size in sizes.items() if place not in own)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(size for address, size in sizes.items() if address not in own)
 
 
 def test_a_memory_budget_is_kept_and_changes_no_number() -> None:
@@ -263,7 +263,7 @@ def blockwise(x: Tensor) -> Tensor:
     return blockwise_attention(heads, heads * 0.5, heads + 1, PLAN).flatten(-2)
 
 
-PLAN = Plan([[Piece(None, 0, 16, 0, 16, True)]])
+PLAN = Tiling([[Tile(None, 0, 16, 0, 16, True)]])
 
 
 def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -283,15 +283,15 @@ def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 def across_ranks() -> dict[str, float]:
     """Error of the compiled gradient of each function that communicates, against the eager one."""
     mesh = rank_mesh((2,), ("tp",))
-    ranks = exchange.Ranks.of(mesh)
+    ranks = collectives.NamedGroup.of(mesh)
     labels = torch.arange(2 * 16).view(2, 16) % (2 * DIM)
     functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "copy": lambda x: exchange.copy(x, ranks),
-        "reduce": lambda x: exchange.reduce(x, ranks),
-        "gather": lambda x: exchange.gather(x, ranks, 1),
-        "scatter": lambda x: exchange.scatter(x, ranks, 1),
-        "cut": lambda x: exchange.cut(x, ranks, 1),
-        "join": lambda x: exchange.join(x, ranks, 1),
+        "copy": lambda x: collectives.copy(x, ranks),
+        "reduce": lambda x: collectives.reduce(x, ranks),
+        "gather": lambda x: collectives.gather(x, ranks, 1),
+        "scatter": lambda x: collectives.scatter(x, ranks, 1),
+        "cut": lambda x: collectives.cut(x, ranks, 1),
+        "join": lambda x: collectives.join(x, ranks, 1),
         "vocab": lambda x: vocab_cross_entropy(x, labels, mesh)[0],
     }
     return {name: worst([gradient(compiled(f))], [gradient(f)]) for name, f in functions.items()}

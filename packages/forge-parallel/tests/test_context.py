@@ -60,10 +60,10 @@ class Context(SimpleNamespace):
     """What a model of one's own may hand to its attention."""
 
     def once(self, key, make):
-        kept = self.__dict__.setdefault("kept", {})
-        if key not in kept:
-            kept[key] = make()
-        return kept[key]
+        saved = self.__dict__.setdefault("saved", {})
+        if key not in saved:
+            saved[key] = make()
+        return saved[key]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:

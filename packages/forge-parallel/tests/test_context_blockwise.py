@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from forge_parallel.axes import attention_kernels, blockwise
-from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
-from forge_parallel.axes.context import documents, packed_plan
+from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
+from forge_parallel.axes.context import documents, packed_tiling
 
 B, S, H, K, D = 2, 16, 4, 2, 8
 
@@ -29,26 +29,26 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
-def random_plan(seed: int, everywhere: bool) -> list[Piece]:
+def random_plan(seed: int, everywhere: bool) -> list[Tile]:
     """Runs of queries, each with a causal piece, a full piece, both or none, on keys of their own."""
-    draw, pieces = random.Random(seed), []
+    draw, tiles = random.Random(seed), []
     for row in [None] if everywhere else range(B):
         begin = 0
         while begin < S:
             size = draw.randint(1, S - begin)
             if draw.random() < 0.8:
                 start = draw.randint(0, S - size)
-                pieces.append(Piece(row, begin, size, S + start, size, True))
+                tiles.append(Tile(row, begin, size, S + start, size, True))
             if draw.random() < 0.8:
                 start = draw.randint(0, S - 1)
-                pieces.append(Piece(row, begin, size, start, draw.randint(1, S - start), False))
+                tiles.append(Tile(row, begin, size, start, draw.randint(1, S - start), False))
             begin += size
-    return pieces
+    return tiles
 
 
-def seen_by(pieces: list[Piece], keys: int) -> Tensor:
+def seen_by(tiles: list[Tile], keys: int) -> Tensor:
     seen = torch.zeros(B, S, keys, dtype=torch.bool)
-    for p in pieces:
+    for p in tiles:
         rows = slice(None) if p.row is None else p.row
         block = torch.ones(p.queries, p.keys, dtype=torch.bool)
         part = (rows, slice(p.query, p.query + p.queries), slice(p.key, p.key + p.keys))
@@ -56,7 +56,7 @@ def seen_by(pieces: list[Piece], keys: int) -> Tensor:
     return seen
 
 
-def with_gradients(function, how: Plan | Tensor, *inputs: Tensor, weight: Tensor) -> list[Tensor]:
+def with_gradients(function, how: Tiling | Tensor, *inputs: Tensor, weight: Tensor) -> list[Tensor]:
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     out = function(*inputs, how)
     (out * weight).sum().backward()
@@ -74,14 +74,14 @@ def test_random_pieces_equal_a_dense_mask(
 ) -> None:
     for seed in range(12):
         torch.manual_seed(seed)
-        pieces = random_plan(seed, everywhere)
-        if not pieces:
+        tiles = random_plan(seed, everywhere)
+        if not tiles:
             continue
         q, weight = torch.randn(2, B, S, H, D).to(dtype)
         k, v = torch.randn(2, B, 2 * S, K, D).to(dtype)
-        plan = Plan([pieces])
-        got = with_gradients(blockwise_attention, plan, q, k, v, weight=weight)
-        seen = seen_by(pieces, 2 * S)
+        tiling = Tiling([tiles])
+        got = with_gradients(blockwise_attention, tiling, q, k, v, weight=weight)
+        seen = seen_by(tiles, 2 * S)
         wide = (t.double() for t in (q, k, v))
         wanted = with_gradients(dense, seen, *wide, weight=weight.double())
         for name, a, b in zip(("out", "q", "k", "v"), got, wanted):
@@ -125,25 +125,25 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention_kernels, "flash_varlen_backward", backward)
     monkeypatch.setattr(blockwise, "kernel_for", lambda q: attention_kernels._FLASH_VARLEN)
     ids = torch.tensor([[0] * 3 + [1] * 6 + [2] * 7, [0] * 5 + [1] * 5 + [-1] * 6])
-    own = packed_plan(documents(ids), S, 0, 1, "ring")  # one rank: no key of another
-    for pieces in (own.parts[0], random_plan(1, False), random_plan(3, True)):
+    own = packed_tiling(documents(ids), S, 0, 1, "ring")  # one rank: no key of another
+    for tiles in (own.parts[0], random_plan(1, False), random_plan(3, True)):
         torch.manual_seed(0)
         q, weight = torch.randn(2, B, S, H, D)
         k, v = torch.randn(2, B, 2 * S, K, D)
         calls.clear()
-        plan = Plan([pieces])
-        got = with_gradients(blockwise_attention, plan, q, k, v, weight=weight)
-        seen = seen_by(list(pieces), 2 * S)
+        tiling = Tiling([tiles])
+        got = with_gradients(blockwise_attention, tiling, q, k, v, weight=weight)
+        seen = seen_by(list(tiles), 2 * S)
         wanted = with_gradients(dense, seen, q, k, v, weight=weight)
         for a, b in zip(got, wanted):
             assert error(a, b) < 1e-5
-        everywhere = pieces[0].row is None
-        assert len(calls) == (len(pieces) if everywhere else len({p.causal for p in pieces}))
+        everywhere = tiles[0].row is None
+        assert len(calls) == (len(tiles) if everywhere else len({p.causal for p in tiles}))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    plan, x = Plan([[Piece(None, 0, 4, 0, 4, True)]]), torch.zeros(1, 4, 6, 8)
+    tiling, x = Tiling([[Tile(None, 0, 4, 0, 4, True)]]), torch.zeros(1, 4, 6, 8)
     with pytest.raises(ValueError, match="heads that divide its own"):
-        blockwise_attention(x, x[:, :, :4], x[:, :, :4], plan)
+        blockwise_attention(x, x[:, :, :4], x[:, :, :4], tiling)
     with pytest.raises(ValueError, match="pad v"):
-        blockwise_attention(x, x, x[..., :4], plan)
+        blockwise_attention(x, x, x[..., :4], tiling)

@@ -14,10 +14,17 @@ from torch import nn
 
 from forge_parallel import ParallelConfig
 from forge_parallel.axes.context import cut_sequence
-from forge_parallel.legal import Cut, Facts, problems, uneven_sequence, uneven_vocab, uneven_width
+from forge_parallel.legal import (
+    Facts,
+    ShardedDim,
+    problems,
+    uneven_sequence,
+    uneven_vocab,
+    uneven_width,
+)
 from forge_parallel.meshes import Axis, Meshes
 from forge_parallel.pipeline import Pipeline
-from forge_parallel.plan import make_plan
+from forge_parallel.plan import estimate_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_models import Llama
@@ -32,10 +39,10 @@ KINDS: dict[str, tuple[dict[str, Any], int, Facts, str]] = {
     "float8": (
         {"float8": "rowwise"}, 1, Facts(seq_len=24, micro_batch=1), "and they are 24 (1 x 24 over 1); use a seq_len"),
     "experts": ({"ep": 2}, 2, Facts(num_experts=3), "ep 2 must divide num_experts 3 of a mixture; use ep = 1, or 2"),
-    "widths": ({"tp": 4}, 4, Facts(widths=[Cut("num_heads 6", 6)]), "num_heads 6 must be divisible by tp 4"),
-    "no id for a rank": ({"tp": 4}, 4, Facts(vocab=[Cut("5 ids", 5)]), "5 ids must leave none of tp 4 ranks empty"),
+    "widths": ({"tp": 4}, 4, Facts(widths=[ShardedDim("num_heads 6", 6)]), "num_heads 6 must be divisible by tp 4"),
+    "no id for a rank": ({"tp": 4}, 4, Facts(vocab=[ShardedDim("5 ids", 5)]), "5 ids must leave none of tp 4 ranks empty"),
     "shards that torch misplaces": (
-        {"tp": 2}, 16, Facts(vocab=[Cut("257 ids", 257, width=36)]),
+        {"tp": 2}, 16, Facts(vocab=[ShardedDim("257 ids", 257, width=36)]),
         "257 ids of width 36 over tp 2 and 8 shards must be divisible by 2, or the width by 8"),
     "a whole that tp would cut": ({"tp": 2}, 2, Facts(whole={"sinks": "none"}), "must go without sinks"),
     "what decides over a micro-batch": (
@@ -73,9 +80,9 @@ def test_rows_are_refused_where_they_cannot_be_cut_and_nowhere_else() -> None:
 def test_parts_of_a_width_are_whole_units_and_those_of_a_table_are_not_empty() -> None:
     for size, unit, tp in product(range(1, 40), (1, 2, 5), (2, 3, 4)):
         part = size / tp
-        assert (uneven_width(Cut("w", size, unit), tp) is None) == (part % unit == 0)
+        assert (uneven_width(ShardedDim("w", size, unit), tp) is None) == (part % unit == 0)
         parts = [len(p) for p in torch.arange(size).chunk(tp)]
-        assert (uneven_vocab(Cut("v", size), tp) is None) == (len(parts) == tp)
+        assert (uneven_vocab(ShardedDim("v", size), tp) is None) == (len(parts) == tp)
 
 
 def test_the_fix_that_is_offered_is_allowed() -> None:
@@ -95,7 +102,7 @@ def test_a_tensor_a_pipeline_and_a_plan_say_the_same_of_rows() -> None:
     asked = (
         lambda: cut_sequence(torch.zeros(1, 14), meshes.cp),
         lambda: Pipeline(nn.Linear(1, 1), config, meshes, seq_len=14, **sizes),
-        lambda: make_plan(model, config, 8, global_batch=16, micro_batch=1, seq_len=14),
+        lambda: estimate_layout(model, config, 8, global_batch=16, micro_batch=1, seq_len=14),
     )
     for ask in asked:
         with pytest.raises(ValueError, match=f"^{wanted}$"):
@@ -123,11 +130,13 @@ def test_a_plan_refuses_what_training_would(
         parts = {"first": ("embedding",), "blocks": "layers", "last": ("norm", "embedding")}
         model.head, model.pipeline_parts = None, lambda: parts
     with pytest.raises(ValueError, match=wanted):
-        make_plan(model, ParallelConfig(**options), 16, global_batch=64, micro_batch=1, seq_len=64)
+        estimate_layout(
+            model, ParallelConfig(**options), 16, global_batch=64, micro_batch=1, seq_len=64
+        )
 
 
 def test_ranks_may_share_what_says_so() -> None:
-    heads = Cut("2 heads", 2, shared=True)
+    heads = ShardedDim("2 heads", 2, shared=True)
     assert [tp for tp in range(1, 9) if uneven_width(heads, tp) is None] == [1, 2, 4, 6, 8]
-    assert uneven_width(Cut("2 heads", 2), 4) is not None
+    assert uneven_width(ShardedDim("2 heads", 2), 4) is not None
     assert "or divide it; use tp 1, 2" in (uneven_width(heads, 3) or "")

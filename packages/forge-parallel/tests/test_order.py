@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_parallel.axes.local import swap
+from forge_parallel.axes.local import add_mixin
 from forge_parallel.compile import compile_blocks
 from forge_parallel.float8 import convert_float8
 from forge_parallel.order import STEPS, OrderError, mark
@@ -50,14 +50,14 @@ def test_F15_float8_after_tensor_parallelism_would_lose_the_communication() -> N
     config = torchao.Float8LinearConfig(emulate=True)
 
     right = torchao.convert_to_float8_training(model(), config=config)
-    swap(right[2], Summed)
+    add_mixin(right[2], Summed)
     wrong = model()
-    swap(wrong[2], Summed)
+    add_mixin(wrong[2], Summed)
     torchao.convert_to_float8_training(wrong, config=config)
     assert torch.allclose(right(x), 2 * wrong(x))  # half of the answer, no error
 
     refused = model()
-    swap(refused[2], Summed)
+    add_mixin(refused[2], Summed)
     mark(refused, "tensor")
     with pytest.raises(OrderError) as error:
         convert_float8(refused, min_dim=16)

@@ -14,16 +14,17 @@ from torch import nn
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.config import Layout
 from forge_parallel.plan import (
-    Case,
-    Plan,
+    Candidate,
+    Estimate,
     Profile,
+    SearchSpace,
     Storage,
     Topology,
-    Wish,
-    choose,
+    auto_layout,
+    estimate_layout,
     find_hardware,
-    make_plan,
     render,
+    score,
     search,
 )
 from forge_parallel.plan.memory import local_numel, micro_batches_in_flight
@@ -44,9 +45,11 @@ SIZES_70B = {
 }
 
 
-def case_of(model: nn.Module, world: int, batch: int = 32, micro: int = 1, **options: Any) -> Case:
+def candidate_of(
+    model: nn.Module, world: int, batch: int = 32, micro: int = 1, **options: Any
+) -> Candidate:
     config = ParallelConfig(device="cpu", **options)
-    return Case(Profile(model, SEQ), config, world, batch, micro, H200, 8, Storage())
+    return Candidate(Profile(model, SEQ), config, world, batch, micro, H200, 8, Storage())
 
 
 class Saved:
@@ -76,7 +79,7 @@ class Saved:
         return sum(t.untyped_storage().nbytes() for t in self.found.values())
 
 
-def kept(profile: Profile, found: Any) -> int:
+def saved_bytes(profile: Profile, found: Any) -> int:
     blocks = sum(found.kinds[k].saved for k in profile.order)
     return int(found.first.saved + found.last.saved + found.shared + blocks)
 
@@ -89,7 +92,7 @@ def test_activations_are_what_a_real_forward_keeps(dtype: torch.dtype) -> None:
     model = Llama(**heads).to(dtype)
     with Saved(model) as saved:
         model(torch.zeros(3, SEQ, dtype=torch.int64))
-    assert kept(profile, trace(profile, dtype=dtype, rows=3)) == pytest.approx(
+    assert saved_bytes(profile, trace(profile, dtype=dtype, rows=3)) == pytest.approx(
         saved.bytes, rel=0.01
     )
 
@@ -125,7 +128,7 @@ def test_activations_under_tensor_parallelism(sequence_parallel: bool) -> None:
     profile = Profile(on_meta(), SEQ)
     found = trace(profile, tp=2, sequence_parallel=sequence_parallel, dtype=torch.float32, rows=2)
     for measured in run_on_ranks(2, _saved_under_tp, sequence_parallel):
-        assert kept(profile, found) == pytest.approx(measured, rel=0.1)
+        assert saved_bytes(profile, found) == pytest.approx(measured, rel=0.1)
 
 
 def _shards(options: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
@@ -150,8 +153,8 @@ def test_parameters_are_exact_for_tables_that_are_sharded_by_width_and_by_ids(vo
 
 
 def _planned(world: int, options: dict[str, Any], sizes: dict[str, int]) -> int:
-    case = case_of(on_meta(**sizes), world, **options)
-    return sum(local_numel(row, case) for part in case.load(0).parts for row in part.rows)
+    candidate = candidate_of(on_meta(**sizes), world, **options)
+    return sum(local_numel(row, candidate) for part in candidate.load(0).parts for row in part.rows)
 
 
 def _found(world: int, options: dict[str, Any], sizes: dict[str, int]) -> int:
@@ -172,9 +175,11 @@ def test_a_copy_less_recomputed_and_a_row_less_kept() -> None:
 
 def plan(
     model: nn.Module, world: int, batch: int = 32, micro_batch: int = 1, **options: Any
-) -> Plan:
+) -> Estimate:
     config = ParallelConfig(device="cpu", **options)
-    return make_plan(model, config, world, global_batch=batch, micro_batch=micro_batch, seq_len=SEQ)
+    return estimate_layout(
+        model, config, world, global_batch=batch, micro_batch=micro_batch, seq_len=SEQ
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,9 +187,9 @@ def plan(
     [("gpipe", 8, 8, 8), ("1f1b", 8, 4, 1), ("interleaved_1f1b", 8, 5.5, 2.5), ("zbv_zero_bubble", 8, 4, 4)],
 )  # fmt: skip
 def test_micro_batches_in_flight(schedule: str, batches: int, first: float, last: float) -> None:
-    case = case_of(on_meta(layers=8), 4, batch=batches, pp=4, pp_schedule=schedule)
-    assert micro_batches_in_flight(case, 0) == first
-    assert micro_batches_in_flight(case, 3) == last
+    candidate = candidate_of(on_meta(layers=8), 4, batch=batches, pp=4, pp_schedule=schedule)
+    assert micro_batches_in_flight(candidate, 0) == first
+    assert micro_batches_in_flight(candidate, 3) == last
 
 
 def test_traffic_of_fsdp_and_hsdp() -> None:
@@ -248,7 +253,7 @@ def test_places_on_nodes_of_four_and_eight() -> None:
 def test_what_does_not_fit_is_said(options: dict[str, Any], message: str) -> None:
     sizes = {k: options.pop(k, v) for k, v in (("batch", 16), ("micro_batch", 1), ("seq", SEQ))}
     with pytest.raises(ValueError, match=message):
-        make_plan(on_meta(), ParallelConfig(**options), 8, global_batch=sizes["batch"],
+        estimate_layout(on_meta(), ParallelConfig(**options), 8, global_batch=sizes["batch"],
                   micro_batch=sizes["micro_batch"], seq_len=sizes["seq"])  # fmt: skip
 
 
@@ -257,8 +262,8 @@ def test_a_model_without_parts_is_planned_without_a_pipeline() -> None:
     model.pipeline_parts = None
     with pytest.raises(ValueError, match=r"Llama must offer pipeline_parts\(\)"):
         plan(model, 4, pp=2)
-    found = search(Wish(Profile(model, SEQ), ParallelConfig(), 4, 32, H200, 4))
-    assert {c.case.layout.pp for c in found} == {1}
+    found = search(SearchSpace(Profile(model, SEQ), ParallelConfig(), 4, 32, H200, 4))
+    assert {c.candidate.layout.pp for c in found} == {1}
 
 
 def test_a_part_of_a_layer_must_be_the_multiple_that_its_role_says() -> None:
@@ -267,7 +272,7 @@ def test_a_part_of_a_layer_must_be_the_multiple_that_its_role_says() -> None:
         "layers.*.gate_proj.*": {"role": "colwise", "multiple_of": 160}
     }
     model.parallel_roles = lambda: roles
-    assert "gate_proj" in str(Profile(model, SEQ).misfits_tp(2))
+    assert "gate_proj" in str(Profile(model, SEQ).tp_problems(2))
 
 
 def test_tp_leaves_its_node_only_when_told() -> None:
@@ -279,27 +284,35 @@ def test_tp_leaves_its_node_only_when_told() -> None:
 def test_a_70b_on_256_gpus_is_searched_quickly_and_told_in_words() -> None:
     started = time.perf_counter()
     profile = Profile(on_meta(**SIZES_70B), 4096)
-    wish = Wish(profile, ParallelConfig(compile=True), 256, 512, H200, 8, micro_batches=(1, 2))
-    best, reasons = choose(wish)
+    space = SearchSpace(
+        profile, ParallelConfig(compile=True), 256, 512, H200, 8, micro_batches=(1, 2)
+    )
+    best, reasons = auto_layout(space)
     assert time.perf_counter() - started < 60
     assert best.fits
-    assert best.case.layout.tp <= 8
+    assert best.candidate.layout.tp <= 8
     assert "the best of" in reasons[0]
-    text = render(make_plan(profile, best.case.config, 256, global_batch=512,
-                            micro_batch=best.case.micro_batch, gpus_per_node=8), [best])  # fmt: skip
+    text = render(estimate_layout(profile, best.candidate.config, 256, global_batch=512,
+                            micro_batch=best.candidate.micro_batch, gpus_per_node=8), [best])  # fmt: skip
     assert "70.55 B parameters on 256 x h200, 32 nodes of 8" in text
     assert "fits" in text
 
 
 def test_the_choice_is_the_same_each_time_and_nothing_better_is_left() -> None:
-    wish = Wish(Profile(on_meta(), SEQ), ParallelConfig(), 8, 32, H200, 8, micro_batches=(1, 2, 4))
-    ranked = search(wish)
-    assert ranked[0].score == max(c.score for c in ranked if c.fits)
-    assert choose(wish)[0].case.config == choose(wish)[0].case.config == ranked[0].case.config
+    space = SearchSpace(
+        Profile(on_meta(), SEQ), ParallelConfig(), 8, 32, H200, 8, micro_batches=(1, 2, 4)
+    )
+    ranked = search(space)
+    assert score(ranked[0]) == max(score(c) for c in ranked if c.fits)
+    assert (
+        auto_layout(space)[0].candidate.config
+        == auto_layout(space)[0].candidate.config
+        == ranked[0].candidate.config
+    )
 
 
 def test_too_little_memory_names_the_smallest_layout() -> None:
     profile = Profile(on_meta(**SIZES_70B), 4096)
-    wish = Wish(profile, ParallelConfig(), 4, 64, H200, 4, micro_batches=(1,))
+    space = SearchSpace(profile, ParallelConfig(), 4, 64, H200, 4, micro_batches=(1,))
     with pytest.raises(ValueError, match=r"70.6 B parameters on 4 x h200 must stay below 120 GB"):
-        choose(wish)
+        auto_layout(space)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from forge_parallel import ParallelConfig
-from forge_parallel.plan import Plan, Profile, Storage, make_plan
+from forge_parallel.plan import Estimate, Profile, Storage, estimate_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_models import on_meta
@@ -67,9 +67,9 @@ def _profile(name: str) -> Profile:
 
 
 @cache
-def planned(row: Row) -> Plan:
+def planned(row: Row) -> Estimate:
     compiled = row.model != "13B" or row.tp > 1
-    return make_plan(
+    return estimate_layout(
         _profile(row.model),
         ParallelConfig(dp_shard=row.fsdp, tp=row.tp, recompute="full", compile=compiled),
         row.gpus,

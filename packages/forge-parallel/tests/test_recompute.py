@@ -74,7 +74,7 @@ class Memory:
     """Bytes that autograd and selective recomputation hold, parameters not counted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held: list[Tensor] = []
+        self.saved: list[Tensor] = []
         self.records: list[Any] = []
         make = recompute_file.selective_contexts
 
@@ -87,7 +87,7 @@ class Memory:
 
     def hooks(self) -> Any:
         def pack(tensor: Tensor) -> Tensor:
-            self.held.append(tensor)
+            self.saved.append(tensor)
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -95,9 +95,9 @@ class Memory:
     def bytes(self, model: nn.Module) -> int:
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         outputs = [o for r in self.records for calls in r.outputs.values() for o in calls]
-        tensors = [*self.held, *(t for o in outputs for t in recompute_file._tensors(o.value))]
+        tensors = [*self.saved, *(t for o in outputs for t in recompute_file.tensors_in(o.value))]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(size for place, size in sizes.items() if place not in own)
+        return sum(size for address, size in sizes.items() if address not in own)
 
 
 def gradients(model: nn.Module, halves: bool, memory: Memory | None = None) -> list[Tensor]:
@@ -134,16 +134,16 @@ def test_less_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured on the three blocks, in units of one (B, S, D) tensor. Plain: per block the input, its
     norm, q k v (3), attention, out, the middle, its norm, up (4), silu (4), dropout's mask and product
     (4 + 4), about 25. Full: the input alone."""
-    held = {}
+    saved = {}
     for mode in ("none", "selective", "full"):
         memory = Memory(monkeypatch)
         model = Net()
         recompute(model.blocks(), mode)
         gradients(model, False, memory)
-        held[mode] = memory.bytes(model) / (data().numel() * 4) / 3
-    assert 18 < held["none"] < 28
-    assert held["selective"] < 0.6 * held["none"]  # 10 products and attention, the input, the lse
-    assert held["full"] < 1.5
+        saved[mode] = memory.bytes(model) / (data().numel() * 4) / 3
+    assert 18 < saved["none"] < 28
+    assert saved["selective"] < 0.6 * saved["none"]  # 10 products and attention, the input, the lse
+    assert saved["full"] < 1.5
 
 
 def test_every_second_block() -> None:

@@ -46,7 +46,7 @@ def rank_main() -> dict[str, object]:
         StartError,
         end_process_group,
         find_world,
-        meeting,
+        rendezvous,
         start_process_group,
         store,
     )
@@ -61,7 +61,7 @@ def rank_main() -> dict[str, object]:
     facts = {"config": os.environ.get("CONFIG", "same")}
     timeout = float(os.environ.get("TIMEOUT", "20"))
     torch.__version__ = os.environ.get("TORCH_SAYS", torch.__version__)
-    for module in (store, meeting):
+    for module in (store, rendezvous):
         module.ANSWER_SECONDS = float(os.environ.get("ANSWER", module.ANSWER_SECONDS))
     sums = []
     try:
@@ -102,7 +102,7 @@ def serve() -> None:
     import forge_parallel.start  # noqa: F401
 
     for line in sys.stdin:
-        ranks = []
+        format_ranks = []
         for environ in json.loads(line):
             read, write = os.pipe()
             pid = os.fork()
@@ -112,9 +112,9 @@ def serve() -> None:
                 os.write(write, answer)
                 os._exit(0)
             os.close(write)
-            ranks.append((pid, read))
+            format_ranks.append((pid, read))
         answers = []
-        for pid, read in ranks:
+        for pid, read in format_ranks:
             with os.fdopen(read) as file:
                 answers.append(json.loads(file.read() or "null"))
             os.waitpid(pid, 0)
@@ -149,10 +149,10 @@ class Ranks:
 @pytest.fixture(scope="module")
 def start() -> Iterator[Ranks]:
     """`start(environments)`: fork a rank for each and return what each saw."""
-    ranks = Ranks()
-    yield ranks
-    ranks.process.send_signal(signal.SIGKILL)
-    ranks.process.communicate()
+    format_ranks = Ranks()
+    yield format_ranks
+    format_ranks.process.send_signal(signal.SIGKILL)
+    format_ranks.process.communicate()
 
 
 pytestmark = pytest.mark.distributed
@@ -251,7 +251,11 @@ def test_F104_keys_bear_the_name_of_the_run(start, strangers_store):
     for key, value in TAKEN.items():
         for run in ("", "/", "/other"):
             strangers_store.set(f"forge{run}/0/1/{key}", value)
-    common = {"TORCHELASTIC_USE_AGENT_STORE": "True", "FORGE_RUN_NAME": "mine", "TIMEOUT": "5"}
+    common = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "FORGE_RUN_NAME": "description",
+        "TIMEOUT": "5",
+    }
     answers = start(plain(2, strangers_store.port, **common))
     assert [answer.get("sums", answer) for answer in answers] == [[3.0, 3.0]] * 2
 
@@ -285,7 +289,7 @@ def test_a_master_address_of_another_host_is_found_by_rank_0(start):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "found"),
     [
         (
             "CONFIG",
@@ -299,11 +303,11 @@ def test_a_master_address_of_another_host_is_found_by_rank_0(start):
         ),
     ],
 )
-def test_facts_that_differ_are_named_on_every_rank(start, name, value, said):
+def test_facts_that_differ_are_named_on_every_rank(start, name, value, found):
     environs = plain(3, free_port())
     environs[2][name] = value
     for answer in start(environs):
-        assert said.format(host=socket.gethostname()) in answer["error"]
+        assert found.format(host=socket.gethostname()) in answer["error"]
 
 
 def test_a_rank_of_a_larger_world_refuses(start):
@@ -329,8 +333,8 @@ def two_hosts() -> Iterator[list[str]]:
     names = [f"forge{os.getpid()}{end}" for end in "ab"]
     cables = [f"fg{os.getpid()}{end}" for end in "ab"]
 
-    def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    def ip(*descriptions: str) -> None:
+        done = subprocess.run(["ip", *descriptions], capture_output=True, text=True)
         if done.returncode != 0:
             pytest.skip(f"network namespaces are not allowed here: {done.stderr.strip()}")
 

@@ -8,7 +8,7 @@ import pytest
 
 import forge_parallel.start
 from forge_parallel.start import World, find_world
-from forge_parallel.start.meeting import differences, ranks
+from forge_parallel.start.rendezvous import format_ranks, mismatches
 from forge_parallel.start.world import first_host, tasks_per_node
 
 RANKS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -160,15 +160,15 @@ def test_differences_name_the_first_rank_and_both_values():
     def one(host: str, gpu: str | None = None, **facts: str) -> dict:
         return {"host": host, "device": "cuda:0", "gpu": gpu, "facts": facts}
 
-    assert differences({0: one("a", torch="2.13"), 1: one("b", torch="2.13")}) == []
-    assert differences({0: one("a", torch="2.13"), 1: one("a", torch="2.13"), 3: one("b")}) == [
+    assert mismatches({0: one("a", torch="2.13"), 1: one("b", torch="2.13")}) == []
+    assert mismatches({0: one("a", torch="2.13"), 1: one("a", torch="2.13"), 3: one("b")}) == [
         "rank 3 on host b has torch None, rank 0 on host a has 2.13"
     ]
-    (same,) = differences({0: one("a", "GPU-1"), 1: one("a", "GPU-2"), 2: one("a", "GPU-1")})
+    (same,) = mismatches({0: one("a", "GPU-1"), 1: one("a", "GPU-2"), 2: one("a", "GPU-1")})
     assert "ranks 0 and 2 on host a both use GPU GPU-1 (cuda:0)" in same
 
 
 def test_ranks_are_listed_briefly():
-    assert ranks([3]) == "rank 3"
-    assert ranks([2, 3]) == "ranks 2, 3"
-    assert ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([2, 3]) == "ranks 2, 3"
+    assert format_ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"

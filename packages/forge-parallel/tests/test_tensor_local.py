@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from forge_parallel.axes.local import swap, use_local
+from forge_parallel.axes.local import add_mixin, use_local
 from forge_testing import run_on_ranks
 
 
@@ -20,8 +20,8 @@ def test_swapped_module_is_still_what_it_was():
     linear, other = nn.Linear(3, 2), nn.Linear(3, 2)
     names, x = list(linear.state_dict()), torch.ones(1, 3)
     before = linear(x)
-    swap(linear, Twice)
-    swap(other, Twice)
+    add_mixin(linear, Twice)
+    add_mixin(other, Twice)
     assert type(linear) is type(other)
     assert isinstance(linear, nn.Linear)
     assert torch.equal(linear(x), 2 * before)

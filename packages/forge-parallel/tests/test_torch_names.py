@@ -46,8 +46,8 @@ def test_a_gathered_parameter_of_another_name_is_refused() -> None:
 def test_a_mark_that_the_compiler_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo  # without it nothing is asked
 
-    called = _torch_compat.not_compiled(lambda: 1)
+    called = _torch_compat.disable_compile(lambda: 1)
     assert called() == 1
     monkeypatch.setattr(torch.compiler, "disable", lambda function: function)
     with pytest.raises(AttributeError, match="must have _torchdynamo_disable"):
-        _torch_compat.not_compiled(lambda: 1)()
+        _torch_compat.disable_compile(lambda: 1)()

@@ -14,12 +14,12 @@ from forge_parallel.plan import (
     HARDWARE,
     Hardware,
     Profile,
+    SearchSpace,
     Storage,
-    Wish,
-    choose,
+    auto_layout,
     describe,
+    estimate_layout,
     find_hardware,
-    make_plan,
     render,
     search,
 )
@@ -50,15 +50,15 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
     """Print what `config` needs on these GPUs, and what else there is. ConfigError where it cannot run."""
     gpu, per_node = _machine(config, flags)
     profile = _profile(config)
-    wish = _wish(config, profile, flags.gpus, per_node, gpu)
+    space = _space(config, profile, flags.gpus, per_node, gpu)
     parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
-        parallel, reasons = _chosen(wish)
+        parallel, reasons = _auto_layout(space)
     problems = layout_problems(replace(config, parallel=parallel), flags.gpus, per_node)
     if problems:
         raise ConfigError(problems)
     try:
-        plan = make_plan(
+        plan = estimate_layout(
             profile,
             parallel,
             flags.gpus,
@@ -66,24 +66,24 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
             micro_batch=config.train.micro_batch,
             hardware=gpu,
             gpus_per_node=per_node,
-            storage=wish.storage,
+            storage=space.storage,
         )
         fits = plan.fits  # what cannot be traced is said here
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
     sizes = dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8))
-    others = search(replace(wish, micro_batches=tuple(sizes), config=parallel))
+    others = search(replace(space, micro_batches=tuple(sizes), config=parallel))
     if flags.json:
-        rows = [{"layout": describe(c.case), "peak": c.peak, "fits": c.fits,
+        rows = [{"layout": describe(c.candidate), "peak": c.peak, "fits": c.fits,
                  "tokens_per_second": c.time.tokens_per_second} for c in others[:_SHOWN]]  # fmt: skip
         print(json.dumps({**plan.to_dict(), "reasons": reasons, "alternatives": rows}))
     else:
         print("\n".join([*reasons, render(plan, others[:_SHOWN])]), end="")
     if not fits:
-        allowed = (describe(c.case) for c in others if c.fits)
+        allowed = (describe(c.candidate) for c in others if c.fits)
         fix = next(allowed, "more GPUs, shorter rows or a smaller model")
         raise ConfigError([
-            f"parallel: {describe(plan.case)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must "
+            f"parallel: {describe(plan.candidate)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must "
             f"stay below {gpu.limit / 1e9:.0f} of an {gpu.name}; use {fix}"
         ])  # fmt: skip
 
@@ -102,7 +102,7 @@ def choose_layout(
     if config.parallel.device == "cpu" or not torch.cuda.is_available():
         return manual, [f"FSDP over all {world_size} ranks: on CPUs nothing else was measured"]
     profile = _profile(config)
-    return _chosen(_wish(config, profile, world_size, gpus_per_node, _this_gpu()))
+    return _auto_layout(_space(config, profile, world_size, gpus_per_node, _this_gpu()))
 
 
 def _profile(config: JobConfig) -> Profile:
@@ -112,20 +112,22 @@ def _profile(config: JobConfig) -> Profile:
     return Profile(model, config.data.seq_len)
 
 
-def _chosen(wish: Wish) -> tuple[ParallelConfig, list[str]]:
+def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
     try:
-        best, reasons = choose(replace(wish, modes=(wish.config.recompute,)))
+        best, reasons = auto_layout(replace(space, modes=(space.config.recompute,)))
     except ValueError:
         try:
-            best, reasons = choose(wish)
+            best, reasons = auto_layout(space)
         except ValueError as error:
             raise ConfigError([f"parallel.layout auto: {error}"]) from error
-    return best.case.config, reasons
+    return best.candidate.config, reasons
 
 
-def _wish(config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware) -> Wish:
+def _space(
+    config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware
+) -> SearchSpace:
     storage = Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0))
-    return Wish(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
+    return SearchSpace(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
                 per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
 
 

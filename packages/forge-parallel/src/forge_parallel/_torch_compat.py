@@ -19,7 +19,7 @@ Borders = tuple[Tensor, Tensor, int, int]
 """Cumulative lengths of queries and of keys, int32 on the device, and the longest of each."""
 
 
-def must_have(owner: Any, *names: str) -> None:
+def require_attributes(owner: Any, *names: str) -> None:
     """Raise AttributeError if a class or function of torch lacks what is overridden or looked for here.
 
     Under another name it would not be missed: torch would never call what overrides it.
@@ -55,7 +55,7 @@ def set_timeout(group: Any, seconds: float) -> None:
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def forget_meshes() -> None:
+def clear_sharding_caches() -> None:
     """Let DTensor forget, in this thread, the layouts of results that it has worked out.
 
     It keeps them by meshes that compare equal, also to one of a later process group whose groups have other names.
@@ -66,7 +66,7 @@ def forget_meshes() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def reduce_alike(meshes: Mapping[Any, Any]) -> None:
+def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
     """Let all ranks reduce the same gradients of FSDP2 units, {module: mesh}, whatever each rank used.
 
     FSDP2 packs the gradients that this rank has, so ranks that used different parameters add one's to another's.
@@ -94,14 +94,14 @@ def reduce_alike(meshes: Mapping[Any, Any]) -> None:
         state._root_post_backward_final_callback = ending
 
 
-def read_dtypes_again(module: Any) -> None:
+def refresh_grad_dtypes(module: Any) -> None:
     """Let an FSDP2 unit take the dtypes of its gradients from the parameters that are trained now.
 
     FSDP2 looks once, at the first forward, and finds none where all were frozen: it would then sum in the compute
     dtype and leave gradients in it.
     """
     for group in _groups(module._get_fsdp_state()):
-        must_have(type(group), "_init_mp_dtypes")
+        require_attributes(type(group), "_init_mp_dtypes")
         group._init_mp_dtypes()
 
 
@@ -140,14 +140,14 @@ def _drop_unused(groups: list[Any], mesh: Any, used: set[Any]) -> None:
     parameters = [parameter for group in groups for parameter in _trained(group)]
     if not parameters:
         return
-    mine = [parameter in used for parameter in parameters]
+    used_here = [parameter in used for parameter in parameters]
     # of the device itself where everything was used: a copy from the host would wait for what runs there
-    flags = torch.ones(len(mine), dtype=torch.uint8, device=mesh.device_type)
-    if not all(mine):
-        flags.copy_(torch.tensor(mine, dtype=torch.uint8))
+    flags = torch.ones(len(used_here), dtype=torch.uint8, device=mesh.device_type)
+    if not all(used_here):
+        flags.copy_(torch.tensor(used_here, dtype=torch.uint8))
     for axis in range(mesh.ndim):
         dist.all_reduce(flags, dist.ReduceOp.MAX, mesh.get_group(axis))
-    if not all(mine):
+    if not all(used_here):
         for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
             if not is_used:
                 parameter.sharded_param.grad = None
@@ -199,7 +199,7 @@ def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
     return start_reduce_scatter(x, size, group_name)()
 
 
-def result_of_function(x: Tensor) -> Tensor:
+def function_output(x: Tensor) -> Tensor:
     """What the forward of a custom autograd function returns, where an operator may have returned its own input.
 
     Compiled by Dynamo of torch 2.11, such a result (`to` the dtype it has, `contiguous` of what is, `wait_tensor`)
@@ -247,13 +247,13 @@ def alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Which memory a tensor lies in, fake tensors too: the same number for all its views."""
     return tensor.untyped_storage()._cdata
 
 
 @functools.cache
-def written(operator: Any) -> tuple[tuple[int, str], ...]:
+def mutated_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of each argument that an operator changes."""
     schema = getattr(operator, "_schema", None)  # a higher-order operator has none
     arguments = enumerate(getattr(schema, "arguments", ()))
@@ -276,9 +276,9 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def stage_of(base: Any) -> Any:
     """The class of `pipeline_stage`."""
-    must_have(base, "_get_init_p2p_neighbors_ops", "backward_weight_one_chunk")
+    require_attributes(base, "_get_init_p2p_neighbors_ops", "backward_weight_one_chunk")
     if torch.__version__ < "2.12":
-        must_have(base, "_validate_fwd_outputs")
+        require_attributes(base, "_validate_fwd_outputs")
 
     class Stage(base):
         def _validate_fwd_outputs(self, outputs: Any) -> None:
@@ -314,7 +314,7 @@ def _fsdp_parameters(model: Any) -> Iterator[Any]:
 
 def _gathered(parameter: Any) -> Any:
     """The whole of a parameter that FSDP2 has gathered before, else None."""
-    must_have(type(parameter), "_unsharded_param")
+    require_attributes(type(parameter), "_unsharded_param")
     return getattr(parameter, "_unsharded_param", None)
 
 
@@ -360,7 +360,7 @@ def flash_varlen_backward(
     )
 
 
-def not_compiled(function: F) -> F:
+def disable_compile(function: F) -> F:
     """`torch.compiler.disable`, applied at the first call after something loaded the compiler.
 
     The decorator itself imports the compiler, half a second that everybody who imports us would pay for.
@@ -369,7 +369,7 @@ def not_compiled(function: F) -> F:
     @functools.cache
     def disabled() -> Any:
         made = torch.compiler.disable(function)
-        must_have(made, "_torchdynamo_disable")
+        require_attributes(made, "_torchdynamo_disable")
         return made
 
     @functools.wraps(function)
@@ -420,7 +420,7 @@ def count_compilations() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], again
 
 
-def allow_graphs(number: int) -> None:
+def raise_recompile_limit(number: int) -> None:
     """Let that many graphs of the same code live; beyond, torch runs it uncompiled (8 by default)."""
     from torch._dynamo import config
 

@@ -17,7 +17,7 @@ from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.parts import blocks_by_key, part_problems, parts_of
 from forge_parallel.structure import Structure
 
-__all__ = ["check_model", "facts_of", "tell_of_blocks"]
+__all__ = ["check_model", "facts_of", "report_blocks"]
 
 
 def check_model(
@@ -32,9 +32,9 @@ def check_model(
     facts = facts_of(model, layout, structure, matched)
     found = problems(config, layout, facts)
     if meshes.dense is not None and not facts.obstacles.get("pp"):
-        found += _shared(model, meshes, structure)
+        found += _shared_across_units(model, meshes, structure)
     if meshes.sparse is not None:
-        found += _experts_apart(model, meshes, matched)
+        found += _expert_problems(model, meshes, matched)
     if found:
         raise ValueError(merge_layers(found))
 
@@ -62,13 +62,13 @@ def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Ma
 def _layout(meshes: Meshes) -> Layout:
     """As far as rules ask of it: copies of a model are alike."""
     shards = 1 if meshes.dense is None else meshes.dense["dp_shard"].size()
-    spread = meshes.sparse is not None and "ep" in meshes.sparse.mesh_dim_names
-    ep = meshes.sparse["ep"].size() if spread else 1
+    on_ep = meshes.sparse is not None and "ep" in meshes.sparse.mesh_dim_names
+    ep = meshes.sparse["ep"].size() if on_ep else 1
     cp = meshes.cp.size
     return Layout(meshes.pp.size, 1, shards // cp, cp, meshes.tp.size, ep)
 
 
-def tell_of_blocks(
+def report_blocks(
     model: nn.Module,
     config: ParallelConfig,
     meshes: Meshes,
@@ -81,8 +81,8 @@ def tell_of_blocks(
         report(structure.chosen)
     elif structure.chosen and not meshes.rank:
         warnings.warn(structure.chosen, stacklevel=3)
-    spread = meshes.dense is not None and meshes.fsdp(meshes.dense).size() > 1
-    if not spread or meshes.rank or structure.blocks:
+    sharded = meshes.dense is not None and meshes.fsdp(meshes.dense).size() > 1
+    if not sharded or meshes.rank or structure.blocks:
         return
     size = sum(p.numel() for p in model.parameters()) / meshes.tp.size
     size *= 2 if config.precision == "bf16" else 4
@@ -94,7 +94,7 @@ def tell_of_blocks(
     )
 
 
-def _shared(model: nn.Module, meshes: Meshes, structure: Structure) -> list[str]:
+def _shared_across_units(model: nn.Module, meshes: Meshes, structure: Structure) -> list[str]:
     """Parameters under several names that would become several: in units of FSDP2, or in stages."""
     blocks = {id(block) for block in structure.modules(model)}
     modules = model.named_modules(remove_duplicate=False)
@@ -107,32 +107,32 @@ def _shared(model: nn.Module, meshes: Meshes, structure: Structure) -> list[str]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    apart = [
+    split_names = [
         same
         for same in names.values()
-        if any(len({_place(name, view) for name in same}) > 1 for view in views)
+        if any(len({_value_of_owner(name, view) for name in same}) > 1 for view in views)
     ]
-    if not apart:
+    if not split_names:
         return []
-    more = f" (so are those of {len(apart) - 1} more)" if len(apart) > 1 else ""
+    more = f" (so are those of {len(split_names) - 1} more)" if len(split_names) > 1 else ""
     return [
-        f"{' and '.join(apart[0])}: are one parameter{more}, and {type(model).__name__} holds it in several of "
+        f"{' and '.join(split_names[0])}: are one parameter{more}, and {type(model).__name__} holds it in several of "
         "its blocks and ends, each of which would get its own; let one module outside of the blocks hold it, in "
         "a pipeline one that `first` and `last` name alike"
     ]
 
 
-def _place(parameter: str, places: Mapping[str, object]) -> object:
+def _value_of_owner(parameter: str, values: Mapping[str, object]) -> object:
     """The place of the innermost module around a parameter that has one."""
     module = parameter
     while module:
         module = module.rpartition(".")[0]
-        if module in places:
-            return places[module]
+        if module in values:
+            return values[module]
     return None
 
 
-def _experts_apart(model: nn.Module, meshes: Meshes, matched: Matched) -> list[str]:
+def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list[str]:
     """Experts lie in modules of their own, and over the ranks of ep already."""
     parameters = dict(model.named_parameters())
     names = [name for name in matched.expert_parameters if name in parameters]
@@ -149,7 +149,7 @@ def _experts_apart(model: nn.Module, meshes: Meshes, matched: Matched) -> list[s
     owners: dict[str, object] = {name.rpartition(".")[0]: name for name in names}
     known = set(names)
     for other in [n for n in parameters if n not in known]:
-        if (expert := _place(other, owners)) is not None:
+        if (expert := _value_of_owner(other, owners)) is not None:
             problems.append(
                 f"{expert} and {other}: lie in one module, and experts are laid out apart from the rest; put them "
                 "into a module of their own"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_parallel._torch_compat import allow_graphs, compiler, count_compilations
+from forge_parallel._torch_compat import compiler, count_compilations, raise_recompile_limit
 from forge_parallel.order import mark
 from forge_parallel.recompute import TrainingForward, is_selective
 from forge_parallel.structure import Structure, structure_of
@@ -58,16 +58,16 @@ def compile_blocks(
             "recompute selective must go without compile, which chooses what to recompute by itself; use "
             "recompute = 'none' with memory_budget = 0.7, or recompute = 'full'"
         )
-    from forge_parallel.axes.local import swap  # late: DTensor costs half a second to import
+    from forge_parallel.axes.local import add_mixin  # late: DTensor costs half a second to import
 
     mark(model, "compile")
     graphs = compiler(backend, memory_budget)
     ready: dict[Any, Callable[..., Any]] = {}  # blocks of one class share what was compiled
     parts: list[Any] = [part for block in blocks for part in _parts(block)]
-    allow_graphs(max(64, len(parts) + 8))  # each block may be of its own kind
+    raise_recompile_limit(max(64, len(parts) + 8))  # each block may be of its own kind
     for part in parts:
         if not isinstance(part, TrainingForward):
-            swap(part, TrainingForward)
+            add_mixin(part, TrainingForward)
         forward = super(TrainingForward, part).forward.__func__
         if forward not in ready:
             ready[forward] = torch.compile(forward, backend=graphs, dynamic=False)

@@ -198,8 +198,8 @@ class ParallelConfig:
     def _product(self, shard: int) -> str:
         """The axes that are set, as a product: `dp_replicate 2 x tp 4`."""
         sizes = {"dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp, "pp": self.pp}
-        said = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        return " x ".join(said + ([f"dp_shard {shard}"] if shard != -1 else []))
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return " x ".join(parts + ([f"dp_shard {shard}"] if shard != -1 else []))
 
     def _check_nodes(self, world_size: int, per_node: int | None) -> None:
         """tp and ep groups of neighbouring ranks must not straddle a node's border."""

@@ -81,8 +81,8 @@ def convert_float8(
 
     Raises ValueError for an unknown recipe or a combination that is refused, ImportError without torchao.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _check(model, recipe, all_gather, place, tp)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _check(model, recipe, all_gather, target, tp)
     torchao = _torchao()
     if matched is None:
         matched = find_roles(model, roles, cut=tp > 1)
@@ -94,9 +94,9 @@ def convert_float8(
         if not isinstance(linear, nn.Linear):
             continue
         role = matched.parameters.get(f"{name}.weight")
-        shape = _local(linear, role, tp)
+        shape = _local_shape(linear, role, tp)
         odd = [size for size in shape if size % divisible_by]
-        reason = _why_kept(model, name, role, keep)
+        reason = _reason_to_keep(model, name, role, keep)
         if not reason and holders[id(linear.weight)] > 1:
             reason = "kept: its weight is shared"
         if not reason and odd:
@@ -107,7 +107,7 @@ def convert_float8(
     chosen = {row.name for row in rows if row.converted}
     config = replace(
         torchao.Float8LinearConfig.from_recipe_name(recipe),
-        emulate=_without_kernel(place, recipe) if emulate is None else emulate,
+        emulate=_without_kernel(target, recipe) if emulate is None else emulate,
         enable_fsdp_float8_all_gather=all_gather,
     )
     torchao.convert_to_float8_training(
@@ -181,7 +181,7 @@ def _gains(recipe: str, min_dim: int | None) -> Callable[[int, int], bool]:
     return lambda n, k: n > 2048 and k > 1024 and (n > 4096 or k > 2048)
 
 
-def _why_kept(model: nn.Module, name: str, role: str | None, keep: Sequence[str]) -> str:
+def _reason_to_keep(model: nn.Module, name: str, role: str | None, keep: Sequence[str]) -> str:
     """Why a layer stays in bf16 whatever its size; "" for one that does not."""
     linear = model.get_submodule(name)
     pattern = next((p for p in keep if fnmatchcase(name, p)), None)
@@ -198,7 +198,7 @@ def _why_kept(model: nn.Module, name: str, role: str | None, keep: Sequence[str]
     return ""
 
 
-def _local(linear: nn.Linear, role: str | None, tp: int) -> tuple[int, int]:
+def _local_shape(linear: nn.Linear, role: str | None, tp: int) -> tuple[int, int]:
     """(N, K) on one of `tp` ranks."""
     shape = [linear.out_features, linear.in_features]
     if role in _CUT:

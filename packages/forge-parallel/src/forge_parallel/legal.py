@@ -20,8 +20,8 @@ from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig, offsets_a
 from forge_parallel.stages import next_allowed_count, num_stages, splits_backward
 
 __all__ = [
-    "Cut",
     "Facts",
+    "ShardedDim",
     "problems",
     "schedule_problems",
     "tied_on_one_rank",
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 
-class Cut(NamedTuple):
+class ShardedDim(NamedTuple):
     """Something that tp cuts: how to call it with its value, its size, what a part must be a multiple of,
     whether ranks that are more than such units may share them, and of a table the numbers of an id."""
 
-    what: str
+    label: str
     size: int
     unit: int = 1
     shared: bool = False
@@ -67,8 +67,8 @@ class Facts:
     num_layers: int | None = None
     num_blocks: int | None = None
     num_experts: int | None = None
-    widths: Sequence[Cut] = ()
-    vocab: Sequence[Cut] = ()
+    widths: Sequence[ShardedDim] = ()
+    vocab: Sequence[ShardedDim] = ()
     tied: Sequence[str] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
     whole_batch: Mapping[str, str] = field(default_factory=dict)
@@ -92,9 +92,9 @@ def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[str]:
 
 def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
     """Mixtures get a part of the tokens on each tp rank, whatever the rest of the stream does."""
-    cut = config.sequence_parallel or bool(facts.num_experts)
+    sharded = config.sequence_parallel or bool(facts.num_experts)
     if facts.seq_len is not None:
-        tp = layout.tp if cut else 1
+        tp = layout.tp if sharded else 1
         if wrong := uneven_sequence(facts.seq_len, layout.cp, tp, facts.names):
             yield wrong
 
@@ -143,11 +143,11 @@ def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[st
     yield from facts.obstacles.get("tp", ())
     for what, other in facts.whole.items():
         yield f"{facts.name('tp')} {tp} must go without {what}, which it cannot cut; use tp = 1, or {other}"
-    for cut in facts.widths:
-        if wrong := uneven_width(cut, tp, facts.names):
+    for dim in facts.widths:
+        if wrong := uneven_width(dim, tp, facts.names):
             yield wrong
-    for cut in facts.vocab:
-        if wrong := uneven_vocab(cut, tp, layout.dp_shard * layout.cp, facts.names):
+    for dim in facts.vocab:
+        if wrong := uneven_vocab(dim, tp, layout.dp_shard * layout.cp, facts.names):
             yield wrong
 
 
@@ -191,34 +191,34 @@ def uneven_sequence(
     )
 
 
-def uneven_width(cut: Cut, tp: int, names: Mapping[str, str] | None = None) -> str | None:
+def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] | None = None) -> str | None:
     """Why `tp` ranks cannot have equal parts of it, each of whole units, or None."""
-    units = cut.size // cut.unit
-    if cut.size % (cut.unit * tp) == 0 or (cut.shared and tp % units == 0):
+    units = dim.size // dim.unit
+    if dim.size % (dim.unit * tp) == 0 or (dim.shared and tp % units == 0):
         return None
-    fits = [str(n) for n in range(1, tp) if cut.size % (cut.unit * n) == 0] or ["1"]
+    fits = [str(n) for n in range(1, tp) if dim.size % (dim.unit * n) == 0] or ["1"]
     name = (names or {}).get("tp", "tp")
-    rule = "divide it" if cut.shared else "no rank may share one"
-    return f"{cut.what} must be divisible by {name} {tp}, {'or ' * cut.shared}{rule}; use tp {', '.join(fits)}"
+    rule = "divide it" if dim.shared else "no rank may share one"
+    return f"{dim.label} must be divisible by {name} {tp}, {'or ' * dim.shared}{rule}; use tp {', '.join(fits)}"
 
 
 def uneven_vocab(
-    cut: Cut, tp: int, shards: int = 1, names: Mapping[str, str] | None = None
+    dim: ShardedDim, tp: int, shards: int = 1, names: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why a table (V, D), V of `cut.size` and D of `cut.width`, cannot be cut by ids over `tp` ranks and then over
+    """Why a table (V, D), V of `dim.size` and D of `dim.width`, cannot be cut by ids over `tp` ranks and then over
     `shards` of FSDP2, or None.
 
     Parts of tp may be uneven, but none empty. FSDP2 shards a part by ids, or by D where torch would take such
     shards for other ids (`axes.fsdp.shard_of`); it shards D evenly alone.
     """
     name = (names or {}).get("tp", "tp")
-    if -(-cut.size // tp) * (tp - 1) >= cut.size:
-        return f"{cut.what} must leave none of {name} {tp} ranks empty; use a smaller tp"
-    if offsets_are_right(cut.size, tp, shards) or cut.width % shards == 0:
+    if -(-dim.size // tp) * (tp - 1) >= dim.size:
+        return f"{dim.label} must leave none of {name} {tp} ranks empty; use a smaller tp"
+    if offsets_are_right(dim.size, tp, shards) or dim.width % shards == 0:
         return None
     return (
-        f"{cut.what} of width {cut.width} over {name} {tp} and {shards} shards must be divisible by {tp}, or the width "
-        f"by {shards}, as torch misplaces uneven shards of ids; use {-(-cut.size // tp) * tp} ids"
+        f"{dim.label} of width {dim.width} over {name} {tp} and {shards} shards must be divisible by {tp}, or the width "
+        f"by {shards}, as torch misplaces uneven shards of ids; use {-(-dim.size // tp) * tp} ids"
     )
 
 

@@ -104,12 +104,12 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     if config.layout == "auto":
         raise ValueError(
             "parallel: layout auto must become a layout first; forge-train does that, and "
-            "forge_parallel.plan.choose gives its keys"
+            "forge_parallel.plan.auto_layout gives its keys"
         )
-    told = os.environ.get("WORLD_SIZE", "1")
-    if not dist.is_initialized() and told != "1":
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not dist.is_initialized() and world != "1":
         raise ValueError(
-            f"WORLD_SIZE is {told} and this process stands alone: each would train by itself; use "
+            f"WORLD_SIZE is {world} and this process stands alone: each would train by itself; use "
             "`with launch(config) as meshes`, or torch.distributed.init_process_group"
         )
     device = select_device(config.device) if device is None else device
@@ -120,9 +120,9 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     if not dist.is_initialized():
         start_process_group(_ALONE, device)
     rank = dist.get_rank()
-    shards = {"dp_shard": layout.dp_shard * layout.cp, "tp": layout.tp}
-    lenders = {"efsdp": layout.dp_shard * layout.cp * layout.tp // layout.ep, "ep": layout.ep}
-    dense = _mesh(config, device, layout, shards)
+    dense_axes = {"dp_shard": layout.dp_shard * layout.cp, "tp": layout.tp}
+    expert_axes = {"efsdp": layout.dp_shard * layout.cp * layout.tp // layout.ep, "ep": layout.ep}
+    dense = _mesh(config, device, layout, dense_axes)
     meshes = Meshes(
         device=device,
         rank=rank,
@@ -130,14 +130,16 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         batch_rank=layout.coordinates(rank)["batch"],
         batch_size=layout.batch_size,
         dense=dense,
-        sparse=_mesh(config, device, layout, lenders) if max(layout.ep, layout.tp) > 1 else None,
+        sparse=_mesh(config, device, layout, expert_axes)
+        if max(layout.ep, layout.tp) > 1
+        else None,
         pp=_axis_of(dense, "pp"),
         tp=_axis_of(dense, "tp"),
-        cp=_groups(config, layout, "cp"),
-        stage=_groups(config, layout, "stage"),
+        cp=_axis_group(config, layout, "cp"),
+        stage=_axis_group(config, layout, "stage"),
         host_group=_host_group(config) if world_size > 1 else None,
     )
-    _touch(meshes)
+    _warm_up(meshes)
     return meshes
 
 
@@ -150,13 +152,13 @@ def with_one_rank(config: ParallelConfig, meshes: Meshes) -> Meshes:
 
 
 def _mesh(
-    config: ParallelConfig, device: torch.device, layout: Layout, last: Mapping[str, int]
+    config: ParallelConfig, device: torch.device, layout: Layout, storage_axes: Mapping[str, int]
 ) -> Any:
-    """A mesh of pp, dp_replicate and `last`, whose groups have the job's timeout, not torch's half hour.
+    """A mesh of pp, dp_replicate and `storage_axes`, whose groups have the job's timeout, not torch's half hour.
 
     Axes of one rank are left out, but that over which FSDP2 shards.
     """
-    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, **last}
+    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, **storage_axes}
     axes = {n: size for n, size in sizes.items() if size > 1 or n in ("dp_shard", "efsdp")}
     # imported late: half a second that an fp32 run of one process does not need
     from torch.distributed.device_mesh import init_device_mesh
@@ -174,7 +176,7 @@ def _axis_of(mesh: Any, name: str) -> Axis:
     return Axis(one.get_local_rank(), one.size(), one.get_group())
 
 
-def _groups(config: ParallelConfig, layout: Layout, axis: str) -> Axis:
+def _axis_group(config: ParallelConfig, layout: Layout, axis: str) -> Axis:
     """This rank's group along `axis`."""
     size, _ = layout.axes()[axis]
     if axis == "stage" and layout.pp == 1:
@@ -192,7 +194,7 @@ def _host_group(config: ParallelConfig) -> Any:
     return dist.new_group(backend=backend, timeout=timeout)
 
 
-def _touch(meshes: Meshes) -> None:
+def _warm_up(meshes: Meshes) -> None:
     """One small sum over every group: connections are made now, and who cannot make one says over what."""
     groups = {name: getattr(meshes, name).group for name in ("cp", "stage")}
     for view in ("dense", "sparse"):

@@ -16,7 +16,7 @@ from forge_parallel.axes.fsdp import (
     keep_on_host,
 )
 from forge_parallel.axes.roles import Matched, find_roles
-from forge_parallel.check_model import check_model, tell_of_blocks
+from forge_parallel.check_model import check_model, report_blocks
 from forge_parallel.config import ParallelConfig
 from forge_parallel.meshes import Meshes, make_meshes, with_one_rank
 from forge_parallel.stages import keeps_gathered
@@ -73,7 +73,7 @@ def parallelize(
     structure = structure_of(model, blocks) if by_block or blocks is not None else Structure()
     matched = find_roles(model, roles, cut=meshes.tp.size > 1)
     check_model(model, config, meshes, structure, matched)
-    tell_of_blocks(model, config, meshes, structure, report)
+    report_blocks(model, config, meshes, structure, report)
     _make_masters(model)
     model.__dict__[FROZEN_HALF] = [n for n, p in model.named_parameters() if is_frozen_half(p)]
     if config.float8 != "none":  # replaces modules, so before stages share them and classes change

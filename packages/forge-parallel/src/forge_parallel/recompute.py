@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forge_parallel._torch_compat import DispatchMode, alias, memory_of, written
+from forge_parallel._torch_compat import DispatchMode, alias, mutated_arguments, storage_id
 from forge_parallel.order import mark
 
 __all__ = ["recompute", "selective_contexts"]
@@ -26,7 +26,7 @@ Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MODES = ("none", "full", "selective")
 
 # Names and not operators: which of them exist depends on the version, the build and what was imported.
-_KEPT = {
+_SAVED_OPERATORS = {
     # products, the float8 and the grouped ones with them: all the FLOPs of a block but attention's
     "aten": "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm "
     # attention: as many FLOPs in long rows, and its log-sum-exp comes with it
@@ -75,13 +75,13 @@ def recompute(
         raise ValueError(f"recompute_every {every} must be at least 1; use 1 for every block")
     if mode == "none":
         return 0
-    from forge_parallel.axes.local import swap  # late: DTensor costs half a second to import
+    from forge_parallel.axes.local import add_mixin  # late: DTensor costs half a second to import
 
     chosen = list(blocks)[::every]
     factories = [f for f in (contexts, selective_contexts if mode == "selective" else None) if f]
     for block in chosen:
         mark(block, "recompute")
-        swap(block, TrainingForward)
+        add_mixin(block, TrainingForward)
         block.recompute_contexts = factories  # type: ignore[assignment]
     return len(chosen)
 
@@ -110,7 +110,7 @@ class TrainingForward:
 
         def contexts() -> Pair:
             pairs = [make() for make in factories]
-            return _Together([p[0] for p in pairs]), _Together([p[1] for p in pairs])
+            return _ContextStack([p[0] for p in pairs]), _ContextStack([p[1] for p in pairs])
 
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -137,7 +137,7 @@ def is_selective(block: nn.Module) -> bool:
     return selective_contexts in (getattr(block, "recompute_contexts", None) or ())
 
 
-class _Together:
+class _ContextStack:
     """Several contexts as one, which may be entered again after it was left."""
 
     def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
@@ -154,7 +154,7 @@ class _Together:
         self.stacks.pop().__exit__(*error)
 
 
-class _Output(NamedTuple):
+class _SavedOutput(NamedTuple):
     """What one call of an operator gave, with what tells whether it is still that."""
 
     value: Any
@@ -162,81 +162,81 @@ class _Output(NamedTuple):
     versions: list[int]
 
 
-class _Keep(DispatchMode):
-    """Runs a forward and keeps what the operators of `_KEPT` give, in the order of their calls."""
+class _SaveOutputs(DispatchMode):
+    """Runs a forward and keeps what the operators of `_SAVED_OPERATORS` give, in the order of their calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.outputs: dict[Any, list[_Output]] = defaultdict(list)
+        self.outputs: dict[Any, list[_SavedOutput]] = defaultdict(list)
         self.memory: set[int] = set()
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for place, name in written(operator):
-            target = args[place] if place < len(args) else kwargs.get(name)
-            if any(memory_of(t) in self.memory for t in _tensors(target)):
+        for call, name in mutated_arguments(operator):
+            target = args[call] if call < len(args) else kwargs.get(name)
+            if any(storage_id(t) in self.memory for t in tensors_in(target)):
                 raise RuntimeError(_CHANGED.format(operator))
         out = operator(*args, **kwargs)
-        if _is_kept(operator):
-            held = _map(alias, out)
-            versions = [t._version for t in _tensors(held)]
-            self.outputs[operator].append(_Output(held, _shapes(args), versions))
-            self.memory.update(memory_of(t) for t in _tensors(held))
+        if is_saved(operator):
+            saved = _map(alias, out)
+            versions = [t._version for t in tensors_in(saved)]
+            self.outputs[operator].append(_SavedOutput(saved, _shapes(args), versions))
+            self.memory.update(storage_id(t) for t in tensors_in(saved))
         return out
 
 
-class _Reuse(DispatchMode):
+class _ReplayOutputs(DispatchMode):
     """Runs it again with those instead of the operators, as often as it is entered.
 
     torch's own selective checkpoint gives each tensor once, which a backward in two halves does not bear.
     """
 
-    def __init__(self, record: _Keep) -> None:
+    def __init__(self, record: _SaveOutputs) -> None:
         super().__init__()
         self.outputs = record.outputs
-        self.place: Counter[Any] = Counter()
+        self.call: Counter[Any] = Counter()
 
     def __enter__(self) -> Any:
-        self.place.clear()
+        self.call.clear()
         return super().__enter__()
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not _is_kept(operator):
+        if not is_saved(operator):
             return operator(*args, **(kwargs or {}))
-        outputs, place = self.outputs[operator], self.place[operator]
-        self.place[operator] += 1
-        if place >= len(outputs) or outputs[place].shapes != _shapes(args):
+        outputs, call = self.outputs[operator], self.call[operator]
+        self.call[operator] += 1
+        if call >= len(outputs) or outputs[call].shapes != _shapes(args):
             raise RuntimeError(
-                f"recomputation calls {operator} with {_shapes(args)} at place {place}, where the forward "
+                f"recomputation calls {operator} with {_shapes(args)} at place {call}, where the forward "
                 "did something else; a block must do the same each time"
             )
-        held = outputs[place]
-        if [t._version for t in _tensors(held.value)] != held.versions:
+        saved = outputs[call]
+        if [t._version for t in tensors_in(saved.value)] != saved.versions:
             raise RuntimeError(_CHANGED.format("something"))
-        return _map(alias, held.value)
+        return _map(alias, saved.value)
 
 
 def selective_contexts() -> Pair:
     """A (record, replay) pair that keeps what selective recomputation keeps."""
-    record = _Keep()
-    return record, _Reuse(record)
+    record = _SaveOutputs()
+    return record, _ReplayOutputs(record)
 
 
 @cache
-def _is_kept(operator: Any) -> bool:
+def is_saved(operator: Any) -> bool:
     space, _, name = operator.name().partition("::")  # an overload such as mm.out has a suffix
-    return name in _KEPT.get(space, "").split()
+    return name in _SAVED_OPERATORS.get(space, "").split()
 
 
 def _shapes(args: Any) -> list[torch.Size]:
     return [a.shape for a in args if isinstance(a, Tensor)]
 
 
-def _tensors(out: Any) -> list[Tensor]:
+def tensors_in(out: Any) -> list[Tensor]:
     """The tensors of an operator's argument or output: one, or some among other things."""
     return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
 

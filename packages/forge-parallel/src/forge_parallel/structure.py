@@ -67,8 +67,8 @@ def structure_of(model: nn.Module, blocks: Blocks | None = None) -> Structure:
     and where two lists are equally long. Reads names and shapes only; costs a walk over the modules.
     """
     parts: Any = getattr(model, "pipeline_parts", None)
-    said: dict[str, Any] = parts() if callable(parts) else {}
-    container = str(said.get("blocks", ""))
+    declared: dict[str, Any] = parts() if callable(parts) else {}
+    container = str(declared.get("blocks", ""))
     chosen = ""
     if blocks is not None:
         found = _given(model, blocks)
@@ -78,7 +78,7 @@ def structure_of(model: nn.Module, blocks: Blocks | None = None) -> Structure:
         found = _names_of(model, list(getattr(model, container).children()))
     else:
         found, chosen = _longest(model)
-    first, last = (said["first"], said["last"]) if said else _ends(model, set(found))
+    first, last = (declared["first"], declared["last"]) if declared else _ends(model, set(found))
     return Structure(tuple(first), tuple(found), tuple(last), container, chosen)
 
 

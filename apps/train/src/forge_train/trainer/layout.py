@@ -8,7 +8,7 @@ from typing import Any
 from forge_core.optim import OPTIMIZERS, find_optimizer
 from forge_parallel import ParallelConfig
 from forge_parallel.config import Layout
-from forge_parallel.legal import Cut, Facts, problems
+from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_train.config.schema import DenseModelConfig, JobConfig
 from forge_train.trainer.objective import FUSED
@@ -115,10 +115,12 @@ def _of_model(model: DenseModelConfig) -> dict[str, Any]:
         "num_layers": model.num_layers,
         "tied": ("the embedding (model.tie_embeddings)",) if model.tie_embeddings else (),
         "widths": [
-            Cut(f"model.{name} {size}", size, shared=name == "num_kv_heads")
+            ShardedDim(f"model.{name} {size}", size, shared=name == "num_kv_heads")
             for name, size in _widths(model).items()
         ],
-        "vocab": [Cut(f"model.vocab_size {model.vocab_size}", model.vocab_size, width=model.dim)],
+        "vocab": [
+            ShardedDim(f"model.vocab_size {model.vocab_size}", model.vocab_size, width=model.dim)
+        ],
         "whole": {"model.attention.sinks, a logit per head": "sinks = false"}
         if model.attention.sinks
         else {},

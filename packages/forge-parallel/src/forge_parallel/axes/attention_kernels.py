@@ -20,7 +20,7 @@ from forge_parallel._torch_compat import (
 )
 
 if TYPE_CHECKING:
-    from forge_parallel.axes.blockwise import Group
+    from forge_parallel.axes.blockwise import TileBatch
 
 
 class Kernel(NamedTuple):
@@ -59,13 +59,13 @@ def _folded(grad: Tensor, kv_heads: int) -> Tensor:
 def _by_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """The kernel of functions on (N, H, L, D) whose keys and values have as many heads as queries."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, group: TileBatch) -> tuple[Tensor, Tensor]:
         keys, values = (_repeated(t, q.size(2)) for t in (k, v))
         out, lse = forward(q.transpose(1, 2), keys, values, group.causal)
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def run_back(
-        grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
+        grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: TileBatch
     ) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = (_repeated(t, q.size(2)) for t in (k, v))
         grad, q, out, lse = (t.transpose(1, 2) for t in (grad, q, out, lse))
@@ -104,14 +104,14 @@ def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, 1)  # (T, H, D)
 
 
-def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, group: TileBatch) -> tuple[Tensor, Tensor]:
     borders = group.borders(q.size(0), q.device)
     out, lse = flash_varlen(_flat(q), _flat(k), _flat(v), borders, group.causal)
     return out.view(q.shape), lse.t().unflatten(0, q.shape[:2])
 
 
 def _varlen_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: Group
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, group: TileBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
     borders, sums = group.borders(q.size(0), q.device), lse.flatten(0, 1).t().contiguous()
     dq, dk, dv = flash_varlen_backward(

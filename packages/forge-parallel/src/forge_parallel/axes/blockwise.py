@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_parallel._torch_compat import Borders, result_of_function
+from forge_parallel._torch_compat import Borders, function_output
 from forge_parallel.axes.attention_kernels import kernel_for
 
 
-class Piece(NamedTuple):
+class Tile(NamedTuple):
     """Queries [query, query + queries) of a row see its keys [key, key + keys), all or causally.
 
     row None: so in every row. A causal piece has as many keys as queries.
@@ -91,13 +91,13 @@ class Runs:
         return self._indices[key], max(lengths)
 
 
-class Group:
+class TileBatch:
     """Pieces that run in one call."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.causal = pieces[0].causal
-        self.queries = Runs([(p.row, p.query, p.queries) for p in pieces])
-        self.keys = Runs([(p.row, p.key, p.keys) for p in pieces])
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        self.causal = tiles[0].causal
+        self.queries = Runs([(p.row, p.query, p.queries) for p in tiles])
+        self.keys = Runs([(p.row, p.key, p.keys) for p in tiles])
 
     def borders(self, rows: int, device: torch.device) -> Borders:
         (queries, longest), (keys, most) = (
@@ -106,46 +106,46 @@ class Group:
         return queries, keys, longest, most
 
 
-class Plan:
+class Tiling:
     """The pieces of each part, where a part has keys of its own: host integers, made once per forward.
 
     In one part a query may be in one full and in one causal piece.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, parts: Sequence[Sequence[Tile]]) -> None:
         self.parts = tuple(tuple(part) for part in parts)
-        self._groups: dict[tuple[int, bool], list[Group]] = {}
+        self._groups: dict[tuple[int, bool], list[TileBatch]] = {}
 
-    def groups(self, part: int, ragged: bool) -> list[Group]:
+    def groups(self, part: int, ragged: bool) -> list[TileBatch]:
         """Calls of a part: one per shape, or with `ragged` one per kind of piece, whatever the lengths."""
         key = (part, ragged)
         if key not in self._groups:
-            together: dict[Any, list[Piece]] = {}
-            for piece in self.parts[part]:
-                shape = () if ragged else (piece.queries, piece.keys)
-                kind = piece if piece.row is None else (piece.causal, *shape)
-                together.setdefault(kind, []).append(piece)
-            self._groups[key] = [Group(pieces) for pieces in together.values()]
+            alike: dict[Any, list[Tile]] = {}
+            for tile in self.parts[part]:
+                shape = () if ragged else (tile.queries, tile.keys)
+                kind = tile if tile.row is None else (tile.causal, *shape)
+                alike.setdefault(kind, []).append(tile)
+            self._groups[key] = [TileBatch(tiles) for tiles in alike.values()]
         return self._groups[key]
 
 
-class Exchange(Protocol):
+class KeyExchange(Protocol):
     """Where the keys of each part come from, if not all from this rank; see axes/key_exchange.py."""
 
-    keeps_last: bool
+    saves_gathered: bool
 
     def keys(self, kv: Tensor) -> Iterator[Tensor]:
         """Keys and values (2, B, S', K, D) of each part, from this rank's own (2, B, S, K, D)."""
 
-    def gradients(self, kept: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def gradients(self, saved: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Gradient of this rank's own keys and values, `gradient(part, keys)` being that of a part's.
 
-        kept: what `keys` gave last, if `keeps_last`, else what it got.
+        kept: what `keys` gave last, if `saves_gathered`, else what it got.
         """
 
 
 def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, exchange: Exchange | None = None
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, exchange: KeyExchange | None = None
 ) -> Tensor:
     """Attention of q (B, S, H, D) to the keys that a plan names: k, v (B, S, K, D) -> like q.
 
@@ -164,14 +164,14 @@ def blockwise_attention(
             f"k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape, with the head width of q "
             f"{tuple(q.shape)} and heads that divide its own; pad v, or repeat heads"
         )
-    out: Tensor = _Blockwise.apply(q, k, v, plan, exchange)
+    out: Tensor = _Blockwise.apply(q, k, v, tiling, exchange)
     return out
 
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, exchange: Exchange | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, exchange: KeyExchange | None
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         merged = torch.zeros(q.shape, dtype=wide, device=q.device)  # (B, S, H, D)
@@ -179,26 +179,26 @@ class _Blockwise(torch.autograd.Function):
         kernel = kernel_for(q)
         own = kv = torch.stack((k, v))  # (2, B, S, K, D)
         for part, kv in enumerate((own,) if exchange is None else exchange.keys(own)):
-            for group in plan.groups(part, kernel.ragged):
+            for group in tiling.groups(part, kernel.ragged):
                 keys = (group.keys.take(t) for t in kv)
                 out, new = kernel.forward(group.queries.take(q), *keys, group)
                 _merge(merged, lse, group.queries, out, new)
-        out = result_of_function(merged.to(q.dtype))
-        ctx.plan, ctx.exchange = plan, exchange
-        last = exchange is not None and exchange.keeps_last
+        out = function_output(merged.to(q.dtype))
+        ctx.tiling, ctx.exchange = tiling, exchange
+        last = exchange is not None and exchange.saves_gathered
         ctx.save_for_backward(q, kv if last else own, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, kept, out, lse = ctx.saved_tensors
+        q, saved, out, lse = ctx.saved_tensors
         grad = grad.contiguous()  # may be expanded, which kernels do not expect
         kernel, grad_q = kernel_for(q), torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
 
         def gradient(part: int, kv: Tensor) -> Tensor:
             found = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device)
-            for group in ctx.plan.groups(part, kernel.ragged):
+            for group in ctx.tiling.groups(part, kernel.ragged):
                 queries = [group.queries.take(t) for t in (grad, q, out, lse)]
                 keys = (group.keys.take(t) for t in kv)
                 dq, *dkv = kernel.backward(*queries, *keys, group)
@@ -208,7 +208,7 @@ class _Blockwise(torch.autograd.Function):
             return found
 
         alone = ctx.exchange is None
-        total = gradient(0, kept) if alone else ctx.exchange.gradients(kept, gradient)
+        total = gradient(0, saved) if alone else ctx.exchange.gradients(saved, gradient)
         grad_k, grad_v = total.to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from forge_parallel._torch_compat import not_compiled, start_all_gather
-from forge_parallel.axes.blockwise import Piece, Plan, blockwise_attention
-from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, joined, part_of
-from forge_parallel.axes.local import swap
+from forge_parallel._torch_compat import disable_compile, start_all_gather
+from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
+from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, join_parts, local_chunks
+from forge_parallel.axes.local import add_mixin
 from forge_parallel.legal import uneven_sequence
 from forge_parallel.order import mark
 
@@ -44,7 +44,7 @@ def cut_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
         return x
     if wrong := uneven_sequence(x.size(dim), cp=axis.size):
         raise ValueError(wrong)
-    return part_of(x, axis.rank, axis.size, dim)
+    return local_chunks(x, axis.rank, axis.size, dim)
 
 
 def join_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
@@ -55,7 +55,7 @@ def join_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
     if axis.size == 1:
         return x.detach()
     parts = start_all_gather(x.detach(), axis.size, axis.group.group_name)()
-    return joined(parts.unflatten(0, (axis.size, -1)), dim % x.dim())
+    return join_parts(parts.unflatten(0, (axis.size, -1)), dim % x.dim())
 
 
 def context_parallel(
@@ -99,7 +99,7 @@ def context_parallel(
     if arguments:
         model.__dict__["_forge_arguments"] = arguments
         model.__dict__["_forge_attention"] = attention
-        swap(model, _RowsOverRanks)
+        add_mixin(model, _RowsOverRanks)
     return model
 
 
@@ -177,31 +177,31 @@ class ContextAttention:
     def prepare(self, ctx: Any, x: Tensor) -> None:
         """Make the plan of packed rows, before the first block."""
         if ctx.document_ids is not None:
-            self._plan(ctx, x.device)
+            self._tiling(ctx, x.device)
 
-    @not_compiled  # host integers change with every batch
+    @disable_compile  # host integers change with every batch
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any = None) -> Tensor:
         ids = getattr(ctx, "document_ids", None)
         if ids is None:
-            plan = whole_rows_plan(q.size(1), self.axis.rank, self.axis.size, self.name)
+            tiling = whole_rows_tiling(q.size(1), self.axis.rank, self.axis.size, self.name)
         elif ids.shape != q.shape[:2]:
             raise ValueError(
                 f"document_ids {tuple(ids.shape)} must be cut as tokens are, to {tuple(q.shape[:2])}; "
                 "use cut_sequence(document_ids, axis), or give those of whole rows"
             )
         else:
-            plan = self._plan(ctx, q.device)
+            tiling = self._tiling(ctx, q.device)
         if self.scale is not None:  # kernels scale by D ** -0.5
             q = q * (self.scale * q.size(-1) ** 0.5)
-        return blockwise_attention(q, k, v, plan, self.exchange)
+        return blockwise_attention(q, k, v, tiling, self.exchange)
 
-    def _plan(self, ctx: Any, device: torch.device) -> Plan:
-        def make() -> Plan:
+    def _tiling(self, ctx: Any, device: torch.device) -> Tiling:
+        def make() -> Tiling:
             ids = self._rows.get(ctx.document_ids)
             if ids is None or ids.device.type != "cpu":
                 ids = join_sequence(ctx.document_ids.to(device), self.axis).cpu()
             rank, size = self.axis.rank, self.axis.size
-            return packed_plan(documents(ids), ids.size(1) // size, rank, size, self.name)
+            return packed_tiling(documents(ids), ids.size(1) // size, rank, size, self.name)
 
         once = getattr(ctx, "once", None)
         return make() if once is None else once(("context parallel", id(self.exchange)), make)
@@ -216,23 +216,23 @@ def documents(ids: Tensor) -> list[list[tuple[int, int]]]:
 
 
 @functools.lru_cache(maxsize=16)
-def whole_rows_plan(length: int, rank: int, size: int, exchange: str) -> Plan:
+def whole_rows_tiling(length: int, rank: int, size: int, exchange: str) -> Tiling:
     """Plan of rows that are one document, `length` tokens of each here."""
-    return _plan_of({None: [(0, length * size)]}, length, rank, size, exchange)
+    return _tiling_of({None: [(0, length * size)]}, length, rank, size, exchange)
 
 
-def packed_plan(
+def packed_tiling(
     rows: Sequence[Sequence[tuple[int, int]]], length: int, rank: int, size: int, exchange: str
-) -> Plan:
+) -> Tiling:
     """Plan of rows given as the begins and ends of their documents, `length` tokens of each here."""
     if all(len(row) == 1 for row in rows):
-        return whole_rows_plan(length, rank, size, exchange)
-    return _plan_of(dict(enumerate(rows)), length, rank, size, exchange)
+        return whole_rows_tiling(length, rank, size, exchange)
+    return _tiling_of(dict(enumerate(rows)), length, rank, size, exchange)
 
 
-def _plan_of(
+def _tiling_of(
     rows: Mapping[Any, Sequence[tuple[int, int]]], length: int, rank: int, size: int, exchange: str
-) -> Plan:
+) -> Tiling:
     """`rows` by number, or None for all of them alike."""
     chunk = length // 2
     spans = []
@@ -243,33 +243,33 @@ def _plan_of(
                 start, stop = max(first, low), min(end, high)
                 if start < stop:
                     spans.append(Span(row, n * chunk + start - low, stop - start, start, first))
-    return Plan(_PARTS[exchange](spans, chunk, rank, size))
+    return Tiling(_PARTS[exchange](spans, chunk, rank, size))
 
 
-def _causal(spans: Sequence[Span]) -> list[Piece]:
-    return [Piece(s.row, s.query, s.size, s.query, s.size, True) for s in spans]
+def _causal(spans: Sequence[Span]) -> list[Tile]:
+    return [Tile(s.row, s.query, s.size, s.query, s.size, True) for s in spans]
 
 
 def _gathered_parts(
     spans: Sequence[Span], chunk: int, rank: int, size: int
-) -> tuple[list[Piece], ...]:
+) -> tuple[list[Tile], ...]:
     """Causal pieces on own keys, and what comes before a span on keys of whole rows."""
     before = [
-        Piece(s.row, s.query, s.size, s.first, s.start - s.first, False)
+        Tile(s.row, s.query, s.size, s.first, s.start - s.first, False)
         for s in spans
         if s.first < s.start
     ]
     return _causal(spans), before
 
 
-def _ring_parts(spans: Sequence[Span], chunk: int, rank: int, size: int) -> tuple[list[Piece], ...]:
+def _ring_parts(spans: Sequence[Span], chunk: int, rank: int, size: int) -> tuple[list[Tile], ...]:
     """What a span sees of the keys of rank r, r - 1, ...; causal pieces are in the first part."""
     parts = [_causal(spans), *([] for _ in range(size - 1))]
     for step, part in enumerate(parts):
         for s in spans:
             key, keys = _seen(s, chunks_of((rank - step) % size, size), chunk)
             if keys:
-                part.append(Piece(s.row, s.query, s.size, key, keys, False))
+                part.append(Tile(s.row, s.query, s.size, key, keys, False))
     return tuple(parts)
 
 
@@ -310,7 +310,7 @@ class _RowsOverRanks:
 def arguments_with_positions(model: nn.Module) -> list[str]:
     """Names of its forward's arguments, if `positions` is among them.
 
-    Subclasses that only wrap (`swap`) take anything and say nothing: the class below counts.
+    Subclasses that only wrap (`add_mixin`) take anything and say nothing: the class below counts.
     """
     written = (vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls))
     named = (list(inspect.signature(forward).parameters)[1:] for forward in written)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forge_parallel._torch_compat import local_tensor, read_dtypes_again, reduce_alike
+from forge_parallel._torch_compat import local_tensor, reduce_unused_parameters, refresh_grad_dtypes
 from forge_parallel.config import offsets_are_right
-from forge_parallel.legal import Cut, uneven_vocab, width_of
+from forge_parallel.legal import ShardedDim, uneven_vocab, width_of
 from forge_parallel.order import mark
 from forge_parallel.structure import Structure, stages_of, structure_of
 
@@ -112,7 +112,7 @@ def apply_fsdp(
             cast_forward_inputs=module is model,
         )
         _wrap(module, unit_mesh, policy, offload, reshards)
-    reduce_alike(units)
+    reduce_unused_parameters(units)
     if expert_modules:
         _prefetch(blocks)
     return model
@@ -170,7 +170,9 @@ def shard_of(parameter: Any, shards: int) -> Any:
     if cuts_inside(shape, shards, rows, tp):
         return Shard(1)
     if not offsets_are_right(rows, tp, shards):
-        what = Cut(f"a parameter {tuple(parameter.shape)}: {rows} ids", rows, width=width_of(shape))
+        what = ShardedDim(
+            f"a parameter {tuple(parameter.shape)}: {rows} ids", rows, width=width_of(shape)
+        )
         raise ValueError(uneven_vocab(what, tp, shards))
     return None
 
@@ -267,7 +269,7 @@ def follow_requires_grad(model: nn.Module) -> None:
             )
     reshard(model)
     for module in _units(model):
-        read_dtypes_again(module)
+        refresh_grad_dtypes(module)
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

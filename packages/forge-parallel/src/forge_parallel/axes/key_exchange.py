@@ -23,21 +23,21 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def part_of(rows: Tensor, rank: int, size: int, dim: int) -> Tensor:
+def local_chunks(rows: Tensor, rank: int, size: int, dim: int) -> Tensor:
     """The tokens (..., s, ...) of a rank in rows (..., S, ...); dim is that of S."""
     chunks = rows.chunk(2 * size, dim)
     return torch.cat([chunks[n] for n in chunks_of(rank, size)], dim)
 
 
-def joined(parts: Tensor, dim: int) -> Tensor:
+def join_parts(parts: Tensor, dim: int) -> Tensor:
     """Parts of all ranks (W, ..., s, ...) -> rows (..., S, ...); dim is that of s in a part."""
     first, second = (half.unbind(0) for half in parts.chunk(2, dim + 1))
     return torch.cat((*first, *reversed(second)), dim)
 
 
-def dealt(rows: Tensor, size: int, dim: int) -> Tensor:
-    """Rows (..., S, ...) -> parts of all ranks (W, ..., s, ...), the inverse of `joined`."""
-    return torch.stack([part_of(rows, rank, size, dim) for rank in range(size)])
+def split_parts(rows: Tensor, size: int, dim: int) -> Tensor:
+    """Rows (..., S, ...) -> parts of all ranks (W, ..., s, ...), the inverse of `join_parts`."""
+    return torch.stack([local_chunks(rows, rank, size, dim) for rank in range(size)])
 
 
 class AllGather:
@@ -48,22 +48,22 @@ class AllGather:
     keys and values stay until backward. Works on every backend.
     """
 
-    keeps_last = True
+    saves_gathered = True
 
     def __init__(self, axis: Any) -> None:
         self.axis = axis
 
     def keys(self, kv: Tensor) -> Iterator[Tensor]:
         size = self.axis.size
-        coming = start_all_gather(kv, size, self.axis.group.group_name)
+        pending = start_all_gather(kv, size, self.axis.group.group_name)
         yield kv
-        yield joined(coming().unflatten(0, (size, -1)), 2)
+        yield join_parts(pending().unflatten(0, (size, -1)), 2)
 
-    def gradients(self, kept: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def gradients(self, saved: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
         size = self.axis.size
-        parts = dealt(gradient(1, kept), size, 2).flatten(0, 1)
-        coming = start_reduce_scatter(parts, size, self.axis.group.group_name)
-        return gradient(0, part_of(kept, self.axis.rank, size, 2)).add_(coming())
+        parts = split_parts(gradient(1, saved), size, 2).flatten(0, 1)
+        pending = start_reduce_scatter(parts, size, self.axis.group.group_name)
+        return gradient(0, local_chunks(saved, self.axis.rank, size, 2)).add_(pending())
 
 
 class Ring:
@@ -74,42 +74,42 @@ class Ring:
     a time, own ones until backward. Needs point-to-point communication between all neighbours.
     """
 
-    keeps_last = False
+    saves_gathered = False
 
     def __init__(self, axis: Any) -> None:
         self.axis = axis
 
     def keys(self, kv: Tensor) -> Iterator[Tensor]:
         for step in range(self.axis.size):
-            coming = self._send_on(kv, tag=0) if step + 1 < self.axis.size else None
+            pending = self._send_on(kv, tag=0) if step + 1 < self.axis.size else None
             yield kv
-            if coming is not None:
-                kv = coming()
+            if pending is not None:
+                kv = pending()
 
-    def gradients(self, kept: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
-        travelling: Callable[[], Tensor] | None = None
-        for part, kv in enumerate(self.keys(kept)):
-            mine = gradient(part, kv)
-            if travelling is not None:
-                mine += travelling()
-            travelling = self._send_on(mine, tag=1)
-        assert travelling is not None
-        return travelling()
+    def gradients(self, saved: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
+        incoming: Callable[[], Tensor] | None = None
+        for part, kv in enumerate(self.keys(saved)):
+            local_grad = gradient(part, kv)
+            if incoming is not None:
+                local_grad += incoming()
+            incoming = self._send_on(local_grad, tag=1)
+        assert incoming is not None
+        return incoming()
 
     def _send_on(self, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
         """Start to send to the next rank; the returned function waits for what the one before sent."""
         rank, size, group = self.axis.rank, self.axis.size, self.axis.group
-        ranks, coming = dist.get_process_group_ranks(group), torch.empty_like(tensor)
+        ranks, pending = dist.get_process_group_ranks(group), torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, ranks[(rank + 1) % size], group, tag),
-                dist.P2POp(dist.irecv, coming, ranks[(rank - 1) % size], group, tag),
+                dist.P2POp(dist.irecv, pending, ranks[(rank - 1) % size], group, tag),
             ]
         )
 
         def wait() -> Tensor:
             for work in works:
                 work.wait()
-            return coming
+            return pending
 
         return wait

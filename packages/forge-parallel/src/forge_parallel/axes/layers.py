@@ -1,4 +1,4 @@
-"""What modules do under tensor parallelism: mixins for `swap`, each around the old forward.
+"""What modules do under tensor parallelism: mixins for `add_mixin`, each around the old forward.
 
 Shapes: B rows, S tokens of a row, T tokens in a list, D width of the residual stream, n ranks of tp.
 """
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from forge_parallel.axes.exchange import (
-    Ranks,
+from forge_parallel.axes.collectives import (
+    NamedGroup,
     copy,
     cut,
     gather,
@@ -27,7 +27,7 @@ from forge_parallel.axes.exchange import (
 from forge_parallel.axes.local import local_part
 
 
-class Inputs:
+class SharedInputs:
     """The whole tokens that siblings (q, k, v) share, while their parent runs."""
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class Inputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TPRegion:
     """What a module knows of its axis; tokens_cut: the stream around it holds S/n tokens."""
 
-    ranks: Ranks
+    group: NamedGroup
     tokens_cut: bool
-    inputs: Inputs | None = None
+    inputs: SharedInputs | None = None
 
     def enter(self, x: Tensor) -> Tensor:
         """Whole tokens for a layer cut by outputs."""
@@ -63,17 +63,17 @@ class Place:
         return shared.of(x, self._enter) if shared is not None and shared.open else self._enter(x)
 
     def _enter(self, x: Tensor) -> Tensor:
-        return gather(x, self.ranks, token_dim(x)) if self.tokens_cut else copy(x, self.ranks)
+        return gather(x, self.group, token_dim(x)) if self.tokens_cut else copy(x, self.group)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def exit(self, x: Tensor) -> Tensor:
         """The sum over ranks, of this rank's tokens if they are cut."""
-        return scatter(x, self.ranks, token_dim(x)) if self.tokens_cut else reduce(x, self.ranks)
+        return scatter(x, self.group, token_dim(x)) if self.tokens_cut else reduce(x, self.group)
 
 
 class Colwise(nn.Module):
     """Whole tokens in, this rank's outputs out; of a cut weight that it is given (a tied head), this rank's part."""
 
-    tp: Place
+    tp: TPRegion
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         args, kwargs = _on_first(self.tp.enter, args, kwargs)
@@ -82,7 +82,7 @@ class Colwise(nn.Module):
         return out
 
 
-class Shared(Colwise):
+class SharedHeads(Colwise):
     """Of a whole copy of the weights the rows of the head that this rank shares with others; the gradients of
     the copies are parts of a sum."""
 
@@ -101,7 +101,7 @@ class Shared(Colwise):
         return whole if whole is None or not self.in_forward else whole[self.tp_rows]
 
 
-class Logits(Colwise):
+class ShardedLogits(Colwise):
     """A rank's logits; those of an uneven vocabulary are filled up with -inf, so that all have a width.
 
     A head that is given a function `then` computes something else, which is returned as it is.
@@ -122,7 +122,7 @@ class Logits(Colwise):
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-class GatheredLogits(Logits):
+class GatheredLogits(ShardedLogits):
     """A rank's logits in training, for a loss that takes them so; else those of all ids."""
 
     tp_ids: int
@@ -134,13 +134,13 @@ class GatheredLogits(Logits):
             return logits
         if self.training and torch.is_grad_enabled() and not self.tp_whole:
             return logits
-        return join(logits, self.tp.ranks, logits.dim() - 1)[..., : self.tp_ids]
+        return join(logits, self.tp.group, logits.dim() - 1)[..., : self.tp_ids]
 
 
 class Rowwise(nn.Module):
     """This rank's inputs in, the sum over ranks out; the bias is added once, to the sum."""
 
-    tp: Place
+    tp: TPRegion
     tp_summing = False
 
     @property
@@ -151,36 +151,36 @@ class Rowwise(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._parameters.get("bias") is None:
-            return self.tp.leave(super().forward(*args, **kwargs))
+            return self.tp.exit(super().forward(*args, **kwargs))
         self.tp_summing = True
         try:
-            out = self.tp.leave(super().forward(*args, **kwargs))
+            out = self.tp.exit(super().forward(*args, **kwargs))
         finally:
             self.tp_summing = False
         return out + self.bias  # type: ignore[operator]
 
 
-class Embedding(nn.Module):
+class VocabEmbedding(nn.Module):
     """Looks up the ids of this rank's rows; the others' vectors come with the sum."""
 
-    tp: Place
+    tp: TPRegion
     tp_rows: tuple[int, int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         (ids,) = (*args, *kwargs.values())
         begin, end = self.tp_rows
-        last = self.tp.ranks.rank == self.tp.ranks.size - 1
+        last = self.tp.group.rank == self.tp.group.size - 1
         # An id beyond all rows is looked up on the last rank, a negative one on the first: they raise.
         other = torch.zeros_like(ids, dtype=torch.bool) if last else ids >= end
         other = other | (ids < begin) if begin else other
         out = super().forward((ids - begin).masked_fill(other, 0))
-        return self.tp.leave(out.masked_fill(other.unsqueeze(-1), 0.0))
+        return self.tp.exit(out.masked_fill(other.unsqueeze(-1), 0.0))
 
 
 class Siblings(nn.Module):
     """The parent of layers that get one input: what the first one gathers serves the others."""
 
-    tp_inputs: Inputs
+    tp_inputs: SharedInputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.tp_inputs
@@ -196,10 +196,10 @@ class Siblings(nn.Module):
 class Opaque(nn.Module):
     """Sees whole tokens on every rank, computes alike, and hands on this rank's."""
 
-    tp: Place
+    tp: TPRegion
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        whole = _join_streams((*args, *kwargs.values()), self.tp.ranks)
+        whole = _join_streams((*args, *kwargs.values()), self.tp.group)
         args = tuple(whole.get(id(a), a) for a in args)
         kwargs = {key: whole.get(id(a), a) for key, a in kwargs.items()}
         out = super().forward(*args, **kwargs)
@@ -207,24 +207,24 @@ class Opaque(nn.Module):
         stream = next((i for i, value in enumerate(outs) if _is_stream(value)), None)
         if stream is None:
             raise ValueError("an opaque module must return the stream as a float tensor")
-        outs[stream] = cut(outs[stream], self.tp.ranks, token_dim(outs[stream]))
+        outs[stream] = cut(outs[stream], self.tp.group, token_dim(outs[stream]))
         return outs[0] if isinstance(out, Tensor) else tuple(outs)
 
 
 class Routed(nn.Module):
     """The parent of experts: sees disjoint tokens, and its contexts cut likewise."""
 
-    tp: Place
+    tp: TPRegion
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        place, dim = self.tp, token_dim(x)
-        tokens = x.size(dim) * (place.ranks.size if place.tokens_cut else 1)
-        args = tuple(_cut_context(a, place.ranks, tokens) for a in args)
-        kwargs = {k: _cut_context(a, place.ranks, tokens) for k, a in kwargs.items()}
-        if place.tokens_cut:
+        region, dim = self.tp, token_dim(x)
+        tokens = x.size(dim) * (region.group.size if region.tokens_cut else 1)
+        args = tuple(_cut_context(a, region.group, tokens) for a in args)
+        kwargs = {k: _cut_context(a, region.group, tokens) for k, a in kwargs.items()}
+        if region.tokens_cut:
             return super().forward(x, *args, **kwargs)
-        out = super().forward(cut(x, place.ranks, dim), *args, **kwargs)
-        return join(out, place.ranks, dim)
+        out = super().forward(cut(x, region.group, dim), *args, **kwargs)
+        return join(out, region.group, dim)
 
 
 class Root(nn.Module):
@@ -262,17 +262,17 @@ def _is_stream(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _join_streams(values: tuple[Any, ...], ranks: Ranks) -> dict[int, Tensor]:
+def _join_streams(values: tuple[Any, ...], group: NamedGroup) -> dict[int, Tensor]:
     """{id: whole tokens} of the first float tensor and of those of its shape (queries, keys, values)."""
     floats = [value for value in values if _is_stream(value)]
     if not floats:
         raise ValueError("an opaque module must take the stream as a float tensor")
     first, dim = floats[0], token_dim(floats[0])
     streams = {id(x): x for x in floats if x.shape == first.shape}
-    return {key: join(x, ranks, dim) for key, x in streams.items()}
+    return {key: join(x, group, dim) for key, x in streams.items()}
 
 
-def _cut_context(value: Any, ranks: Ranks, tokens: int) -> Any:
+def _cut_context(value: Any, group: NamedGroup, tokens: int) -> Any:
     """A dataclass with its (B or 1, S) tensors cut along S; cut once where it has `once`."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
@@ -280,11 +280,11 @@ def _cut_context(value: Any, ranks: Ranks, tokens: int) -> Any:
     def make() -> Any:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         per_token = {
-            name: tensor.chunk(ranks.size, 1)[ranks.rank].contiguous()
+            name: tensor.chunk(group.size, 1)[group.rank].contiguous()
             for name, tensor in fields.items()
             if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.size(1) == tokens
         }
         return dataclasses.replace(value, **per_token)
 
     once = getattr(value, "once", None)
-    return make() if once is None else once(("tensor_parallel", ranks, tokens), make)
+    return make() if once is None else once(("tensor_parallel", group, tokens), make)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 
-def swap(module: nn.Module, mixin: type) -> None:
+def add_mixin(module: nn.Module, mixin: type) -> None:
     """Put `mixin` before the class of `module`, in place.
 
         class Twice:
@@ -27,7 +27,7 @@ def swap(module: nn.Module, mixin: type) -> None:
     each pair and kept.
     """
     cls: Any = type(module)  # Any: mypy takes a class for an instance here
-    module.__class__ = _joined(mixin, cls)
+    module.__class__ = _mixed_class(mixin, cls)
 
 
 def use_local(
@@ -51,7 +51,7 @@ def use_local(
             f"{', '.join(module._parameters) or 'none'}"
         )
     if not isinstance(module, OwnForward):
-        swap(module, OwnForward)
+        add_mixin(module, OwnForward)
     cls: Any = type(module)
     module.__class__ = _with_local(cls, name, grad_placements)
 
@@ -83,7 +83,7 @@ def local_part(
 
 
 @functools.cache
-def _joined(mixin: type, cls: type) -> type:
+def _mixed_class(mixin: type, cls: type) -> type:
     names: dict[str, Any] = {"__module__": mixin.__module__}
     if "forward" in vars(mixin):  # generate() of transformers reads there what a model can be given
         names["forward"] = _with_signature(mixin.forward, cls.forward)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch import nn
 
 from forge_parallel._problems import merge_layers
 from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
-from forge_parallel.legal import Cut, uneven_vocab, uneven_width, width_of
+from forge_parallel.legal import ShardedDim, uneven_vocab, uneven_width, width_of
 
 ROLES = (
     "colwise",
@@ -187,14 +187,14 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
         elif role.name in ("colwise", "rowwise"):
             whole = module.weight.size(0 if role.name == "colwise" else 1)
             unit = _unit(model, name, role, whole)
-            if wrong := uneven_width(_cut(name, role, whole, unit), size):
+            if wrong := uneven_width(_sharded_dim(name, role, whole, unit), size):
                 problems.append(wrong)
         elif role.name in ("vocab", *HEADS):
             whole = module.weight.size(0)
             for parameter, table in module.named_parameters(recurse=False):
                 here = name if parameter == "weight" else f"{name}.{parameter}"
-                cut = Cut(f"{here}: {whole} ids", whole, width=width_of(table.shape))
-                if wrong := uneven_vocab(cut, size, shards):
+                dim = ShardedDim(f"{here}: {whole} ids", whole, width=width_of(table.shape))
+                if wrong := uneven_vocab(dim, size, shards):
                     problems.append(wrong)
                     break
             cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
@@ -352,10 +352,10 @@ def shared_head(model: nn.Module, name: str, role: Role, size: int) -> int:
     return unit if unit > 1 and int(weight.size(0)) // unit < size else 0
 
 
-def _cut(name: str, role: Role, whole: int, unit: int) -> Cut:
+def _sharded_dim(name: str, role: Role, whole: int, unit: int) -> ShardedDim:
     side = "outputs" if role.name == "colwise" else "inputs"
     what = f"{whole} {side}" if unit == 1 else f"{whole // unit} heads of {unit} ({whole} {side})"
-    return Cut(f"{name}: {what}", whole, unit, role.shared and unit > 1)
+    return ShardedDim(f"{name}: {what}", whole, unit, role.shared and unit > 1)
 
 
 def _within(name: str, region: str) -> bool:

@@ -22,23 +22,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from forge_parallel._torch_compat import overlap_matmuls
-from forge_parallel.axes.exchange import Ranks, join
+from forge_parallel.axes.collectives import NamedGroup, join
 from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.layers import (
     Colwise,
-    Embedding,
     GatheredLogits,
-    Inputs,
-    Logits,
     Opaque,
-    Place,
     Root,
     Routed,
     Rowwise,
-    Shared,
+    ShardedLogits,
+    SharedHeads,
+    SharedInputs,
     Siblings,
+    TPRegion,
+    VocabEmbedding,
 )
-from forge_parallel.axes.local import swap, use_local
+from forge_parallel.axes.local import add_mixin, use_local
 from forge_parallel.axes.roles import BY_ROWS, HEADS, Matched, check_cuts, find_roles, shared_head
 from forge_parallel.order import mark
 
@@ -80,13 +80,13 @@ def tensor_parallel(
     Raises ValueError before anything is changed: a parameter without a role, dims that do not divide, dropout;
     and in a forward for a cut weight that other code uses than its own module.
     """
-    ranks = Ranks.of(mesh)
+    group = NamedGroup.of(mesh)
     foreign = not hasattr(model, "parallel_roles") and has_plan(model)
     if sequence_parallel is None:
         sequence_parallel = not foreign
     if matched is None:
         matched = find_roles(model, roles)
-        check_cuts(model, matched, ranks.size)
+        check_cuts(model, matched, group.size)
     ids = _ids_of_heads(model, matched)
     if foreign and sequence_parallel:
         raise ValueError(
@@ -100,11 +100,11 @@ def tensor_parallel(
         )
     mark(model, "tensor")
     if async_tp:
-        overlap_matmuls(ranks.name)
-    _cut_model(model, mesh, sequence_parallel, matched, ids)
+        overlap_matmuls(group.name)
+    _shard_model(model, mesh, sequence_parallel, matched, ids)
     heads = (model.get_submodule(n) for n, r in matched.leaves.items() if r.name == "gather_output")
     model.tp_heads = tuple(heads)  # type: ignore[assignment]
-    swap(model, Root)
+    add_mixin(model, Root)
     return model
 
 
@@ -113,7 +113,7 @@ def gather_vocab(logits: Tensor, axis: Any, vocab_size: int | None = None) -> Te
 
     What follows must be equal on all ranks; `vocab_size` takes the filling of an uneven one off.
     """
-    whole = join(logits, Ranks.of(axis), logits.dim() - 1)
+    whole = join(logits, NamedGroup.of(axis), logits.dim() - 1)
     return whole if vocab_size is None else whole[..., :vocab_size]
 
 
@@ -127,52 +127,54 @@ _SUMMED: tuple[Placement, ...] = (Partial(),)
 _MIXINS: dict[str, type] = {
     "colwise": Colwise,
     "rowwise": Rowwise,
-    "sharded_logits": Logits,
+    "sharded_logits": ShardedLogits,
     "gather_output": GatheredLogits,
-    "vocab": Embedding,
+    "vocab": VocabEmbedding,
 }
 
 
-def _cut_model(
+def _shard_model(
     model: nn.Module,
     mesh: DeviceMesh,
     sequence_parallel: bool,
     matched: Matched,
     ids: Mapping[str, int],
 ) -> None:
-    ranks = Ranks.of(mesh)
-    kept: dict[nn.Parameter, nn.Parameter] = {}  # what was tied stays tied
-    families = _families(model, matched)
+    group = NamedGroup.of(mesh)
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # what was tied stays tied
+    shared_inputs = _shared_inputs(model, matched)
     module: Any
-    for module, name in _once(model, matched.leaves).items():
+    for module, name in _unique_modules(model, matched.leaves).items():
         role = matched.leaves[name]
         tokens_cut = sequence_parallel or matched.is_routed(name)
-        module.tp = Place(ranks, tokens_cut, families.get(name))
-        head = shared_head(model, name, role, ranks.size)
-        _cut_parameters(module, "replicate_sum_grad" if head else role.name, tokens_cut, mesh, kept)
+        module.tp = TPRegion(group, tokens_cut, shared_inputs.get(name))
+        head = shared_head(model, name, role, group.size)
+        _shard_parameters(
+            module, "replicate_sum_grad" if head else role.name, tokens_cut, mesh, sharded
+        )
         if head:
-            first = ranks.rank * (module.weight.size(0) // head) // ranks.size * head
+            first = group.rank * (module.weight.size(0) // head) // group.size * head
             module.tp_rows = slice(first, first + head)
-            swap(module, Shared)
+            add_mixin(module, SharedHeads)
             continue
         if role.name == "vocab":
-            _keep_ids(module, ranks)
+            _set_local_ids(module, group)
         elif role.name in HEADS:
-            module.tp_ids, module.tp_width = ids[name], -(-ids[name] // ranks.size)
+            module.tp_ids, module.tp_width = ids[name], -(-ids[name] // group.size)
         if role.name in _MIXINS:
-            swap(module, _MIXINS[role.name])
-    for module in _once(model, matched.opaque):
+            add_mixin(module, _MIXINS[role.name])
+    for module in _unique_modules(model, matched.opaque):
         for below in module.modules():
-            _cut_parameters(below, "opaque", False, mesh, kept)
+            _shard_parameters(below, "opaque", False, mesh, sharded)
         if sequence_parallel:
-            module.tp = Place(ranks, True)
-            swap(module, Opaque)
-    for module in _once(model, matched.routed):
-        module.tp = Place(ranks, sequence_parallel)
-        swap(module, Routed)
+            module.tp = TPRegion(group, True)
+            add_mixin(module, Opaque)
+    for module in _unique_modules(model, matched.routed):
+        module.tp = TPRegion(group, sequence_parallel)
+        add_mixin(module, Routed)
 
 
-def _once(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, str]:
+def _unique_modules(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, str]:
     """The modules of these names, one that has several of them by the first."""
     found: dict[nn.Module, str] = {}
     for name in names:
@@ -180,12 +182,12 @@ def _once(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, str]:
     return found
 
 
-def _cut_parameters(
+def _shard_parameters(
     module: nn.Module,
     role: str,
     tokens_cut: bool,
     mesh: DeviceMesh,
-    kept: dict[nn.Parameter, nn.Parameter],
+    sharded: dict[nn.Parameter, nn.Parameter],
 ) -> None:
     """Put this rank's slices of a module's own parameters in their place, and say how their gradients
     lie over tp."""
@@ -193,17 +195,19 @@ def _cut_parameters(
         if whole is None:
             continue
         placement, summed = _placement(role, name, tokens_cut)
-        if whole not in kept:
-            here = whole.detach()
+        if whole not in sharded:
+            local = whole.detach()
             if isinstance(placement, Shard):
-                ranks, rank = mesh.size(), mesh.get_local_rank()
-                here = here.chunk(ranks, placement.dim)[rank].clone().contiguous()  # frees the rest
+                parts = local.chunk(mesh.size(), placement.dim)
+                local = (
+                    parts[mesh.get_local_rank()].clone().contiguous()
+                )  # a view would keep the whole
             # shape and stride of the whole: uneven parts do not tell them
             part = DTensor.from_local(
-                here, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+                local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
             )
-            kept[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-        module.register_parameter(name, kept[whole])
+            sharded[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+        module.register_parameter(name, sharded[whole])
         use_local(module, name, _SUMMED if summed else None)
 
 
@@ -216,22 +220,22 @@ def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]
     return Replicate(), role == "replicate_sum_grad" or (role != "opaque" and tokens_cut)
 
 
-def _families(model: nn.Module, matched: Matched) -> dict[str, Inputs]:
-    """One `Inputs` for the colwise layers of each parent that has several; the parents are swapped."""
+def _shared_inputs(model: nn.Module, matched: Matched) -> dict[str, SharedInputs]:
+    """One `SharedInputs` for the colwise layers of each parent that has several; the parents are swapped."""
     children: dict[str, list[str]] = {}
-    for name in _once(model, matched.leaves).values():
+    for name in _unique_modules(model, matched.leaves).values():
         if matched.leaves[name].name == "colwise":
             parent = name.rpartition(".")[0]
             while parent and type(model.get_submodule(parent)).forward is nn.Module.forward:
                 parent = parent.rpartition(".")[0]  # a list or a dict of modules
             children.setdefault(parent, []).append(name)
-    found: dict[str, Inputs] = {}
+    found: dict[str, SharedInputs] = {}
     for parent, names in children.items():
         if len(names) > 1:
             module: Any = model.get_submodule(parent)
-            module.tp_inputs = Inputs()
+            module.tp_inputs = SharedInputs()
             found |= dict.fromkeys(names, module.tp_inputs)
-            swap(module, Siblings)
+            add_mixin(module, Siblings)
     return found
 
 
@@ -253,10 +257,10 @@ def _ids_of_heads(model: nn.Module, matched: Matched) -> dict[str, int]:
     return found
 
 
-def _keep_ids(embedding: Any, ranks: Ranks) -> None:
+def _set_local_ids(embedding: Any, group: NamedGroup) -> None:
     """Tell an embedding which ids are its own."""
-    size = -(-embedding.num_embeddings // ranks.size)
-    begin = ranks.rank * size
+    size = -(-embedding.num_embeddings // group.size)
+    begin = group.rank * size
     end = min(begin + size, embedding.num_embeddings)
     embedding.tp_rows = (begin, end)
     padding = embedding.padding_idx

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge_parallel._torch_compat import all_gather
-from forge_parallel.axes.exchange import Ranks
+from forge_parallel.axes.collectives import NamedGroup
 
 # Elements of one fp32 block: a share of a CPU's cache; elsewhere, what makes launches cheap.
 _BLOCK_CPU = 2**20
@@ -42,7 +42,7 @@ def vocab_cross_entropy(
     Raises ValueError when shapes do not fit or, on a CPU, when a label is no id.
     Cost: keeps the logits; one all-gather of 2 N fp32 forward, none backward; no host sync on CUDA.
     """
-    ranks = Ranks.of(axis)
+    group = NamedGroup.of(axis)
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(
             f"weights {tuple(weights.shape)} must have the shape of labels {tuple(labels.shape)}; give one for "
@@ -57,12 +57,12 @@ def vocab_cross_entropy(
     ids = labels.reshape(-1).to(torch.int64)  # (N,)
     valid = ids != ignore_index  # (N,)
     if type(ids) is Tensor and ids.device.type == "cpu":
-        _check_labels(ids[valid], flat.size(1) * ranks.size)
+        _check_labels(ids[valid], flat.size(1) * group.size)
     flat_weights, count = None, valid.sum()
     if weights is not None:
         flat_weights = weights.reshape(-1).float().where(valid, 0.0)  # (N,)
         count = flat_weights.double().sum()
-    total: Tensor = _VocabCrossEntropy.apply(flat, ids, valid, flat_weights, ranks)
+    total: Tensor = _VocabCrossEntropy.apply(flat, ids, valid, flat_weights, group)
     return total, count
 
 
@@ -76,42 +76,42 @@ class _VocabCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         valid: Tensor,
         weights: Tensor | None,
-        ranks: Ranks,
+        group: NamedGroup,
     ) -> Tensor:
         width = logits.size(1)
-        local = labels - ranks.rank * width
-        mine = valid.clone()
-        if ranks.rank:
-            mine &= local >= 0
-        if ranks.rank < ranks.size - 1:  # an id beyond all of them fails in the last rank's gather
-            mine &= local < width
-        target = local.where(mine, 0)[:, None]  # (N, 1)
+        local = labels - group.rank * width
+        is_local = valid.clone()
+        if group.rank:
+            is_local &= local >= 0
+        if group.rank < group.size - 1:  # an id beyond all of them fails in the last rank's gather
+            is_local &= local < width
+        target = local.where(is_local, 0)[:, None]  # (N, 1)
         parts = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _blocks(logits):
+        for rows in _row_blocks(logits):
             wide = logits[rows].float()  # (R, W)
             parts[0, rows] = wide.logsumexp(dim=-1)
             parts[1, rows] = wide.gather(1, target[rows])[:, 0]
-        parts[1] = parts[1].where(mine, 0.0)
-        if ranks.size > 1:
-            parts = all_gather(parts, ranks.size, ranks.name).view(ranks.size, 2, -1)
+        parts[1] = parts[1].where(is_local, 0.0)
+        if group.size > 1:
+            parts = all_gather(parts, group.size, group.name).view(group.size, 2, -1)
             parts = torch.stack((parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)))
-        ctx.save_for_backward(logits, parts[0], target, mine, valid, weights)
+        ctx.save_for_backward(logits, parts[0], target, is_local, valid, weights)
         losses = (parts[0] - parts[1]).where(valid, 0.0)  # (N,)
         return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        logits, total, target, mine, valid, weights = ctx.saved_tensors
+        logits, total, target, is_local, valid, weights = ctx.saved_tensors
         scale = (grad * (valid if weights is None else weights))[:, None]  # (N, 1)
         out = torch.empty_like(logits)
-        for rows in _blocks(logits):
+        for rows in _row_blocks(logits):
             p = (logits[rows].float() - total[rows, None]).exp_().mul_(scale[rows])  # (R, W)
-            out[rows] = p.scatter_add_(1, target[rows], -scale[rows] * mine[rows, None])
+            out[rows] = p.scatter_add_(1, target[rows], -scale[rows] * is_local[rows, None])
         return out, None, None, None, None
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
     limit = _BLOCK_CPU if logits.device.type == "cpu" else _BLOCK_DEVICE
     rows = max(1, limit // max(1, logits.size(1)))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))

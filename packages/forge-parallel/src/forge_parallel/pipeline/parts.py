@@ -22,8 +22,8 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
     model without the method, for a name that is no child, for a child with parameters that no part names, and
     for parameters of the model itself.
     """
-    kind, offer = type(model).__name__, getattr(model, "pipeline_parts", None)
-    if not callable(offer):
+    kind, declare = type(model).__name__, getattr(model, "pipeline_parts", None)
+    if not callable(declare):
         raise ValueError(
             f"{kind} must offer pipeline_parts() to be cut into pipeline stages, and has no such method; "
             "add it (see forge_parallel.pipeline.parts_of), or use pp 1"
@@ -70,8 +70,8 @@ def stream_dim(model: nn.Module) -> int:
 
     Without "dim" it is `model.config.dim`. ValueError, naming the model, where it says neither.
     """
-    said: Any = model.pipeline_parts()  # type: ignore[operator]
-    dim = said.get("dim", getattr(getattr(model, "config", None), "dim", None))
+    declared: Any = model.pipeline_parts()  # type: ignore[operator]
+    dim = declared.get("dim", getattr(getattr(model, "config", None), "dim", None))
     if type(dim) is not int or dim < 1:
         raise ValueError(
             f"{type(model).__name__} must say the width of its stream, and says {dim!r}; let pipeline_parts() name "

@@ -84,7 +84,9 @@ class Pipeline:
             if index < count - 1:
                 module.register_forward_hook(self._check_stream)
             # before FSDP2's own hook, which moves and casts what it finds
-            module.register_forward_pre_hook(self._look_up, with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(
+                self._arguments_of_rows, with_kwargs=True, prepend=True
+            )
             stage = pipeline_stage(
                 module,
                 index,
@@ -101,7 +103,7 @@ class Pipeline:
         assert self._loss is not None
         return self._loss(output, _take(self._targets, _slice(rows)))
 
-    def _look_up(
+    def _arguments_of_rows(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Keywords of a stage for the rows of a micro-batch, in place of their numbers."""
@@ -146,10 +148,10 @@ class Pipeline:
         try:
             self._schedule.step(*first, return_outputs=False, **last, rows=rows)
         finally:
-            self._forget()
+            self._clear()
         return self._total(losses)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         """What a step holds may be large."""
         self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
         self._then = None
@@ -180,7 +182,7 @@ class Pipeline:
                 for i, output in self._forward(tokens, parts)
             ]
         finally:
-            self._forget()
+            self._clear()
         reshard(self.model)
         return self._total(losses)
 
@@ -193,7 +195,7 @@ class Pipeline:
         """
         stages, count = self.stages, len(parts)
         stream = torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False)
-        waiting: dict[tuple[int, int], Tensor] = {}
+        received: dict[tuple[int, int], Tensor] = {}
         starts = forward_starts(self.config, count)
         for tick in range(starts[-1] + count):
             ops = []
@@ -201,23 +203,23 @@ class Pipeline:
                 i = tick - starts[stage]
                 if not 0 <= i < count:
                     continue
-                given = waiting.pop((stage, i)) if stage else tokens[_slice(parts[i])]
+                given = received.pop((stage, i)) if stage else tokens[_slice(parts[i])]
                 output = module(given, rows=parts[i])
                 if stage == len(starts) - 1:
                     yield i, output
                 elif stage + 1 in stages:
-                    waiting[stage + 1, i] = output
+                    received[stage + 1, i] = output
                 else:
-                    ops.append(self._move(dist.isend, output.contiguous(), stage + 1))
+                    ops.append(self._p2p(dist.isend, output.contiguous(), stage + 1))
             for stage in stages:
                 i = tick - starts[stage - 1]
                 if stage > 0 and stage - 1 not in stages and 0 <= i < count:
-                    waiting[stage, i] = torch.empty_like(stream)
-                    ops.append(self._move(dist.irecv, waiting[stage, i], stage - 1))
+                    received[stage, i] = torch.empty_like(stream)
+                    ops.append(self._p2p(dist.irecv, received[stage, i], stage - 1))
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
 
-    def _move(self, kind: Any, tensor: Tensor, stage: int) -> dist.P2POp:
+    def _p2p(self, kind: Any, tensor: Tensor, stage: int) -> dist.P2POp:
         peer = rank_of(self.config, stage)
         return dist.P2POp(kind, tensor, group=self.meshes.pp.group, group_peer=peer)
 

@@ -30,15 +30,15 @@ def sync_tied_gradients(model: nn.Module, meshes: Meshes) -> None:
     for parameter in tied:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    mine = [local_tensor(parameter.grad) for parameter in tied]
-    theirs = [torch.empty_like(gradient) for gradient in mine]
+    local = [local_tensor(parameter.grad) for parameter in tied]
+    remote = [torch.empty_like(gradient) for gradient in local]
     peer, group = meshes.pp.size - 1 - meshes.pp.rank, meshes.pp.group
-    ops = [dist.P2POp(dist.isend, t.contiguous(), group=group, group_peer=peer) for t in mine]
-    ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t in theirs]
+    ops = [dist.P2POp(dist.isend, t.contiguous(), group=group, group_peer=peer) for t in local]
+    ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t in remote]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    for gradient, other in zip(mine, theirs):
-        gradient.add_(other)
+    for gradient, copy in zip(local, remote):
+        gradient.add_(copy)
 
 
 def tied_copies(model: nn.Module, meshes: Meshes) -> set[Tensor]:

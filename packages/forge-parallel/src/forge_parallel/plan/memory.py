@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from forge_parallel.axes.fsdp import cuts_inside
 from forge_parallel.axes.roles import BY_ROWS
-from forge_parallel.plan.case import Case, Load
+from forge_parallel.plan.candidate import Candidate, Load
 from forge_parallel.plan.profile import Part, Row, local_shape
 
 
@@ -39,7 +39,7 @@ class Memory:
 _LIBRARIES = 2.0**27
 
 
-class Held(NamedTuple):
+class PartSize(NamedTuple):
     """Elements of a part on a rank: `local` shards, those of them that are `trained`, and what is gathered of
     `dense` parameters and of `experts`, cut by tp and ep, with what FSDP2 rounds up on all ranks."""
 
@@ -53,55 +53,57 @@ class Held(NamedTuple):
         return self.dense + self.experts
 
 
-def held(part: Part, case: Case) -> Held:
+def part_size(part: Part, candidate: Candidate) -> PartSize:
     """Counted once for all cases of a shape."""
 
-    def count() -> Held:
+    def count() -> PartSize:
         local = trained = dense = experts = 0
         for row in part.rows:
-            numel, is_expert = local_numel(row, case), row.role == "expert"
+            numel, is_expert = local_numel(row, candidate), row.role == "expert"
             local += numel
             trained += numel * row.trains
-            dense += numel * _shards(row, case) * (not is_expert)
-            experts += numel * _shards(row, case) * is_expert
-        return Held(local, trained, dense, experts)
+            dense += numel * _shards(row, candidate) * (not is_expert)
+            experts += numel * _shards(row, candidate) * is_expert
+        return PartSize(local, trained, dense, experts)
 
-    return case.profile.once(("held", id(part), case.layout[2:]), count)
+    return candidate.profile.once(("part_size", id(part), candidate.layout[2:]), count)
 
 
-def local_numel(row: Row, case: Case) -> int:
+def local_numel(row: Row, candidate: Candidate) -> int:
     """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, but where it
     cuts on dim 1 (`axes.fsdp.cuts_inside`)."""
     shape, parts = (
-        local_shape(row.shape, row.role, case.layout.tp, case.layout.ep, row.heads),
-        _shards(row, case),
+        local_shape(row.shape, row.role, candidate.layout.tp, candidate.layout.ep, row.heads),
+        _shards(row, candidate),
     )
-    tp = case.layout.tp if row.role in BY_ROWS and row.heads == 0 else 1
+    tp = candidate.layout.tp if row.role in BY_ROWS and row.heads == 0 else 1
     if cuts_inside(shape, parts, row.shape[0] if shape else 1, tp):
         return prod(shape) // parts
     return ceil(shape[0] / parts) * prod(shape[1:]) if shape else 1
 
 
-def _shards(row: Row, case: Case) -> int:
+def _shards(row: Row, candidate: Candidate) -> int:
     """Over how many ranks FSDP2 cuts a parameter."""
-    return case.topology.axes()["efsdp" if row.role == "expert" else "fsdp"][0]
+    return candidate.topology.axes()["efsdp" if row.role == "expert" else "fsdp"][0]
 
 
-def stage_memory(case: Case, pp_rank: int) -> Memory:
+def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     """Memory of a rank of pipeline stage(s) `pp_rank`."""
-    load, s = case.load(pp_rank), case.storage
-    parts = [] if case.config.cpu_offload else [held(part, case) for part in load.parts]
+    load, s = candidate.load(pp_rank), candidate.storage
+    parts = (
+        [] if candidate.config.cpu_offload else [part_size(part, candidate) for part in load.parts]
+    )
     trained = sum(part.trained for part in parts)
     weights = sum(part.local for part in parts) * s.weights
     gradients, moments = trained * s.gradients, trained * s.moments
-    in_flight = micro_batches_in_flight(case, pp_rank)
-    activations = case.micro_batch * in_flight * _kept(case, load)
-    recomputed = case.micro_batch * _transient(case, load)
-    gathered, buffers, ends = _gathered(case, load)
-    loss = _loss(case) if load.last else 0.0
+    in_flight = micro_batches_in_flight(candidate, pp_rank)
+    activations = candidate.micro_batch * in_flight * _saved_activations(candidate, load)
+    recomputed = candidate.micro_batch * _transient(candidate, load)
+    gathered, buffers, ends = _gathered(candidate, load)
+    loss = _loss(candidate) if load.last else 0.0
     static = weights + moments + gathered + _LIBRARIES
     # the first micro-batch finds no gradients: they come as activations go
-    before = gradients + _unreduced(case, load) if case.num_micro_batches > 1 else 0.0
+    before = gradients + _unreduced(candidate, load) if candidate.num_micro_batches > 1 else 0.0
     peak = static + max(
         before + activations + loss,
         max(before + activations, gradients) + recomputed + buffers,
@@ -111,17 +113,17 @@ def stage_memory(case: Case, pp_rank: int) -> Memory:
                   gathered + buffers, loss, peak, in_flight)  # fmt: skip
 
 
-def micro_batches_in_flight(case: Case, pp_rank: int) -> float:
+def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> float:
     """Micro-batches of which a rank keeps activations at once; halves where it has two stages.
 
     GPipe keeps all, 1F1B as many as there are ranks from this one on, the interleaved ones their warm-up
     (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), with zero bubbles pp more, whose weights'
     gradients wait; those in a V about pp on every rank.
     """
-    pp, m, name = case.layout.pp, case.num_micro_batches, case.config.pp_schedule
+    pp, m, name = candidate.layout.pp, candidate.num_micro_batches, candidate.config.pp_schedule
     if pp == 1:
         return 1.0
-    stages = case.config.stages_per_rank
+    stages = candidate.config.stages_per_rank
     warm_up = 2 * (pp - pp_rank - 1) + (stages - 1) * pp + 1
     return min(m, {
         "gpipe": m,
@@ -133,62 +135,66 @@ def micro_batches_in_flight(case: Case, pp_rank: int) -> float:
     }[name])  # fmt: skip
 
 
-def _kept(case: Case, load: Load) -> float:
+def _saved_activations(candidate: Candidate, load: Load) -> float:
     """Bytes that one row of a micro-batch keeps on this rank; the mean over its stages if several."""
-    c, t = case.config, case.trace
+    c, t = candidate.config, candidate.trace
     total: float = sum(part.saved for part in load.traced_ends(t)) + t.shared
     for stage in load.stages:
         for i, kind in enumerate(stage):
-            kept = t.kinds[kind]
+            block = t.kinds[kind]
             if c.memory_budget is not None:
-                total += kept.inputs + c.memory_budget * (kept.saved - kept.inputs)
+                total += block.inputs + c.memory_budget * (block.saved - block.inputs)
             else:
-                total += kept.under("none" if i % c.recompute_every else c.recompute)
-        if case.layout.pp > 1 and stage:
+                total += block.under("none" if i % c.recompute_every else c.recompute)
+        if candidate.layout.pp > 1 and stage:
             total += t.kinds[stage[-1]].inputs  # its output waits for its gradient
     return total
 
 
-def _transient(case: Case, load: Load) -> float:
+def _transient(candidate: Candidate, load: Load) -> float:
     """Per row: what a block makes again, and two gradients of its largest tensor."""
-    kinds = [case.trace.kinds[k] for k in set(load.kinds)]
-    again = (max(0, k.saved - k.under(case.config.recompute)) + 2 * k.largest for k in kinds)
+    kinds = [candidate.trace.kinds[k] for k in set(load.kinds)]
+    again = (max(0, k.saved - k.under(candidate.config.recompute)) + 2 * k.largest for k in kinds)
     return max(again, default=0)
 
 
-def _gathered(case: Case, load: Load) -> tuple[float, float, float]:
+def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
     """(whole weights while blocks run, whole gradients and buffers of a block's backward, those of what is
     outside blocks, at the end of the backward)."""
-    if not case.wrapped:
+    if not candidate.wrapped:
         return 0.0, 0.0, 0.0
-    s, d = case.storage, case.layout
-    sharded, several = d.dp_shard * d.cp > 1, case.num_micro_batches > 1
-    sizes = sorted((held(block, case).whole for block in load.blocks), reverse=True)
-    outside = held(load.ends, case).whole
-    behind = held(case.profile.ends(False, load.last), case).whole
+    s, d = candidate.storage, candidate.layout
+    sharded, several = d.dp_shard * d.cp > 1, candidate.num_micro_batches > 1
+    sizes = sorted((part_size(block, candidate).whole for block in load.blocks), reverse=True)
+    outside = part_size(load.ends, candidate).whole
+    behind = part_size(candidate.profile.ends(False, load.last), candidate).whole
     # torch's pipeline stages keep weights gathered, and gradients whole, to the last backward
-    here = sum(sizes[:2] if case.reshards and d.pp == 1 else sizes) + outside
-    gathered = float(here * case.compute)
-    if not sharded and s.weights == case.compute:
+    here = sum(sizes[:2] if candidate.reshards and d.pp == 1 else sizes) + outside
+    gathered = float(here * candidate.compute)
+    if not sharded and s.weights == candidate.compute:
         gathered = 0.0  # nothing to gather and nothing to cast
     if several and (d.pp > 1 or (s.sync_once and sharded)):
-        gathered += (sum(sizes) + outside) * (case.reduce if d.pp > 1 else case.compute)
+        gathered += (sum(sizes) + outside) * (candidate.reduce if d.pp > 1 else candidate.compute)
     # gradients, what they are reduced from, and what the next all-gather writes into
-    buffers = max(sizes, default=0) * (2 * case.compute + case.reduce) * sharded
-    return gathered, buffers + behind * case.compute, outside * (case.compute + case.reduce)
+    buffers = max(sizes, default=0) * (2 * candidate.compute + candidate.reduce) * sharded
+    return (
+        gathered,
+        buffers + behind * candidate.compute,
+        outside * (candidate.compute + candidate.reduce),
+    )
 
 
-def _unreduced(case: Case, load: Load) -> float:
+def _unreduced(candidate: Candidate, load: Load) -> float:
     """What the gradients outside blocks were reduced from: FSDP2 lets go of it in the next backward."""
-    if not case.wrapped or case.layout.pp > 1 or case.storage.sync_once:
+    if not candidate.wrapped or candidate.layout.pp > 1 or candidate.storage.sync_once:
         return 0.0
-    return float(held(load.ends, case).whole * case.reduce)
+    return float(part_size(load.ends, candidate).whole * candidate.reduce)
 
 
-def _loss(case: Case) -> float:
+def _loss(candidate: Candidate) -> float:
     """Logits of a micro-batch, their gradient, and the blocks in which the loss is computed."""
-    s, logits = case.storage, case.trace.logits * case.micro_batch
+    s, logits = candidate.storage, candidate.trace.logits * candidate.micro_batch
     if s.whole_logits:
-        logits *= case.layout.tp
-    beside = case.compute if s.loss is None else s.loss
-    return logits * (case.compute + beside) + min(s.workspace, logits * 8)
+        logits *= candidate.layout.tp
+    beside = candidate.compute if s.loss is None else s.loss
+    return logits * (candidate.compute + beside) + min(s.workspace, logits * 8)

@@ -41,22 +41,22 @@ class Profile:
 
     `numel` counts each parameter once; `flops` are of one token's forward, `head_flops` those outside blocks.
     `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
-    kind. `samples` holds the names and kinds of the first two of each. `uncuttable` says why there can be no
-    pipeline, `unreachable` why no cp, if so. Reads shapes only: a model on the meta device will do.
+    kind. `samples` holds the names and kinds of the first two of each. `pp_problems` says why there can be no
+    pipeline, `cp_problems` why no cp, if so. Reads shapes only: a model on the meta device will do.
     """
 
     def __init__(self, model: nn.Module, seq_len: int, blocks: Blocks | None = None) -> None:
         self.model, self.seq_len = model, seq_len
         self._found: dict[Any, Any] = {}
         self.structure = structure_of(model, blocks)
-        self.no_tp: str | None = None
+        self.no_roles: str | None = None
         try:
             self.matched = find_roles(model)
         except ValueError as error:
-            self.matched, self.no_tp = find_roles(model, cut=False), str(error)
+            self.matched, self.no_roles = find_roles(model, cut=False), str(error)
         self._find_kinds()
-        self.uncuttable = part_problems(model, self.structure)
-        self.unreachable = attention_problems(model)
+        self.pp_problems = part_problems(model, self.structure)
+        self.cp_problems = attention_problems(model)
         self.numel = sum(p.numel() for p in model.parameters())
         inside = sum(self.kinds[k].flops for k in self.order)
         self.flops = max(forward_flops(model, seq_len), inside)
@@ -133,12 +133,12 @@ class Profile:
             self._found[key] = make()
         return self._found[key]
 
-    def misfits_tp(self, tp: int, shards: int = 1) -> list[str]:
+    def tp_problems(self, tp: int, shards: int = 1) -> list[str]:
         """Why `tp` ranks, and FSDP2's `shards` of their parts, cannot cut this model; empty if they can."""
 
         def find() -> list[str]:
-            if self.no_tp is not None:
-                return [self.no_tp]
+            if self.no_roles is not None:
+                return [self.no_roles]
             found = cut_problems(self.model, self.matched, tp, shards)
             return merge_layers(found).splitlines()
 
@@ -148,7 +148,11 @@ class Profile:
         """What the rules ask of the model on `tp` ranks; nothing about its batch."""
 
         def find() -> Facts:
-            why = {"tp": self.misfits_tp(tp, shards), "cp": self.unreachable, "pp": self.uncuttable}
+            why = {
+                "tp": self.tp_problems(tp, shards),
+                "cp": self.cp_problems,
+                "pp": self.pp_problems,
+            }
             return Facts(
                 seq_len=self.seq_len,
                 num_layers=len(self.order),

@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 from forge_parallel.config import ParallelConfig
-from forge_parallel.plan.case import Wish, describe
-from forge_parallel.plan.report import Plan
+from forge_parallel.plan.candidate import SearchSpace, describe
+from forge_parallel.plan.report import Estimate
 
 #: What an axis more must bring to be worth its groups, its seams and its failures; a pipeline, which no
 #: published sweep measures, a sixth.
@@ -19,59 +19,59 @@ WORTH = {"dp_replicate": 0.97, "tp": 0.97, "cp": 0.97, "ep": 0.97, "pp": 0.85}
 BUDGET = 0.7
 
 
-class Candidate(Plan):
-    """A plan that is compared with others."""
-
-    @property
-    def score(self) -> float:
-        """Tokens per second, less for each axis."""
-        sizes = self.case.layout._asdict()
-        worth = prod(share for axis, share in WORTH.items() if sizes[axis] > 1)
-        return self.time.tokens_per_second * worth
+def score(estimate: Estimate) -> float:
+    """Tokens per second, less for each axis."""
+    sizes = estimate.candidate.layout._asdict()
+    worth = prod(share for axis, share in WORTH.items() if sizes[axis] > 1)
+    return estimate.time.tokens_per_second * worth
 
 
-def search(wish: Wish) -> list[Candidate]:
+def search(space: SearchSpace) -> list[Estimate]:
     """All allowed ways of some thousands: those that fit by score, then the others by peak.
 
     Cost: about 1 ms each, and one trace per (tp, cp, sequence_parallel).
     """
-    found: dict[Any, Candidate] = {}
-    for config, micro_batch in product(_layouts(wish), wish.micro_batches):
+    found: dict[Any, Estimate] = {}
+    for config, micro_batch in product(_layouts(space), space.micro_batches):
         try:
-            case = wish.case(config, micro_batch)
+            candidate = space.candidate(config, micro_batch)
         except ValueError:  # a rule is broken
             continue
-        found[config, case.micro_batch] = Candidate(case)
-    return sorted(found.values(), key=lambda c: (not c.fits, -c.score if c.fits else c.peak))
+        found[config, candidate.micro_batch] = Estimate(candidate)
+    return sorted(found.values(), key=lambda c: (not c.fits, -score(c) if c.fits else c.peak))
 
 
-def choose(wish: Wish) -> tuple[Candidate, list[str]]:
+def auto_layout(space: SearchSpace) -> tuple[Estimate, list[str]]:
     """The best way and why, in words. ValueError where none is allowed, or none fits."""
-    ranked = search(wish)
+    ranked = search(space)
     if not ranked:
         raise ValueError(
-            f"global_batch {wish.global_batch} on {wish.world_size} ranks must have an allowed layout, and "
+            f"global_batch {space.global_batch} on {space.world_size} ranks must have an allowed layout, and "
             "none is; use rows of a length that tp and cp divide, or fewer layers than ranks of pp"
         )
     best = ranked[0]
     if not best.fits:
         raise ValueError(
-            f"{wish.profile.numel / 1e9:.1f} B parameters on {wish.world_size} x {wish.hardware.name} must "
-            f"stay below {wish.hardware.limit / 1e9:.0f} GB a rank, and the smallest layout "
-            f"({describe(best.case)}) needs {best.peak / 1e9:.0f}; use more ranks, shorter rows or "
+            f"{space.profile.numel / 1e9:.1f} B parameters on {space.world_size} x {space.hardware.name} must "
+            f"stay below {space.hardware.limit / 1e9:.0f} GB a rank, and the smallest layout "
+            f"({describe(best.candidate)}) needs {best.peak / 1e9:.0f}; use more ranks, shorter rows or "
             "recompute = 'full'"
         )
     return best, _reasons(best, ranked)
 
 
-def _reasons(best: Candidate, ranked: Sequence[Candidate]) -> list[str]:
-    case, t, d = best.case, best.time, best.case.layout
+def _reasons(best: Estimate, ranked: Sequence[Estimate]) -> list[str]:
+    candidate, t, d = best.candidate, best.time, best.candidate.layout
     lines = [
-        f"{describe(case)}: the best of {sum(c.fits for c in ranked)} layouts that fit, of {len(ranked)} "
+        f"{describe(candidate)}: the best of {sum(c.fits for c in ranked)} layouts that fit, of {len(ranked)} "
         f"that are allowed; {t.step:.2f} s a step, {best.peak / 1e9:.0f} of "
-        f"{case.hardware.memory / 1e9:.0f} GB"
+        f"{candidate.hardware.memory / 1e9:.0f} GB"
     ]
-    plain = [c for c in ranked if c.case.layout.tp * c.case.layout.pp * c.case.layout.cp == 1]
+    plain = [
+        c
+        for c in ranked
+        if c.candidate.layout.tp * c.candidate.layout.pp * c.candidate.layout.cp == 1
+    ]
     if d.tp * d.pp * d.cp > 1 and plain:
         alone = f"need {plain[0].peak / 1e9:.0f} GB"
         if plain[0].fits:
@@ -81,22 +81,24 @@ def _reasons(best: Candidate, ranked: Sequence[Candidate]) -> list[str]:
     waits = [f"{k} {v / t.step:.0%}" for k, v in t.exposed.items() if v > 0.01 * t.step]
     if waits:
         lines.append("waits for " + ", ".join(waits))
-    without = [c for c in ranked if c.case.layout == d and c.case.config.recompute == "none"]
-    mode = case.config.recompute
+    without = [
+        c for c in ranked if c.candidate.layout == d and c.candidate.config.recompute == "none"
+    ]
+    mode = candidate.config.recompute
     if mode != "none" and without and not without[0].fits:
         least = without[0].peak / 1e9
         lines.append(f"recompute {mode}: without it {least:.0f} GB would be needed")
     return lines
 
 
-def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
-    """Configurations of all sizes of axes; most rules are left to `Wish.case`."""
-    world, node, p, config = wish.world_size, wish.gpus_per_node, wish.profile, wish.config
+def _layouts(space: SearchSpace) -> Iterator[ParallelConfig]:
+    """Configurations of all sizes of axes; most rules are left to `SearchSpace.candidate`."""
+    world, node, p, config = space.world_size, space.gpus_per_node, space.profile, space.config
     inside = world if config.across_nodes else min(node, world)
-    tps = [n for n in _powers(inside) if not p.misfits_tp(n)]
+    tps = [n for n in _powers(inside) if not p.tp_problems(n)]
     eps = [n for n in _powers(inside) if p.num_experts and p.num_experts % n == 0] or [1]
     cps = [n for n in _powers(world) if n == 1 or p.seq_len // n >= 4096]
-    pps = [n for n in range(1, len(p.order) + 1) if world % n == 0 and not p.uncuttable]
+    pps = [n for n in range(1, len(p.order) + 1) if world % n == 0 and not p.pp_problems]
     copies = [n for n in _powers(max(1, world // node)) if world % n == 0]
     schedules = list(dict.fromkeys((config.pp_schedule, "1f1b", "interleaved_1f1b")))
     for tp, cp, pp, replicate, ep in product(tps, cps, pps or [1], copies, eps):
@@ -106,7 +108,7 @@ def _layouts(wish: Wish) -> Iterator[ParallelConfig]:
         sizes: Any = dict(
             dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, layout="manual"
         )
-        for schedule, mode in product(schedules if pp > 1 else schedules[:1], wish.modes):
+        for schedule, mode in product(schedules if pp > 1 else schedules[:1], space.modes):
             sizes |= dict(pp_schedule=schedule, recompute=mode, memory_budget=None)
             if mode == config.recompute:
                 sizes["memory_budget"] = config.memory_budget

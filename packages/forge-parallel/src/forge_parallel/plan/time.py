@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from forge_parallel.plan.case import Case, Load
+from forge_parallel.plan.candidate import Candidate, Load
 from forge_parallel.plan.memory import Memory
 from forge_parallel.plan.traffic import Traffic
 from forge_parallel.stages import splits_backward
@@ -41,57 +41,69 @@ class Time:
     mfu: float
 
 
-def step_time(case: Case, memory: Sequence[Memory], traffic: Sequence[Sequence[Traffic]]) -> Time:
+def step_time(
+    candidate: Candidate, memory: Sequence[Memory], traffic: Sequence[Sequence[Traffic]]
+) -> Time:
     """The step as the slowest pipeline rank sees it, from what each of them holds and sends."""
     ranks = []
-    for rank, (held, sent) in enumerate(zip(memory, traffic)):
-        products = _products(case, case.load(rank))
-        exposed = {row.axis: _exposed(row, case, products) for row in sent}
-        touched = 2 * (held.weights + held.moments) + held.gradients
+    for rank, (stored, sent) in enumerate(zip(memory, traffic)):
+        products = _products(candidate, candidate.load(rank))
+        exposed = {row.axis: _exposed(row, candidate, products) for row in sent}
+        touched = 2 * (stored.weights + stored.moments) + stored.gradients
         busy = products + sum(exposed.values())
-        ranks.append((busy, products, exposed, touched / case.hardware.memory_speed))
+        ranks.append((busy, products, exposed, touched / candidate.hardware.memory_speed))
     busy, products, exposed, update = max(ranks, key=lambda t: t[0] + t[3])
-    idle = (case.layout.pp - 1) / (case.num_micro_batches * case.config.stages_per_rank)
-    bubble = busy * (idle / 3 if splits_backward(case.config) else idle)
+    idle = (candidate.layout.pp - 1) / (
+        candidate.num_micro_batches * candidate.config.stages_per_rank
+    )
+    bubble = busy * (idle / 3 if splits_backward(candidate.config) else idle)
     step = busy + bubble + update
-    ideal = 3 * case.profile.flops * case.tokens / case.world_size / case.hardware.peak
-    return Time(products, exposed, bubble, update, step, case.tokens / step, ideal / step)
+    ideal = (
+        3
+        * candidate.profile.flops
+        * candidate.tokens
+        / candidate.world_size
+        / candidate.hardware.peak
+    )
+    return Time(products, exposed, bubble, update, step, candidate.tokens / step, ideal / step)
 
 
-def _exposed(row: Traffic, case: Case, products: float) -> float:
+def _exposed(row: Traffic, candidate: Candidate, products: float) -> float:
     """Seconds of an axis that are waited for."""
     if row.axis in ("fsdp", "efsdp", "dp_replicate"):
         return max(row.seconds - HIDDEN * products, FELT * row.seconds)
     # a pipeline sends while the next micro-batch is computed
-    beside = row.axis == "pp" or (row.axis == "tp" and case.config.async_tp)
+    beside = row.axis == "pp" or (row.axis == "tp" and candidate.config.async_tp)
     return row.seconds * (0.5 if beside else 1.0)
 
 
-def _slow_experts(case: Case, kind: int) -> float:
+def _slow_experts(candidate: Candidate, kind: int) -> float:
     """FLOPs per token that experts lose to having few rows each: with FEW rows half of their speed."""
-    part, kept = case.profile.kinds[kind], case.trace.kinds[kind]
+    part, block = candidate.profile.kinds[kind], candidate.trace.kinds[kind]
     stacks = [row for row in part.rows if row.role == "expert" and len(row.shape) == 3]
     if not stacks:
         return 0.0
-    d, experts, slots = case.layout, stacks[0].shape[0], kept.slots
+    d, experts, slots = candidate.layout, stacks[0].shape[0], block.slots
     flops = 2.0 * sum(prod(row.shape) for row in stacks) * slots / experts
-    rows = case.micro_batch * case.profile.seq_len / (d.cp * d.tp) * slots / experts * d.ep
+    rows = (
+        candidate.micro_batch * candidate.profile.seq_len / (d.cp * d.tp) * slots / experts * d.ep
+    )
     return flops * FEW / rows
 
 
-def _products(case: Case, load: Load) -> float:
+def _products(candidate: Candidate, load: Load) -> float:
     """Seconds of forward, backward and recomputation of all micro-batches of a rank."""
-    c, p = case.config, case.profile
-    rows = case.num_micro_batches * case.micro_batch
-    tokens = rows * p.seq_len / (case.layout.cp * case.layout.tp)
+    c, p = candidate.config, candidate.profile
+    rows = candidate.num_micro_batches * candidate.micro_batch
+    tokens = rows * p.seq_len / (candidate.layout.cp * candidate.layout.tp)
     again = {"none": 0.0, "full": 1.0, "selective": 0.05}[c.recompute] / c.recompute_every
     if c.memory_budget is not None:
         again = max(0.0, 1 - c.memory_budget / 0.7)  # what is cheap comes first
-    blocks = sum(p.kinds[k].flops + _slow_experts(case, k) for k in load.kinds)
+    blocks = sum(p.kinds[k].flops + _slow_experts(candidate, k) for k in load.kinds)
     ends = p.head_flops if load.last else 0.0
-    compiled = c.compile and (case.storage.compiled_tp or case.layout.tp == 1)
-    share = case.hardware.compiled if compiled else case.hardware.eager
-    speed = case.hardware.peak * share
+    compiled = c.compile and (candidate.storage.compiled_tp or candidate.layout.tp == 1)
+    share = candidate.hardware.compiled if compiled else candidate.hardware.eager
+    speed = candidate.hardware.peak * share
     faster = FLOAT8 if c.float8 != "none" else 1.0
-    least = case.num_micro_batches * len(load.kinds) * LAUNCH
+    least = candidate.num_micro_batches * len(load.kinds) * LAUNCH
     return max(least, tokens * (blocks * (3 + again) / faster + 3 * ends) / speed)

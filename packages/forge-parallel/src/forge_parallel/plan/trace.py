@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from forge_parallel._torch_compat import DispatchMode, memory_of
+from forge_parallel._torch_compat import DispatchMode, storage_id
 from forge_parallel.axes.fsdp import own_dtype
 from forge_parallel.axes.roles import HEADS
 from forge_parallel.plan.profile import Profile, local_shape
-from forge_parallel.recompute import _is_kept, _tensors
+from forge_parallel.recompute import is_saved, tensors_in
 
 
 @dataclass
-class Kept:
+class BlockTrace:
     """Bytes of one block (or of what stands before or after the blocks) for one row of a micro-batch.
 
     saved: kept for the backward without recomputation; inputs: its own tensor arguments; selective: those
@@ -56,9 +56,9 @@ class Kept:
 class Trace:
     """`kinds` as in Profile; `shared` is kept once by all blocks (rotary tables); `logits` elements."""
 
-    kinds: dict[int, Kept]
-    first: Kept
-    last: Kept
+    kinds: dict[int, BlockTrace]
+    first: BlockTrace
+    last: BlockTrace
     shared: int
     logits: int
 
@@ -145,8 +145,8 @@ class _Products(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _is_kept(func):
-            for tensor in _tensors(out):
+        if is_saved(func):
+            for tensor in tensors_in(out):
                 self.tracer.note(tensor, self.tracer.products)
         return out
 
@@ -170,15 +170,15 @@ class _Tracer(TorchFunctionMode):
         super().__init__()
         self.sizes, self.sequence_parallel = {"tp": tp, "cp": cp}, sequence_parallel
         self.gather_keys = gather_keys
-        self.first, self.last = Kept(), Kept()
+        self.first, self.last = BlockTrace(), BlockTrace()
         self.here = self.first
-        self.kinds: dict[int, Kept] = {}
+        self.kinds: dict[int, BlockTrace] = {}
         self.shared: dict[int, int] = {}
         self.products: dict[int, int] = {}
         self._saved: dict[int, int] = {}
         self._saved_by: dict[int, dict[int, int]] = {}  # the last block of a kind
         self._alive: list[Tensor] = []
-        self._parameters = {memory_of(t) for t in [*model.parameters(), *model.buffers()]}
+        self._parameters = {storage_id(t) for t in [*model.parameters(), *model.buffers()]}
         self._entering: tuple[Tensor, Tensor] | None = None  # a layer's input, and all of it
         self._attach(profile, model)
 
@@ -226,12 +226,12 @@ class _Tracer(TorchFunctionMode):
     # ---- what is kept
 
     def note(self, tensor: Tensor, where: dict[int, int]) -> None:
-        where[memory_of(tensor)] = _bytes(tensor)
+        where[storage_id(tensor)] = _bytes(tensor)
         self._alive.append(tensor)  # so that no later storage gets its address
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The hook on what autograd saves."""
-        if memory_of(tensor) not in self._parameters:
+        if storage_id(tensor) not in self._parameters:
             self.note(tensor, self._saved)
         return tensor
 
@@ -247,8 +247,8 @@ class _Tracer(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.close()
-        tensors = _tensors((*args, *kwargs.values()))
-        self.here = Kept(inputs=sum(map(_bytes, tensors)))
+        tensors = tensors_in((*args, *kwargs.values()))
+        self.here = BlockTrace(inputs=sum(map(_bytes, tensors)))
         self._alive += tensors
 
     def _leave(self, kind: int, *_: Any) -> None:

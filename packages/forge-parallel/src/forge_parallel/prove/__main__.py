@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             args=dict(map(_pair, options.pop("args"))),
             roles=_roles(options.pop("roles")),
             worlds=[int(world) for world in options.pop("world").split(",")],
-            say=_say,
+            report=_print,
             **options,  # the others are named as in prove
         )
     except ValueError as error:
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(count["red"] > 0)
 
 
-def _say(result: Result) -> None:
+def _print(result: Result) -> None:
     worst = f"{result.worst:.1e}" if result.errors else ""
     print(f"{result.cell:26}{result.world:5}  {result.verdict:8} {worst:>11} {result.seconds:8.1f}")
     for line in [*result.message.splitlines(), *result.trace.splitlines()]:

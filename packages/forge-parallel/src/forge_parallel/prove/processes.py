@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from forge_parallel._torch_compat import forget_meshes
+from forge_parallel._torch_compat import clear_sharding_caches
 from forge_parallel.start.interface import choose_interface
 
 _GRACE_SECONDS = 2.0  # for ranks that stand in a collective with one that has ended
@@ -35,19 +35,19 @@ class Outcome(NamedTuple):
     """How a rank ended: "returned" with its value, or the name of an exception's class with its text, or
     "lost". `at` is when; `trace` where it raised."""
 
-    how: str
+    kind: str
     value: Any
     at: float = float("inf")
     trace: str = ""
 
 
-def on_ranks(world: int, function: Callable[[], Any], timeout: float) -> list[Outcome]:
+def run_on_ranks(world: int, function: Callable[[], Any], timeout: float) -> list[Outcome]:
     """`function()` in `world` processes with a gloo group (none for one process); outcomes by rank.
 
     Values are pickled, what is printed is lost. A rank that has not returned after `timeout` seconds, or
     soon after another failed, is killed.
     """
-    forget_meshes()
+    clear_sharding_caches()
     with tempfile.TemporaryDirectory(prefix="forge-prove-") as folder:
         links, pids = {}, []
         for rank in range(world):
@@ -87,7 +87,7 @@ def _gather(links: dict[int, Any], timeout: float) -> list[Outcome]:
                 outcomes[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
             except (EOFError, OSError):
                 outcomes[rank] = Outcome("lost", "its process died")
-            if outcomes[rank].how != "returned":
+            if outcomes[rank].kind != "returned":
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if not waiting:
             break
@@ -100,9 +100,9 @@ def _be_rank(
 ) -> NoReturn:
     try:
         torch.set_num_threads(1)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
         if world > 1:
             choose_interface(None)
             store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]

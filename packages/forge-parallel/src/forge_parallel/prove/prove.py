@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from forge_parallel.prove.processes import Outcome, on_ranks
-from forge_parallel.prove.sides import Place, ProveError, Truth, one_process, rank_of_cell
+from forge_parallel.prove.processes import Outcome, run_on_ranks
+from forge_parallel.prove.sides import ProveError, Reference, ValueKey, one_process, rank_of_cell
 from forge_parallel.prove.task import CELLS, Cell, Task
 from forge_parallel.structure import Blocks
 
@@ -62,7 +62,7 @@ def prove(
     seed: int = 0,
     bound: float = BOUND,
     timeout: float = 60.0,
-    say: Callable[[Result], None] | None = None,
+    report: Callable[[Result], None] | None = None,
 ) -> list[Result]:
     """Train `build(**args)` in each layout of `CELLS` and compare it with one process in plain PyTorch.
 
@@ -73,7 +73,7 @@ def prove(
     that shape if its forward takes them; it returns logits (B, S, V) or something with `.logits`. Values are
     made fp32. Two steps of SGD with momentum and clipping on eight rows, which one process sees in one
     forward: a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as `parallel_roles()` gives it, `blocks` as in `parallelize`. `worlds` and
-    `only` (part of a name) choose cells; `say` hears of each result as it comes.
+    `only` (part of a name) choose cells; `report` hears of each result as it comes.
 
     Ranks are forked: `build` may be a local function. Raises ProveError if the question cannot be asked: a
     builder that draws unseeded numbers, a forward that raises or draws in one process.
@@ -91,7 +91,7 @@ def prove(
         )
     for module in ("fsdp", "tensor", "pipelining"):  # once here instead of in every rank: a second
         importlib.import_module(f"torch.distributed.{module}")
-    truth, modules = _truth(task, timeout)
+    reference, modules = _reference(task, timeout)
     # so that no rank of any cell does: models of transformers took seconds in each
     for module in modules:
         with suppress(Exception):  # made up by code, not found by name: ranks make it up again
@@ -99,10 +99,10 @@ def prove(
     results = []
     for cell in cells:
         began = time.perf_counter()
-        outcomes = on_ranks(cell.world, lambda c=cell: rank_of_cell(task, c, truth), timeout)  # type: ignore[misc]
-        results.append(_judge(cell, outcomes, truth, bound, time.perf_counter() - began))
-        if say is not None:
-            say(results[-1])
+        outcomes = run_on_ranks(cell.world, partial(rank_of_cell, task, cell, reference), timeout)
+        results.append(_judge(cell, outcomes, reference, bound, time.perf_counter() - began))
+        if report is not None:
+            report(results[-1])
     return results
 
 
@@ -119,17 +119,17 @@ def _import(name: str) -> Callable[..., nn.Module]:
         ) from error
 
 
-def _truth(task: Task, timeout: float) -> tuple[Truth, list[str]]:
+def _reference(task: Task, timeout: float) -> tuple[Reference, list[str]]:
     """What one process sees, and the modules that it had to import for it, in their order."""
     known = set(sys.modules)
 
-    def run() -> tuple[Truth, list[str]]:
+    def run() -> tuple[Reference, list[str]]:
         return one_process(task), [name for name in sys.modules if name not in known]
 
-    (outcome,) = on_ranks(1, run, timeout)
-    if outcome.how == "returned":
+    (outcome,) = run_on_ranks(1, run, timeout)
+    if outcome.kind == "returned":
         return outcome.value
-    if outcome.how == "ProveError":
+    if outcome.kind == "ProveError":
         raise ProveError(outcome.value)
     if "fork-based multiprocessing" in str(outcome.value):
         raise ProveError(
@@ -137,51 +137,51 @@ def _truth(task: Task, timeout: float) -> tuple[Truth, list[str]]:
             "cannot run any; prove first, or in a process of its own: python -m forge_parallel.prove"
         )
     raise ProveError(
-        f"the model must train in one process, and there {_said(outcome)}; mend build, its args, vocab_size or "
+        f"the model must train in one process, and there {_describe(outcome)}; mend build, its args, vocab_size or "
         f"seq_len\n{outcome.trace}"
     )
 
 
 def _judge(
-    cell: Cell, outcomes: list[Outcome], truth: Truth, bound: float, seconds: float
+    cell: Cell, outcomes: list[Outcome], reference: Reference, bound: float, seconds: float
 ) -> Result:
     result = Result(cell.name, cell.world, "green", seconds=seconds)
-    failed = [(o.at, rank, o) for rank, o in enumerate(outcomes) if o.how != "returned"]
+    failed = [(o.at, rank, o) for rank, o in enumerate(outcomes) if o.kind != "returned"]
     if failed:  # the first to fail knows why; the others have lost their connection
         _, rank, first = min(failed)
-        if first.how == "ProveError":
+        if first.kind == "ProveError":
             raise ProveError(first.value)
-        if first.how == "Refused":
+        if first.kind == "Refused":
             return replace(result, verdict="refused", message=first.value)
-        message = f"on rank {rank} {_said(first)}"
+        message = f"on rank {rank} {_describe(first)}"
         return replace(result, verdict="red", message=message, trace=first.trace)
-    off = {place: 0.0 for place in truth.places}  # in the order of their computation
-    held = set()
-    for place, error in chain.from_iterable(outcome.value.items() for outcome in outcomes):
-        _, quantity, name = place
-        off[place] = max(error, off[place])
+    errors = {key: 0.0 for key in reference.keys}  # in the order of their computation
+    compared = set()
+    for key, error in chain.from_iterable(outcome.value.items() for outcome in outcomes):
+        _, quantity, name = key
+        errors[key] = max(error, errors[key])
         result.errors[quantity] = max(error, result.errors.get(quantity, 0.0))
-        held.add(name)
-    if red := [place for place, error in off.items() if error > bound]:
-        return replace(result, verdict="red", **_where(red, off, bound))
-    if nowhere := sorted(truth.start.keys() - held):
-        message = f"no rank holds {nowhere[0]}"
-        return replace(result, verdict="red", message=message, parameter=nowhere[0])
+        compared.add(name)
+    if red := [key for key, error in errors.items() if error > bound]:
+        return replace(result, verdict="red", **_where(red, errors, bound))
+    if missing := sorted(reference.start.keys() - compared):
+        message = f"no rank holds {missing[0]}"
+        return replace(result, verdict="red", message=message, parameter=missing[0])
     return result
 
 
-def _said(outcome: Outcome) -> str:
-    lost = outcome.how == "lost"
-    return outcome.value if lost else f"it raised {outcome.how}: {outcome.value}"
+def _describe(outcome: Outcome) -> str:
+    lost = outcome.kind == "lost"
+    return outcome.value if lost else f"it raised {outcome.kind}: {outcome.value}"
 
 
-def _where(red: list[Place], off: dict[Place, float], bound: float) -> dict[str, Any]:
+def _where(red: list[ValueKey], errors: dict[ValueKey, float], bound: float) -> dict[str, Any]:
     """Message, parameter and layer of the first value that is off. The parameter is the one whose gradient
     is computed first; where the stream is off already, of those in that layer."""
     step, quantity, name = red[0]
     of = f" {'behind' if quantity == 'stream' else 'of'} {name}" if name else ""
     message = (
-        f"{quantity}{of} in step {step + 1} parts first, by {off[red[0]]:.1e} (bound {bound:g})"
+        f"{quantity}{of} in step {step + 1} parts first, by {errors[red[0]]:.1e} (bound {bound:g})"
     )
     inside = f"{name}." if quantity == "stream" else ""
     parameters = [p for p in red if p[1] in ("gradient", "weight") and p[2].startswith(inside)]
@@ -189,10 +189,10 @@ def _where(red: list[Place], off: dict[Place, float], bound: float) -> dict[str,
         return {"message": message, "layer": name or None}
     _, quantity, parameter = parameters[0]
     if parameters[0] != red[0]:
-        message += f"; then {quantity} of {parameter}, by {off[parameters[0]]:.1e}"
+        message += f"; then {quantity} of {parameter}, by {errors[parameters[0]]:.1e}"
     others = len({p[2] for p in parameters}) - 1
     message += f"; {others} more parameters" if others else ""
-    layers = [name for _, quantity, name in off if quantity == "stream"]
+    layers = [name for _, quantity, name in errors if quantity == "stream"]
     owner = parameter.rpartition(".")[0]
     layer = next((layer for layer in layers if parameter.startswith(f"{layer}.")), owner)
     return {"message": message, "parameter": parameter, "layer": layer}

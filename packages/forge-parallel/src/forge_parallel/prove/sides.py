@@ -31,7 +31,7 @@ from forge_parallel.structure import Structure, structure_of
 STEPS, MAX_NORM = 2, 0.5
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 Tensors = dict[str, Tensor]
-Place = tuple[int, str, str]
+ValueKey = tuple[int, str, str]
 """Step, quantity and name of a value."""
 
 
@@ -43,7 +43,7 @@ class Refused(Exception):
     """forge_parallel does not offer this layout for this model, and says so."""
 
 
-class Truth(NamedTuple):
+class Reference(NamedTuple):
     """What one process saw: weights at the start, and in the order of their computation `values` by step and
     quantity: the stream (B, S, D) behind each layer in the first step, of each step loss, gradients and norm,
     weights at the end."""
@@ -52,16 +52,16 @@ class Truth(NamedTuple):
     values: dict[tuple[int, str], Tensors]
 
     @property
-    def places(self) -> list[Place]:
+    def keys(self) -> list[ValueKey]:
         """All values in their order."""
         return [(*when, name) for when, tensors in self.values.items() for name in tensors]
 
 
-def one_process(task: Task) -> Truth:
+def one_process(task: Task) -> Reference:
     """The truth: the global batch in one forward. ProveError for a model that has no truth."""
     model, again = task.model(), task.model()
     names, start, structure = keywords_of(model), _weights(model), _structure(model, task)
-    _same_start(again, start, "called twice with the same seed")
+    _require_same_start(again, start, "called twice with the same seed")
     batch = task.batch(0, names)
     with torch.no_grad():
         if not torch.equal(*(_logits(again(batch.tokens, **batch.keywords)) for _ in range(2))):
@@ -88,22 +88,22 @@ def one_process(task: Task) -> Truth:
     values[STEPS - 1, "weight"] = _weights(model)
     if can_generate(model):
         values[STEPS - 1, "text"] = {"": _text(model, task)}
-    return Truth(start, values)
+    return Reference(start, values)
 
 
-def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
+def rank_of_cell(task: Task, cell: Cell, reference: Reference) -> dict[ValueKey, float]:
     """The same steps on a rank of a layout: how far each value is off. Refused where the layout is."""
     try:
-        side = _Side(task, cell, truth)
+        run = _LayoutRun(task, cell, reference)
     except ProveError:
         raise
     except ValueError as error:
         raise Refused(str(error)) from error
-    model = side.model
-    errors: dict[Place, float] = {}
+    model = run.model
+    errors: dict[ValueKey, float] = {}
 
     def compare(step: int, quantity: str, got: Tensors) -> None:
-        wanted = truth.values[step, quantity]
+        wanted = reference.values[step, quantity]
         largest = max(float(tensor.abs().max()) for tensor in wanted.values())
         for name, value in got.items():
             errors[step, quantity, name] = _error(value, wanted[name], largest)
@@ -111,13 +111,13 @@ def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     for step in range(STEPS):
         if cell.swaps and step:
-            _evaluate_others(model, task.batch(step, side.names))
-        with _watching(model, side.structure) as seen:
-            share = side.forward_backward(task.batch(step, side.names))
-        for name, whole in truth.values.get((step, "stream"), {}).items():
+            _evaluate_others(model, task.batch(step, run.names))
+        with _watching(model, run.structure) as seen:
+            share = run.forward_backward(task.batch(step, run.names))
+        for name, whole in reference.values.get((step, "stream"), {}).items():
             if name in seen:
-                errors[step, "stream", name] = side.stream_error(seen[name], whole)
-        norm, sums = global_grad_norm(side.compute.counted, sums=share)
+                errors[step, "stream", name] = run.stream_error(seen[name], whole)
+        norm, sums = global_grad_norm(run.compute.counted, sums=share)
         assert sums is not None
         compare(step, "loss", {"": sums[0]})
         compare(step, "gradient", _gradients(model))
@@ -126,19 +126,19 @@ def rank_of_cell(task: Task, cell: Cell, truth: Truth) -> dict[Place, float]:
         optimizer.step()
         optimizer.zero_grad()
     compare(STEPS - 1, "weight", _weights(model))
-    if (STEPS - 1, "text") in truth.values and side.meshes.pp.size == 1:
+    if (STEPS - 1, "text") in reference.values and run.meshes.pp.size == 1:
         compare(STEPS - 1, "text", {"": _text(model, task)})
     return errors
 
 
-class _Side:
+class _LayoutRun:
     """A model in its layout, and the way of a batch through it."""
 
-    def __init__(self, task: Task, cell: Cell, truth: Truth) -> None:
+    def __init__(self, task: Task, cell: Cell, reference: Reference) -> None:
         self.model = task.model()
         self.names = keywords_of(self.model)  # before a step changes its class
         self.structure = _structure(self.model, task)
-        _same_start(self.model, truth.start, "built on another rank")
+        _require_same_start(self.model, reference.start, "built on another rank")
         config = ParallelConfig(device="cpu", precision="fp32", **cell.layout)
         if config.cp > 1 and "positions" not in self.names:
             raise Refused(
@@ -172,7 +172,7 @@ class _Side:
                 logits, labels, self.meshes.tp
             )[0],
             keywords=[n for n in ("positions", "document_ids") if n in self.names],
-            dim=_width_of(truth) if config.pp > 1 else None,
+            dim=_width_of(reference) if config.pp > 1 else None,
         )
 
     def forward_backward(self, batch: Batch) -> Tensor:
@@ -199,9 +199,9 @@ class _Side:
         return worst
 
 
-def _width_of(truth: Truth) -> int:
+def _width_of(reference: Reference) -> int:
     """D of the stream that stages hand on."""
-    for stream in truth.values[0, "stream"].values():
+    for stream in reference.values[0, "stream"].values():
         return stream.size(-1)
     raise Refused(
         "pp must have blocks that hand on the stream as one float tensor (B, S, D), and no block does; "
@@ -229,9 +229,9 @@ def _watching(model: nn.Module, structure: Structure) -> Iterator[dict[str, list
 def _error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
     """max|a - b| / max|b|; a tensor below 1e-5 of the `largest` is zero but for rounding (the gradient of a
     bias before a softmax) and is measured by that. Not a number is inf."""
-    scale, off = float(wanted.abs().max()), float((got - wanted).abs().max())
+    scale, difference = float(wanted.abs().max()), float((got - wanted).abs().max())
     scale = largest if scale < 1e-5 * largest else scale
-    error = 0.0 if off == 0 else off / scale if scale else torch.inf
+    error = 0.0 if difference == 0 else difference / scale if scale else torch.inf
     return error if error == error else torch.inf
 
 
@@ -242,7 +242,7 @@ def _structure(model: nn.Module, task: Task) -> Structure:
         raise ProveError(str(error)) from error
 
 
-def _same_start(model: nn.Module, start: Tensors, when: str) -> None:
+def _require_same_start(model: nn.Module, start: Tensors, when: str) -> None:
     for name, parameter in model.named_parameters():
         if name not in start or not torch.equal(parameter, start[name]):
             raise ProveError(

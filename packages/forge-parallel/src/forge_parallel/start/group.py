@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from forge_parallel.start.interface import choose_interface, release_interface
-from forge_parallel.start.meeting import meet, part
+from forge_parallel.start.rendezvous import rendezvous, say_goodbye
 from forge_parallel.start.store import StartError
 from forge_parallel.start.world import World
 
@@ -58,7 +58,7 @@ def start_process_group(
         )
     chosen = False
     try:
-        store, rank_0 = meet(world, device, start_timeout_seconds, facts)
+        store, rank_0 = rendezvous(world, device, start_timeout_seconds, facts)
         chosen = choose_interface(rank_0)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -97,7 +97,7 @@ def end_process_group(wait: bool = True) -> None:
     if chosen:
         release_interface()
     if wait and world.world_size > 1:
-        part(world, store)
+        say_goodbye(world, store)
 
 
 def lost_rank(error: BaseException) -> str | None:

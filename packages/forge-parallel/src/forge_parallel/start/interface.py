@@ -58,12 +58,12 @@ def _towards(address: str) -> str | None:
             packet.connect((address.removeprefix("::ffff:"), 9))  # sends nothing
         except OSError:
             return None
-        mine = packet.getsockname()[0]
+        local = packet.getsockname()[0]
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(packet, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # an interface without an address
                 continue
-            if socket.inet_ntoa(answer[20:24]) == mine:
+            if socket.inet_ntoa(answer[20:24]) == local:
                 return None if name in _LOOPBACK_NAMES else name
     return None

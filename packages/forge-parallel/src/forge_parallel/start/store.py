@@ -49,11 +49,11 @@ def open_store(world: World, seconds: float) -> TCPStore:
         # the launcher of local ranks opens the port before rank 0 has imported anything
         early = STORE_FD in os.environ
         hosts = world.rank == 0 and not agent_hosts()
-        listening = (_given(world.port) or _listen(world)) if hosts else None
-        address = _reach(world, deadline)
+        listening = (_inherited_socket(world.port) or _listen(world)) if hosts else None
+        address = _reachable_address(world, deadline)
         left = max(1.0, deadline - time.monotonic())
         left = left if early else min(left, ANSWER_SECONDS)
-        _open[key] = within(
+        _open[key] = run_with_timeout(
             left,
             lambda: _connect(world, address, listening, seconds),
             f"something listens at {world.where} and does not answer as a store within {left:g} s; another "
@@ -67,7 +67,7 @@ def agent_hosts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def within(seconds: float, function: Callable[[], T], otherwise: str) -> T:
+def run_with_timeout(seconds: float, function: Callable[[], T], otherwise: str) -> T:
     """`function()` in a thread of its own; StartError(otherwise) if it has not returned in time.
 
     For calls into torch that have no timeout. The main thread goes on handling signals.
@@ -125,7 +125,7 @@ def _listen(world: World) -> socket.socket:
         ) from error
 
 
-def _given(number: int) -> socket.socket | None:
+def _inherited_socket(number: int) -> socket.socket | None:
     """The launcher's listening socket, once; None if there is none or it was lost on the way."""
     try:
         listening = socket.socket(fileno=int(os.environ.pop(STORE_FD, "")))
@@ -138,7 +138,7 @@ def _given(number: int) -> socket.socket | None:
     return listening
 
 
-def _reach(world: World, deadline: float) -> str:
+def _reachable_address(world: World, deadline: float) -> str:
     """The numeric address that listens for the world's. Raises StartError with the cause if none does.
 
     torch's own attempt would print a stack per retry and call every cause a timeout. Rank 0 looks for

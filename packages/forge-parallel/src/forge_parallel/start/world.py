@@ -162,8 +162,8 @@ def _step_port(environ: Environ) -> int:
 def tasks_per_node(text: str) -> list[int]:
     """`2(x3),1` is [2, 2, 2, 1]. Raises ValueError for anything else."""
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+    for say_goodbye in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", say_goodbye.strip())
         if match is None:
             raise ValueError(f"SLURM_STEP_TASKS_PER_NODE {text!r} must read like 2(x3),1; {_FIX}")
         counts += [int(match[1])] * int(match[2] or 1)

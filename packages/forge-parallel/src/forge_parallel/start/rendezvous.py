@@ -14,17 +14,23 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from forge_parallel.start.store import ANSWER_SECONDS, StartError, agent_hosts, open_store, within
+from forge_parallel.start.store import (
+    ANSWER_SECONDS,
+    StartError,
+    agent_hosts,
+    open_store,
+    run_with_timeout,
+)
 from forge_parallel.start.world import RUN_NAME, World
 
 _GRACE_SECONDS = 10.0  # rank 0's verdict on who is missing comes this long before others give up
 _GOODBYE_SECONDS = 5.0
-_WORDS = {"host", "pid", "place", "device", "gpu", "facts", "reached"}
-_VERDICT = {"error", "rank_0", "world_size"}
+_DESCRIPTION = {"host", "pid", "network", "device", "gpu", "facts", "store_host"}
+_DECISION = {"error", "rank_0", "world_size"}
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
 
 
-def meet(
+def rendezvous(
     world: World, device: torch.device, seconds: float, facts: Mapping[str, str]
 ) -> tuple[Store, str | None]:
     """Wait until every rank has come and compare what they say. Raises StartError on all that came.
@@ -38,10 +44,10 @@ def meet(
         tcp_store = open_store(world, seconds)
         _attempts[world.where] += 1
         store = PrefixStore(_prefix(world), tcp_store)
-        mine = {**_about_me(world, device, facts), "reached": tcp_store.host}
-        verdict = within(
+        description = {**_description(world, device, facts), "store_host": tcp_store.host}
+        verdict = run_with_timeout(
             seconds + 2 * _GRACE_SECONDS,
-            lambda: _check_in(world, store, mine, seconds),
+            lambda: _check_in(world, store, description, seconds),
             "the store stopped answering; is rank 0's process stopped?",
         )
     except StartError:
@@ -69,58 +75,62 @@ def _prefix(world: World) -> str:
     return f"forge/{run}/{restarts}/{_attempts[world.where]}"
 
 
-def part(world: World, store: Store) -> None:
+def say_goodbye(world: World, store: Store) -> None:
     """Say goodbye; rank 0 waits a moment for the others' goodbyes, since it hosts the store."""
     deadline = time.monotonic() + _GOODBYE_SECONDS
 
     def goodbye() -> None:
         store.add("gone", 1)
         if world.rank == 0:
-            _poll(lambda: store.add("gone", 0) >= world.world_size, deadline)
+            _wait_until(lambda: store.add("gone", 0) >= world.world_size, deadline)
 
     with contextlib.suppress(RuntimeError):  # somebody died: the job is ending anyhow
-        within(_GOODBYE_SECONDS, goodbye, "")
+        run_with_timeout(_GOODBYE_SECONDS, goodbye, "")
 
 
-def _about_me(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
+def _description(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
     host = socket.gethostname()
     try:  # equal for two processes that reach each other over the loopback interface
         with open("/proc/sys/kernel/random/boot_id") as file:
-            place = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+            network = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        place = host
+        network = host
     cuda = device.type == "cuda"
     common = {"torch": torch.__version__, "world size": world.world_size, "device": device.type}
     return {
         "host": host,
         "pid": os.getpid(),
-        "place": place,
+        "network": network,
         "device": str(device),
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
         "facts": {str(name): str(value) for name, value in {**common, **facts}.items()},
     }
 
 
-def _check_in(world: World, store: Store, mine: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _check_in(
+    world: World, store: Store, description: dict[str, Any], seconds: float
+) -> dict[str, Any]:
     """Say who we are and return rank 0's verdict."""
     began = time.monotonic()
     deadline = began + seconds
     soon = min(deadline, began + ANSWER_SECONDS)
     if store.add(f"here/{world.rank}", 1) > 1:
-        raise StartError(_who_is_here(world, store, soon))
-    store.set(f"rank/{world.rank}", json.dumps(mine))
+        raise StartError(_duplicate_rank(world, store, soon))
+    store.set(f"rank/{world.rank}", json.dumps(description))
     store.add("arrived", 1)
     if world.rank == 0:
-        return _judge(world, store, deadline)
-    if not agent_hosts() and not _poll(lambda: store.check(["rank/0"]), soon):
+        return _decide(world, store, deadline)
+    if not agent_hosts() and not _wait_until(lambda: store.check(["rank/0"]), soon):
         raise StartError(
             f"a store answers at {world.where}, and rank 0 did not check in there within "
             f"{soon - began:g} s; another job's store holds the port: choose another MASTER_PORT"
         )
-    if not _poll(lambda: _read(store, "verdict", _VERDICT) is not None, deadline + _GRACE_SECONDS):
+    if not _wait_until(
+        lambda: _read(store, "verdict", _DECISION) is not None, deadline + _GRACE_SECONDS
+    ):
         absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
         raise StartError(_absence(absent, world) if absent else "rank 0 gave no answer in time")
-    verdict = _read(store, "verdict", _VERDICT)
+    verdict = _read(store, "verdict", _DECISION)
     assert verdict is not None
     store.add("read", 1)
     if verdict["world_size"] != world.world_size:  # a rank that rank 0 may not know of
@@ -130,10 +140,10 @@ def _check_in(world: World, store: Store, mine: dict[str, Any], seconds: float) 
     return verdict
 
 
-def _who_is_here(world: World, store: Store, deadline: float) -> str:
+def _duplicate_rank(world: World, store: Store, deadline: float) -> str:
     """Who came under this process's rank before it. If it does not say so, all ranks are told to end."""
-    if _poll(lambda: _read(store, f"rank/{world.rank}", _WORDS) is not None, deadline):
-        other = _read(store, f"rank/{world.rank}", _WORDS) or {}
+    if _wait_until(lambda: _read(store, f"rank/{world.rank}", _DESCRIPTION) is not None, deadline):
+        other = _read(store, f"rank/{world.rank}", _DESCRIPTION) or {}
         return (
             f"rank {world.rank} is here already, on host {other['host']} with pid {other['pid']}; two "
             "jobs share this address, or two processes were given one RANK"
@@ -146,7 +156,7 @@ def _who_is_here(world: World, store: Store, deadline: float) -> str:
     return cause
 
 
-def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
+def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
     """Rank 0: wait for all, compare, tell all. The host of the store leaves last."""
     keys = [f"rank/{rank}" for rank in range(world.world_size)]
 
@@ -154,23 +164,25 @@ def _judge(world: World, store: Store, deadline: float) -> dict[str, Any]:
         all_came = store.add("arrived", 0) >= world.world_size and store.check(keys)
         return all_came or store.check(["trouble"])
 
-    _poll(settled, deadline)
-    words = {rank: _read(store, key, _WORDS) for rank, key in enumerate(keys)}
-    came = {rank: said for rank, said in words.items() if said is not None}
-    absent = [rank for rank in words if rank not in came]
+    _wait_until(settled, deadline)
+    descriptions = {rank: _read(store, key, _DESCRIPTION) for rank, key in enumerate(keys)}
+    present = {rank: found for rank, found in descriptions.items() if found is not None}
+    absent = [rank for rank in descriptions if rank not in present]
     causes = [_absence(absent, world)] if absent else []
     if absent and store.check(["trouble"]):
         causes = [store.get("trouble").decode()]
-    reached = [one["reached"] for one in came.values() if one["place"] != came[0]["place"]]
+    remote_hosts = [
+        one["store_host"] for one in present.values() if one["network"] != present[0]["network"]
+    ]
     verdict = {
-        "error": "; ".join(causes + differences(came)),
-        "rank_0": reached[0] if reached else None,
+        "error": "; ".join(causes + mismatches(present)),
+        "rank_0": remote_hosts[0] if remote_hosts else None,
         "world_size": world.world_size,
     }
     store.set("verdict", json.dumps(verdict))
     if verdict["error"]:
         others = store.add("arrived", 0) - 1
-        _poll(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
+        _wait_until(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
     return verdict
 
 
@@ -186,26 +198,26 @@ def _read(store: Store, key: str, names: set[str]) -> dict[str, Any] | None:
 
 
 def _absence(absent: list[int], world: World) -> str:
-    return f"{ranks(absent)} of {world.world_size} did not come in time"
+    return f"{format_ranks(absent)} of {world.world_size} did not come in time"
 
 
-def differences(came: Mapping[int, dict[str, Any]]) -> list[str]:
+def mismatches(present: Mapping[int, dict[str, Any]]) -> list[str]:
     """What the ranks' words contradict, a line each.
 
     Everything is compared with rank 0; of each fact the first rank that differs is named.
     """
     found: list[str] = []
-    first = came[0]["facts"]
-    for name in sorted({name for one in came.values() for name in one["facts"]}):
-        for rank, one in came.items():
+    first = present[0]["facts"]
+    for name in sorted({name for one in present.values() for name in one["facts"]}):
+        for rank, one in present.items():
             if one["facts"].get(name) != first.get(name):
                 found.append(
                     f"rank {rank} on host {one['host']} has {name} {one['facts'].get(name)}, rank 0 on "
-                    f"host {came[0]['host']} has {first.get(name)}"
+                    f"host {present[0]['host']} has {first.get(name)}"
                 )
                 break
     owner: dict[str, int] = {}
-    for rank, one in came.items():
+    for rank, one in present.items():
         if one["gpu"] and owner.setdefault(one["gpu"], rank) != rank:
             found.append(
                 f"ranks {owner[one['gpu']]} and {rank} on host {one['host']} both use GPU {one['gpu']} "
@@ -214,15 +226,15 @@ def differences(came: Mapping[int, dict[str, Any]]) -> list[str]:
     return found
 
 
-def ranks(numbers: list[int]) -> str:
-    """`rank 3`, `ranks 2, 3`, and for many `ranks 2, 3, 4, 5, 6, 7, 8, 9 and 91 more`."""
+def format_ranks(numbers: list[int]) -> str:
+    """`rank 3`, `format_ranks 2, 3`, and for many `format_ranks 2, 3, 4, 5, 6, 7, 8, 9 and 91 more`."""
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     shown = ", ".join(map(str, numbers[:8]))
     return f"ranks {shown}" + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 
-def _poll(true: Callable[[], bool], deadline: float) -> bool:
+def _wait_until(true: Callable[[], bool], deadline: float) -> bool:
     """True once `true()` is; False at the deadline. Waiting inside the store would print a stack."""
     pause = 0.002
     while not true():

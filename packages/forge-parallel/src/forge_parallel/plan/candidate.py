@@ -13,7 +13,7 @@ from forge_parallel.legal import problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_parallel.plan.profile import Part, Profile
 from forge_parallel.plan.topology import Hardware, Topology
-from forge_parallel.plan.trace import Kept, Trace, trace
+from forge_parallel.plan.trace import BlockTrace, Trace, trace
 from forge_parallel.stages import splits_backward, stages_on
 
 MODES = ("none", "selective", "full")
@@ -40,7 +40,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Wish:
+class SearchSpace:
     """What a layout is wanted for. `micro_batches` and `modes` (of recomputation) may be chosen from."""
 
     profile: Profile
@@ -53,19 +53,19 @@ class Wish:
     modes: Sequence[str] = MODES
     storage: Storage = field(default_factory=Storage)
 
-    def case(self, config: ParallelConfig, micro_batch: int | None) -> Case:
+    def candidate(self, config: ParallelConfig, micro_batch: int | None) -> Candidate:
         """One way; without a micro_batch as `divide_batch` chooses it. ValueError, a line for each broken rule."""
         readers = config.axes(self.world_size, self.gpus_per_node).batch_size
         parts = divide_batch(config, self.global_batch, readers, micro_batch)
-        case = Case(self.profile, config, self.world_size, self.global_batch,
+        candidate = Candidate(self.profile, config, self.world_size, self.global_batch,
                     parts.size, self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
-        if broken := _broken(case):
+        if broken := _problems(candidate):
             raise ValueError("\n".join(broken))
-        return case
+        return candidate
 
 
 @dataclass(frozen=True)
-class Case:
+class Candidate:
     """A model under a ParallelConfig on `world_size` ranks, `micro_batch` rows at a time."""
 
     profile: Profile
@@ -162,24 +162,24 @@ class Load:
     def parts(self) -> list[Part]:
         return [*self.blocks, self.ends]
 
-    def traced_ends(self, trace: Trace) -> list[Kept]:
+    def traced_ends(self, trace: Trace) -> list[BlockTrace]:
         return [trace.first] * self.first + [trace.last] * self.last
 
 
-def describe(case: Case) -> str:
+def describe(candidate: Candidate) -> str:
     """`dp_shard 8 x tp 4, micro_batch 2, recompute full`, in words of the configuration."""
-    c, d = case.config, case.layout
+    c, d = candidate.config, candidate.layout
     names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     axes = [f"{name} {getattr(d, name)}" for name in names if getattr(d, name) > 1]
-    said = [" x ".join(axes) or "one rank"]
-    said += [f"ep {d.ep}"] * (d.ep > 1) + [c.pp_schedule] * (d.pp > 1)
-    said += [f"micro_batch {case.micro_batch}", f"recompute {c.recompute}"]
-    return ", ".join(said + ([f"memory_budget {c.memory_budget:g}"] if c.memory_budget else []))
+    parts = [" x ".join(axes) or "one rank"]
+    parts += [f"ep {d.ep}"] * (d.ep > 1) + [c.pp_schedule] * (d.pp > 1)
+    parts += [f"micro_batch {candidate.micro_batch}", f"recompute {c.recompute}"]
+    return ", ".join(parts + ([f"memory_budget {c.memory_budget:g}"] if c.memory_budget else []))
 
 
-def _broken(case: Case) -> list[str]:
+def _problems(candidate: Candidate) -> list[str]:
     """Why a layout cannot run this model and batch; empty if it can."""
-    d, count = case.layout, case.num_micro_batches
-    facts = case.profile.facts(d.tp, d.dp_shard * d.cp)
-    known = replace(facts, micro_batch=case.micro_batch, num_micro_batches=count)
-    return problems(case.config, d, known)
+    d, count = candidate.layout, candidate.num_micro_batches
+    facts = candidate.profile.facts(d.tp, d.dp_shard * d.cp)
+    known = replace(facts, micro_batch=candidate.micro_batch, num_micro_batches=count)
+    return problems(candidate.config, d, known)

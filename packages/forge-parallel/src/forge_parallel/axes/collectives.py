@@ -15,13 +15,13 @@ from torch.autograd.function import once_differentiable
 from forge_parallel._torch_compat import (
     all_gather,
     all_reduce,
+    function_output,
     reduce_scatter,
-    result_of_function,
 )
 from forge_parallel.legal import uneven_sequence
 
 
-class Ranks(NamedTuple):
+class NamedGroup(NamedTuple):
     """A group by its name, which compiled graphs can hold, with this process's place in it."""
 
     name: str
@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, axis: Any) -> Ranks:
+    def of(cls, axis: Any) -> NamedGroup:
         """Of a DeviceMesh of one axis, or of anything with `.group`, `.size` and `.rank`."""
         if hasattr(axis, "get_group"):
             if axis.ndim != 1:
@@ -40,39 +40,39 @@ class Ranks(NamedTuple):
         return cls("" if axis.group is None else axis.group.group_name, axis.size, axis.rank)
 
 
-_Way = Callable[[Tensor, Ranks, int], Tensor]
+_Transfer = Callable[[Tensor, NamedGroup, int], Tensor]
 
 
-def copy(x: Tensor, ranks: Ranks) -> Tensor:
+def copy(x: Tensor, group: NamedGroup) -> Tensor:
     """x as it is; its gradient is the sum over ranks: one all-reduce in backward."""
-    return _exchange(x, ranks, 0, _same, _sum)
+    return _collective(x, group, 0, _same, _sum)
 
 
-def reduce(x: Tensor, ranks: Ranks) -> Tensor:
+def reduce(x: Tensor, group: NamedGroup) -> Tensor:
     """The sum of x over ranks, one all-reduce; the gradient, equal on all of them, passes."""
-    return _exchange(x, ranks, 0, _sum, _same)
+    return _collective(x, group, 0, _sum, _same)
 
 
-def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def gather(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     """Parts joined along dim, an all-gather; the gradients that ranks have of all tokens are summed
     and cut again, a reduce-scatter."""
-    return _exchange(x, ranks, dim, _join, _sum_cut)
+    return _collective(x, group, dim, _join, _sum_cut)
 
 
-def scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def scatter(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     """The sum of x over ranks, of which each keeps a part: reduce-scatter, all-gather in backward."""
-    return _exchange(x, ranks, dim, _sum_cut, _join)
+    return _collective(x, group, dim, _sum_cut, _join)
 
 
-def cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def cut(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     """This rank's part of an x that all hold: sends nothing; all-gather in backward."""
-    return _exchange(x, ranks, dim, _cut, _join)
+    return _collective(x, group, dim, _cut, _join)
 
 
-def join(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def join(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     """Parts joined along dim by an all-gather, for use that is equal on all ranks: its gradient is
     too, and each takes its part of it, sending nothing."""
-    return _exchange(x, ranks, dim, _join, _cut)
+    return _collective(x, group, dim, _join, _cut)
 
 
 def token_dim(x: Tensor) -> int:
@@ -80,55 +80,59 @@ def token_dim(x: Tensor) -> int:
     return max(x.dim() - 2, 0)
 
 
-def _exchange(x: Tensor, ranks: Ranks, dim: int, there: _Way, back: _Way) -> Tensor:
-    if ranks.size == 1:
+def _collective(
+    x: Tensor, group: NamedGroup, dim: int, there: _Transfer, back: _Transfer
+) -> Tensor:
+    if group.size == 1:
         return x
-    out: Tensor = _Exchange.apply(x, ranks, dim, there, back)
+    out: Tensor = _Collective.apply(x, group, dim, there, back)
     return out
 
 
-class _Exchange(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     """One way forward, another backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, there: _Way, back: _Way) -> Tensor:
-        ctx.ranks, ctx.dim, ctx.back = ranks, dim, back
-        return result_of_function(there(x, ranks, dim))
+    def forward(
+        ctx: Any, x: Tensor, group: NamedGroup, dim: int, there: _Transfer, back: _Transfer
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return function_output(there(x, group, dim))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.back(grad, ctx.ranks, ctx.dim), None, None, None, None
+        return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None
 
 
-def _same(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def _same(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    return all_reduce(x, ranks.name)
+def _sum(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    return all_reduce(x, group.name)
 
 
-def _join(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    whole = all_gather(x, ranks.size, ranks.name)  # parts one after another on dim 0
+def _join(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    whole = all_gather(x, group.size, group.name)  # parts one after another on dim 0
     if dim == 0:
         return whole
     if x.shape[:dim].numel() == 1 and not torch.compiler.is_compiling():
         return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])  # they lie right already
-    return torch.cat(whole.chunk(ranks.size), dim)  # the form that async tp looks for
+    return torch.cat(whole.chunk(group.size), dim)  # the form that async tp looks for
 
 
-def _sum_cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    _check_cut(x.shape, dim, ranks.size)
+def _sum_cut(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    _check_cut(x.shape, dim, group.size)
     if dim and (x.shape[:dim].numel() > 1 or torch.compiler.is_compiling()):
-        return reduce_scatter(torch.cat(x.chunk(ranks.size, dim)), ranks.size, ranks.name)
-    part = (*x.shape[:dim], x.size(dim) // ranks.size, *x.shape[dim + 1 :])
-    return reduce_scatter(x.flatten(0, dim), ranks.size, ranks.name).view(part)
+        return reduce_scatter(torch.cat(x.chunk(group.size, dim)), group.size, group.name)
+    part = (*x.shape[:dim], x.size(dim) // group.size, *x.shape[dim + 1 :])
+    return reduce_scatter(x.flatten(0, dim), group.size, group.name).view(part)
 
 
-def _cut(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    _check_cut(x.shape, dim, ranks.size)
-    return x.chunk(ranks.size, dim)[ranks.rank].contiguous()
+def _cut(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    _check_cut(x.shape, dim, group.size)
+    return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
 def _check_cut(shape: torch.Size, dim: int, size: int) -> None:
