@@ -31,7 +31,7 @@ from forge_parallel.axes import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients
 from forge_train import load_job
 from forge_train.trainer.build import build_model
-from forge_train.trainer.mixtures import spread_experts
+from forge_train.trainer.experts import shard_experts
 
 PRESETS = Path(__file__).parents[1] / "configs" / "presets"
 
@@ -86,7 +86,7 @@ def _step(config: Any, world: int, rank: int) -> dict[str, Any]:
     model = build_model(config.model, config.run.seed)
     with fake:
         _without_values(model)
-        spread_experts(model, SimpleNamespace(model=config.model, parallel=parallel), meshes)  # type: ignore[arg-type]
+        shard_experts(model, SimpleNamespace(model=config.model, parallel=parallel), meshes)  # type: ignore[arg-type]
     model = parallelize(
         model, parallel, meshes, seq_len=config.data.seq_len, recompute_contexts=recompute_contexts
     )

@@ -30,10 +30,10 @@ from forge_train import Callback, ConfigError, DataError, Trainer, load_job, rea
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import DenseModelConfig
+from forge_train.errors import NonFiniteError
 from forge_train.metrics.console import console_mode
-from forge_train.trainer.choose import with_layout
-from forge_train.trainer.mixtures import feed_forward_factory, spread_experts
-from forge_train.trainer.trainer import NonFiniteError
+from forge_train.trainer.auto_layout import with_layout
+from forge_train.trainer.experts import feed_forward_factory, shard_experts
 
 
 class Probe(NamedTuple):
@@ -433,7 +433,7 @@ def experts_of(options: dict[str, Any], moe: dict[str, Any]) -> Any:
     with torch.device("meta"):
         model = Transformer(section, feed_forward=feed_forward_factory(section))
     meshes = make_meshes(config)
-    spread_experts(model, SimpleNamespace(model=section, parallel=config), meshes)  # type: ignore[arg-type]
+    shard_experts(model, SimpleNamespace(model=section, parallel=config), meshes)  # type: ignore[arg-type]
     parallelize(model, config, meshes)
     (layer,) = (m for m in model.modules() if isinstance(m, MoE))
     chunks = getattr(layer.dispatcher, "chunks", None)

@@ -62,8 +62,8 @@ HOST_READERS = (
     "forge_core.model.documents",  # cuts rows at documents; on an accelerator one copy, as documented
     "documents",  # context parallelism plans by ids that lie on the host
     "forge_data.batch",  # counts a batch's labels as it makes it
-    "forge_train.trainer.host_copy",  # what was copied a step before
-    "_columns",  # the same numbers, of mixtures
+    "forge_parallel.host_copy",  # what was copied a step before
+    "columns",  # the same numbers, of mixtures
     "_not_padding",  # forge_core looks for padding on a CPU only
 )
 

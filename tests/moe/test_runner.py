@@ -188,7 +188,7 @@ class NanInStep3(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         (layer,) = (m for m in trainer.model.modules() if isinstance(m, MoE))
-        end = trainer.mixtures.end_step
+        end = trainer.moe.end_step
 
         def poison(gradient: torch.Tensor) -> torch.Tensor:
             return gradient * float("nan") if trainer.progress.step == 2 else gradient
@@ -199,7 +199,7 @@ class NanInStep3(Callback):
             end(step, total, skip)
             self.seen.append((counts, layer.router.expert_bias.clone()))  # type: ignore[union-attr]
 
-        trainer.mixtures.end_step = watched  # type: ignore[method-assign]
+        trainer.moe.end_step = watched  # type: ignore[method-assign]
         layer.register_forward_hook(
             lambda module, args, y: y.register_hook(poison) and None if y.requires_grad else None
         )

@@ -163,8 +163,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "the learning rate of the step before",
         f"{_TRAIN}/trainer/trainer.py",
-        "self.schedule(self.progress.step + 1)",
-        "self.schedule(max(self.progress.step, 1))",
+        "lr = self.config.optimizer.lr * self.schedule(step)",
+        "lr = self.config.optimizer.lr * self.schedule(max(step - 1, 1))",
         ("tests/use/test_runner_by_values.py::test_the_runner_equals_a_loop_by_hand",),
     ),
     Mistake(
@@ -195,8 +195,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a sink that hangs is waited for at each save",
         f"{_TRAIN}/metrics/sinks.py",
-        "if self._asked is not None and not self._asked.is_set():",
-        "if self._asked is not None and self._asked.is_set() is None:",
+        "if self._last_flush is not None and not self._last_flush.is_set():",
+        "if self._last_flush is not None and self._last_flush.is_set() is None:",
         (
             "apps/train/tests/test_sinks.py::test_a_hanging_sink_is_waited_for_once_until_it_answers",
         ),

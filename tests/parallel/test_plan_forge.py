@@ -30,7 +30,7 @@ from forge_train.config.experts import MoESection
 from forge_train.config.schema import DenseModelConfig
 from forge_train.plan import choose_layout
 from forge_train.trainer.build import build_model
-from forge_train.trainer.mixtures import spread_experts
+from forge_train.trainer.experts import shard_experts
 
 SEQ = 64
 MOE = {"moe": MoESection(num_experts=8, top_k=2)}
@@ -98,7 +98,7 @@ def _held(options: dict[str, Any]) -> int:
     config = ParallelConfig(device="cpu", **options)
     meshes = make_meshes(config)
     model = build_model(section("moe"), 0)
-    spread_experts(model, SimpleNamespace(model=section("moe"), parallel=config), meshes)  # type: ignore[arg-type]
+    shard_experts(model, SimpleNamespace(model=section("moe"), parallel=config), meshes)  # type: ignore[arg-type]
     model = parallelize(model, config, meshes)
     return sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
 

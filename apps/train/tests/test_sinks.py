@@ -107,8 +107,8 @@ def test_a_hanging_sink_is_waited_for_once_until_it_answers(
     sink.close()
     assert waits == [5.0]
     go.set()
-    assert sink._asked is not None
-    assert sink._asked.wait(10)
+    assert sink._last_flush is not None
+    assert sink._last_flush.wait(10)
     waits.clear()
     assert sink.flush()
     sink.close()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from forge_train.config.schema import JobConfig
     from forge_train.errors import ConfigError, DataError, JobError, StateError
     from forge_train.jobs import load_job, load_trained
-    from forge_train.metrics.sinks import Sink
+    from forge_train.protocols import Sink
     from forge_train.report.read_run import Run, read_run
     from forge_train.trainer.callbacks import Callback
     from forge_train.trainer.trainer import RunResult, Trainer
@@ -27,7 +27,7 @@ _HOME = {
     "ResolvedJob": "forge_train.config.resolve",
     "Run": "forge_train.report.read_run",
     "RunResult": "forge_train.trainer.trainer",
-    "Sink": "forge_train.metrics.sinks",
+    "Sink": "forge_train.protocols",
     "StateError": "forge_train.errors",
     "Trainer": "forge_train.trainer.trainer",
     "load_job": "forge_train.jobs",

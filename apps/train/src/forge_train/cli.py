@@ -236,7 +236,7 @@ def explain(args: list[str]) -> int:
 def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]:
     """The job with the layout that it gets on `nproc` processes of this machine, and what to say of it."""
     from forge_parallel import World
-    from forge_train.trainer.choose import with_layout
+    from forge_train.trainer.auto_layout import with_layout
     from forge_train.trainer.layout import remarks
 
     job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from forge_resilience import Agreement, ExitCode
 
 T = TypeVar("T")
+Report = list[int | str] | None
+"""What a rank tells the others of its error: exit code and problems; None without one."""
 
 
 class JobError(Exception):
@@ -42,45 +45,57 @@ class StateError(JobError):
     exit_code = ExitCode.CORRUPT_STATE
 
 
-def together(agreement: Agreement, action: Callable[[], T]) -> T:
+class NonFiniteError(JobError):
+    """More steps than allowed had a loss or gradient norm that is nan or inf."""
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise a ConfigError if there are problems."""
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextlib.contextmanager
+def config_errors() -> Iterator[None]:
+    """Raise a ValueError of the configuration, or an ImportError of a missing package, as a ConfigError."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error).splitlines()) from error
+
+
+def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
     """`action()` on every rank; a JobError of one is raised by all, with its exit code.
 
-    What is no JobError, a mistake in somebody's code, is raised as it is where it happened; the other ranks
-    raise a JobError that says whose it was. Cost: two small collectives between hosts; none with one process.
+    Another exception, a mistake in a user's code, is raised unchanged where it happened, and the other ranks
+    raise a JobError that names that rank. Cost: two small collectives between hosts; none with one process.
     """
     result: T | None = None
-    mine: Exception | None = None
-    said: list[Any] | None = None
+    own: Exception | None = None
+    report: Report = None
     try:
         result = action()
     except JobError as error:
-        mine, said = error, [int(error.exit_code), *error.problems]
+        own, report = error, [int(error.exit_code), *error.problems]
     except Exception as error:
-        mine, said = error, [int(ExitCode.ERROR), f"{type(error).__name__}: {error}"]
-    told = agreement.exchange(said)
-    if mine is not None and not isinstance(mine, JobError):
-        raise mine
-    share_errors(told)
+        own, report = error, [int(ExitCode.ERROR), f"{type(error).__name__}: {error}"]
+    reports = agreement.exchange(report)
+    if own is not None and not isinstance(own, JobError):
+        raise own
+    raise_reported(reports)
     return result  # type: ignore[return-value]
 
 
-def share_errors(told: Sequence[list | None]) -> None:
-    """Raise, on every rank alike, what ranks told: exit code and problems, or None."""
-    failed = {rank: said for rank, said in enumerate(told) if said}
+def raise_reported(reports: Sequence[Report]) -> None:
+    """Raise the errors that ranks reported, on every rank alike; nothing if there are none."""
+    failed = {rank: report for rank, report in enumerate(reports) if report}
     if not failed:
         return
     first = next(iter(failed.values()))[0]
     kinds = {kind.exit_code: kind for kind in (ConfigError, DataError, StateError)}
-    problems: dict[str, None] = {}  # in order, what several ranks say once
-    for rank, (_, *said) in failed.items():
-        alone = len(told) > 1 and len(failed) < len(told)
-        problems.update(dict.fromkeys(f"rank {rank}: {p}" if alone else p for p in said))
-    raise kinds.get(ExitCode(first), JobError)(list(problems))
-
-
-def as_config_error(build: Callable[[], Any]) -> Any:
-    """What `build` makes of a configuration; what it refuses, or lacks a package for, as a ConfigError."""
-    try:
-        return build()
-    except (ValueError, ImportError) as error:
-        raise ConfigError(str(error).splitlines()) from error
+    # A dict keeps the order, and a problem that several ranks report once.
+    problems: dict[str, None] = {}
+    for rank, (_, *sentences) in failed.items():
+        alone = len(reports) > 1 and len(failed) < len(reports)
+        problems.update(dict.fromkeys(f"rank {rank}: {s}" if alone else str(s) for s in sentences))
+    raise kinds.get(ExitCode(int(first)), JobError)(list(problems))

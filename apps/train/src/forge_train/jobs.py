@@ -15,11 +15,10 @@ from forge_data import Tokenizer
 from forge_parallel import materialise
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
-from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import ConfigError, StateError
 from forge_train.trainer.build import build_model, run_tokenizer
+from forge_train.trainer.checkpoints import store_errors
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 
 
 def load_job(
@@ -51,9 +50,10 @@ def load_trained(
             [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
         )
     job = load_job(paths.config)
-    dense = isinstance(job.config.model, DenseModelConfig)
-    model = materialise(build_model(job.config.model, job.config.run.seed), torch.device(device))
-    initialise(model, job.config.run.seed, strict=dense)  # what a checkpoint need not hold
+    config = job.config
+    model = materialise(build_model(config.model, config.run.seed), torch.device(device))
+    # buffers that a checkpoint need not hold
+    initialise(model, config.run.seed, strict=config.model.is_built_in)
     with (
         store_errors(paths.checkpoints, StateError),
         Store(paths.checkpoints, read_only=True) as store,
@@ -65,4 +65,4 @@ def load_trained(
                 f"{paths.checkpoints} holds no checkpoint; train first: forge-train run {paths.config}"
             ]
         )
-    return model.eval(), run_tokenizer(job.config), step
+    return model.eval(), run_tokenizer(config), step

@@ -25,9 +25,8 @@ from forge_parallel.plan import (
 )
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError
-from forge_train.trainer.build import build_model
+from forge_train.trainer.build import build_model, freeze_groups
 from forge_train.trainer.layout import layout_problems
-from forge_train.trainer.stages import freeze_groups
 
 #: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
 _MOMENTS = {"adamw": 8.0, "sgd": 4.0}

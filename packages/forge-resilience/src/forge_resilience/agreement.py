@@ -66,7 +66,7 @@ class Decision:
 
     @property
     def mismatched_ranks(self) -> list[int]:
-        """Ranks whose digest differs from that of rank 0; they see another batch."""
+        """Ranks whose digest differs from that of rank 0: they have read another batch."""
         return [r for r, vote in enumerate(self.votes) if vote.digest != self.votes[0].digest]
 
     @property

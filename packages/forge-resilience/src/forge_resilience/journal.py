@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+__all__ = ["Journal", "read_events", "read_json_lines"]
+
 _MOST_ELEMENTS = 256
 
 
@@ -70,17 +72,20 @@ class Journal:
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The events of a journal, oldest first; torn lines are left out, a missing file has none."""
+    return (event for event in read_json_lines(path) if isinstance(event, dict))
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """The values of a JSON-lines file, one per line; lines that a kill tore are left out, a missing file has none."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
     for line in text.splitlines():
         try:
-            event = json.loads(line)
+            yield json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict):
-            yield event
 
 
 def _plain(value: Any) -> Any:

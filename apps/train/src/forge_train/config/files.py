@@ -56,7 +56,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         table: dict[str, Any] | None = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"not valid TOML: {error}; mend that line") from error
+        raise ValueError(f"not valid TOML: {error}; correct that line") from error
     except ValueError as error:  # int() of more than 4300 digits
         raise ValueError("holds a number of thousands of digits; write a shorter one") from error
     except RecursionError:
@@ -74,3 +74,10 @@ def _is_deep(table: Any) -> bool:
         )
         level = [value for values in inner for value in values]
     return bool(level)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file; readers see the old text or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -74,6 +74,11 @@ class DenseModelConfig(TransformerConfig):
             )
 
     @property
+    def is_built_in(self) -> bool:
+        """Its initial values are a function of the seed; parts of a user in it declare theirs."""
+        return True
+
+    @property
     def moe_layers(self) -> list[int]:
         """Layers whose feed-forward is a mixture."""
         return [i for i in range(self.num_layers) if self.moe.is_mixture(i)]
@@ -89,6 +94,11 @@ class ImportedModelConfig:
     args: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "keyword arguments of the builder"}
     )
+
+    @property
+    def is_built_in(self) -> bool:
+        """Its initial values are those that the builder gave it, where it declares no table."""
+        return False
 
     def __post_init__(self) -> None:
         module, _, attr = self.name.partition(":")

@@ -8,29 +8,15 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from forge_core.registry import Registry
+from forge_resilience.journal import read_json_lines
+from forge_train.config.files import replace_text
 from forge_train.config.schema import MetricsConfig
-
-Row = Mapping[str, Any]
-
-
-class Sink(Protocol):
-    """Where rows go: `Sink(directory, resume_step, **options)`, made by rank 0 alone, on a thread of its own.
-
-    `directory` is the run's; a run that begins has `resume_step` 0. Rows after that step, of an earlier life that
-    was killed, are the sink's own affair: it will get them again. An exception switches the sink off with one
-    line; whoever is slow loses rows, never a step's time; a save waits 5 s once for one that hangs.
-    """
-
-    def write(self, row: Row) -> None:
-        """A row as in metrics.jsonl, in the order of steps."""
-
-    def close(self) -> None:
-        """After the last row."""
+from forge_train.protocols import Row, Sink
 
 
 class JsonlSink:
@@ -96,7 +82,7 @@ class BackgroundSink:
         self.name = name
         self.dropped = 0
         self._open = open_sink
-        self._asked: threading.Event | None = None  # the last flush, which may still be unanswered
+        self._last_flush: threading.Event | None = None  # set once the sink has answered
         self._queue: queue.Queue[Row | threading.Event | None] = queue.Queue(max_rows)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
@@ -109,14 +95,14 @@ class BackgroundSink:
 
     def flush(self, timeout_seconds: float = 5.0) -> bool:
         """Wait until everything written so far is out; False if that took too long."""
-        if self._asked is not None and not self._asked.is_set():
+        if self._last_flush is not None and not self._last_flush.is_set():
             return False
         done = threading.Event()
         try:
             self._queue.put_nowait(done)
         except queue.Full:
             return False
-        self._asked = done
+        self._last_flush = done
         return done.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float = 5.0) -> None:
@@ -150,11 +136,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. A line that a kill tore is left out, and one that is JSON but no row
     (an object with a number `step`) with one warning on stderr."""
     rows, foreign = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
+    for row in read_json_lines(path):
         if isinstance(row, dict) and type(row.get("step")) in (int, float):
             rows.append(row)
         else:
@@ -165,13 +147,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_rows(path: Path, last_step: int) -> None:
-    """Drop rows after `last_step` and lines that are none; the old file stays until the new is whole."""
+    """Drop rows after `last_step`, and lines that are no rows."""
     if not path.exists():
         return
-    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last_step]
-    temporary = path.with_suffix(".jsonl.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    rows = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last_step]
+    replace_text(path, "".join(rows))
 
 
 def _warn(message: str) -> None:

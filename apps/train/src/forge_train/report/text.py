@@ -66,14 +66,14 @@ def stream_text(
     """Stream text from the newest good checkpoint of a run."""
     try:
         sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        place = select_device(device)
+        chosen = select_device(device)
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
-    model, tokenizer, step = load_trained(run_dir, place)
+    model, tokenizer, step = load_trained(run_dir, chosen)
     print(f"{run_dir} at step {step}", file=sys.stderr)
     sys.stdout.write(prompt.encode(errors="replace").decode())
     try:
-        for piece in continuation(model, tokenizer, prompt, max_new_tokens, sampling, place):
+        for piece in continuation(model, tokenizer, prompt, max_new_tokens, sampling, chosen):
             sys.stdout.write(piece)
             sys.stdout.flush()
     except ValueError as error:  # a prompt that is no text, a length beyond the model's

@@ -1,4 +1,4 @@
-"""From a resolved job to the parts of a run: model, optimizer, data. Nothing here knows of steps."""
+"""From a resolved job to the parts of a run on one process: model, length, data."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from forge_core import Transformer, flops_per_token, parameter_count
 from forge_core.model import check_init_tables
+from forge_core.optim import check_something_trains, freeze_never_trained, stage_problems
 from forge_data import (
     Loader,
     SourceConfig,
@@ -21,22 +22,26 @@ from forge_data import (
     open_source,
     open_stream,
 )
+from forge_parallel.compute import extra_problems
+from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
 from forge_train.config.names import model_builder
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
-from forge_train.errors import ConfigError, as_config_error
-from forge_train.trainer.mixtures import feed_forward_factory
+from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.trainer.experts import feed_forward_factory
+from forge_train.trainer.layout import micro_batches
 
 
 def build_model(section: ModelSection, seed: int) -> nn.Module:
     """The model: ours on the meta device (shapes only), an imported one as its builder makes it.
 
-    Somebody else's buffers and initial values exist only where their code computed them, so it runs
+    Buffers and initial values of an imported model exist only where its code computes them, so it runs
     for real, on the CPU, after the generators of torch, Python and numpy were seeded alike on all ranks.
     """
     if isinstance(section, DenseModelConfig):
-        return as_config_error(lambda: _build_transformer(section))
+        with config_errors():
+            return _build_transformer(section)
     build = model_builder(section)
     seed_process(seed, 0)
     model = build()
@@ -47,7 +52,7 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
 
 
 def _build_transformer(section: DenseModelConfig) -> nn.Module:
-    """Parts of somebody else must say how their parameters begin and what they cost."""
+    """On the meta device. Checks that a user's parts declare initial values and operations."""
     with torch.device("meta"):
         model = Transformer(section, feed_forward=feed_forward_factory(section))
     check_init_tables(model)
@@ -64,26 +69,26 @@ def seed_process(seed: int, rank: int) -> None:
 
 
 def refuse_other_model(model: nn.Module, agreement: Agreement) -> None:
-    """ConfigError on all ranks unless each built the same values; sharding would mix them silently.
+    """Raise ConfigError on all ranks unless each built the same values: sharding would mix them silently.
 
-    Ours cannot differ; somebody else's builder may read a file or a generator of its own.
+    For imported models: their builder may read a file or a generator of its own, which ours never does.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
-    told = agreement.exchange(digest.hexdigest())
-    strangers = [rank for rank, other in enumerate(told) if other != told[0]]
-    if strangers:
+    digests = agreement.exchange(digest.hexdigest())
+    mismatched = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if mismatched:
         raise ConfigError(
-            [f"model.name: ranks {strangers} built other values than rank 0; a builder must give every "
+            [f"model.name: ranks {mismatched} built other values than rank 0; a builder must give every "
              "rank the same: draw from torch, random or numpy, which are seeded alike before it runs"]
         )  # fmt: skip
 
 
 def total_steps(config: JobConfig, model: nn.Module | None) -> int:
-    """Length of the run in optimizer steps; a length in tokens is rounded up. The model is asked for
-    its size where the length is a multiple of that."""
+    """Length of the run in optimizer steps; a length in tokens is rounded up. `model` may be None unless the
+    length is a multiple of its parameters."""
     if config.train.steps is not None:
         return config.train.steps
     tokens = config.train.tokens
@@ -93,7 +98,37 @@ def total_steps(config: JobConfig, model: nn.Module | None) -> int:
     return max(1, math.ceil(tokens / (config.train.global_batch * config.data.seq_len)))
 
 
-def build_loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
+def freeze_groups(model: nn.Module, config: JobConfig) -> None:
+    """Check groups and stages on the whole model, and freeze the groups that the run never trains. ConfigError."""
+    if not config.optimizer.groups:
+        return
+    stages = config.train.stages
+    refuse(stage_problems(config.optimizer, stages, total_steps(config, model)))
+    with config_errors():
+        check_something_trains(model, config.optimizer, stages)
+    freeze_never_trained(model, config.optimizer, stages)
+
+
+def open_data(
+    config: JobConfig, model: nn.Module, layout: Layout, rank: int
+) -> tuple[Loader, Stream | None]:
+    """The loader of this rank's micro-batches, and the validation rows if the run has any.
+
+    ConfigError where they lack extras that the model takes.
+    """
+    division = micro_batches(config, layout)
+    with config_errors():
+        loader = _loader(config, layout.coordinates(rank)["batch"], division)
+        refuse(extra_problems(model, loader.filler(0), layout, "[data]"))
+    stream = _validation_stream(config)
+    if stream is not None:
+        with config_errors():
+            sample = Loader(stream, 1).filler(0)
+        refuse(extra_problems(model, sample, layout, "[data.validation]"))
+    return loader, stream
+
+
+def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
     """Shuffled batches of the training source: the micro-batches of one reader."""
     (source,) = config.data.sources.values()
     stream = open_stream(source, config.data.seq_len, seed=config.run.seed)
@@ -108,7 +143,7 @@ def build_loader(config: JobConfig, reader: int, division: MicroBatches) -> Load
     )
 
 
-def validation_stream(config: JobConfig) -> Stream | None:
+def _validation_stream(config: JobConfig) -> Stream | None:
     """Validation rows in an order that does not depend on the run's seed."""
     if config.data.validation is None or config.eval.every_steps == 0:
         return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.registry import Registry
 from forge_train.config.schema import CallbackConfig
-from forge_train.errors import ConfigError, as_config_error
+from forge_train.errors import ConfigError, config_errors
 
 if TYPE_CHECKING:
     from forge_train.trainer.trainer import Trainer
@@ -59,7 +59,8 @@ def load_callbacks(tables: Mapping[str, CallbackConfig]) -> list[Callback]:
     """The callbacks of a configuration; ConfigError for what is none."""
     callbacks = []
     for name, make in find_callbacks(tables).items():
-        made = as_config_error(make)
+        with config_errors():
+            made = make()
         if not isinstance(made, Callback):
             raise ConfigError(
                 [f"callbacks.{name}.name: {tables[name].name!r} makes a {type(made).__name__}, which must be a "

@@ -12,7 +12,7 @@ from forge_data import Batch, Stream, batch_of
 from forge_parallel import Meshes, reshard
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
-from forge_train.errors import DataError, together
+from forge_train.errors import DataError, run_on_all_ranks
 
 
 def share_of_rows(
@@ -37,7 +37,7 @@ def share_of_rows(
         except (forge_data.DataError, OSError, ValueError) as error:
             raise DataError([f"validation data: {type(error).__name__}: {error}"]) from error
 
-    return together(agreement, read)
+    return run_on_all_ranks(agreement, read)
 
 
 def evaluate(

@@ -13,7 +13,6 @@ from forge_core.registry import Registry
 from forge_data import Batch
 from forge_train.config.schema import TrainConfig
 from forge_train.errors import ConfigError
-from forge_train.trainer.host_copy import HostCopy
 
 Loss = Callable[..., Tensor]
 
@@ -83,12 +82,9 @@ class Objective:
         offered = getattr(self._function, "count", None)
         return batch.label_weight if offered is None else float(offered(batch))
 
-    def columns(self, others: Sequence[Tensor]) -> Callable[[], dict[str, float]]:
-        """`objective.<name>` of the sums behind the first, over all ranks; read when the device is done."""
-        if not others:
-            return dict
-        names, values = [f"objective.{name}" for name in self.names[1:]], HostCopy(others)
-        return lambda: dict(zip(names, values.read(), strict=True))
+    def columns(self, others: Sequence[float]) -> dict[str, float]:
+        """`objective.<name>` of the sums behind the first, over all ranks."""
+        return {f"objective.{name}": value for name, value in zip(self.names[1:], others)}
 
 
 def find_objective(config: TrainConfig) -> Objective | None:

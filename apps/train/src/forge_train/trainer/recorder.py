@@ -1,38 +1,21 @@
-"""What a run says about itself: rows of metrics and events. Rank 0 writes, the others keep quiet."""
+"""Files and sinks of a run: rows of metrics and events. Only rank 0 writes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from forge_resilience import Journal
 from forge_train.config.schema import MetricsConfig
 from forge_train.metrics.console import ConsoleSink, console_mode
-from forge_train.metrics.sinks import BackgroundSink, JsonlSink, Sink, find_sinks
-from forge_train.trainer.host_copy import HostCopy
+from forge_train.metrics.sinks import BackgroundSink, JsonlSink, find_sinks
+from forge_train.protocols import Sink
 from forge_train.trainer.run_directory import RunDirectory
 
 
-@dataclass
-class PendingRow:
-    """A logged step whose device values are on their way."""
-
-    row: dict[str, Any]
-    values: HostCopy
-    """Loss, gradient norm, steps skipped since the row before, longest run of them."""
-    more: Sequence[Callable[[], dict[str, float]]] = ()
-    """Further columns, which were copied with the values above."""
-
-
 class Recorder:
-    """Sinks and journal of a run, and the row that waits for its values.
-
-    A row's values are copied to the host when it is made and looked at one step later: nobody waits for the
-    step that was queued in between. `record` writes an event. On ranks other than 0 nothing is written.
-    """
+    """Sinks and journal of a run. On ranks other than 0 (`writes` False) nothing is written."""
 
     def __init__(
         self,
@@ -42,7 +25,6 @@ class Recorder:
         total_steps: int,
         writes: bool,
     ) -> None:
-        self.pending: PendingRow | None = None
         self.sinks: list[BackgroundSink] = []
         self.journal = Journal(paths.events) if writes else None
         if not writes:
@@ -58,31 +40,21 @@ class Recorder:
         self.sinks.append(BackgroundSink(make, name))
 
     def record(self, event: str, **fields: Any) -> None:
+        """Append an event to the journal."""
         if self.journal is not None:
             self.journal.record(event, **fields)
 
-    def take(self) -> dict[str, Any] | None:
-        """The pending row with its values, sent to the sinks; None when nothing waits."""
-        if self.pending is None:
-            return None
-        pending, self.pending = self.pending, None
-        row = pending.row
-        row["loss"], row["grad_norm"] = map(_finite, pending.values.read()[:2])
-        for columns in pending.more:
-            row.update({name: _finite(value) for name, value in columns().items()})
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Send a row of metrics to all sinks."""
         for sink in self.sinks:
             sink.write(row)
-        return row
 
     def flush(self) -> None:
+        """Wait until the sinks have written all rows; not for a sink that hangs."""
         for sink in self.sinks:
             sink.flush()
 
     def close(self) -> None:
+        """End the sinks."""
         for sink in self.sinks:
             sink.close()
-
-
-def _finite(number: float) -> float | None:
-    """None for nan and inf, which JSON cannot say."""
-    return number if math.isfinite(number) else None

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from forge_train.config.files import read_toml
+from forge_resilience.provenance import describe_environment, git_state
+from forge_train.config.files import read_toml, replace_text
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError
+
+_DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-moe", "forge-data",
+                  "forge-ckpt", "forge-resilience")  # fmt: skip
 
 #: Keys whose change makes another experiment; the rest may change between lives of a run.
 FIXED_KEYS = ("run.seed", "optimizer.name", "data.seq_len")
@@ -103,7 +102,15 @@ class RunDirectory:
         keys = [*known, *(k for k in before if k not in now)]
         return {k: [before.get(k), now.get(k)] for k in keys if before.get(k) != now.get(k)}
 
-    def refuse_other_experiment(self, changes: Mapping[str, list[Any]]) -> None:
+    def allowed_changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
+        """`changes`; ConfigError if one would make the run another experiment. Before the first checkpoint
+        there is nothing to protect."""
+        changes = self.changes(job)
+        if self.has_checkpoints():
+            self._refuse_other_experiment(changes)
+        return changes
+
+    def _refuse_other_experiment(self, changes: Mapping[str, list[Any]]) -> None:
         problems = [
             f"{key} was {changes[key][0]!r} when {self.path} was started and is now "
             f"{changes[key][1]!r}; it must stay within a run: set it back or choose another run.dir"
@@ -118,14 +125,14 @@ class RunDirectory:
 
         `hosts` are the machines of all ranks. Raises JobError when that cannot be written.
         """
-        git = _git_state()
+        git = git_state()
         patch = git.pop("patch", "")
-        environment = {**_environment(), "hosts": list(hosts), "git": git}
+        environment = {**describe_environment(_DISTRIBUTIONS), "hosts": list(hosts), "git": git}
         try:
-            _replace(self.config, job.to_toml())
-            _replace(self.environment, json.dumps(environment, indent=2) + "\n")
+            replace_text(self.config, job.to_toml())
+            replace_text(self.environment, json.dumps(environment, indent=2) + "\n")
             if patch:
-                _replace(self.patch, patch)
+                replace_text(self.patch, patch)
             else:
                 self.patch.unlink(missing_ok=True)
         except OSError as error:
@@ -137,47 +144,3 @@ class RunDirectory:
     def has_checkpoints(self) -> bool:
         """True once a step was committed."""
         return any(self.checkpoints.glob("step-*/manifest.json"))
-
-
-def _environment() -> dict[str, Any]:
-    wanted = ["torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-moe", "forge-data",
-              "forge-ckpt", "forge-resilience"]  # fmt: skip
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "command": sys.argv,
-        "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in wanted},
-    }
-
-
-def _version(distribution: str) -> str | None:
-    """None when a package runs from source without being installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_state() -> dict[str, Any]:
-    """Commit and diff of the working directory, or nothing outside a checkout."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return {}
-    patch = _git("diff", "HEAD") or ""
-    return {"commit": commit.strip(), "dirty": bool(patch), "patch": patch}
-
-
-def _git(*args: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *args], capture_output=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

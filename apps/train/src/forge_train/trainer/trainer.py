@@ -3,78 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from forge_ckpt import RNGState, Store
-from forge_core import (
-    build_optimizer,
-    build_schedule,
-    flops_per_token,
-    initialise,
-)
-from forge_core.flops import peak_flops
-from forge_core.optim import groups_of_part, set_lr
-from forge_data import Batch, Loader
-from forge_moe import recompute_contexts
+from forge_ckpt import Store
+from forge_core import build_schedule, flops_per_token
+from forge_core.optim import set_lr
+from forge_data import Batch
 from forge_parallel import (
     Meshes,
     clip_grads_,
     find_world,
+    follow_requires_grad,
     global_grad_norm,
     make_meshes,
-    parallelize,
     reshard,
     select_device,
 )
-from forge_parallel.compile import recompilations
-from forge_parallel.compute import extra_problems
-from forge_resilience import Agreement, ExitCode, PendingDecision, Skips, StopSignal, nonfinite
+from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote, nonfinite
 from forge_train.config.resolve import ResolvedJob
-from forge_train.config.schema import DenseModelConfig
 from forge_train.errors import (
     ConfigError,
     JobError,
-    StateError,
-    as_config_error,
-    together,
+    NonFiniteError,
+    config_errors,
+    refuse,
+    run_on_all_ranks,
 )
-from forge_train.metrics.meter import Meter, memory_bytes
-from forge_train.trainer.asked import model_problems
-from forge_train.trainer.build import (
-    build_loader,
-    build_model,
-    refuse_other_model,
-    seed_process,
-    total_steps,
-    validation_stream,
-)
-from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks, state_name
-from forge_train.trainer.choose import placement, with_layout
-from forge_train.trainer.compute import make_compute
+from forge_train.metrics.rows import Columns, MetricRows
+from forge_train.trainer.assemble import assemble, seed_rank
+from forge_train.trainer.auto_layout import describe_placement, with_layout
+from forge_train.trainer.build import build_model, freeze_groups, open_data, total_steps
+from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
+from forge_train.trainer.check_model import model_problems
+from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
 from forge_train.trainer.evaluate import evaluate, share_of_rows
-from forge_train.trainer.host_copy import HostCopy
-from forge_train.trainer.idle import IdleOptimizer, trains_nothing
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
-from forge_train.trainer.mixtures import Mixtures, mixture_sizes, spread_experts
-from forge_train.trainer.objective import find_objective
-from forge_train.trainer.part import PartOfState, by_name, tensor_names
 from forge_train.trainer.progress import Progress
-from forge_train.trainer.recorder import PendingRow, Recorder
+from forge_train.trainer.recorder import Recorder
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.stages import Stages, freeze_groups
-from forge_train.trainer.store_errors import store_errors
-from forge_train.trainer.votes import StepVotes
-
-
-class NonFiniteError(JobError):
-    """More steps than allowed had a loss or gradient norm that is nan or inf."""
+from forge_train.trainer.skips import SkipPolicy
+from forge_train.trainer.vote import PendingCount, fault_code
 
 
 @dataclass(frozen=True)
@@ -105,65 +77,50 @@ class Trainer:
     """
 
     def __init__(self, job: ResolvedJob, callbacks: Sequence[Callback] = ()) -> None:
-        world = as_config_error(find_world)
-        self.job, self._reasons = with_layout(job, world)
+        with config_errors():
+            world = find_world()
+        self.job, reasons = with_layout(job, world)
         self.config = config = self.job.config
-        problems = layout_problems(config, world.world_size, world.local_world_size)
-        if problems:
-            raise ConfigError(problems)
+        refuse(layout_problems(config, world.world_size, world.local_world_size))
         self.callbacks = [*callbacks, *load_callbacks(config.callbacks)]
-        if problems := hook_problems(self.callbacks):
-            raise ConfigError(problems)
+        refuse(hook_problems(self.callbacks))
         self.paths = RunDirectory(config.run.dir)
-        self.device = as_config_error(lambda: select_device(config.parallel.device))
-        self.model = build_model(config.model, config.run.seed)
+        with config_errors():
+            self.device = select_device(config.parallel.device)
         layout = config.parallel.axes(world.world_size)
-        problems = model_problems(self.model, config, layout)
-        if problems:
-            raise ConfigError(problems)
-        if config.sample.max_new_tokens and not hasattr(self.model, "new_cache"):
-            raise ConfigError(
-                [f"sample.max_new_tokens {config.sample.max_new_tokens} needs a model that generates "
-                 f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"]
-            )  # fmt: skip
+        self.model = build_model(config.model, config.run.seed)
+        refuse(model_problems(self.model, config, layout))
         self.total_steps = total_steps(config, self.model)
         freeze_groups(self.model, config)
-        self.schedule = as_config_error(lambda: build_schedule(config.schedule, self.total_steps))
+        with config_errors():
+            self.schedule = build_schedule(config.schedule, self.total_steps)
         self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
-        mixed = bool(mixture_sizes(self.model))
-        self._placement = placement(config.parallel, world, experts=mixed)
-        reader = layout.coordinates(world.rank)["batch"]
+        self._reasons = [*reasons, *remarks(config, layout)]
+        self._placement = describe_placement(config.parallel, world, self.model)
         self.division = micro_batches(config, layout)
-        self._reasons += remarks(config, layout)
-        self.loader = build_loader(config, reader, self.division)
-        sample = as_config_error(lambda: self.loader.filler(0))
-        problems = extra_problems(self.model, sample, layout, "[data]")
-        self.validation = validation = validation_stream(config)
-        if validation is not None and not problems:
-            sample = as_config_error(lambda: Loader(validation, 1).filler(0))
-            problems = extra_problems(self.model, sample, layout, "[data.validation]")
-        if problems:
-            raise ConfigError(problems)
+        self.loader, self.validation = open_data(config, self.model, layout, world.rank)
         self.progress = Progress()
         self.val_loss: float | None = None
         self.agreement = Agreement()
         self._meshes: Meshes | None = None
-        self.votes = StepVotes()
-        self._skips = Skips()
-        self._skipped_since_row = 0
-        self._last_evaluated = self._last_saved = -1
+        self._stop = StopSignal()
+        self._decision = Decision(())
+        self._save_requested = False
+        self._last_evaluated = -1
 
     @property
     def meshes(self) -> Meshes:
         """Where this process stands among the ranks."""
         if self._meshes is None:
-            self._join(as_config_error(lambda: make_meshes(self.config.parallel, self.device)))
+            with config_errors():
+                meshes = make_meshes(self.config.parallel, self.device)
+            self._join(meshes)
         assert self._meshes is not None
         return self._meshes
 
     def request_save(self) -> None:
         """Ask, on any rank, for a checkpoint after the next step."""
-        self.votes.save_requested = True
+        self._save_requested = True
 
     # ---- the life of a run
 
@@ -195,36 +152,28 @@ class Trainer:
         self.agreement = Agreement(meshes.host_group)
 
     def _open_and_fit(self, stop: StopSignal | None) -> RunResult:
+        """Open what must be closed whatever happens, and refuse another experiment's folder."""
         rank = self.meshes.rank
-        together(self.agreement, lambda: self.paths.create(rank))
+        run_on_all_ranks(self.agreement, lambda: self.paths.create(rank))
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(self._open_store())
-            self.votes.signal = stop or stack.enter_context(StopSignal(announce=rank == 0))
-            changes = together(self.agreement, lambda: self._allowed_changes(store))
+            with store_errors(self.paths.checkpoints, ConfigError):
+                keep_last, group = self.config.checkpoint.keep_last, self.meshes.host_group
+                store = Store(self.paths.checkpoints, keep_last, group=group)
+            stack.enter_context(store)
+            self._stop = stop or stack.enter_context(StopSignal(announce=rank == 0))
+            changes = run_on_all_ranks(self.agreement, lambda: self.paths.allowed_changes(self.job))
             return self._fit(store, changes)
-
-    def _open_store(self) -> Store:
-        keep_last = self.config.checkpoint.keep_last
-        with store_errors(self.paths.checkpoints, ConfigError):
-            return Store(self.paths.checkpoints, keep_last, group=self.meshes.host_group)
-
-    def _allowed_changes(self, store: Store) -> dict[str, list[Any]]:
-        changes = self.paths.changes(self.job)
-        if self.paths.has_checkpoints():  # before the first there is nothing to protect
-            self.paths.refuse_other_experiment(changes)
-        return changes
 
     def _fit(self, store: Store, changes: dict[str, list[Any]]) -> RunResult:
         self._materialise()
-        load_seconds = self._resume(store)
-        self._open_outputs(changes, load_seconds, store)
+        self._resume(store, changes)
         try:
             self._call("on_start")
-            self.meter = Meter()
-            while self.progress.step < self.total_steps and self.votes.decision.stop is None:
+            self.rows = self._metric_rows()
+            while self.progress.step < self.total_steps and self._decision.stop is None:
                 self.train_step()
-                self._after_step(store)
-            self._finish(store)
+                self._after_step()
+            self._finish()
         finally:
             self.recorder.close()
         finished = self.progress.step >= self.total_steps
@@ -232,120 +181,55 @@ class Trainer:
         return RunResult(code, self.progress.step, self.val_loss)
 
     def _materialise(self) -> None:
-        config = self.config
-        if not isinstance(config.model, DenseModelConfig):
-            refuse_other_model(self.model, self.agreement)
-        as_config_error(lambda: spread_experts(self.model, config, self.meshes))
-        self._mixture_sizes = mixture_sizes(self.model)
-        self._names = tensor_names(self.model)
-        shows = self.meshes.rank == 0 and config.metrics.console != "off"
-        self.model = as_config_error(
-            lambda: parallelize(
-                self.model,
-                config.parallel,
-                self.meshes,
-                seq_len=config.data.seq_len,
-                recompute_contexts=recompute_contexts if self._mixture_sizes else None,
-                report=_say if shows else None,
-            )
+        """Shard and initialise the model, and build what trains it. Collective."""
+        shows = self.meshes.rank == 0 and self.config.metrics.console != "off"
+        report = _print_line if shows else None
+        parts = assemble(
+            self.model, self.config, self.meshes, self.division, self.agreement, report
         )
-        # an imported model keeps what its builder drew where it offers no table of its own
-        as_config_error(
-            lambda: initialise(
-                self.model,
-                config.run.seed,
-                strict=isinstance(config.model, DenseModelConfig),
-                whole=self._names,
-            )
+        self.model, self.tensor_names = parts.model, parts.tensor_names
+        self.compute, self.objective = parts.compute, parts.objective
+        self.optimizer, self.masks_update = parts.optimizer, parts.masks_update
+        self.stages, self.moe = parts.stages, parts.moe
+        self.skips = SkipPolicy(self.config.train.max_skipped_steps, self._record)
+        seed_rank(self.config.run.seed, self.meshes)
+
+    def _resume(self, store: Store, changes: dict[str, list[Any]]) -> None:
+        """Load the newest good checkpoint, and open the files of this life of the run. Collective."""
+        state = checkpoint_state(
+            self.model,
+            self.optimizer,
+            self.loader,
+            self.progress,
+            self.callbacks,
+            self.tensor_names,
+            self.meshes,
         )
-        self.objective = as_config_error(lambda: find_objective(config.train))
-        self.compute = as_config_error(
-            lambda: make_compute(self.model, config, self.meshes, self.division, self.objective)
+        self.checkpoints = Checkpoints(
+            store, self.paths.checkpoints, state, self.config.data.seq_len
         )
-        self.optimizer = as_config_error(self._build_optimizer)
-        self.stages = Stages(config, self.model, self.optimizer)
-        share = self.division.size / config.train.global_batch
-        self.mixtures = Mixtures(self.model, self.meshes, share, self._mixture_sizes)
-        self._masks = "skip" in inspect.signature(self.optimizer.step).parameters
-        # ranks of a tp group hold the same stream and must drop the same of it
-        seed_process(config.run.seed, self.meshes.rank // self.meshes.tp.size)
-
-    def _build_optimizer(self) -> Any:
-        """Over this rank's part of the model, which may hold none of a group, or nothing to train at all."""
-        if self.meshes.pp.size > 1 and trains_nothing(self.model):
-            return IdleOptimizer()
-        config = self.config.optimizer
-        groups = groups_of_part(self.model, config)
-        return build_optimizer(self.model, replace(config, groups=groups))
-
-    def _resume(self, store: Store) -> float:
-        """Load the newest checkpoint that verifies, or start at step 0; the seconds it took."""
-        started = time.perf_counter()
-        self.state = {
-            "model": self._part(self.model),
-            **self._optimizer_state(),
-            "loader": self.loader,
-            "progress": self.progress,
-            "rng": RNGState(alike=self.meshes.tp.size),
-        }
-        for callback in self.callbacks:
-            if hasattr(callback, "state_dict"):
-                self.state[state_name(callback, self.state)] = callback
-        with store_errors(self.paths.checkpoints, StateError):
-            step = store.load(self.state, self._check_saved)
-        self._last_saved = -1 if step is None else step
-        return time.perf_counter() - started
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        if isinstance(self.optimizer, IdleOptimizer):
-            return {}
-        return {"optimizer": self._part(by_name(self.optimizer, self.model, self._names))}
-
-    def _check_saved(self, step: int, saved: Mapping[str, Any]) -> None:
-        """What a checkpoint says in two places must agree: the step, and how far the data is."""
-        progress, cursor = saved["progress"], saved["loader"]["cursor"]
-        if progress["step"] != step:
-            raise ValueError(f"progress.step {progress['step']} is not that of step {step}")
-        tokens = cursor * self.config.data.seq_len
-        if progress["tokens"] != tokens:
-            raise ValueError(
-                f"progress.tokens {progress['tokens']} are not the {tokens} of loader.cursor {cursor}"
-            )
-
-    def _part(self, owner: Any) -> Any:
-        """State of the whole model, or of the part that this rank of a pipeline has."""
-        if self.meshes.pp.size == 1:
-            return owner
-        return PartOfState(owner, self._names - tensor_names(self.model))
-
-    def _open_outputs(
-        self, changes: dict[str, list[Any]], load_seconds: float, store: Store
-    ) -> None:
-        meshes, step = self.meshes, self.progress.step
+        seconds = self.checkpoints.load()
+        step, writes = self.progress.step, self.meshes.rank == 0
         hosts = self.agreement.exchange(self.paths.host)
-        writes = meshes.rank == 0
-        together(self.agreement, lambda: self.paths.record(self.job, hosts) if writes else None)
-        self.recorder = Recorder(
-            self.paths, self.config.metrics, step, self.total_steps, writes=writes
+        run_on_all_ranks(
+            self.agreement, lambda: self.paths.record(self.job, hosts) if writes else None
         )
-        for bad, reason in store.set_aside:
+        self.recorder = Recorder(self.paths, self.config.metrics, step, self.total_steps, writes)
+        for bad, reason in self.checkpoints.set_aside:
             self._record("quarantine", step=bad, reason=reason)
-        event = {
+        if writes and self.config.metrics.console != "off":
+            for line in [*self._reasons, *self._placement]:
+                _print_line(f"layout: {line}")
+        event: dict[str, Any] = {
             "step": step,
             "total_steps": self.total_steps,
             "device": str(self.device),
-            "world_size": meshes.world_size,
-            **(
-                {"layout": self._placement, "reasons": self._reasons}
-                if meshes.world_size > 1
-                else {}
-            ),
+            "world_size": self.meshes.world_size,
         }
-        if writes and self.config.metrics.console != "off":
-            for line in [*self._reasons, *self._placement]:
-                _say(f"layout: {line}")
+        if self.meshes.world_size > 1:
+            event |= {"layout": self._placement, "reasons": self._reasons}
         if step:
-            self._record("resume", **event, seconds=load_seconds, changed=changes)
+            self._record("resume", **event, seconds=seconds, changed=changes)
         else:
             self._record("start", **event)
 
@@ -353,207 +237,184 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer step on one global batch. No device synchronisation here."""
-        with self.meter.waiting():
-            batch = self._next_batch()
-        self.stages.enter(self.progress.step + 1, self._record)
-        lr = self.config.optimizer.lr * self.schedule(self.progress.step + 1)
-        share = self._forward_backward(batch)
+        step = self.progress.step + 1  # counted from 1
+        with self.rows.meter.waiting():
+            batch, fault = self._next_batch()
+        self._enter_stage(step)
+        lr = self.config.optimizer.lr * self.schedule(step)
+        share = self._forward_backward(batch, fault)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
         assert sums is not None
-        loss, *others = sums.unbind()  # of the global batch, on every rank
+        loss = sums[0]  # of the global batch, on every rank
         clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
-        if self.recorder.pending is not None:
-            self._check_skips()  # up to the row's step
+        if self.rows.waits:
+            self._check_skips()  # up to the row's step, before weights change once more
         set_lr(self.optimizer, lr)
         bad = nonfinite(loss, grad_norm)
         self._update(bad)
-        self.mixtures.end_step(self.progress.step, self.total_steps, bad)
+        self.moe.end_step(self.progress.step, self.total_steps, bad)
         self.optimizer.zero_grad()
         # after the update: hooks may run the model, which leaves weights gathered for the next forward
         self._send_row()
         tokens = self.config.train.global_batch * self.config.data.seq_len  # filler is not data
         self.progress.step += 1
         self.progress.tokens += tokens
-        self.meter.count(tokens)
+        self.rows.meter.count(tokens)
         if self._due(self.config.metrics.every_steps) or self._evaluation_due():
-            row = self._row(lr, batch.digest)
-            values = HostCopy([loss, grad_norm, self._skips.take()])
-            more = [self.mixtures.take()]
-            if self.objective is not None:
-                more.append(self.objective.columns(others))
-            self.recorder.pending = PendingRow(row, values, more)
+            numbers = {
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "skips": self.skips.take(),
+                "moe": self.moe.take(),
+                "objective": sums[1:],
+            }
+            self.rows.begin(self.progress, lr, batch.digest, numbers)
 
-    def _next_batch(self) -> Batch:
-        """This rank's share; filler if it cannot be read, which the vote then tells."""
+    def _next_batch(self) -> tuple[Batch, Exception | None]:
+        """This rank's share; filler and the error if it cannot be read, which the vote tells the others."""
         try:
-            return next(self.loader)
+            return next(self.loader), None
         except Exception as error:
-            self.votes.fault = error
-            return self.loader.filler(self.division.size)
+            return self.loader.filler(self.division.size), error
 
-    def _forward_backward(self, batch: Batch) -> torch.Tensor:
+    def _enter_stage(self, step: int) -> None:
+        """Freeze and thaw parameters as [train.stages] says, before the forward of `step`."""
+        change = self.stages.enter(step)
+        if change is not None:
+            follow_requires_grad(self.model)
+            name, multipliers = change
+            self._record("stage", step=step, name=name, lr_multipliers=multipliers)
+
+    def _forward_backward(self, batch: Batch, fault: Exception | None = None) -> torch.Tensor:
         """This rank's share of the loss of the global batch, and of an objective's other sums: (k,).
 
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
-        pending = self.votes.start(self.agreement, batch, self._count(batch))
-        return self.compute.gradients(batch, functools.cache(lambda: self._heed(pending)))
+        vote = Vote(
+            stop=self._stop.number,
+            save=self._save_requested,
+            fault=int(fault_code(fault)),
+            digest=batch.digest,
+            count=self._count(batch),
+        )
+        pending = PendingCount(self.agreement, vote, fault, self.progress.step, self._record)
+        share = self.compute.gradients(batch, pending.wait)
+        assert pending.decision is not None
+        self._decision = pending.decision
+        return share
 
     def _count(self, batch: Batch) -> float:
-        """What this rank adds to the normaliser: of the ranks that read the same rows one does."""
+        """This rank's summand of the normaliser: one of the ranks that read the same rows counts them."""
         if not self.meshes.is_batch_leader:
             return 0.0
         return batch.label_weight if self.objective is None else self.objective.count(batch)
 
-    def _heed(self, pending: PendingDecision) -> float:
-        """What the global batch's labels weigh; raises on all ranks when one cannot go on."""
-        step = self.progress.step
-        return self.votes.heed(pending, self.agreement, step, self._record)
-
-    def _record(self, event: str, **fields: Any) -> None:
-        self.recorder.record(event, **fields)
-
     def _update(self, bad: torch.Tensor) -> None:
         """The optimizer's step, masked on every rank alike where the numbers are not finite."""
-        self._skips.add(bad)
-        if self._masks:
+        self.skips.add(bad)
+        if self.masks_update:
             self.optimizer.step(skip=bad)
         elif not float(bad):  # an optimizer without a mask costs a host sync
             self.optimizer.step()
 
     # ---- between steps
 
-    def _after_step(self, store: Store) -> None:
+    def _after_step(self) -> None:
         self._call("on_step_end")
         if self._evaluation_due():
             self._evaluate()
-        if self._due(self.config.checkpoint.every_steps) or self.votes.decision.save:
-            self._save(store)
+        if self._due(self.config.checkpoint.every_steps) or self._decision.save:
+            self._save()
 
-    def _finish(self, store: Store) -> None:
-        """The last step is evaluated and saved, whatever the intervals; so is a stop's."""
+    def _finish(self) -> None:
+        """Evaluate and save the last step, whatever the intervals; save that of a stop."""
         finished = self.progress.step >= self.total_steps
         if finished:
             self._evaluate()
-        self._save(store)
+        self._save()
         if finished:
             self._record("done", step=self.progress.step)
-        elif self.votes.decision.stop is not None:
-            rank, number = self.votes.decision.stop
+        elif self._decision.stop is not None:
+            rank, number = self._decision.stop
             name = StopSignal.name_of(number)
             self._record("stop", step=self.progress.step, signal=name, rank=rank)
         self._call("on_end")
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.progress.step % every == 0
 
     def _evaluation_due(self) -> bool:
         """At the interval and at the last step; such a step has a row in any case."""
         last = self.progress.step == self.total_steps
         return last or (self.validation is not None and self._due(self.config.eval.every_steps))
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.progress.step % every == 0
-
     def _evaluate(self) -> None:
         if self.validation is None or self._last_evaluated == self.progress.step:
             return
-        with self.meter.paused():
+        with self.rows.meter.paused():
+            sequences, rows_at_once = self.config.eval.sequences, self.compute.rows_at_once
             parts = share_of_rows(
-                self.validation,
-                self.config.eval.sequences,
-                self.compute.rows_at_once,
-                self.meshes,
-                self.agreement,
+                self.validation, sequences, rows_at_once, self.meshes, self.agreement
             )
             self.val_loss = evaluate(self.model, self.compute, self._count, parts, self.agreement)
-        self.mixtures.forget()
+        self.moe.forget()
         self._last_evaluated = self.progress.step
-        if self.recorder.pending is not None:
-            self.recorder.pending.row["val_loss"] = self.val_loss
+        self.rows.amend(val_loss=self.val_loss)
         self._record("evaluation", step=self.progress.step, val_loss=self.val_loss)
         self._call("on_evaluation", "validation", self.val_loss)
 
-    def _save(self, store: Store) -> None:
+    def _save(self) -> None:
         """Commit this step, on all ranks; not after more bad steps than are allowed."""
-        if self._last_saved == self.progress.step:
+        step = self.progress.step
+        if self.checkpoints.last_step == step:
             return
         self._check_skips()
         self._send_row()
-        self.votes.save_requested = False
-        with self.meter.paused():
-            started = time.perf_counter()
+        self._save_requested = False
+        with self.rows.meter.paused():
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             try:
-                with store_errors(self.paths.checkpoints, JobError):
-                    store.save(self.progress.step, self.state)
+                seconds = self.checkpoints.save(step)
             except JobError as error:  # a full disk: the older checkpoints are still there
-                self._record("save_failed", step=self.progress.step, error=str(error))
+                self._record("save_failed", step=step, error=str(error))
                 raise
-            seconds = time.perf_counter() - started
-        self._last_saved = self.progress.step
-        self._record("save", step=self.progress.step, seconds=round(seconds, 4))
-        self._call("on_checkpoint", self.progress.step, self.paths.checkpoint(self.progress.step))
+        self._record("save", step=step, seconds=round(seconds, 4))
+        self._call("on_checkpoint", step, self.paths.checkpoint(step))
 
-    # ---- metrics
+    # ---- rows, events, hooks
 
-    def _row(self, lr: float, digest: str) -> dict[str, Any]:
-        meter, tokens = self.meter, self.progress.tokens
-        seconds = meter.seconds
-        self.progress.seconds += seconds
-        rate = meter.tokens / seconds
-        bf16 = self.config.parallel.precision == "bf16"  # the peaks known are those of bf16
-        peak = peak_flops(self.device, torch.bfloat16) if bf16 else None
-        ranks = self.meshes.world_size
-        self.meter = Meter()
-        return {
-            "step": self.progress.step,
-            "loss": None,
-            "val_loss": None,
-            "grad_norm": None,
-            "lr": lr,
-            "tokens": tokens,
-            "tokens_per_second": rate,
-            "flops": self.flops_per_token * tokens,
-            "mfu": None if peak is None else rate * self.flops_per_token / (peak * ranks),
-            "data_wait_seconds": meter.wait_seconds,
-            "memory_bytes": memory_bytes(self.device),
-            "seconds": self.progress.seconds,
-            "seconds_left": seconds / meter.steps * (self.total_steps - self.progress.step),
-            "instances": digest,
-            "skipped_steps": 0,
-            **(
-                {"recompiled": recompilations()["recompiled"]}
-                if self.config.parallel.compile
-                else {}
-            ),
-        }
+    def _metric_rows(self) -> MetricRows:
+        columns: dict[str, Columns] = {"moe": self.moe.columns}
+        if self.objective is not None:
+            columns["objective"] = self.objective.columns
+        return MetricRows(
+            self.config,
+            self.device,
+            self.meshes.world_size,
+            self.total_steps,
+            self.flops_per_token,
+            columns,
+        )
+
+    def _check_skips(self) -> None:
+        """End the run if too many steps in a row were skipped, up to the row that waits, or up to here."""
+        counts, last_saved = self.rows.skips(), self.checkpoints.last_step
+        try:
+            self.skips.check(counts, self.progress.step, last_saved)
+        except NonFiniteError:
+            self._send_row()
+            raise
 
     def _send_row(self) -> None:
         """Read the last logged step's values, which have arrived, and send the row."""
-        pending = self.recorder.pending
-        if pending is None:
-            return
-        pending.row["skipped_steps"], self._skipped_since_row = self._skipped_since_row, 0
-        self._call("on_log", self.recorder.take())
+        if self.rows.waits:
+            row = self.rows.finish(self.skips.take_since_row())
+            self.recorder.write(row)
+            self._call("on_log", row)
 
-    def _check_skips(self) -> None:
-        """Say what was skipped up to the row that waits, or up to here; fail when it was too much."""
-        waits = self.recorder.pending
-        counts = self._skips.read() if waits is None else waits.values.read()[2:]
-        skipped, longest = map(int, counts)
-        if not skipped:
-            return
-        self._skipped_since_row += skipped
-        step, limit = self.progress.step, self.config.train.max_skipped_steps
-        self._record("skip", step=step, skipped=skipped, in_a_row=longest)
-        if longest <= limit:
-            return
-        self._send_row()
-        raise NonFiniteError(
-            [f"by step {step}: the loss or the gradient norm of {longest} steps in a row must be finite "
-             f"in at least one of {limit + 1} (train.max_skipped_steps {limit}); they changed no weight, "
-             f"and the checkpoints up to step {max(self._last_saved, 0)} are intact: lower optimizer.lr "
-             "or train.max_grad_norm and run again"]
-        )  # fmt: skip
+    def _record(self, event: str, **fields: Any) -> None:
+        self.recorder.record(event, **fields)
 
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -563,6 +424,6 @@ class Trainer:
             reshard(self.model)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that is gone
         print(line, flush=True)

@@ -13,10 +13,12 @@ from forge_core.optim.groups import (
     parameter_groups,
     set_multipliers,
 )
+from forge_core.optim.idle import IdleOptimizer, trains_nothing
 from forge_core.optim.named import set_lr
 from forge_core.optim.schedule import build_schedule, check_schedule
 from forge_core.optim.stages import (
     StageConfig,
+    Stages,
     check_something_trains,
     freeze_never_trained,
     in_order,
@@ -28,10 +30,12 @@ from forge_core.optim.stages import (
 __all__ = [
     "OPTIMIZERS",
     "AdamW",
+    "IdleOptimizer",
     "OptimizerConfig",
     "OptimizerGroupConfig",
     "ScheduleConfig",
     "StageConfig",
+    "Stages",
     "build_optimizer",
     "build_schedule",
     "check_optimizer",
@@ -48,4 +52,5 @@ __all__ = [
     "set_lr",
     "set_multipliers",
     "stage_problems",
+    "trains_nothing",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.groups import match_groups
+from forge_core.optim.groups import match_groups, set_multipliers
 
 
 @dataclass(frozen=True)
@@ -137,3 +138,31 @@ def freeze_never_trained(
     for name, parameter in model.named_parameters():
         if owners.get(name) in frozen:
             parameter.requires_grad_(False)
+
+
+class Stages:
+    """The stage of each step: a function of the configuration and the step, so a run can resume in the middle of one.
+
+    stages = Stages(config, {"thaw": StageConfig(1001, {"vision": 0.1})}, optimizer)
+    stages.enter(step)                                 # before the forward
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, stages: Mapping[str, StageConfig], optimizer: Any
+    ) -> None:
+        self._config, self._stages, self._optimizer = config, in_order(stages), optimizer
+        self._multipliers: dict[str, float] = {}
+
+    def enter(self, step: int) -> tuple[str | None, dict[str, float]] | None:
+        """Freeze, thaw and scale the groups as `step`, counted from 1, needs them.
+
+        Returns (name of the stage or None before the first, multipliers by group) if they changed, also at the
+        first call; else None. Under FSDP2 call `forge_parallel.follow_requires_grad(model)` after a change.
+        """
+        wanted = multipliers_at(self._config, self._stages, step)
+        if wanted == self._multipliers:
+            return None
+        self._multipliers = wanted
+        set_multipliers(self._optimizer, wanted)
+        started = [name for name, stage in self._stages.items() if step >= stage.start_step]
+        return (started[-1] if started else None), wanted

@@ -8,21 +8,21 @@ from torch import Tensor, nn
 
 
 class IdleOptimizer:
-    """Stands for an optimizer where a rank of a pipeline holds nothing but frozen parameters. It has no state."""
+    """The optimizer of a model whose parameters are all frozen, such as a pipeline stage. It has no state."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = []
 
     def step(self, *, skip: Tensor | None = None) -> None:
-        pass
+        """Does nothing."""
 
     def zero_grad(self) -> None:
-        pass
+        """Does nothing."""
 
     def set_lr(self, lr: float) -> None:
-        pass
+        """Does nothing."""
 
 
 def trains_nothing(model: nn.Module) -> bool:
-    """Whether all parameters here are frozen."""
+    """Whether all parameters of `model` are frozen."""
     return not any(parameter.requires_grad for parameter in model.parameters())

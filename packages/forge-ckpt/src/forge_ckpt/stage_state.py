@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and an optimizer, and a pipeline rank's own part of it."""
+"""State of a rank that has a part of a model, such as a pipeline stage, in a checkpoint of the whole model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
+__all__ = ["NamedState", "StageState", "tensor_names"]
+
 
 class NamedState:
-    """State of an optimizer by parameter names, which fit any layout of ranks.
+    """State of an optimizer by parameter name (`named_state`, `load_named_state`), which fits any layout of ranks.
 
-    `names` are those of the whole model, `frozen` the parameters here that this life of the run never trains.
-    Another life may have trained others: what it saved of those that are frozen now is left, and what was
-    frozen then begins as built.
+    `names` are the tensors of the whole model, `frozen` the parameters of this rank that this run never trains.
+    An earlier life of the run may have trained others: saved state of a parameter that is frozen now is left
+    out, and a parameter that was frozen then starts with the state as built.
     """
 
     def __init__(self, optimizer: Any, names: Set[str], frozen: Set[str]) -> None:
         self._optimizer = optimizer
         self._names, self._frozen = frozenset(names), frozenset(frozen)
+
+    @classmethod
+    def of(cls, optimizer: Any, model: nn.Module, names: Set[str]) -> Any:
+        """`optimizer` wrapped, or itself if it has no named state; `model` is this rank's part of the model."""
+        if not hasattr(optimizer, "load_named_state"):
+            return optimizer
+        here = {name for name, _ in model.named_parameters()}
+        return cls(optimizer, names, here - optimizer.named_state().keys())
 
     def state_dict(self) -> dict[str, Any]:
         """`{name: {slot: tensor or float}}`."""
@@ -26,7 +36,7 @@ class NamedState:
         return found
 
     def load_checks(self, state: dict[str, Any]) -> None:
-        """Raise ValueError where a number of the state is none. Tensors were compared before."""
+        """Raise ValueError for a saved value that is not a number where one is needed. Tensors are compared before."""
         for name, slots in self.load_fills([(name,) for name in state]).items():
             for slot, own in slots.items():
                 value = state[name][slot]
@@ -34,37 +44,27 @@ class NamedState:
                     raise ValueError(f"{name}.{slot} {value!r:.80} must be a {type(own).__name__}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The same, taken over."""
+        """Load it; parameters that `state` lacks keep their own."""
         self._optimizer.load_named_state({**self.state_dict(), **state})
 
     def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Of the saved paths those that are not of a frozen parameter."""
+        """The saved paths, without those of frozen parameters."""
         return [path for path in saved if not self._frozen.intersection(path[:1])]
 
     def load_fills(self, saved: list[tuple[Any, ...]]) -> dict[str, Any]:
         """The state of those parameters that had one when it was saved."""
         names, own = {path[0] for path in saved if path}, self.state_dict()
-        if not names <= self._names:  # another optimizer's: all that is missing shall be said
+        # State of another optimizer: ask for everything, so that the error names all that is missing.
+        if not names <= self._names:
             return own
         return {name: slots for name, slots in own.items() if name in names}
 
 
-def by_name(optimizer: Any, model: nn.Module, names: Set[str]) -> Any:
-    """`optimizer` with its named state as its state; itself where it offers none.
-
-    `model` is this rank's part of the one whose tensors `names` are.
-    """
-    if not hasattr(optimizer, "load_named_state"):
-        return optimizer
-    here = {name for name, _ in model.named_parameters()}
-    return NamedState(optimizer, names, here - optimizer.named_state().keys())
-
-
-class PartOfState:
+class StageState:
     """State of `owner` (a model or an optimizer) on a rank that has some of the model's tensors.
 
-    `others` are the names of what only other ranks have. What a checkpoint holds under them is theirs to
-    load; what it holds for nobody is still reported as a mismatch.
+    `others` are the names of tensors that only other ranks have. Saved state under those names is theirs to
+    load; saved state that belongs to no rank is still reported as a mismatch.
     """
 
     def __init__(self, owner: Any, others: Set[str]) -> None:
@@ -87,12 +87,12 @@ class PartOfState:
             checks(state)
 
     def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Of the saved paths those that are not another rank's, and that the owner wants."""
+        """The saved paths that the owner selects, without those of other ranks."""
         select = getattr(self._owner, "load_selects", list)
         return [path for path in select(saved) if not self._others.intersection(path)]
 
     def load_fills(self, saved: list[tuple[Any, ...]]) -> dict[str, Any]:
-        """What the owner can fill with them: all its state where it does not say."""
+        """As much of the owner's state as the saved paths can fill; all of it if the owner does not tell."""
         fills = getattr(self._owner, "load_fills", None)
         found: dict[str, Any] = self.state_dict() if fills is None else fills(saved)
         return found

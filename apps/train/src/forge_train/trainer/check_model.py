@@ -1,4 +1,4 @@
-"""Whether a built model fits its layout: what it says itself, asked before any process group exists."""
+"""Problems of a built model with its job and layout, found before any process group exists."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from forge_moe.hooks import num_experts_by_layer, whole_batch_options
 from forge_parallel.axes import find_roles
 from forge_parallel.check_model import facts_of
 from forge_parallel.config import Layout
@@ -15,7 +16,6 @@ from forge_parallel.pipeline import stream_dim
 from forge_parallel.structure import structure_of
 from forge_train.config.schema import JobConfig
 from forge_train.trainer.layout import NAMES
-from forge_train.trainer.mixtures import mixture_sizes, whole_batch
 from forge_train.trainer.objective import FUSED
 
 #: Keys as in `layout_problems`; depth and experts are what was built, whoever's model it is.
@@ -23,17 +23,27 @@ _NAMES = {name: key for name, key in NAMES.items() if not key.startswith("model.
 
 
 def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[str]:
-    """What keeps a whole model, ours or somebody's, from a loss inside its head and from the axes that cut it:
-    pp, cp and tp.
+    """Why a whole model, ours or a user's, cannot run the job: a loss inside its head, samples, pp, cp, tp.
 
-    It is asked for its parts and the width of its stream (`pipeline_parts()`), its attention (`attend`), its
-    roles (`parallel_roles()`) and its mixtures. Costs a walk over its modules.
+    The model itself tells: its parts and the width of its stream (`pipeline_parts()`), its attention
+    (`attend`), its roles (`parallel_roles()`), its MoE layers. Costs a walk over its modules.
     """
     if config.train.loss == FUSED and "then" not in inspect.signature(model.forward).parameters:
         return [
             f"train.loss {FUSED!r} is computed inside the head, and the forward of {config.model.name} takes no "
             "`then` to hand there; use train.loss = 'cross_entropy', or pass then(x, weight) to the head"
         ]
+    if problems := _layout_problems(model, config, layout):
+        return problems
+    if config.sample.max_new_tokens and not hasattr(model, "new_cache"):
+        return [
+            f"sample.max_new_tokens {config.sample.max_new_tokens} needs a model that generates "
+            f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"
+        ]
+    return []
+
+
+def _layout_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[str]:
     if layout.pp * layout.cp * layout.tp == 1:
         return []
     try:
@@ -47,8 +57,8 @@ def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[
     known = replace(
         facts,
         seq_len=config.data.seq_len,
-        num_experts=min(mixture_sizes(model).values(), default=0),
-        whole_batch=whole_batch(model),
+        num_experts=min(num_experts_by_layer(model).values(), default=0),
+        whole_batch=whole_batch_options(model),
         names=_NAMES,
     )
     return problems(config.parallel, layout, known)

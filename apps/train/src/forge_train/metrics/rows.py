@@ -1,0 +1,109 @@
+"""Rows of metrics: made after a step, complete one step later, when the numbers have left the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_core.flops import peak_flops
+from forge_parallel.compile import recompilations
+from forge_parallel.host_copy import HostCopy
+from forge_train.config.schema import JobConfig
+from forge_train.metrics.meter import Meter, memory_bytes
+from forge_train.trainer.progress import Progress
+
+Columns = Callable[[list[float]], Mapping[str, float]]
+
+
+class MetricRows:
+    """The row of the last logged step, which waits for its numbers, and the meter of the steps since.
+
+    The host reads a row's numbers one step after it was made: it waits for no step that is still queued.
+    flops_per_token: of the model. columns: functions that turn further numbers of a row, by name, into columns.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        device: torch.device,
+        world_size: int,
+        total_steps: int,
+        flops_per_token: float,
+        columns: Mapping[str, Columns],
+    ) -> None:
+        self.meter = Meter()
+        self._device, self._world_size, self._total_steps = device, world_size, total_steps
+        self._flops_per_token, self._columns = flops_per_token, columns
+        self._compiled = config.parallel.compile
+        # the known peaks are those of bf16
+        bf16 = config.parallel.precision == "bf16"
+        self._peak = peak_flops(device, torch.bfloat16) if bf16 else None
+        self._waiting: tuple[dict[str, Any], HostCopy] | None = None
+
+    def begin(
+        self, progress: Progress, lr: float, digest: str, numbers: Mapping[str, Tensor]
+    ) -> None:
+        """Make the row of the step that is done, and start the copy of its numbers to the host.
+
+        `numbers` are tensors by name: loss, grad_norm, skips, and those of `columns`.
+        """
+        self._waiting = self._row(progress, lr, digest), HostCopy(numbers)
+
+    def amend(self, **columns: Any) -> None:
+        """Set columns of the row that waits, if one does."""
+        if self._waiting is not None:
+            self._waiting[0].update(columns)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a row waits for its numbers."""
+        return self._waiting is not None
+
+    def skips(self) -> list[float] | None:
+        """(steps skipped, longest run of them) up to the row that waits; None if none does."""
+        return None if self._waiting is None else self._waiting[1].read()["skips"]
+
+    def finish(self, skipped: int) -> dict[str, Any]:
+        """The row that waits, with its numbers; `skipped` are the steps without update since the last one."""
+        assert self._waiting is not None
+        (row, copy), self._waiting = self._waiting, None
+        numbers = copy.read()
+        row["loss"], row["grad_norm"] = (_finite(numbers[key][0]) for key in ("loss", "grad_norm"))
+        row["skipped_steps"] = skipped
+        for key, columns in self._columns.items():
+            row |= {name: _finite(value) for name, value in columns(numbers[key]).items()}
+        return row
+
+    def _row(self, progress: Progress, lr: float, digest: str) -> dict[str, Any]:
+        meter, self.meter = self.meter, Meter()
+        seconds = meter.seconds
+        progress.seconds += seconds
+        rate = meter.tokens / seconds
+        peak = None if self._peak is None else self._peak * self._world_size
+        row = {
+            "step": progress.step,
+            "loss": None,
+            "val_loss": None,
+            "grad_norm": None,
+            "lr": lr,
+            "tokens": progress.tokens,
+            "tokens_per_second": rate,
+            "flops": self._flops_per_token * progress.tokens,
+            "mfu": None if peak is None else rate * self._flops_per_token / peak,
+            "data_wait_seconds": meter.wait_seconds,
+            "memory_bytes": memory_bytes(self._device),
+            "seconds": progress.seconds,
+            "seconds_left": seconds / meter.steps * (self._total_steps - progress.step),
+            "instances": digest,
+            "skipped_steps": 0,
+        }
+        return row | ({"recompiled": recompilations()["recompiled"]} if self._compiled else {})
+
+
+def _finite(number: float) -> float | None:
+    """None for nan and inf, which JSON lacks."""
+    return number if math.isfinite(number) else None

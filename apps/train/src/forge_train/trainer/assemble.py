@@ -1,0 +1,99 @@
+"""From a model on one process to the parts that train it on these ranks. Collective: every rank calls it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from forge_ckpt.stage_state import tensor_names
+from forge_core import build_optimizer, initialise
+from forge_core.optim import IdleOptimizer, Stages, groups_of_part, trains_nothing
+from forge_moe import recompute_contexts
+from forge_moe.hooks import MoEHooks, num_experts_by_layer
+from forge_parallel import Meshes, parallelize
+from forge_parallel.compute import Compute
+from forge_parallel.micro_batches import MicroBatches
+from forge_resilience import Agreement
+from forge_train.config.schema import JobConfig
+from forge_train.errors import config_errors
+from forge_train.trainer.build import refuse_other_model, seed_process
+from forge_train.trainer.compute import make_compute
+from forge_train.trainer.experts import moe_hooks, shard_experts
+from forge_train.trainer.objective import Objective, find_objective
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What trains a model: `tensor_names` are those of the whole model, of which `model` may be a stage.
+
+    `masks_update`: the optimizer's step takes `skip`, a flag on the device.
+    """
+
+    model: nn.Module
+    tensor_names: set[str]
+    objective: Objective | None
+    compute: Compute
+    optimizer: Any
+    masks_update: bool
+    stages: Stages
+    moe: MoEHooks
+
+
+def assemble(
+    model: nn.Module,
+    config: JobConfig,
+    meshes: Meshes,
+    division: MicroBatches,
+    agreement: Agreement,
+    report: Callable[[str], None] | None,
+) -> Parts:
+    """Shard a whole model over the ranks, give it its initial values, and build what trains it.
+
+    `report` prints a line. Raises ConfigError for what the parts refuse of the configuration.
+    """
+    built_in = config.model.is_built_in
+    if not built_in:
+        refuse_other_model(model, agreement)
+    num_experts, names = num_experts_by_layer(model), tensor_names(model)
+    with config_errors():
+        shard_experts(model, config, meshes)
+        model = parallelize(
+            model,
+            config.parallel,
+            meshes,
+            seq_len=config.data.seq_len,
+            recompute_contexts=recompute_contexts if num_experts else None,
+            report=report,
+        )
+        # an imported model keeps the values of its builder where it declares no table of its own
+        initialise(model, config.run.seed, strict=built_in, whole=names)
+        objective = find_objective(config.train)
+        compute = make_compute(model, config, meshes, division, objective)
+        optimizer = _build_optimizer(model, config, meshes)
+    return Parts(
+        model=model,
+        tensor_names=names,
+        objective=objective,
+        compute=compute,
+        optimizer=optimizer,
+        masks_update="skip" in inspect.signature(optimizer.step).parameters,
+        stages=Stages(config.optimizer, config.train.stages, optimizer),
+        moe=moe_hooks(model, meshes, division.size / config.train.global_batch, num_experts),
+    )
+
+
+def _build_optimizer(model: nn.Module, config: JobConfig, meshes: Meshes) -> Any:
+    """Over this rank's part of the model, which may hold none of a group, or nothing to train at all."""
+    if meshes.pp.size > 1 and trains_nothing(model):
+        return IdleOptimizer()
+    groups = groups_of_part(model, config.optimizer)
+    return build_optimizer(model, replace(config.optimizer, groups=groups))
+
+
+def seed_rank(seed: int, meshes: Meshes) -> None:
+    """Begin this rank's random streams: ranks of a tp group hold the same stream and must drop the same of it."""
+    seed_process(seed, meshes.rank // meshes.tp.size)

@@ -1,0 +1,61 @@
+"""[model.moe] in the runner: which feed-forwards are mixtures, their ranks, and their part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from torch import nn
+
+from forge_core.model import build_feed_forward
+from forge_moe import MoE, expert_parallelize
+from forge_moe.hooks import MoEHooks
+from forge_parallel import Meshes, find_world
+from forge_train.config.experts import MoESection
+from forge_train.config.schema import DenseModelConfig, JobConfig
+
+
+def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module] | None:
+    """Makes the feed-forward of each layer, a mixture where [model.moe] asks for one; None for a dense model."""
+    if not config.moe.num_experts:
+        return None
+
+    def make(layer: int) -> nn.Module:
+        if config.moe.is_mixture(layer):
+            return MoE(config.moe.layer_config(config.dim, config.resolved_hidden_dim))
+        return build_feed_forward(config, layer)
+
+    return make
+
+
+def shard_experts(model: nn.Module, job: JobConfig, meshes: Meshes) -> None:
+    """Shard the experts of every MoE layer over the ranks of `parallel.ep`; nothing without it. Collective."""
+    if job.parallel.ep == 1:
+        return
+    moe = job.model.moe if isinstance(job.model, DenseModelConfig) else MoESection()
+    ranks = meshes.sparse["ep"]
+    per_node = job.parallel.gpus_per_node or find_world().local_world_size
+    expert_parallelize(
+        model,
+        ranks,
+        dispatcher=moe.dispatcher,
+        chunks=moe.dispatch_chunks,
+        ranks_per_node=min(per_node, ranks.size()),
+        timeout=timedelta(seconds=job.parallel.timeout_seconds),
+    )
+
+
+def moe_hooks(
+    model: nn.Module, meshes: Meshes, share: float, num_experts: Mapping[str, int]
+) -> MoEHooks:
+    """The hooks for this rank's layers; `num_experts` are those of the whole model."""
+    # with sequences or heads cut over ranks, the tokens of one row are cut too
+    row_groups = [axis.group for axis in (meshes.cp, meshes.tp) if axis.size > 1]
+    return MoEHooks(
+        model,
+        share,
+        stage_group=meshes.stage.group,
+        row_groups=row_groups,
+        num_experts=num_experts,
+        device=meshes.device,
+    )

@@ -1,0 +1,85 @@
+"""The host lane of a step: this rank's vote on its way to the others, and what all ranks decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import forge_data
+from forge_resilience import Agreement, Decision, ExitCode, Vote
+from forge_train.errors import DataError, Report, raise_reported
+
+_FP32 = torch.finfo(torch.float32)
+
+
+def fault_code(fault: Exception | None) -> int:
+    """The exit code of an error that kept a rank from reading its data; 0 for none."""
+    if fault is None:
+        return 0
+    known = isinstance(fault, forge_data.DataError | OSError)
+    return ExitCode.DATA_ERROR if known else ExitCode.ERROR
+
+
+class PendingCount:
+    """The weight of all labels of the global batch, on its way: the votes travel during the first forward.
+
+    vote: this rank's. fault: the error behind `vote.fault`. step: the last one that is done, for messages.
+    record: writes an event. `decision` is what all ranks decided, once `wait` has returned.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        vote: Vote,
+        fault: Exception | None,
+        step: int,
+        record: Callable[..., None],
+    ) -> None:
+        self.decision: Decision | None = None
+        self._agreement, self._fault, self._step, self._record = agreement, fault, step, record
+        self._pending = agreement.start(vote)
+
+    def wait(self) -> float:
+        """The sum of the counts of all ranks, 1 where it is 0; further calls return it at once.
+
+        Raises on all ranks if one of them cannot go on, before anything is updated.
+        """
+        if self.decision is None:
+            decision = self._pending.wait()
+            self._check(decision)
+            self.decision = decision
+        # Only 0 becomes 1: a floor of 1 would rescale batches whose labels weigh less than that.
+        return self.decision.count or 1.0
+
+    def _check(self, decision: Decision) -> None:
+        if decision.faults:
+            self._raise_faults(decision)
+        if decision.mismatched_ranks:
+            raise DataError(
+                [f"step {self._step + 1}: ranks {decision.mismatched_ranks} read another global batch than rank 0; "
+                 "data and configuration must be the same on all nodes: compare them"]
+            )  # fmt: skip
+        if decision.count and not _FP32.tiny <= abs(decision.count) <= _FP32.max:
+            raise DataError(
+                [f"step {self._step + 1}: the labels of the global batch weigh {decision.count:g}, which must be 0 or "
+                 f"between {_FP32.tiny:.1e} and {_FP32.max:.1e}, as fp32 gradients are divided by it; scale the "
+                 "weights"]
+            )  # fmt: skip
+
+    def _raise_faults(self, decision: Decision) -> None:
+        """Record the faults of all ranks and raise them; every rank sends its own, if it has one."""
+        fault, report = self._fault, None
+        if fault is not None:
+            report = [
+                int(fault_code(fault)),
+                f"step {self._step + 1}: {type(fault).__name__}: {fault}",
+            ]
+        reports: list[Report] = self._agreement.exchange(report)
+        for rank, code in decision.faults.items():
+            _, cause = reports[rank] or (code, None)
+            self._record("fault", step=self._step, rank=rank, code=code, cause=cause)
+        # A mistake in a user's code keeps its traceback on the rank where it happened.
+        if fault is not None and fault_code(fault) == ExitCode.ERROR:
+            raise fault
+        raise_reported(reports)

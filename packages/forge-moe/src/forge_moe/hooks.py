@@ -1,0 +1,139 @@
+"""Calls of a training loop to the MoE layers of its model: router losses, expert biases, columns of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge_moe.layer import MoE
+from forge_moe.statistics import load_summary
+from forge_moe.training_step import set_aux_scale, update_expert_bias
+
+__all__ = ["MoEHooks", "num_experts_by_layer", "whole_batch_options"]
+
+
+def num_experts_by_layer(model: nn.Module) -> dict[str, int]:
+    """{name of a MoE layer: its number of experts}, of a model before it is sharded or divided into stages."""
+    return {n: m.config.num_experts for n, m in model.named_modules() if isinstance(m, MoE)}
+
+
+def whole_batch_options(model: nn.Module) -> dict[str, str]:
+    """{option of a MoE layer: what to use instead} for options that need all tokens of a micro-batch on one rank."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoE):
+            if layer.config.capacity_factor is not None:
+                found[f"{name}.capacity_factor {layer.config.capacity_factor}"] = "no capacity"
+            if layer.config.router == "expert_choice":
+                found[f"{name}.router 'expert_choice'"] = "another router"
+    return found
+
+
+class MoEHooks:
+    """All MoE layers of a model, for its training loop; without any nothing happens.
+
+        hooks = MoEHooks(model, share=1 / num_micro_batches)     # aux = "attach"
+        ...                                                      # forward, backward
+        optimizer.step(skip=bad)
+        hooks.end_step(step, total_steps, bad)
+        row |= hooks.columns(hooks.take().tolist())              # when a row is logged
+
+    share: factor on the router losses of a micro-batch, its part of the global batch.
+    stage_group: the ranks that hold the same layers, over which counts are summed, as each routes other tokens;
+    None for one process.
+    row_groups: groups of ranks that hold parts of the same rows (context and tensor parallelism).
+    num_experts: `num_experts_by_layer` of the whole model, if this rank has one stage of it.
+    device: of the statistics; that of the parameters by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        share: float,
+        *,
+        stage_group: dist.ProcessGroup | None = None,
+        row_groups: Sequence[Any] = (),
+        num_experts: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._model, self._stage_group = model, stage_group
+        self._num_experts = num_experts_by_layer(model) if num_experts is None else num_experts
+        self._device = next(model.parameters()).device if device is None else device
+        self._layers = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
+        for layer in self._layers.values():
+            layer.data_group = stage_group or ()
+            layer.sequence_group = tuple(row_groups) or None
+        if self._layers:
+            set_aux_scale(model, torch.tensor(share, device=self._device))
+
+    def end_step(self, step: int, total_steps: int, skip: Tensor) -> None:
+        """Update the expert biases after the optimizer's step, unless `skip` (0-dim) is 1.0.
+
+        One all-reduce of integers over `stage_group`; no host sync.
+        """
+        if self._layers:
+            groups = self._stage_group or ()
+            update_expert_bias(self._model, step, total_steps, groups=groups, skip=skip)
+
+    def take(self) -> Tensor:
+        """Sums of the statistics over all ranks, (n,) fp64 on the device, and start new ones.
+
+        One all-reduce over all ranks of the job; no host sync. The host gives the numbers to `columns` when it
+        has read them.
+        """
+        if not self._num_experts:
+            return torch.zeros(0, dtype=torch.float64, device=self._device)
+        sums = torch.cat([self._row(name, count) for name, count in self._num_experts.items()])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def columns(self, sums: Sequence[float]) -> dict[str, float]:
+        """Columns of metrics of the sums that `take` gave, for each layer.
+
+        `moe.<layer>.max_load`, `min_load`: the fullest and the emptiest expert over the mean; `dead`: experts
+        without a token; `entropy` of the router in nats; `drop_rate`: share of the choices that the capacity
+        dropped; `max_bias`, 0 without biases.
+        """
+        columns: dict[str, float] = {}
+        if not self._num_experts:
+            return columns
+        sizes = [count + 4 for count in self._num_experts.values()]
+        rows = torch.tensor(sums, dtype=torch.float64).split(sizes)
+        for name, row in zip(self._num_experts, rows, strict=True):
+            counts, (dropped, tokens, entropy, bias) = row[:-4], row[-4:].tolist()
+            load = load_summary(counts.long())
+            here: dict[str, Any] = {
+                "max_load": load.max_over_mean,
+                "min_load": load.min_over_mean,
+                "dead": load.dead,
+                "entropy": entropy / max(tokens, 1.0),
+                "drop_rate": dropped / max(float(counts.sum()), 1.0),
+                "max_bias": bias,
+            }
+            prefix = f"moe.{'.'.join(part for part in name.split('.') if part.isdecimal())}."
+            columns |= {f"{prefix}{key}": round(float(value), 6) for key, value in here.items()}
+        return columns
+
+    def forget(self) -> None:
+        """Drop the statistics since the last `take` (an evaluation)."""
+        for layer in self._layers.values():
+            layer.statistics(reset=True)
+
+    def _row(self, name: str, num_experts: int) -> Tensor:
+        """This rank's summands of a layer, (E + 4,) fp64: counts, dropped, tokens, entropy times tokens, largest
+        bias. Zeros for a layer of another stage, so that all ranks reduce the same shape."""
+        if name not in self._layers:
+            return torch.zeros(num_experts + 4, dtype=torch.float64, device=self._device)
+        found = self._layers[name].statistics(reset=True)
+        tokens = found["tokens"].double()
+        bias = found["bias"].abs().max().double() if "bias" in found else torch.zeros_like(tokens)
+        # All ranks of a stage have the same bias: one of them adds it to the sum.
+        group = self._stage_group
+        once = float(group is None or dist.get_rank(group) == 0)
+        rest = [found["dropped"].double(), tokens, found["entropy"].double() * tokens, once * bias]
+        return torch.cat([found["counts"].double(), torch.stack(rest)])

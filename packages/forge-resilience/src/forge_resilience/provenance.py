@@ -1,0 +1,56 @@
+"""How a run was made: versions, machine, and the state of the source tree."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["describe_environment", "git_state"]
+
+
+def describe_environment(distributions: Sequence[str]) -> dict[str, Any]:
+    """Python, platform, host, command line, torch's threads, and the versions of `distributions`.
+
+    A version is None if the package runs from its sources without being installed.
+    """
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "command": sys.argv,
+        "threads": torch.get_num_threads(),
+        "versions": {name: _version(name) for name in distributions},
+    }
+
+
+def git_state() -> dict[str, Any]:
+    """`commit`, `dirty` and `patch` (the diff) of the working directory; empty outside of a checkout.
+
+    Starts git twice, at most 5 s each.
+    """
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    patch = _git("diff", "HEAD") or ""
+    return {"commit": commit.strip(), "dirty": bool(patch), "patch": patch}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*args: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *args], capture_output=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
