@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import forge_ckpt.store
-from forge_ckpt import generations
+from forge_ckpt import directories
 from forge_testing import flip_bit, write_job
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
 from forge_train.errors import JobError
@@ -221,14 +221,14 @@ def test_F103_checkpoints_removed_and_made_anew_by_somebody(folder: Path) -> Non
 def test_F103_a_disk_that_does_not_hold_what_was_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = generations.committed_steps
+    real = directories.committed_steps
 
     def damaged(root: Path) -> list[int]:
         for file in root.glob("step-00000008/data-0.bin"):
             flip_bit(file)
         return real(root)
 
-    monkeypatch.setattr(forge_ckpt.store.generations, "committed_steps", damaged)
+    monkeypatch.setattr(forge_ckpt.store.directories, "committed_steps", damaged)
     code, says = refused(folder, 8)  # the fourth checkpoint: one more than are kept
     assert code == CORRUPT
     assert "disk or memory fail. Older checkpoints are kept" in says

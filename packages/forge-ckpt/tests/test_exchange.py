@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import forge_ckpt.ranks
+import forge_ckpt.rank_group
 from forge_ckpt import RNGState, Store
-from forge_ckpt.ranks import Ranks
+from forge_ckpt.rank_group import RankGroup
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -74,15 +74,15 @@ def _tally(heard):
 
 
 def errors():
-    ranks = Ranks()
+    ranks = RankGroup()
     results = []
     for run in (
-        lambda: ranks.all_do(lambda: int("x")),
-        lambda: ranks.all_do(lambda: 1 // (ranks.rank != 1)),
-        lambda: ranks.first_does(lambda: 1 // 0),
-        lambda: ranks.through_first(lambda: ranks.rank, lambda found: found),
-        lambda: ranks.through_first(lambda: os.stat(f"/none/{ranks.rank}"), lambda found: found),
-        lambda: ranks.through_first(lambda: 1, lambda found: int("y")),
+        lambda: ranks.run_on_all_ranks(lambda: int("x")),
+        lambda: ranks.run_on_all_ranks(lambda: 1 // (ranks.rank != 1)),
+        lambda: ranks.run_on_rank_0(lambda: 1 // 0),
+        lambda: ranks.map_reduce(lambda: ranks.rank, lambda found: found),
+        lambda: ranks.map_reduce(lambda: os.stat(f"/none/{ranks.rank}"), lambda found: found),
+        lambda: ranks.map_reduce(lambda: 1, lambda found: int("y")),
     ):
         try:
             results.append(run())
@@ -106,7 +106,7 @@ def test_everybody_succeeds_or_everybody_raises():
 
 
 def interrupted():
-    ranks = Ranks()
+    ranks = RankGroup()
 
     def run():
         if ranks.rank == 1:
@@ -114,7 +114,7 @@ def interrupted():
         return 1
 
     try:
-        ranks.all_do(run)
+        ranks.run_on_all_ranks(run)
     except BaseException as error:
         return type(error).__name__
 
@@ -130,15 +130,15 @@ def groups(root):
     outside = dist.new_group([0])
     dist.get_backend_config = lambda group=None: "cuda:nccl"
     try:
-        found.append(Ranks().first_does(lambda: 5))  # a gloo group was made
+        found.append(RankGroup().run_on_rank_0(lambda: 5))  # a gloo group was made
         try:
-            Ranks(made)
+            RankGroup(made)
         except ValueError as error:
             found.append(str(error))
     finally:
         dist.get_backend_config = real
     try:
-        found.append((Ranks(outside).rank, Ranks(outside).size))
+        found.append((RankGroup(outside).rank, RankGroup(outside).size))
     except ValueError as error:
         found.append(str(error))
     return found
@@ -155,7 +155,7 @@ def test_the_group_carries_cpu_tensors(tmp_path):
 def test_a_mixed_default_group_serves(monkeypatch):
     """What a CUDA job starts with: gloo for the host's tensors, NCCL for the device's."""
     monkeypatch.setattr(
-        forge_ckpt.ranks,
+        forge_ckpt.rank_group,
         "dist",
         SimpleNamespace(
             is_available=lambda: True,
@@ -166,4 +166,4 @@ def test_a_mixed_default_group_serves(monkeypatch):
             group=SimpleNamespace(WORLD="world"),
         ),
     )
-    assert forge_ckpt.ranks._host_group(None) == "world"
+    assert forge_ckpt.rank_group._host_group(None) == "world"

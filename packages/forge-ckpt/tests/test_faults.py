@@ -250,13 +250,13 @@ def test_F97_chunks_that_tile_pass_whatever_their_order(root):
         return made
 
     tiled = boxes([0, 3, 7, 8], [0, 5, 6], [0, 1])
-    assert manifest._apart(tiled, 3)
-    assert not manifest._apart([*tiled, tiled[0]], 3)
-    assert manifest._apart(boxes(range(1000), [0, 1, 2]), 2)
-    assert manifest._apart(boxes([], []), 2)
+    assert manifest._are_separable(tiled, 3)
+    assert not manifest._are_separable([*tiled, tiled[0]], 3)
+    assert manifest._are_separable(boxes(range(1000), [0, 1, 2]), 2)
+    assert manifest._are_separable(boxes([], []), 2)
     below = boxes([4, 8], range(5))  # rows below are cut in other places
-    assert manifest._apart([*boxes([0, 4], [0, 1, 4]), *below], 2)
-    assert not manifest._apart([*boxes([0, 5], [0, 1, 4]), *below], 2)
+    assert manifest._are_separable([*boxes([0, 4], [0, 1, 4]), *below], 2)
+    assert not manifest._are_separable([*boxes([0, 5], [0, 1, 4]), *below], 2)
 
 
 def test_a_newer_format_is_no_corruption(root):

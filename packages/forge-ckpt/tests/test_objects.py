@@ -94,7 +94,7 @@ def test_leaves_are_tensors_and_largest_subtrees_without():
     rebuilt = {}
     for name, path in paths.items():
         assert tree.path_from_json(json.loads(json.dumps(tree.path_to_json(path)))) == path
-        tree.place(rebuilt, path, leaves[name])
+        tree.set_element(rebuilt, path, leaves[name])
     assert rebuilt == state
 
 

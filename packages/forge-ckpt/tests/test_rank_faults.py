@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import forge_ckpt.generations
+import forge_ckpt.directories
 import forge_ckpt.store
 from forge_ckpt import CorruptCheckpoint, Store, StoreInUse
 from forge_testing import flip_bit, run_on_ranks, truncate
@@ -303,7 +303,7 @@ def test_F54_the_same_step_twice_on_many_ranks(root, harm):
 
 
 def retention_on_a_bad_disk(root, damaged):
-    real = forge_ckpt.store.write_together
+    real = forge_ckpt.store.save_checkpoint
 
     def write(ranks, path, *args):
         real(ranks, path, *args)
@@ -311,12 +311,12 @@ def retention_on_a_bad_disk(root, damaged):
             with open(path / damaged, "r+b") as file:
                 file.write(b"\xff" * 8)
 
-    forge_ckpt.store.write_together = write
+    forge_ckpt.store.save_checkpoint = write
     try:
         with Store(root, keep_last=1) as store:
             return outcome(lambda: store.save(3, state_of(3))), store.steps(), store.set_aside
     finally:
-        forge_ckpt.store.write_together = real
+        forge_ckpt.store.save_checkpoint = real
 
 
 @pytest.mark.parametrize("damaged", FILES[:3])
@@ -332,14 +332,14 @@ def test_F53_many_ranks_read_back_before_an_old_one_goes(root, damaged):
 
 def slow_commit(root, signals):
     """Rank 0 commits late: a rank that returns before has all the time to be seen."""
-    told, real = dist.FileStore(signals, WORLD), forge_ckpt.generations.commit
+    told, real = dist.FileStore(signals, WORLD), forge_ckpt.directories.commit
 
     def commit(written, target):
         with contextlib.suppress(RuntimeError):
             told.wait(["returned"], timedelta(seconds=0.5))
         real(written, target)
 
-    forge_ckpt.generations.commit = commit
+    forge_ckpt.directories.commit = commit
     try:
         with Store(root) as store:
             store.save(3, state_of(3))
@@ -347,7 +347,7 @@ def slow_commit(root, signals):
             told.set("returned", "")
             return there
     finally:
-        forge_ckpt.generations.commit = real
+        forge_ckpt.directories.commit = real
 
 
 def test_nobody_returns_before_the_commit(root, tmp_path):

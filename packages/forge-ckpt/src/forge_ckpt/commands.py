@@ -1,4 +1,4 @@
-"""What the command line shows. All of it reads; nothing is locked, moved or removed."""
+"""The commands of forge-ckpt. They only read: nothing is locked, moved or removed."""
 
 import json as json_lines
 import time
@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from forge_ckpt import generations, manifest
+from forge_ckpt import directories, manifest
 from forge_ckpt.errors import CorruptCheckpoint
 from forge_ckpt.files import Directory
 from forge_ckpt.read.blocks import verify_files
@@ -33,14 +33,14 @@ def run(arguments: Sequence[str] | None = None) -> bool:
 
 
 def ls(directory: _Directory, /) -> bool:
-    """List the checkpoints of DIR, their sizes and how many ranks wrote them; and what is set aside.
+    """List the checkpoints of DIR with sizes and files; also quarantined and unfinished ones.
 
     Reads the manifests, not the data.
     """
     corrupt = False
     rows = [("step", "saved", "bytes", "files", "tensors", "")]
     for step in _steps(directory):
-        path = generations.directory_of(directory, step)
+        path = directories.step_directory(directory, step)
         saved = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", timespec="seconds")
         try:
             table = _table(path, step)
@@ -51,23 +51,23 @@ def ls(directory: _Directory, /) -> bool:
             corrupt = True
             rows.append((str(step), saved, "", "", "", f"corrupt: {error}"))
     _print_columns(rows, right={0, 2, 3, 4})
-    for name in generations.quarantined(directory):
-        print(f"{generations.QUARANTINE}/{name}: found corrupt earlier")
-    for name in generations.left_overs(directory):
+    for name in directories.quarantined(directory):
+        print(f"{directories.QUARANTINE}/{name}: found corrupt earlier")
+    for name in directories.temporary_names(directory):
         print(f"{name}: being written, or left by a writer that died")
     return corrupt
 
 
 def inspect(directory: _Directory, /, step: _Step = None, json: bool = False) -> bool:
-    """Show what a checkpoint of DIR holds: files, tensors with shape and dtype, objects.
+    """Show the content of a checkpoint of DIR: files, tensors with shape and dtype, objects.
 
     Args:
-        directory: where the checkpoints of a run are.
-        step: which one; without it the newest.
+        directory: the directory of the checkpoints of a run.
+        step: the checkpoint to show; without it the newest.
         json: print one JSON object instead of tables.
     """
     chosen = _chosen(directory, step)
-    found = manifest.summary(_table(generations.directory_of(directory, chosen), chosen))
+    found = manifest.summary(_table(directories.step_directory(directory, chosen), chosen))
     if json:
         print(json_lines.dumps(found))
         return False
@@ -88,12 +88,12 @@ def verify(directory: _Directory, /, step: _Step = None, json: bool = False) -> 
     """Read checkpoints of DIR completely and compare every block with its digest.
 
     Args:
-        directory: where the checkpoints of a run are.
-        step: which one; without it all.
+        directory: the directory of the checkpoints of a run.
+        step: the checkpoint to verify; without it all.
         json: print one JSON object with a list "checkpoints" of step, bytes, seconds and error.
     """
     steps = _steps(directory) if step is None else [_chosen(directory, step)]
-    checked = [_verify(generations.directory_of(directory, number), number) for number in steps]
+    checked = [_verify(directories.step_directory(directory, number), number) for number in steps]
     if json:
         print(json_lines.dumps({"checkpoints": checked}))
     else:
@@ -120,7 +120,7 @@ def _verify(path: Path, step: int) -> dict[str, Any]:
 
 @contextmanager
 def _progress(title: str, size: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal; gone when done."""
+    """A progress bar on stderr if that is a terminal; it disappears at the end."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(
@@ -131,15 +131,15 @@ def _progress(title: str, size: int) -> Iterator[Callable[[int], None]]:
 
 
 def _steps(directory: Path) -> list[int]:
-    """All steps, also those without a manifest: they are what this command is for."""
+    """All steps, with a manifest or without: the damaged ones must be shown too."""
     if not directory.is_dir():
         raise ValueError(
             f"{directory} is not a directory; give the one that holds step-00000100, ..."
         )
-    steps = generations.found_steps(directory)
+    steps = directories.list_steps(directory)
     if not steps:
         inside = [p.name for p in sorted(directory.iterdir()) if p.is_dir()]
-        inside = [name for name in inside if generations.found_steps(directory / name)]
+        inside = [name for name in inside if directories.list_steps(directory / name)]
         where = f"{directory / inside[0]} holds some" if inside else "look in another directory"
         raise ValueError(f"{directory} holds no step-00000100, ...; {where}")
     return steps
@@ -160,7 +160,7 @@ def _table(path: Path, step: int) -> manifest.Manifest:
 
 
 def _print_columns(rows: Sequence[tuple[str, ...]], right: set[int]) -> None:
-    """Columns as wide as their longest cell, those in ``right`` aligned there."""
+    """Columns as wide as their longest cell; those in ``right`` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [

@@ -1,16 +1,16 @@
-"""What can go wrong, one type per thing that a caller would do about it."""
+"""Exceptions, one class for each reaction of a caller."""
 
 
 class CorruptCheckpoint(RuntimeError):
-    """The bytes on disk are not those that were saved. The message says which file and where."""
+    """The bytes on disk are not those that were saved. The message names the file and the bytes."""
 
 
 class CheckpointMismatch(ValueError):
-    """The checkpoint is sound but of another state: shapes, dtypes or names differ."""
+    """The checkpoint is sound, but of another state: shapes, dtypes or names differ."""
 
 
 class StateRefused(RuntimeError):
-    """An object's own ``load_state_dict`` raised, after other objects were loaded (internal)."""
+    """A ``load_state_dict`` raised after other objects had been loaded (internal)."""
 
 
 class StepExists(ValueError):

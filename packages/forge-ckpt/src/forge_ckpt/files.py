@@ -1,4 +1,4 @@
-"""Bytes and files: zero-copy views of tensors without numpy, whole reads and writes, safe opens."""
+"""Bytes and files: views of tensors without numpy, complete reads and writes, opens without links."""
 
 import contextlib
 import ctypes
@@ -13,18 +13,18 @@ import torch
 
 from forge_ckpt.errors import CorruptCheckpoint
 
-# What a damaged or tampered directory looks like; anything else (EACCES, EMFILE) is not corruption.
+# Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes; keep the tensor alive meanwhile."""
+    """The memory of a contiguous CPU tensor as writable bytes; the view does not keep it alive."""
     assert tensor.device.type == "cpu", "stage the tensor first"
     assert tensor.is_contiguous(), "stage the tensor first"
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(bytearray())
-    if tensor.data_ptr() == 0:  # reading there would end the process
+    if tensor.data_ptr() == 0:  # a view of address 0 would crash the process when it is read
         raise ValueError(
             f"{type(tensor).__name__} of {tuple(tensor.shape)} has no memory of its own"
         )
@@ -33,7 +33,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 def read_at(fd: int, view: memoryview, offset: int) -> int:
     """Fill ``view`` from ``offset``; returns the bytes read, fewer only at the end of the file."""
-    done = 0
+    done = 0  # one call reads at most 2 GiB, and fewer bytes after a signal
     while done < len(view):
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:
@@ -43,14 +43,14 @@ def read_at(fd: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write all of ``view`` at ``offset``; a short write goes on until done or an OSError says why."""
+    """Write all of ``view`` at ``offset``; repeats short writes until an OSError names the cause."""
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file with ``data``, on the disk when this returns."""
+    """Write ``data`` to a new file and fsync it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         write_at(fd, memoryview(data), 0)
@@ -60,7 +60,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable, as fsync of a file does not."""
+    """Make the names in ``path`` durable: the fsync of a file does not cover its directory entry."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -69,30 +69,31 @@ def sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def damage_is_corruption(what: str) -> Iterator[None]:
+def os_errors_as_corruption(where: str) -> Iterator[None]:
     """Turn the errors of a missing, linked or unreadable file into CorruptCheckpoint."""
     try:
         yield
     except OSError as error:
         if error.errno not in _DAMAGE:
             raise
-        raise CorruptCheckpoint(f"{what}: {error.strerror}") from error
+        raise CorruptCheckpoint(f"{where}: {error.strerror}") from error
 
 
 class Directory:
-    """A checkpoint directory held open: it can be renamed meanwhile, and no name leads out of it."""
+    """A checkpoint directory held open by its descriptor: all files come from one checkpoint, even if
+    the directory is renamed meanwhile, and no name leads out of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with damage_is_corruption(str(path)):
+        with os_errors_as_corruption(str(path)):
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags)
 
     def open(self, name: str) -> tuple[int, int]:
-        """(descriptor, size) of a regular file; links, devices and pipes raise CorruptCheckpoint."""
+        """(descriptor, size) of a regular file; raises CorruptCheckpoint for links, devices and pipes."""
         where = f"{self.path / name}"
-        with damage_is_corruption(where):
-            # O_NONBLOCK: opening a pipe that nobody writes must not hang
+        with os_errors_as_corruption(where):
+            # O_NONBLOCK: opening a pipe without a writer would block for ever
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(name, flags, dir_fd=self._fd)
         status = os.fstat(fd)

@@ -1,8 +1,8 @@
-"""Directories that hold weights of another format: named with the call that reads them."""
+"""Directories of another format are refused, with the call that reads them."""
 
 from pathlib import Path
 
-_HOLDS = (
+_FORMATS = (  # (pattern of a file, the format, the call that reads it)
     (
         ".metadata",
         "a checkpoint of torch.distributed.checkpoint",
@@ -18,11 +18,11 @@ _HOLDS = (
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise ValueError where ``path`` holds a checkpoint, and no checkpoints in directories of their own."""
-    for pattern, what, call in _HOLDS:
+    """Raise ValueError if ``path`` is a checkpoint itself instead of a directory of checkpoints."""
+    for pattern, content, call in _FORMATS:
         found = next(path.glob(pattern), None)
         if found is not None:
             raise ValueError(
-                f"{path} holds {what} ({found.name}), and must be a directory of step-00000100, ...; "
+                f"{path} holds {content} ({found.name}), and must be a directory of step-00000100, ...; "
                 f"read it with {call}, and save into another directory"
             )

@@ -1,4 +1,4 @@
-"""One writer per store: flock on a file that names its owner. The kernel lets go when it dies."""
+"""One writer per store: flock on a file that names its owner; the kernel releases it at its death."""
 
 import contextlib
 import errno
@@ -21,17 +21,17 @@ _NO_FLOCK = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 
 class Lock:
-    """Taken when made; raises StoreInUse naming the owner while another process writes.
+    """The constructor takes the lock; raises StoreInUse naming the owner while another process has it.
 
-    ``held`` is False on a file system without flock: one warning says so, and work goes on.
-    ``owner`` is what the file says of us.
+    ``held`` is False on a file system without flock, after one warning. ``owner`` is the content of
+    the file: host, pid and start of this process, as JSON.
     """
 
     owner: str
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
-        # O_NONBLOCK: a pipe in its place must not hang
+        # O_NONBLOCK: opening a pipe of that name would block for ever
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o644)
         try:
@@ -44,18 +44,21 @@ class Lock:
         _open_locks.add(self)
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         self.held = False
 
     def refuse_moved(self) -> None:
-        """Raise OSError where the directory at our path is no longer the one that was locked."""
-        mine = os.fstat(self._fd)
+        """Raise FileNotFoundError if the directory at the path is no longer the locked one.
+
+        flock follows the inode: in a directory that replaced ours, another writer can hold a lock too.
+        """
+        locked = os.fstat(self._fd)
         with contextlib.suppress(OSError):
-            there = os.stat(self._path, follow_symlinks=False)
-            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+            found = os.stat(self._path, follow_symlinks=False)
+            if (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino):
                 return
         reason = "was moved or removed while this job writes to it; put it back, then start again"
         raise FileNotFoundError(errno.ENOENT, reason, str(self._path.parent))
@@ -77,6 +80,8 @@ class Lock:
                 error.strerror,
             )
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
+        # Written under the lock and never removed: a file of a dead owner is locked and overwritten.
+        # Removing it would let a second process lock the removed inode, and a third a new file.
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         self.owner = json.dumps(owner)
         os.ftruncate(self._fd, 0)
@@ -86,20 +91,20 @@ class Lock:
     def _refusal(self) -> str:
         buffer = bytearray(4096)
         size = read_at(self._fd, memoryview(buffer), 0)
-        who = "another process"
+        writer = "another process"
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = json.loads(bytes(buffer[:size]))
-            who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
+            writer = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
         return (
-            f"{self._path.parent} is written by {who}; wait for it or stop it, use another directory, "
+            f"{self._path.parent} is written by {writer}; wait for it or stop it, use another directory, "
             "or open the store with read_only=True"
         )
 
 
 def refuse_another_directory(directory: Path, owner: str | None) -> None:
-    """Raise ValueError where ``directory`` is not the one that ``owner`` (of a Lock) has locked.
+    """Raise ValueError if ``directory`` is not the one that ``owner`` (of a Lock) has locked.
 
-    So a path that is local to each host is found when the store opens, and not as a missing file.
+    This finds a path that is local to each host when the store opens; else the first save would fail.
     """
     if owner is None:
         return
@@ -117,10 +122,11 @@ def refuse_another_directory(directory: Path, owner: str | None) -> None:
 _open_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    # A forked data worker shares the lock's open file; it would hold the lock after our death.
+def _release_in_child() -> None:
+    # flock belongs to the open file, and a forked data worker inherits it: the worker would hold the
+    # lock after the death of this process. Closing the child's descriptor does not release ours.
     for lock in list(_open_locks):
         lock.release()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_release_in_child)

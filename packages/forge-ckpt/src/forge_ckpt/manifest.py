@@ -1,8 +1,8 @@
-"""The manifest: the table of a checkpoint and its commit record.
+"""The manifest: files, tensors and objects of a checkpoint, and the record of its commit.
 
 The file is one JSON object, ``{"sha256": "<64 hex>", "manifest": {...}}``, with the digest over the
 exact bytes of the inner object. The frame around it is compared byte by byte, so a change of any
-single byte of the file is found.
+byte of the file is found.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _PREFIX, _MIDDLE, _SUFFIX = b'{"sha256": "', b'", "manifest": ', b"}\n"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where its bytes are: row-major, native byte order (little-endian)."""
+    """A box of a tensor and the location of its bytes: row-major, native byte order (little-endian)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -70,7 +70,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known about one checkpoint. ``torch`` is informational."""
+    """The table of one checkpoint. ``torch`` is the version that saved it, for information."""
 
     step: int | None
     torch: str
@@ -84,7 +84,7 @@ class Manifest:
         return {name: entry.path for name, entry in entries.items()}
 
     def content(self) -> tuple[Any, ...]:
-        """Equal for two checkpoints of the same bits, whoever wrote them."""
+        """A key that is equal for two checkpoints of the same bits, whatever torch wrote them."""
         return self.step, self.files, self.tensors, self.objects
 
 
@@ -117,16 +117,15 @@ def read(directory: Directory, step: int | None = None) -> Manifest:
 
 
 def read_bytes(directory: Directory) -> bytes:
-    """The file as it is, unchecked; raises CorruptCheckpoint when there is none to read."""
+    """The bytes of the file, not yet verified; raises CorruptCheckpoint if it cannot be read."""
     where = str(directory.path / NAME)
     fd, size = directory.open(NAME)
     with open(fd, "rb", buffering=0):
         if size > MAX_BYTES:
             raise CorruptCheckpoint(f"{where}: {size} bytes, more than any manifest")
+        # The first bytes before the rest: a foreign file may have a gigabyte.
         head = bytearray(len(_PREFIX))
-        if (
-            read_at(fd, memoryview(head), 0) != len(head) or head != _PREFIX
-        ):  # before a gigabyte of it
+        if read_at(fd, memoryview(head), 0) != len(head) or head != _PREFIX:
             raise CorruptCheckpoint(f"{where}: does not match its own digest")
         data = bytearray(size)
         if read_at(fd, memoryview(data), 0) != size:
@@ -135,7 +134,7 @@ def read_bytes(directory: Directory) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Check frame, digest, format and every number; ``where`` names the file in errors."""
+    """The manifest, its frame, digest, format and every number checked; ``where`` names the file."""
     head = len(_PREFIX) + 64
     digest = data[len(_PREFIX) : head]
     body = data[head + len(_MIDDLE) : -len(_SUFFIX)]
@@ -175,11 +174,6 @@ def summary(table: Manifest) -> dict[str, Any]:
         "tensors": tensors,
         "objects": sorted(table.objects, key=str),
     }
-
-
-def parse(text: str) -> Any:
-    """JSON as this module reads it."""
-    return json.loads(text)
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -226,15 +220,15 @@ def _from_json(table: dict[str, Any]) -> Manifest:
         _count(step, "step")
     files = {name: _file(name, entry) for name, entry in table["files"].items()}
     tensors = {name: _tensor(name, entry, files) for name, entry in table["tensors"].items()}
-    found = {
+    object_entries = {
         name: ObjectEntry(tree.path_from_json(entry["path"]), entry["value"])
         for name, entry in table["objects"].items()
     }
-    manifest = Manifest(step, str(table["torch"]), files, tensors, found)
-    if tensors.keys() & found.keys():
-        raise ValueError(f"{sorted(tensors.keys() & found.keys())[0]!r} is a tensor and an object")
+    manifest = Manifest(step, str(table["torch"]), files, tensors, object_entries)
+    if both := tensors.keys() & object_entries.keys():
+        raise ValueError(f"{sorted(both)[0]!r} is a tensor and an object")
     for name, path in manifest.paths().items():
-        if tree.dotted(path) != name:
+        if tree.dotted_name(path) != name:
             raise ValueError(f"name {name!r} does not belong to path {path}")
     return manifest
 
@@ -245,12 +239,12 @@ def _file(name: str, entry: dict[str, Any]) -> FileEntry:
     blocks = tuple(entry["blocks"])
     if not all(isinstance(block, str) and _HEX.fullmatch(block) for block in blocks):
         raise ValueError(f"{name}: a block digest is not 64 hex digits")
-    made = FileEntry.of(_count(entry["bytes"], name), blocks)
-    if len(blocks) != -(-made.size // BLOCK_BYTES) or made.root != entry["root"]:
+    file = FileEntry.of(_count(entry["bytes"], name), blocks)
+    if len(blocks) != -(-file.size // BLOCK_BYTES) or file.root != entry["root"]:
         raise ValueError(
-            f"{name}: {len(blocks)} blocks for {made.size} bytes, or another root digest"
+            f"{name}: {len(blocks)} blocks for {file.size} bytes, or another root digest"
         )
-    return made
+    return file
 
 
 def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> TensorEntry:
@@ -259,15 +253,17 @@ def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> Te
     shape = tuple(_count(n, name) for n in entry["shape"])
     dtype = objects.dtype_from_name(entry["dtype"])
     chunks = tuple(_chunk(name, chunk, shape, dtype, files) for chunk in entry["chunks"])
+    # Chunks that do not overlap and have the volume of the tensor cover all of it: no element of the
+    # state would keep an old value.
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"{name}: chunks do not add up to shape {shape}")
-    if not _apart(chunks, len(shape)):  # then, of the same volume as the whole, they leave no hole
+    if not _are_separable(chunks, len(shape)):
         raise ValueError(f"{name}: chunks overlap")
     return TensorEntry(tree.path_from_json(entry["path"]), shape, dtype, chunks)
 
 
-def _apart(chunks: Sequence[Chunk], num_dims: int) -> bool:
-    """Whether straight cuts through all of them separate the chunks, as they do any layout of DTensors."""
+def _are_separable(chunks: Sequence[Chunk], num_dims: int) -> bool:
+    """Whether cuts along whole dims separate all chunks, as in every DTensor layout; n log n a cut."""
     if len(chunks) < 2:
         return True
     for dim in range(num_dims):
@@ -279,7 +275,7 @@ def _apart(chunks: Sequence[Chunk], num_dims: int) -> bool:
                 groups.append([])
             groups[-1].append(chunk)
         if len(groups) > 1:
-            return all(_apart(group, num_dims) for group in groups)
+            return all(_are_separable(group, num_dims) for group in groups)
     return False
 
 

@@ -1,4 +1,4 @@
-"""Objects as tagged JSON: what goes in comes back with its type, and reading runs no code.
+"""Objects as tagged JSON: values are restored with their types, and decoding runs no code.
 
 Plain JSON carries None, bool, int, finite float, str, list and dicts with string keys. The rest is
 ``{"$": tag, "v": ...}``: nan and inf (bits), tuple, dict with other keys, OrderedDict, bytes,
@@ -30,14 +30,14 @@ _KNOWN = (
 
 
 def encode(value: Any, where: str) -> Any:
-    """``value`` as a tree that the json module writes; ``where`` names it in errors.
+    """``value`` as a tree that the json module can write; ``where`` names it in errors.
 
-    Raises ValueError with the place and the type for anything outside the table above.
+    Raises ValueError with position and type for a value outside the table above.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
-    if kind is float:
+    if kind is float:  # json writes the shortest text that reads back to the same bits
         if math.isfinite(value):
             return value
         return {TAG: "float", "v": struct.pack(">d", value).hex()}
@@ -58,9 +58,9 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(tree: Any) -> Any:
-    """The value that :func:`encode` was given.
+    """The value that :func:`encode` encoded.
 
-    Raises ValueError for what it never writes, CheckpointMismatch where numpy is missing.
+    Raises ValueError for a tree that it cannot have made, CheckpointMismatch if numpy is missing.
     """
     if isinstance(tree, list):
         return [decode(item) for item in tree]
@@ -85,7 +85,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: Any) -> torch.dtype:
-    """The way back; raises ValueError when this torch has no such dtype."""
+    """``"bfloat16"`` -> ``torch.bfloat16``; raises ValueError if this torch has no such dtype."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")

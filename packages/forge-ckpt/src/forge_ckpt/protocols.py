@@ -1,6 +1,6 @@
-"""What an object in the state of a checkpoint may offer; tensors, containers and plain values need nothing.
+"""Methods that an object in the state of a checkpoint may have; tensors, containers and plain values need none.
 
-All but `Stateful` is optional and looked up by name.
+All but those of `Stateful` are optional and looked up by name.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ class Stateful(Protocol):
     """An object with state: a module, an optimizer, a loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state; tensors are written from where they are, and read into the same ones."""
+        """Its state; tensors in it are saved as they are, and a load fills the same tensors in place."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Restore it, after all ranks have read and verified theirs."""
+        """Restore it; called after all ranks have read and verified their states."""
         ...
 
 
 class ReplacesState(Stateful, Protocol):
-    """One that takes its state as it was saved, whatever shape its own has now."""
+    """A stateful object that takes the saved state as it is, whatever structure its own has now."""
 
     load_replaces: bool
 
 
 class SelectsState(Stateful, Protocol):
-    """One that wants a part of what was saved."""
+    """A stateful object that loads a part of its saved state."""
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
-        """Those of the saved paths below its name that it loads; the others are not missed."""
+        """The paths that it loads, of the saved paths below its name; the others are not read."""
         ...
 
 
 class FillsState(Stateful, Protocol):
-    """One that can load although a part of its state was not saved."""
+    """A stateful object that can load although a part of its state was not saved."""
 
     def load_fills(self, saved: list[Path]) -> dict[str, Any]:
-        """As much of its state as the saved paths can fill."""
+        """The part of its state that the saved paths can fill."""
         ...
 
 
 class ChecksState(Stateful, Protocol):
-    """One that can say that a state is not for it before anything changes."""
+    """A stateful object that can refuse a state before anything changes."""
 
     def load_checks(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that it could not load."""

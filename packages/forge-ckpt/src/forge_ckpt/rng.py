@@ -1,4 +1,4 @@
-"""The random states of a job as checkpoint state: one stream for each rank."""
+"""The random number generators of a job as checkpoint state: one stream for each rank."""
 
 import hashlib
 import logging
@@ -9,30 +9,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forge_ckpt.tree import Path
+from forge_ckpt.protocols import Path
 
 logger = logging.getLogger("forge_ckpt")
 
 
 class RNGState:
-    """Python's, torch's CPU and CUDA generators; numpy's when it is imported. Of each rank its own.
+    """Each rank's generators: Python's, torch's CPU and CUDA ones, and numpy's if it is imported.
 
-    Usage: ``state = {"model": model, "rng": RNGState()}``. Ranks are those of ``group`` (give the
-    store's, where it has one), else of the default group; one process is rank 0 of 1. One process
-    keeps the generators of all CUDA devices that it sees, a rank of several that of its current one.
+    Usage: ``state = {"model": model, "rng": RNGState()}``. Ranks are those of ``group`` (the store's
+    group, if it has one), else of the default group; a single process is rank 0 of 1. A single process
+    saves the generators of all visible CUDA devices, one of several ranks that of its current device.
 
-    ``alike`` neighbouring ranks draw the same numbers (a tensor parallel group does, for dropout) and
-    share a stream: there are ``ranks / alike`` of them.
+    ``alike`` neighbouring ranks draw the same numbers (as a tensor parallel group must, for dropout)
+    and share a stream: there are ``ranks / alike`` streams.
 
-    With as many streams as saved, each continues bit-equal. With another number, all are new: seeds
-    from the sha256 of (the saved stream ``stream % saved``, the number of streams now, the stream). So
-    all differ, also from those of any other number, and the same move gives the same streams again.
+    With as many streams as were saved, each continues bit-equal. With another number, all streams are
+    new: the seed is the sha256 of (saved stream ``i % saved``, number of streams now, i). They differ
+    from each other and from those of any other number; the same change gives the same streams again.
 
     Torch's states are uint8 tensors, the others plain tuples. A load reads one saved stream.
-    Reading the state costs no device sync of consequence and draws no number.
+    Reading the state draws no number and costs no device sync of consequence.
     """
 
-    # The saved structure (ranks, devices, numpy) may differ from this one: take it as it was saved.
+    # The saved structure (streams, devices, numpy) may differ from this process's: replace, not fill.
     load_replaces = True
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alike: int = 1) -> None:
@@ -43,19 +43,19 @@ class RNGState:
 
         A stream is ``{"python", "torch", "cuda": {device: state} | None, "numpy": tuple | None}``.
         """
-        stream, streams = self._place()
+        stream, streams = self._stream_index()
         return {"world_size": streams, "streams": {stream: _stream(alone=_alone())}}
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
-        """Of the saved paths, those that this rank loads: one stream, its own where there is one."""
+        """The saved paths that this rank loads: those of one stream, its own if it was saved."""
         streams = {path[1] for path in saved if path[0] == "streams" and len(path) > 1}
         if not streams:
             return saved  # format of 0.1: one stream
-        source = self._place()[0] % len(streams)
+        source = self._stream_index()[0] % len(streams)
         return [path for path in saved if path[0] != "streams" or path[1:2] == (source,)]
 
     def load_checks(self, state_dict: Any) -> None:
-        """Try the saved stream on generators of its own; raises ValueError for one that none takes."""
+        """Load the saved stream into new generators; raises ValueError if one of them refuses it."""
         try:
             saved, stream = self._saved(state_dict)
             if type(saved) is not int or saved < 1:
@@ -69,27 +69,27 @@ class RNGState:
                 sys.modules["numpy"].random.RandomState().set_state(stream["numpy"])
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
             raise ValueError(f"no random state that RNGState saved ({error!r})") from error
-        except RuntimeError as error:  # torch's, of several lines
+        except RuntimeError as error:  # torch's message has several lines
             reason = str(error).splitlines()[0]
             raise ValueError(f"no random state that RNGState saved ({reason})") from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the saved stream, or begin one that is derived from it (see the class)."""
-        number, count = self._place()
+        """Continue the saved stream, or start one that is derived from it (see the class)."""
+        number, count = self._stream_index()
         saved, stream = self._saved(state_dict)
         if saved == count:
             _continue(stream, alone=_alone())
         else:
-            _begin(stream, number, count)
+            _start(stream, number, count)
 
     def _saved(self, state_dict: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """(number of streams saved, the one that this rank continues or begins from)."""
+        """(number of saved streams, the saved stream that this rank continues or derives one from)."""
         if "streams" not in state_dict:
             return 1, state_dict  # format of 0.1: one stream
         saved = state_dict["world_size"]
-        return saved, state_dict["streams"][self._place()[0] % saved]
+        return saved, state_dict["streams"][self._stream_index()[0] % saved]
 
-    def _place(self) -> tuple[int, int]:
+    def _stream_index(self) -> tuple[int, int]:
         """(number of this rank's stream, number of streams)."""
         if not (dist.is_available() and dist.is_initialized()):
             return 0, 1
@@ -135,13 +135,13 @@ def _continue(stream: dict[str, Any], alone: bool) -> None:
         sys.modules["numpy"].random.set_state(stream["numpy"])
 
 
-def _begin(stream: dict[str, Any], number: int, count: int) -> None:
+def _start(stream: dict[str, Any], number: int, count: int) -> None:
     digest = hashlib.sha256(f"forge-ckpt stream {number} of {count}\n".encode())
     digest.update(repr(stream["python"]).encode())
     digest.update(bytes(stream["torch"].tolist()))
     seed = digest.digest()
     random.seed(seed)
-    torch.manual_seed(int.from_bytes(seed[:8], "big"))  # of every device
+    torch.manual_seed(int.from_bytes(seed[:8], "big"))  # seeds every device
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed([int.from_bytes(seed[i : i + 4], "big") for i in range(0, 32, 4)])

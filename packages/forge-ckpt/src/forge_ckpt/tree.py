@@ -1,10 +1,10 @@
 """Nested state to named leaves and back.
 
-A leaf is a tensor, or a *largest subtree without tensors*: a data loader's whole state is one
-object that is replaced on load, however its inside changes, while tensors are filled one by one.
+A leaf is a tensor, or a *largest subtree without tensors*: the whole state of a data loader is one
+object, and a load replaces it even where its structure has changed; tensors are filled one by one.
 
 A path is a tuple of steps: a ``str`` or ``int`` is a key of a dict, ``("list", n)`` and
-``("tuple", n)`` are positions. Dotted names come from it: ``("model", "layers.0.w")`` is
+``("tuple", n)`` are positions. Its steps joined by dots are the leaf's name: ``("model", "layers.0.w")`` is
 ``model.layers.0.w``.
 """
 
@@ -29,7 +29,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     def visit(value: Any, path: Path) -> None:
         children = _children(value, path) if not path or _has_tensor(value) else None
         if children is None:
-            name = dotted(path)
+            name = dotted_name(path)
             if name in paths:
                 raise ValueError(
                     f"{name}: two entries {paths[name]} and {path} have one name; rename a key"
@@ -43,15 +43,15 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     return leaves, paths
 
 
-def dotted(path: Path) -> str:
-    """The name of a path, for people and for torch's planner."""
+def dotted_name(path: Path) -> str:
+    """The name of a leaf, in messages and in torch's plans (its fqn)."""
     return ".".join(str(step[1] if isinstance(step, tuple) else step) for step in path)
 
 
-def place(container: Any, path: Path, value: Any) -> Any:
-    """Put ``value`` at ``path`` below ``container``; returns the container.
+def set_element(container: Any, path: Path, value: Any) -> Any:
+    """Set ``value`` at ``path`` below ``container``; returns the container.
 
-    Dicts and lists are changed in place, tuples rebuilt, and what is missing is made.
+    Dicts and lists are changed in place, tuples are rebuilt, missing containers are made.
     """
     if not path:
         return value
@@ -59,12 +59,12 @@ def place(container: Any, path: Path, value: Any) -> Any:
     if not isinstance(step, tuple):
         if not isinstance(container, MutableMapping):
             container = {}
-        container[step] = place(container.get(step), rest, value)
+        container[step] = set_element(container.get(step), rest, value)
         return container
     kind, position = step
     items = list(container) if isinstance(container, (list, tuple)) else []
     items += [None] * (position + 1 - len(items))
-    items[position] = place(items[position], rest, value)
+    items[position] = set_element(items[position], rest, value)
     if kind == "tuple":
         return tuple(items)
     if isinstance(container, list):
@@ -73,22 +73,22 @@ def place(container: Any, path: Path, value: Any) -> Any:
     return items
 
 
-def copied(value: Any) -> Any:
-    """Containers made anew, leaves shared: :func:`place` into the copy leaves ``value`` alone."""
+def copy_containers(value: Any) -> Any:
+    """A copy with the same leaves in new containers: :func:`set_element` on it does not change ``value``."""
     if isinstance(value, Mapping):
-        return {key: copied(child) for key, child in value.items()}
+        return {key: copy_containers(child) for key, child in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(copied(child) for child in value)
+        return type(value)(copy_containers(child) for child in value)
     return value
 
 
 def path_to_json(path: Path) -> list[Any]:
-    """Positions become ``["list", n]``."""
+    """A JSON list of the steps; a position is ``["list", n]`` or ``["tuple", n]``."""
     return [list(step) if isinstance(step, tuple) else step for step in path]
 
 
 def path_from_json(tree: Any) -> Path:
-    """Raises ValueError for anything that :func:`path_to_json` does not write."""
+    """The path that :func:`path_to_json` wrote; raises ValueError for any other JSON value."""
     steps: list[Step] = []
     if not isinstance(tree, list) or not tree:
         raise ValueError(f"path {tree!r} is not a list of steps")
@@ -113,7 +113,7 @@ def _children(value: Any, path: Path) -> list[tuple[Step, Any]] | None:
         for key in value:
             if type(key) not in (str, int):
                 raise ValueError(
-                    f"{dotted(path)}: key {key!r} of type {type(key).__name__} leads to a tensor; "
+                    f"{dotted_name(path)}: key {key!r} of type {type(key).__name__} leads to a tensor; "
                     "use str or int keys"
                 )
         return list(value.items())

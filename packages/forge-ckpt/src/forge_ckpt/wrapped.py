@@ -1,22 +1,24 @@
-"""Tensors that hold another tensor, as torchao's float8 weights do, seen as what they hold."""
+"""Wrapper subclasses, such as torchao's float8 weights, and the plain tensors that they hold."""
 
 import torch
 from torch.distributed.tensor import DTensor
 
-# Inner tensors that are computed anew from the values: not saved, stale after a load.
+# Inner tensors that are recomputed from the values; they are not saved, and stale after a load.
 _DERIVED = {"_precomputed_scale"}
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the bytes of a wrapper subclass; ``tensor`` itself where it is none.
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor with this rank's bytes: of a DTensor its shard, of a wrapper its inner tensor.
 
-    A wrapper (``__tensor_flatten__``) has no memory of its own: its ``data_ptr()`` is 0. Raises
-    ValueError unless it holds one tensor, of its own shape and dtype.
+    A wrapper (``__tensor_flatten__``) owns no memory: its ``data_ptr()`` is 0. Raises ValueError
+    unless it holds one tensor of its own shape and dtype.
     """
-    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+    if isinstance(tensor, DTensor):
+        return unwrap(tensor.to_local())
+    if not hasattr(tensor, "__tensor_flatten__"):
         return tensor
-    if hasattr(tensor, "trigger_wait"):  # a collective's result that has not come yet
-        return plain(tensor.trigger_wait())
+    if hasattr(tensor, "trigger_wait"):  # the result of a collective that is still running
+        return unwrap(tensor.trigger_wait())
     names = [name for name in tensor.__tensor_flatten__()[0] if name not in _DERIVED]
     inner = getattr(tensor, names[0])
     if len(names) > 1 or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype):
@@ -24,4 +26,4 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
             f"tensor subclass {type(tensor).__name__} holds {', '.join(names)}, and not one tensor of "
             "its own shape and dtype; save the plain tensors inside it"
         )
-    return plain(inner.detach())
+    return unwrap(inner.detach())

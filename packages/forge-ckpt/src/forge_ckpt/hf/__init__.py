@@ -1,4 +1,4 @@
-"""Reversible maps between Hugging Face tensor names and ours: data in, tensors streamed through."""
+"""Reversible maps between Hugging Face tensor names and Forge's; tensors are streamed one by one."""
 
 from forge_ckpt.hf.rows import Op, Row, check_rows
 from forge_ckpt.hf.stream import to_forge, to_hf

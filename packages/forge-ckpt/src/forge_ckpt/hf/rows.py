@@ -1,7 +1,7 @@
-"""Rows of a name map: patterns compiled once, every rule about a row checked before a tensor moves.
+"""Rows of a name map: all rows are checked and compiled before the first tensor is read.
 
 A row is ``(hf_pattern, forge_pattern, ops)``. ``{i}`` stands for a layer number, ``{e}`` for an
-expert number. With several Hugging Face tensors behind one of ours, ``hf_pattern`` is a tuple.
+expert number. If one of our tensors is made of several Hugging Face tensors, ``hf_pattern`` is a tuple.
 """
 
 import re
@@ -14,12 +14,12 @@ Row = tuple[str | tuple[str, ...], str, tuple[Op, ...]]
 
 _ARGUMENTS = {"transpose": 2, "concat": 2, "stack_experts": 1, "rope_permute": 1}
 _FIELDS = re.compile(r"(\{[^}]*\})")
-_NUMBER = "0|[1-9][0-9]*"  # "01" is another name than "1": what we read is what we write back
+_NUMBER = "0|[1-9][0-9]*"  # not "01": the way back would write "1"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which piece of a row's tensor a name is: layer, expert, position in the tuple of names."""
+    """The piece of a row's tensor that a name stands for: layer, expert, position in the tuple."""
 
     layer: int | None
     expert: int | None
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True)
 class CompiledRow:
-    """One checked row. ``experts`` is the count that ``stack_experts`` names, or None."""
+    """One checked row. ``experts`` is the argument of ``stack_experts``, or None."""
 
     hf: tuple[str, ...]
     forge: str
@@ -38,7 +38,7 @@ class CompiledRow:
     forge_regex: re.Pattern[str]
 
     def hf_names(self, layer: int | None, expert: int | None) -> dict[Part, str]:
-        """All Hugging Face names behind one of our tensors, by the piece they hold."""
+        """The Hugging Face names that make up one of our tensors, by their piece of it."""
         experts = [expert] if self.experts is None else list(range(self.experts))
         return {
             Part(layer, e, position): fill(pattern, layer, e)
@@ -48,7 +48,7 @@ class CompiledRow:
 
 
 def fill(pattern: str, layer: int | None, expert: int | None) -> str:
-    """The name that ``pattern`` gives for these numbers."""
+    """``pattern`` with these numbers filled in."""
     return pattern.replace("{i}", str(layer)).replace("{e}", str(expert))
 
 

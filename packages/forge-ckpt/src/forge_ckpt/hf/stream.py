@@ -1,4 +1,4 @@
-"""Tensors through a name map, one at a time, both ways and bit for bit.
+"""Tensors are renamed and reshaped by a name map, one at a time, bit-exact in both directions.
 
 Shape legend: H heads, D head dimension, R the remaining dims of a weight, E experts.
 """
@@ -19,12 +19,12 @@ def to_forge(
 ) -> Iterator[tuple[str, Tensor]]:
     """Rename and reshape Hugging Face tensors into ours.
 
-    Usage: ``state = dict(to_forge(rows, safetensors_items))``. A tensor leaves as soon as its
-    parts are there; only the parts of unfinished tensors are held. A rename hands the same
-    tensor on; any operation makes a contiguous one.
+    Usage: ``state = dict(to_forge(rows, safetensors_items))``. A tensor is yielded as soon as it has
+    all parts; only the parts of incomplete tensors are in memory. A rename yields the same tensor;
+    any operation makes a contiguous one.
 
-    Raises ValueError, naming it, for a name that no row or more than one row matches, a name that
-    comes twice, parts whose shapes do not fit, and parts that are missing at the end.
+    Raises ValueError with the name, for a name that no row or more than one row matches, a name that
+    occurs twice, parts whose shapes do not fit, and parts that are missing at the end.
     """
     return _gather(check_rows(rows), tensors)
 
@@ -32,9 +32,9 @@ def to_forge(
 def to_hf(
     rows: Sequence[Row], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The way back: ``to_hf(rows, to_forge(rows, x))`` gives the names and bits of ``x``.
+    """The inverse: ``to_hf(rows, to_forge(rows, x))`` gives the names and bits of ``x``.
 
-    Each tensor leaves at once as its one or more Hugging Face tensors, which own their memory
+    Each tensor is yielded at once as its one or more Hugging Face tensors, which own their memory
     (safetensors refuses views of one storage). Raises ValueError as :func:`to_forge` does.
     """
     return _scatter(check_rows(rows), tensors)

@@ -1,1 +1,1 @@
-"""Reading: verify the blocks that are needed, then hand over everything or nothing."""
+"""Loading: verify all needed blocks, then change all of the state or nothing."""

@@ -1,4 +1,4 @@
-"""Verified reads: every touched block is read once, whole, and compared with its digest."""
+"""Verified reads: each touched block is read once, completely, and compared with its digest."""
 
 import hashlib
 import os
@@ -8,15 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from forge_ckpt.errors import CorruptCheckpoint
-from forge_ckpt.files import Directory, damage_is_corruption, read_at
+from forge_ckpt.files import Directory, os_errors_as_corruption, read_at
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
 
-_local = threading.local()  # one block of scratch per reading thread
+_thread = threading.local()  # one scratch block for each reading thread
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes ``start`` .. of ``file`` that are wanted in ``destination`` (all of it)."""
+    """Bytes of ``file`` from ``start`` on, to be read into all of ``destination``."""
 
     file: str
     start: int
@@ -34,7 +34,7 @@ def read_segments(
 ) -> None:
     """Fill all destinations, or raise CorruptCheckpoint naming file, block and bytes.
 
-    Destinations may be partly filled when it raises: give staging memory, not the caller's.
+    Some destinations may be filled when it raises: give staging memory, never the caller's tensors.
     Cost: one read and one sha256 (about 2 GB/s a thread) of each touched block.
     """
     touched: dict[str, dict[int, list[_Piece]]] = {}
@@ -59,7 +59,7 @@ def verify_files(
 ) -> None:
     """Compare every block of the files ``names`` with its digest; raises CorruptCheckpoint.
 
-    ``progress`` hears how many bytes of the files are done, after each block.
+    ``progress`` is called after each block with the number of bytes compared so far.
     """
     every: dict[str, dict[int, list[_Piece]]] = {
         name: {i: [] for i in range(len(table.files[name].blocks))} for name in names
@@ -96,9 +96,11 @@ def _read(
 def _block(fd: int, entry: FileEntry, index: int, pieces: list[_Piece], where: str) -> None:
     start = index * BLOCK_BYTES
     size = min(BLOCK_BYTES, entry.size - start)
+    # A destination of a whole block is read into directly. It may then hold bytes of a damaged
+    # block, which is why destinations are staging memory.
     whole = len(pieces) == 1 and len(pieces[0].destination) == size
     block = pieces[0].destination if whole else _scratch()[:size]
-    with damage_is_corruption(where):
+    with os_errors_as_corruption(where):
         count = read_at(fd, block, start)
     if count != size:
         raise CorruptCheckpoint(f"{where}: ends at byte {start + count}, {entry.size} were saved")
@@ -113,7 +115,7 @@ def _block(fd: int, entry: FileEntry, index: int, pieces: list[_Piece], where: s
 
 
 def _scratch() -> memoryview:
-    if not hasattr(_local, "block"):
-        _local.block = memoryview(bytearray(BLOCK_BYTES))
-    block: memoryview = _local.block
+    if not hasattr(_thread, "block"):
+        _thread.block = memoryview(bytearray(BLOCK_BYTES))
+    block: memoryview = _thread.block
     return block

@@ -1,4 +1,4 @@
-"""torch's load planner with our names, strict comparison and objects as tagged JSON."""
+"""torch's load planner with Forge's names, strict comparison and objects as tagged JSON."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from forge_ckpt import objects, tree
 from forge_ckpt.errors import CheckpointMismatch
 from forge_ckpt.objects import dtype_name
-from forge_ckpt.wrapped import plain
+from forge_ckpt.wrapped import unwrap
 
 _SHOWN = 8
 
@@ -23,17 +23,17 @@ _SHOWN = 8
 class ForgeLoadPlanner(DefaultLoadPlanner):
     """For ``dcp.load(state, storage_reader=ForgeReader(path), planner=ForgeLoadPlanner())``.
 
-    Tensors in ``state`` are filled in place. Every other leaf is *replaced* by what was saved at
-    its place, tensors below it included (they arrive on the CPU): so an optimizer that has no state
-    yet gets it. Below the top-level names of ``state`` nothing may be missing, left over, or of
-    another shape or dtype: CheckpointMismatch lists the differences before anything is touched.
-    Other top-level names of the checkpoint are not read.
+    Tensors in ``state`` are filled in place. Every other leaf is *replaced* by the saved subtree of
+    the same path, with its tensors (on the CPU): so an optimizer without state gets its state. Below
+    the top-level names of ``state`` no entry may be missing, extra, or of another shape or dtype:
+    CheckpointMismatch lists the differences before anything changes. Other top-level names of the
+    checkpoint are not read.
     """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=True, flatten_sharded_tensors=False)
         self._values: dict[str, Any] = {}
-        self._owners: dict[str, tree.Path] = {}  # saved name -> the leaf it belongs to
+        self._owners: dict[str, tree.Path] = {}  # saved name -> path of the leaf that it replaces
 
     def set_up_planner(
         self,
@@ -55,22 +55,22 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata
         wanted: dict[str, Any] = {}
         problems: list[str] = []
-        below = _by_prefix(self.metadata.planner_data)
+        names_below = _names_by_prefix(self.metadata.planner_data)
         for name, value in self.state_dict.items():
             if isinstance(value, torch.Tensor):
                 problems += _tensor_problems(name, value, saved.get(name))
                 wanted[name] = value
                 continue
             path: tree.Path = self.mappings[name]
-            inside = below.get(path, [])
-            if not inside:
+            saved_names = names_below.get(path, [])
+            if not saved_names:
                 problems.append(f"{name}: not in the checkpoint")
-            for found in inside:
-                self._owners[found] = path
-                wanted[found] = _empty(saved[found])
-        asked = {str(key) for key in self.original_state_dict}
+            for saved_name in saved_names:
+                self._owners[saved_name] = path
+                wanted[saved_name] = _empty(saved[saved_name])
+        top_level = {str(key) for key in self.original_state_dict}
         for name, path in self.metadata.planner_data.items():
-            if name not in wanted and path[0] in asked:
+            if name not in wanted and path[0] in top_level:
                 problems.append(f"{name}: in the checkpoint only")
         if problems:
             raise CheckpointMismatch(_explain(problems))
@@ -78,41 +78,42 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
         return create_default_local_load_plan(wanted, self.metadata)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory to fill, of what a wrapper subclass holds."""
-        return plain(super().lookup_tensor(index))
+        """The tensor to fill; of a wrapper subclass, the tensor inside."""
+        return unwrap(super().lookup_tensor(index))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Decode an object; it reaches the caller's state in :meth:`finish_read`."""
+        """Decode an object; :meth:`finish_read` puts it into the caller's state."""
         name = read_item.dest_index.fqn
         self._values[name] = objects.decode(json.loads(value.getvalue()))
 
     def finish_read(self) -> None:
         """Put the replaced leaves into the caller's state; ForgeReader calls it last."""
-        self.place_into(self.original_state_dict)
+        self.replace_leaves(self.original_state_dict)
 
-    def is_new(self, read_item: ReadItem) -> bool:
-        """Whether it fills memory made for this load, and none of the caller's."""
+    def is_replaced(self, read_item: ReadItem) -> bool:
+        """Whether it belongs to a replaced leaf, whose memory was made for this load."""
         return read_item.dest_index.fqn in self._owners
 
-    def place_into(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Put the replaced leaves into ``state``, of the caller's structure; returns it."""
+    def replace_leaves(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Put the replaced leaves into ``state``, which has the caller's structure; returns it."""
         assert self.metadata is not None
         built: dict[tree.Path, Any] = {}
         for name, owner in self._owners.items():
             value = self._values.get(name, self.state_dict[name])
             rest = self.metadata.planner_data[name][len(owner) :]
-            built[owner] = tree.place(built.get(owner), rest, value)
+            built[owner] = tree.set_element(built.get(owner), rest, value)
         for owner, value in built.items():
-            tree.place(state, owner, value)
+            tree.set_element(state, owner, value)
         return state
 
 
-def _by_prefix(paths: dict[str, tree.Path]) -> dict[tree.Path, list[str]]:
-    below: dict[tree.Path, list[str]] = {}
+def _names_by_prefix(paths: dict[str, tree.Path]) -> dict[tree.Path, list[str]]:
+    """{each prefix of a saved path: names of the saved leaves below it}."""
+    names: dict[tree.Path, list[str]] = {}
     for name, path in paths.items():
         for length in range(1, len(path) + 1):
-            below.setdefault(path[:length], []).append(name)
-    return below
+            names.setdefault(path[:length], []).append(name)
+    return names
 
 
 def _empty(saved: Any) -> torch.Tensor | None:

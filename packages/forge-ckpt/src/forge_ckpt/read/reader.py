@@ -1,4 +1,4 @@
-"""The storage reader behind dcp.load: read and verify into staging memory, then hand over."""
+"""The storage reader for dcp.load: read and verify into staging memory, then fill the tensors."""
 
 import contextlib
 import io
@@ -25,19 +25,19 @@ from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.read.blocks import Segment, read_segments
 from forge_ckpt.read.planner import ForgeLoadPlanner
-from forge_ckpt.read.shared import refuse_different_bytes
+from forge_ckpt.read.shared_memory import check_shared_memory
 
-Staged = list[tuple[ReadItem, torch.Tensor]]  # a wanted box and its verified content, on the CPU
+Staged = list[tuple[ReadItem, torch.Tensor]]  # a box to fill and its verified content, on the CPU
 
 
 class ForgeReader(StorageReader):
     """For ``dcp.load(state, storage_reader=ForgeReader(path), planner=ForgeLoadPlanner())``.
 
     All blocks that ``state`` needs are verified before the first of its tensors changes. Cost: host
-    memory for what this rank loads, beside the tensors themselves; each touched 4 MiB block is read
-    and digested once. With ``step``, the manifest must be of that step.
+    memory of the size that this rank loads, in addition to the tensors; each touched 4 MiB block is
+    read and digested once. With ``step``, the manifest must be of that step.
 
-    Raises CorruptCheckpoint; through ``dcp.load`` it arrives inside torch's CheckpointException.
+    Raises CorruptCheckpoint; ``dcp.load`` wraps it in torch's CheckpointException.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class ForgeReader(StorageReader):
         self._manifest: manifest.Manifest | None = None
 
     def use(self, directory: files.Directory, table: manifest.Manifest) -> None:
-        """Read from ``directory``, held open, with a manifest that was verified elsewhere."""
+        """Read from the open ``directory``, whose verified manifest is ``table``."""
         self.close()
         self._directory, self._manifest = directory, table
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins; ``checkpoint_id``, if given, is its path."""
+        """Begin a new load, from ``checkpoint_id`` if it is given."""
         if checkpoint_id is not None:
             self.close()
             self.path = Path(checkpoint_id)
@@ -79,26 +79,26 @@ class ForgeReader(StorageReader):
             self.close()
 
     def close(self) -> None:
-        """Let go of the directory; the next call opens it again."""
+        """Close the directory; the next call opens it again."""
         if self._directory is not None:
             self._directory.close()
         self._directory = self._manifest = None
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """The table in torch's terms."""
+        """The manifest as torch's Metadata."""
         return metadata_of(self.open())
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """The manifest is already read."""
+        """Nothing to do: ``read_metadata`` has read the manifest."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Torch's plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Torch's plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -113,26 +113,26 @@ class ForgeReader(StorageReader):
         return future
 
     def stage(self, plan: LoadPlan, planner: ForgeLoadPlanner) -> Staged:
-        """Read, verify and decode all that ``plan`` asks for; nothing of the state changes yet.
+        """Read, verify and decode all items of ``plan``; the state does not change yet.
 
-        Returns what goes into the caller's tensors; the planner has the rest.
+        Returns the content of the caller's tensors; the planner holds the replaced leaves.
         """
         table = self.open()
         assert self._directory is not None
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         staged = [_stage(table, item) for item in tensors]
         read_segments(self._directory, table, [segment for _, segment in staged], self.threads)
-        for item in plan.items:  # decoding can refuse, so it comes before the first tensor
+        for item in plan.items:  # decoding may raise, so no tensor has been filled yet
             if item.type == LoadItemType.BYTE_IO:
                 self._decode(table, item, planner)
-        live: Staged = []
+        in_place: Staged = []
         for item, (source, _) in zip(tensors, staged):
-            if planner.is_new(item):
+            if planner.is_replaced(item):
                 _copy(item, source, planner)
             else:
-                live.append((item, source))
-        refuse_different_bytes(live, planner, str(self.path))
-        return live
+                in_place.append((item, source))
+        check_shared_memory(in_place, planner, str(self.path))
+        return in_place
 
     def _decode(self, table: manifest.Manifest, item: ReadItem, planner: ForgeLoadPlanner) -> None:
         name = item.storage_index.fqn
@@ -148,12 +148,12 @@ class ForgeReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path that is not a URL."""
+        """Accept any path that is not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
 
 def fill(staged: Staged, planner: ForgeLoadPlanner) -> None:
-    """Copy what was staged into the caller's tensors and put the decoded objects in their places."""
+    """Copy the staged content into the caller's tensors and replace the other leaves."""
     with torch.no_grad():
         for item, source in staged:
             _copy(item, source, planner)
@@ -168,7 +168,7 @@ def _copy(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> No
 
 
 def metadata_of(table: manifest.Manifest, without: Container[str] = ()) -> Metadata:
-    """A manifest in torch's terms, names in ``without`` left out."""
+    """A manifest as torch's Metadata, without the names in ``without``."""
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, entry in table.tensors.items():
         boxes = [
@@ -178,16 +178,16 @@ def metadata_of(table: manifest.Manifest, without: Container[str] = ()) -> Metad
         properties = TensorProperties(dtype=entry.dtype)
         found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
     found |= {name: BytesStorageMetadata() for name in table.objects}
-    kept = {name: entry for name, entry in found.items() if name not in without}
-    paths = {name: path for name, path in table.paths().items() if name in kept}
-    return Metadata(kept, planner_data=paths)
+    entries = {name: entry for name, entry in found.items() if name not in without}
+    paths = {name: path for name, path in table.paths().items() if name in entries}
+    return Metadata(entries, planner_data=paths)
 
 
 def _stage(table: manifest.Manifest, item: ReadItem) -> tuple[torch.Tensor, Segment]:
-    """Memory for one wanted box of one chunk, and the bytes of the file that fill it.
+    """Memory for one box of one chunk, and the segment of the file that fills it.
 
-    The box may be any part of the chunk: what is read is the span from its first to its last
-    element, and the tensor is a strided view of that.
+    The box may be any part of the chunk. The span from its first to its last element is read, and
+    the returned tensor is a strided view of it: one read instead of one for each row.
     """
     name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
     entry = table.tensors[name]

@@ -1,1 +1,1 @@
-"""Writing: stage into blocks, digest and write them, commit by rename."""
+"""Saving: copy tensors into blocks, digest and write the blocks, commit by a rename."""

@@ -1,4 +1,4 @@
-"""One data file, written block by block: copy (stage), digest, write, in overlapping steps."""
+"""One data file in blocks: the copy of a block overlaps the digest and the write of earlier ones."""
 
 import hashlib
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 from forge_ckpt.files import write_at
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry
 
-ALIGN = 64  # bytes; tensors start here, so that a memory map of the file could hold any dtype
+ALIGN = 64  # bytes; each tensor starts at a multiple, so that any dtype can be memory-mapped
 
 
 class BlockFile:
-    """A new file. ``append`` copies bytes into a block; full blocks are digested and written.
+    """A new file. ``append`` copies bytes into a block; threads digest and write full blocks.
 
-    The digest is of the copy that is written, never of memory that somebody still changes and
-    never of what was read back. At most ``2 * threads + 1`` blocks are in memory.
+    The digest is of the copy that is written: the caller's memory may change meanwhile, and a digest
+    of a later read would confirm damage. At most ``2 * threads + 1`` blocks are in memory.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -31,14 +31,14 @@ class BlockFile:
         self._size = 0  # of all full blocks before this one
 
     def append(self, data: memoryview) -> int:
-        """Add ``data``, aligned; returns where it starts. Raises OSError when the disk refuses."""
+        """Add ``data``, aligned; returns its offset. Raises OSError when a write fails."""
         self._copy(memoryview(bytes(-self._used % ALIGN)))
         start = self._size + self._used
         self._copy(data)
         return start
 
     def finish(self) -> FileEntry:
-        """Write what is left, fsync; returns the digests of all blocks in order."""
+        """Write the last block, fsync the file; returns its size and the digests of all blocks."""
         if self._used:
             self._submit()
         while self._pending:
@@ -47,7 +47,7 @@ class BlockFile:
         return FileEntry.of(self._size, tuple(self._digests))
 
     def close(self) -> None:
-        """Stop the threads and close the file, finished or not."""
+        """Stop the threads and close the file, complete or not."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         os.close(self._fd)
 
@@ -66,6 +66,7 @@ class BlockFile:
         self._pending.append((future, self._block))
         self._size += self._used
         self._used = 0
+        # The oldest block becomes free when its write is done: wait for it, and memory stays bounded.
         full = len(self._pending) >= self._limit
         self._block = self._collect() if full else memoryview(bytearray(BLOCK_BYTES))
 

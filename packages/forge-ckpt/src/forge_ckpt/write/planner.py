@@ -12,18 +12,19 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from forge_ckpt import objects, tree
-from forge_ckpt.wrapped import plain
-from forge_ckpt.write.plans import write_once
+from forge_ckpt.wrapped import unwrap
+from forge_ckpt.write.deduplicate import deduplicate_plans
 
+# Torch gives these an itemsize of whole bytes, whatever their width.
 _WITHOUT_SIZE = re.compile(r"u?int[1-7]|bits\d.*")
 
 
 class ForgeSavePlanner(DefaultSavePlanner):
     """For ``dcp.save(state, storage_writer=ForgeWriter(path), planner=ForgeSavePlanner())``.
 
-    Leaves are named by :func:`forge_ckpt.tree.flatten`. Objects are encoded when planning, so a
-    refusal (ValueError with name and type) comes before anything is written. What several ranks
-    hold is written by one: a value by the lowest, replicas of a tensor spread by their bytes.
+    Leaves are named by :func:`forge_ckpt.tree.flatten`. Objects are encoded while planning, so an
+    object that cannot be stored raises ValueError with its name and type before anything is written.
+    Replicated entries are written once: an object by the lowest rank, tensors spread by their bytes.
     """
 
     def __init__(self) -> None:
@@ -41,24 +42,24 @@ class ForgeSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's boxes, and which names share memory."""
+        """This rank's boxes, and the names that share memory (``ties``)."""
         plan = super().create_local_plan()
         data = {"paths": self.mappings, "ties": _ties(self.state_dict)}
         self.plan = dataclasses.replace(plan, planner_data=data)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Each box in one plan; the table of all of them."""
+        """Plans in which each box occurs once, and the metadata of all boxes."""
         plans = [
             dataclasses.replace(plan, planner_data=plan.planner_data["paths"])
-            for plan in write_once(all_plans)
+            for plan in deduplicate_plans(all_plans)
         ]
         return super().create_global_plan(plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is saved at a place: an encoded object, or a plain tensor with memory."""
+        """The encoded object, or the plain tensor, at ``index``."""
         found = super().lookup_object(index)
-        return plain(found) if isinstance(found, torch.Tensor) else found
+        return unwrap(found) if isinstance(found, torch.Tensor) else found
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """A tensor as it is, an object as the bytes of its JSON."""
@@ -76,7 +77,7 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
             "its own, redistribute it first"
         )
     try:
-        plain(value.to_local() if isinstance(value, DTensor) else value)
+        unwrap(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if value.device.type == "meta" or value.layout != torch.strided or value.is_quantized:
@@ -93,18 +94,19 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that read the same bytes in the same way."""
+    """A key that is equal for two tensors which read the same bytes with the same layout."""
     layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), *layout)
 
 
 def _ties(leaves: dict[str, Any]) -> dict[str, str]:
+    """{name: the first name whose tensor has the same memory}, of all but first names."""
     first: dict[tuple[Any, ...], str] = {}
     ties: dict[str, str] = {}
     for name, value in leaves.items():
         if isinstance(value, torch.Tensor):
             value = value.detach()
-            local = plain(value.to_local() if isinstance(value, DTensor) else value)
+            local = unwrap(value)
             if local.numel() and first.setdefault(memory_of(local), name) != name:
                 ties[name] = first[memory_of(local)]
     return ties

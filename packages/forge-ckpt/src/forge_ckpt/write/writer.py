@@ -1,6 +1,7 @@
-"""The storage writer behind dcp.save: temporary directory, data files, manifest, rename."""
+"""The storage writer for dcp.save: temporary directory, data files, manifest, rename."""
 
 import dataclasses
+import json
 import math
 import os
 import secrets
@@ -15,21 +16,23 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from forge_ckpt import files, generations, manifest
+from forge_ckpt import directories, files, manifest
 from forge_ckpt.errors import StepExists
 from forge_ckpt.write.blocks import BlockFile
 from forge_ckpt.write.planner import ForgeSavePlanner, memory_of
+
+_Location = tuple[str, int, int]  # file, first byte, number of bytes
 
 
 class ForgeWriter(StorageWriter):
     """For ``dcp.save(state, storage_writer=ForgeWriter(path, step=100), planner=ForgeSavePlanner())``.
 
-    ``path`` appears, complete and durable, by one rename after every rank has written; before that
-    there is only ``<path>.tmp-<random>`` beside it, which a failed save leaves (``discard`` removes
-    it). Each rank writes ``data-<rank>.bin`` in a directory that all ranks see.
+    Each rank writes ``data-<rank>.bin`` into ``<path>.tmp-<random>``, on a file system that all ranks
+    share. When all are written, one rename to ``path`` makes the checkpoint visible, complete and
+    durable. A failed save leaves the temporary directory; ``discard`` removes it.
 
     Memory: ``2 * threads + 1`` blocks of 4 MiB, and one tensor where it is not contiguous or not on
-    the CPU. Raises StepExists when ``path`` is already there.
+    the CPU. Raises StepExists when ``path`` exists.
     """
 
     def __init__(
@@ -41,20 +44,20 @@ class ForgeWriter(StorageWriter):
         self._temporary: Path | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins; ``checkpoint_id``, if given, is its path."""
+        """Begin a new save, to ``checkpoint_id`` if it is given."""
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
         self._temporary = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is made before all ranks have planned."""
+        """Nothing to do: the directory is made in ``prepare_global_plan``, after all ranks have planned."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Torch's plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the temporary directory (coordinator only) and tell every rank its name and number."""
+        """Make the temporary directory (coordinator only); each plan carries its name and a rank number."""
         if os.path.lexists(self.path):
             raise StepExists(f"{self.path} exists; a checkpoint is never written in place")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +69,7 @@ class ForgeWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors; objects and digests travel to the coordinator as results."""
+        """Write this rank's tensors; objects and digests go to the coordinator as write results."""
         if not isinstance(planner, ForgeSavePlanner):
             raise ValueError(
                 f"planner {type(planner).__name__} would pickle objects; pass ForgeSavePlanner()"
@@ -88,23 +91,28 @@ class ForgeWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit (coordinator only, after every rank has written): manifest, fsync, rename, fsync."""
         assert self._temporary is not None, "torch calls prepare_global_plan first"
-        made = _manifest(self.step, metadata, [result for rank in results for result in rank])
-        files.write_file(self._temporary / manifest.NAME, manifest.encode(made))
+        table = _manifest(self.step, metadata, [result for rank in results for result in rank])
+        # Order of durability: data files (fsynced by each rank), manifest and its fsync, fsync of the
+        # directory, which makes their names durable, rename, fsync of the parent. After a power loss
+        # at any point, a directory with its final name therefore holds everything.
+        files.write_file(self._temporary / manifest.NAME, manifest.encode(table))
         files.sync_directory(self._temporary)
-        if os.path.lexists(self.path):  # rename would replace an empty directory without a word
-            raise StepExists(f"{self.path} appeared during the save; two writers share the place")
-        generations.commit(self._temporary, self.path)
+        if os.path.lexists(self.path):  # rename would silently replace an empty directory
+            raise StepExists(
+                f"{self.path} appeared during the save; two writers share the directory"
+            )
+        directories.commit(self._temporary, self.path)
         self._temporary = None
 
     def discard(self) -> None:
-        """Remove what a failed save left; after a commit, nothing."""
+        """Remove the temporary directory of a failed save; does nothing after a commit."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path that is not a URL."""
+        """Accept any path that is not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
 
@@ -112,8 +120,9 @@ def _write_items(
     plan: SavePlan, planner: SavePlanner, block_file: BlockFile, name: str
 ) -> list[WriteResult]:
     results: list[WriteResult] = []
-    # Tied tensors are written once. The tensors are kept, or a freed address could be met again.
-    written: dict[tuple[Any, ...], tuple[torch.Tensor, tuple[str, int, int]]] = {}
+    # Tied tensors are written once. The dict holds the tensors themselves: if one were freed, the
+    # next could get its address and be taken for it.
+    written: dict[tuple[Any, ...], tuple[torch.Tensor, _Location]] = {}
     for item in plan.items:
         data = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
@@ -126,8 +135,8 @@ def _write_items(
             host = _host(data)
             view = files.byte_view(host)
             written[key] = (data, (name, block_file.append(view), len(view)))
-        place = written[key][1]
-        results.append(WriteResult(item.index, place[2], place))
+        location = written[key][1]
+        results.append(WriteResult(item.index, location[2], location))
     return results
 
 
@@ -141,7 +150,7 @@ def _manifest(
 ) -> manifest.Manifest:
     file_entries: dict[str, manifest.FileEntry] = {}
     texts: dict[str, str] = {}
-    places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+    locations: dict[tuple[str, tuple[int, ...]], _Location] = {}
     for result in results:
         fqn, offset, data = result.index.fqn, result.index.offset, result.storage_data
         if isinstance(data, manifest.FileEntry):
@@ -149,20 +158,20 @@ def _manifest(
         elif isinstance(data, str):
             texts[fqn] = data
         else:
-            places[fqn, tuple(offset or ())] = data
+            locations[fqn, tuple(offset or ())] = data
     tensors: dict[str, manifest.TensorEntry] = {}
-    found: dict[str, manifest.ObjectEntry] = {}
+    object_entries: dict[str, manifest.ObjectEntry] = {}
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
         if isinstance(entry, TensorStorageMetadata):
             chunks = tuple(
-                manifest.Chunk(tuple(c.offsets), tuple(c.sizes), *places[name, tuple(c.offsets)])
+                manifest.Chunk(tuple(c.offsets), tuple(c.sizes), *locations[name, tuple(c.offsets)])
                 for c in entry.chunks
-                if math.prod(c.sizes)  # uneven shards may be empty
+                if math.prod(c.sizes)  # uneven sharding leaves some ranks without elements
             )
             tensors[name] = manifest.TensorEntry(
                 path, tuple(entry.size), entry.properties.dtype, chunks
             )
         else:
-            found[name] = manifest.ObjectEntry(path, manifest.parse(texts[name]))
-    return manifest.Manifest(step, torch.__version__, file_entries, tensors, found)
+            object_entries[name] = manifest.ObjectEntry(path, json.loads(texts[name]))
+    return manifest.Manifest(step, torch.__version__, file_entries, tensors, object_entries)

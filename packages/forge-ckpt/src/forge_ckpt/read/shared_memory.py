@@ -1,4 +1,4 @@
-"""Tensors that share memory here, such as tied weights: they must have been saved with the same bytes."""
+"""Tensors that share memory, such as tied weights, must have been saved with the same bytes."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,12 +22,12 @@ class _Box(NamedTuple):
     source: torch.Tensor
 
 
-def refuse_different_bytes(
+def check_shared_memory(
     staged: list[tuple[ReadItem, torch.Tensor]], planner: ForgeLoadPlanner, where: str
 ) -> None:
-    """Raise CheckpointMismatch where what one saved tensor fills would be overwritten by another's bytes.
+    """Raise CheckpointMismatch where one saved tensor would overwrite bytes of another.
 
-    Cost: host memory and two copies of what is shared; nothing where no two tensors meet.
+    Cost: host memory and two copies of the shared ranges; nothing without shared memory.
     """
     boxes = [box for item, source in staged for box in _box(item, source, planner)]
     for group in _groups(boxes):
@@ -50,7 +50,7 @@ def _box(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> Ite
 
 
 def _groups(boxes: list[_Box]) -> Iterator[list[_Box]]:
-    """Boxes of several names whose addresses overlap; those of one name never do, they tile it."""
+    """Groups of boxes of different names with overlapping addresses. Boxes of one name tile it."""
     group: list[_Box] = []
     end = 0
     for box in sorted(boxes, key=lambda box: (box.device, box.begin)):
@@ -65,9 +65,14 @@ def _groups(boxes: list[_Box]) -> Iterator[list[_Box]]:
 
 
 def _overwritten(group: list[_Box]) -> _Box | None:
-    """The first box that would not keep its bytes, found by filling all into memory of the same layout."""
+    """The first box that would lose bytes to a later one; None if there is none.
+
+    All are copied into host memory with the same relative addresses, as the load would fill them, and
+    then compared: the state itself must not change before the check.
+    """
     base = group[0].begin // _ALIGN * _ALIGN
-    size = -(-(max(box.end for box in group) - base) // _ALIGN) * _ALIGN
+    end = max(box.end for box in group)
+    size = -(-(end - base) // _ALIGN) * _ALIGN
     memory = torch.empty(size, dtype=torch.uint8)
     views = []
     for box in group:
@@ -79,7 +84,7 @@ def _overwritten(group: list[_Box]) -> _Box | None:
 
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Bit by bit, also for nan."""
+    """Whether all bits are equal; nan equals a nan of the same bits."""
     one, two = one.contiguous(), two.contiguous()
     bits = [torch.frombuffer(byte_view(tensor), dtype=torch.uint8) for tensor in (one, two)]
     return torch.equal(*bits)

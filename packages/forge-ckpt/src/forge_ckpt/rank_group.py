@@ -1,7 +1,7 @@
-"""The ranks of a store, and how they come to one decision: everybody succeeds, or everybody raises.
+"""Calls that succeed on all ranks of a store or raise on all of them.
 
-What one rank tells another is JSON, deflated, in a tensor of bytes on the CPU: nothing is pickled,
-also not between live processes, and numpy (which torch's object collectives need) is not used.
+Ranks exchange compressed JSON in byte tensors on the CPU. Torch's object collectives are not used:
+they pickle, and they need numpy.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from forge_ckpt.errors import (
 from forge_ckpt.files import byte_view
 
 T = TypeVar("T")
-# A class that crosses from rank to rank is one of these, else the nearest one that it descends from.
+# Another rank raises an exception as one of these classes: the nearest base of its own class.
 _CLASSES: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -41,16 +41,16 @@ _CLASSES: dict[str, type[Exception]] = {
 _Failure = dict[str, Any]  # {"kind", "text", "errno"} of one exception
 
 
-class Ranks:
+class RankGroup:
     """The processes that call the same methods of a store in the same order.
 
-    ``group``: a process group that carries CPU tensors (gloo). Without it the default group serves;
-    where that is NCCL alone, a gloo group of all ranks is made (so every rank must come here).
+    ``group``: a process group that carries CPU tensors (gloo). Without it the default group is used;
+    where that is NCCL alone, a gloo group of all ranks is made, so every rank must construct this.
     Without a process group, or in one of size 1, nothing is communicated. Raises ValueError for a
     group that carries no CPU tensors, or that this process is not in.
 
-    Rank numbers are those of the group. A rank that dies makes the others' next exchange raise
-    RuntimeError; one that hangs does so after the group's timeout.
+    Rank numbers are those of the group. If a rank dies, the next exchange raises RuntimeError on
+    the others; if it hangs, after the group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -58,7 +58,7 @@ class Ranks:
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self.size = 1 if self._group is None else dist.get_world_size(self._group)
 
-    def all_do(self, run: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, run: Callable[[], T]) -> T:
         """``run`` on every rank; if it raises on any, all raise that class, naming the rank.
 
         Cost: 8 bytes a rank in one all-gather when it succeeds everywhere.
@@ -66,46 +66,49 @@ class Ranks:
         if self.size == 1:
             return run()
         value, error = _attempt(run)
-        with _talking():
+        # A rank that failed still takes part in the exchange: the others wait in it.
+        with _lost_ranks_explained():
             reports = self._all_gather(b"" if error is None else _pack(_failure(error)))
         failures = {rank: _unpack(report) for rank, report in enumerate(reports) if report}
         if failures:
             self._raise(failures, error)
         return value  # type: ignore[return-value]
 
-    def first_does(self, run: Callable[[], Any]) -> Any:
+    def run_on_rank_0(self, run: Callable[[], Any]) -> Any:
         """``run`` on rank 0; its result, plain JSON, on every rank, or its exception.
 
         Cost: a broadcast of 8 bytes and one of the result.
         """
         if self.size == 1:
             return run()
-        return self._answer(run) if self.rank == 0 else self._answer(None)
+        return self._broadcast_result(run if self.rank == 0 else None)
 
-    def through_first(self, each: Callable[[], Any], first: Callable[[list[Any]], Any]) -> Any:
-        """``first(results of each)`` on rank 0 and its result on every rank; both are plain JSON.
+    def map_reduce(self, map: Callable[[], Any], reduce: Callable[[list[Any]], Any]) -> Any:
+        """``reduce([map of each rank])`` on rank 0; its result on every rank. Results are plain JSON.
 
-        If ``each`` raises anywhere, ``first`` does not run. An exception of either is raised by all.
-        Cost: an all-gather of 8 bytes a rank, a gather to rank 0, the broadcasts of first_does.
+        If ``map`` raises on any rank, ``reduce`` does not run. All ranks raise an exception of either.
+        Cost: an all-gather of 8 bytes a rank, a gather to rank 0, the broadcasts of run_on_rank_0.
         """
         if self.size == 1:
-            return first([each()])
-        value, error = _attempt(each)
-        mine = {"value": value} if error is None else {"failure": _failure(error)}
-        with _talking():
-            reports = [_unpack(report) for report in self._gather(_pack(mine))]
+            return reduce([map()])
+        value, error = _attempt(map)
+        report = {"value": value} if error is None else {"failure": _failure(error)}
+        with _lost_ranks_explained():
+            reports = [_unpack(report) for report in self._gather(_pack(report))]
         failures = {rank: r["failure"] for rank, r in enumerate(reports) if "failure" in r}
         if failures:
-            return self._answer(None, list(failures.items()), error)
-        return self._answer(lambda: first([report["value"] for report in reports]), own=error)
+            return self._broadcast_result(None, list(failures.items()), error)
+        return self._broadcast_result(
+            lambda: reduce([report["value"] for report in reports]), own=error
+        )
 
-    def _answer(
+    def _broadcast_result(
         self,
         run: Callable[[], Any] | None,
         failures: list[tuple[int, _Failure]] | None = None,
         own: BaseException | None = None,
     ) -> Any:
-        """What rank 0 gets from ``run``, or its ``failures`` of others, told to all."""
+        """Rank 0 runs ``run``, or has ``failures`` of other ranks; all ranks return the result or raise."""
         answer: dict[str, Any] = {}
         if self.rank == 0:
             if failures:
@@ -114,7 +117,7 @@ class Ranks:
                 assert run is not None
                 value, own = _attempt(run)
                 answer = {"value": value} if own is None else {"first": _failure(own)}
-        with _talking():
+        with _lost_ranks_explained():
             answer = _unpack(self._broadcast(_pack(answer) if self.rank == 0 else b""))
         if "failures" in answer:
             self._raise(dict(answer["failures"]), own)
@@ -125,10 +128,10 @@ class Ranks:
     def _raise(
         self, failures: dict[int, _Failure], own: BaseException | None, where: str | None = None
     ) -> None:
-        """Raise the failure of the lowest rank; all ranks raise one class and one text.
+        """Raise the failure of the lowest failed rank, with the same class and message on all ranks.
 
-        That rank raises its own exception where the class is not one of ours: its maker may wait
-        for it. So does every rank when all failed alike, and any rank that is interrupted.
+        An exception of another class than ``_CLASSES`` is raised unchanged on that rank, because its
+        caller may catch that class; on every rank when all failed alike, and on an interrupted one.
         """
         lowest, report = next(iter(failures.items()))
         alike = len(failures) == self.size and all(f == report for f in failures.values())
@@ -152,7 +155,7 @@ class Ranks:
         return [_bytes(tensor, size) for tensor, size in zip(found, sizes)]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """What every rank sent, on rank 0; an empty list elsewhere."""
+        """The data of every rank, on rank 0; an empty list on the others."""
         sizes = self._sizes(data)
         longest = max(sizes)
         found = None
@@ -175,7 +178,7 @@ class Ranks:
 
 
 def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A group whose collectives take CPU tensors; None where one process is alone."""
+    """A group whose collectives take CPU tensors; None for a single process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if dist.get_rank(group) < 0:
@@ -196,7 +199,7 @@ def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _attempt(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return run(), None
-    except BaseException as error:  # an interrupt too is told to the others before it goes on
+    except BaseException as error:  # KeyboardInterrupt too: the others must learn of it, not hang
         return None, error
 
 
@@ -217,7 +220,7 @@ def _names(ranks: list[int]) -> str:
 
 
 @contextlib.contextmanager
-def _talking() -> Iterator[None]:
+def _lost_ranks_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""One checkpoint read by all ranks: verified by each, agreed by all, only then used."""
+"""All ranks load one checkpoint, or verify it: no state changes before every rank has verified."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -8,17 +8,24 @@ from typing import Any
 from forge_ckpt import manifest, tree
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
 from forge_ckpt.files import Directory
-from forge_ckpt.ranks import Ranks
+from forge_ckpt.protocols import Stateful
+from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.blocks import verify_files
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
-from forge_ckpt.read.targets import NOTHING, check_object, is_stateful, not_asked, target_of
+from forge_ckpt.read.targets import (
+    NO_TARGET,
+    check_object,
+    is_stateful,
+    load_target,
+    unselected_names,
+)
 
 Check = Callable[[int, Mapping[str, Any]], None]
 
 
-def read_together(
-    ranks: Ranks,
+def load_checkpoint(
+    group: RankGroup,
     path: Path,
     step: int,
     state: MutableMapping[str, Any],
@@ -29,27 +36,27 @@ def read_together(
 
     Raises CorruptCheckpoint or CheckpointMismatch on all ranks, and then no tensor of any rank has
     changed. If a ``load_state_dict`` raises at the end, states have changed: all ranks raise
-    StateRefused, or what was raised where that is not a built-in exception about values.
+    StateRefused for a built-in exception about values, and other exceptions unchanged.
 
     Communication: the manifest from rank 0, then three votes of 8 bytes a rank. Each rank reads
     and verifies the blocks that its own boxes touch.
     """
-    table = share_manifest(ranks, path, step)
+    table = broadcast_manifest(group, path, step)
     planner = ForgeLoadPlanner()
     reader = ForgeReader(path, step=step, threads=threads)
     content: dict[str, Any] = {}
 
     def plan() -> Any:
-        metadata = metadata_of(table, without=not_asked(state, table))
-        targets = {name: target_of(value, name, table) for name, value in state.items()}
-        content.update({name: t for name, t in targets.items() if t is not NOTHING})
-        left = [k for k, p in metadata.planner_data.items() if targets.get(p[0]) is NOTHING]
-        if left:
+        metadata = metadata_of(table, without=unselected_names(state, table))
+        targets = {name: load_target(value, name, table) for name, value in state.items()}
+        content.update({name: t for name, t in targets.items() if t is not NO_TARGET})
+        extra = [k for k, p in metadata.planner_data.items() if targets.get(p[0]) is NO_TARGET]
+        if extra:
             raise CheckpointMismatch(
-                f"{path}: {left[0]} is in the checkpoint only, and nothing here has such state; build the "
+                f"{path}: {extra[0]} is in the checkpoint only, and nothing here has such state; build the "
                 "same objects as the run that saved it"
             )
-        planner.set_up_planner(content, metadata, ranks.rank == 0)
+        planner.set_up_planner(content, metadata, group.rank == 0)
         try:
             return planner.create_local_plan()
         except CheckpointMismatch as error:
@@ -58,19 +65,20 @@ def read_together(
     def stage() -> Staged:
         reader.use(Directory(path), table)
         try:
-            found = reader.stage(wanted, planner)
+            in_place = reader.stage(wanted, planner)
         finally:
             reader.close()
-        saved = planner.place_into(tree.copied(content))
+        # The saved state in new containers, for the checks: the caller's containers must not change yet.
+        saved = planner.replace_leaves(tree.copy_containers(content))
         for name, value in state.items():
-            with _value_error_is_corruption(f"{path}: {name}"):
+            with _value_errors_as_corruption(f"{path}: {name}"):
                 check_object(value, name, saved.get(name, {}))
         if check is not None:
-            with _value_error_is_corruption(str(path)):
+            with _value_errors_as_corruption(str(path)):
                 check(step, saved)
-        return found
+        return in_place
 
-    def use() -> None:
+    def apply() -> None:
         fill(staged, planner)
         for name, value in list(state.items()):
             if is_stateful(value):
@@ -78,14 +86,16 @@ def read_together(
             elif content[name] is not value:
                 state[name] = content[name]
 
-    wanted = ranks.all_do(plan)
-    staged = ranks.all_do(stage)
-    ranks.all_do(use)
+    # Each call is a vote: if any rank raised, all raise here. The state changes in the last one only,
+    # so a rank with a damaged file stops all others before their tensors change.
+    wanted = group.run_on_all_ranks(plan)
+    staged = group.run_on_all_ranks(stage)
+    group.run_on_all_ranks(apply)
 
 
 @contextlib.contextmanager
-def _value_error_is_corruption(where: str) -> Iterator[None]:
-    """A check's plain ValueError. Its subclasses say something else (other data, another model)."""
+def _value_errors_as_corruption(where: str) -> Iterator[None]:
+    """A plain ValueError of a check. Subclasses have other meanings (other data, another model)."""
     try:
         yield
     except ValueError as error:
@@ -94,11 +104,12 @@ def _value_error_is_corruption(where: str) -> Iterator[None]:
         raise CorruptCheckpoint(f"{where}: {error}") from error
 
 
-def _load(value: Any, content: Any, where: str) -> None:
+def _load(value: Stateful, content: Any, where: str) -> None:
     try:
         value.load_state_dict(content)
     except Exception as error:
-        # a class of the object's own has a meaning to its caller; disk and memory are no values
+        # The caller may catch a class of the object's own. OSError and MemoryError are faults of the
+        # host: an older checkpoint would not help.
         about_values = type(error).__module__ == "builtins"
         if not about_values or isinstance(error, OSError | MemoryError):
             raise
@@ -107,25 +118,22 @@ def _load(value: Any, content: Any, where: str) -> None:
         ) from error
 
 
-def verify_together(ranks: Ranks, path: Path, step: int, threads: int) -> None:
-    """Compare a whole checkpoint with its digests; all ranks raise CorruptCheckpoint, or none.
-
-    The files are dealt out so that no rank reads the one that it would write: its page cache would
-    answer, and not the disk.
-    """
-    table = share_manifest(ranks, path, step)
+def verify_checkpoint(group: RankGroup, path: Path, step: int, threads: int) -> None:
+    """Compare a whole checkpoint with its digests; all ranks raise CorruptCheckpoint, or none."""
+    table = broadcast_manifest(group, path, step)
 
     def verify() -> None:
         names = sorted(table.files, key=lambda name: (len(name), name))
-        mine = [name for i, name in enumerate(names) if (i + 1) % ranks.size == ranks.rank]
+        # No rank reads the file that it wrote: it would be read from the host's page cache, not from disk.
+        share = [name for i, name in enumerate(names) if (i + 1) % group.size == group.rank]
         with Directory(path) as directory:
-            verify_files(directory, table, mine, threads)
+            verify_files(directory, table, share, threads)
 
-    ranks.all_do(verify)
+    group.run_on_all_ranks(verify)
 
 
-def share_manifest(ranks: Ranks, path: Path, step: int) -> manifest.Manifest:
-    """The verified manifest, read by rank 0 alone, so that no two ranks could read different ones.
+def broadcast_manifest(group: RankGroup, path: Path, step: int) -> manifest.Manifest:
+    """The verified manifest. Only rank 0 reads it, so that all ranks have the same one.
 
     Rank 0 also compares the sizes of all files with it. Raises as :func:`forge_ckpt.manifest.read`.
     """
@@ -135,5 +143,5 @@ def share_manifest(ranks: Ranks, path: Path, step: int) -> manifest.Manifest:
             manifest.read(directory, step)
             return manifest.read_bytes(directory).decode()
 
-    text = ranks.first_does(read)
+    text = group.run_on_rank_0(read)
     return manifest.decode(text.encode(), str(path / manifest.NAME))

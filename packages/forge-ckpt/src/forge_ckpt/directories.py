@@ -1,0 +1,116 @@
+"""The directories of a store: committed steps, temporary ones, the quarantine.
+
+step-00000100/                 committed (it holds a manifest)
+step-00000200.tmp-9f3c21ab/    temporary: being written, or left by a writer that died
+quarantine/step-00000150-0/    found corrupt, kept for inspection
+lock                           held by the writer
+"""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from forge_ckpt import manifest
+from forge_ckpt.files import sync_directory
+
+QUARANTINE = "quarantine"
+_STEP = re.compile(r"step-(\d{8,18})")
+_TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-.+")
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """``step-00000100`` below ``root``. Names sort like their steps up to 8 digits."""
+    return root / f"step-{step:08d}"
+
+
+def list_steps(root: Path) -> list[int]:
+    """All steps with a directory, with a manifest or without, oldest first."""
+    steps = []
+    for name in os.listdir(root):
+        match = _STEP.fullmatch(name)
+        if match and step_directory(root, int(match[1])).name == name:
+            steps.append(int(match[1]))
+    return sorted(steps)
+
+
+def committed_steps(root: Path) -> list[int]:
+    """Steps whose directory holds a manifest, oldest first."""
+    found = {step: step_directory(root, step) for step in list_steps(root)}
+    return [
+        step
+        for step, path in found.items()
+        if not path.is_symlink() and (path / manifest.NAME).is_file()
+    ]
+
+
+def commit(written: Path, target: Path) -> None:
+    """Give a complete directory its final name, durably.
+
+    The caller has fsynced its files and the directory: a rename can reach the disk before them.
+    """
+    os.rename(written, target)
+    sync_directory(target.parent)  # else a power loss may undo the rename after save returned
+
+
+def remove_step(path: Path) -> None:
+    """Rename a step to a temporary name, then delete it: a crash between leaves no half of a step."""
+    doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def temporary_names(root: Path) -> list[str]:
+    """Names of temporary directories: being written, or left by a writer that died."""
+    return sorted(name for name in os.listdir(root) if _TEMPORARY.fullmatch(name))
+
+
+def remove_temporary(root: Path) -> list[str]:
+    """Delete temporary directories and return their names. Hold the lock: they may be in use."""
+    names = temporary_names(root)
+    for name in names:
+        path = root / name
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    return names
+
+
+def check_writable(root: Path) -> None:
+    """Make and remove a directory, as a save would; raises OSError where it would fail."""
+    probe = step_directory(root, 0).with_suffix(f".tmp-{secrets.token_hex(4)}")
+    probe.mkdir()
+    probe.rmdir()
+
+
+def quarantine(root: Path, step: int) -> Path:
+    """Move a step to ``quarantine/step-N-<n>`` with the first free n; returns the new path.
+
+    It is moved, not deleted: the next load must not try it again, and its owner may still recover
+    tensors from it.
+    """
+    folder = root / QUARANTINE
+    if folder.is_symlink() or (
+        folder.exists() and not folder.is_dir()
+    ):  # links may leave the store
+        reason = "must be a directory of its own; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(folder))
+    folder.mkdir(exist_ok=True)
+    name = step_directory(root, step).name
+    number = 0
+    while os.path.lexists(folder / f"{name}-{number}"):
+        number += 1
+    target = folder / f"{name}-{number}"
+    os.rename(root / name, target)
+    sync_directory(folder)  # the new name before the old one is gone, or a crash loses both
+    sync_directory(root)
+    return target
+
+
+def quarantined(root: Path) -> list[str]:
+    """Names in quarantine, oldest step first."""
+    folder = root / QUARANTINE
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
