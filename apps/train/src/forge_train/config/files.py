@@ -28,7 +28,9 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     except OSError as error:
         raise ValueError(f"{error.strerror}; name an existing file") from error
     except ValueError as error:  # NUL, or half a surrogate pair
-        raise ValueError(f"is no path ({error}); name an existing file") from error
+        raise ValueError(
+            "is no path, as it holds NUL or a lone surrogate; name an existing file"
+        ) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("is no regular file (a folder, pipe or device); name an existing file")
