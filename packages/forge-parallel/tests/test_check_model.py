@@ -119,10 +119,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
     "a parameter of two blocks": (
         a_bias_in_two_blocks, {}, None, "layers.0.bias and layers.1.bias: are one parameter"),
     "experts on no rank of ep": (
-        experts, {"ep": 2}, EXPERTS, "ep 2 must have experts that lie on its ranks, and layers.0.weight"),
+        experts, {"ep": 2}, EXPERTS, "ep 2 must have experts that are sharded over it, and layers.0.weight"),
     "ep without experts": (Net, {"ep": 2}, ROLES, "no parameter has the role expert"),
     "experts beside a router": (
-        experts_beside_their_router, {"tp": 2}, BESIDE, "lie in one module, and experts are laid out apart"),
+        experts_beside_their_router, {"tp": 2}, BESIDE, "are in one module, and experts are sharded apart"),
     "F89 dropout under tp": (
         dropout, {"tp": 2}, ROLES,
         "layers.0.after.p: dropout 0.1 must be 0 under tp, whose ranks would drop the same of different heads "

@@ -452,7 +452,7 @@ def test_ranks_find_imported_what_the_model_imports(lab: Path) -> None:
         (
             ["my_lab:build", "--roles", "wrong.toml"],
             1,
-            "of down.bias in step 1 parts first, by 1.0e+00",
+            "of down.bias in step 1 differs first, by 1.0e+00",
         ),
         (["my_lab:missing"], 2, "must be module:function"),
         (["my_lab:build", "--args", "depth=2"], 2, "unexpected keyword argument 'depth'"),

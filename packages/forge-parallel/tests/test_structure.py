@@ -162,8 +162,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no such name": (
         "layers.*", "'layers.*' must name modules of Stranger, and fits none; its children are body, head"),
     "one inside another": (
-        ["body.layers.*", "body.layers.1.up"], "body.layers.1.up lies inside body.layers.1"),
-    "the model and its blocks": (["", "body.layers.*"], "lies inside the model"),
+        ["body.layers.*", "body.layers.1.up"], "body.layers.1.up is inside body.layers.1"),
+    "the model and its blocks": (["", "body.layers.*"], "is inside the model"),
     "without parameters": ("body.*", "body.rotary must have parameters and a forward of its own"),
     "a list, which nobody calls": ("body.layers", "body.layers must have parameters and a forward"),
     "somebody else's": ([nn.Linear(2, 2)], "must be modules of it, and a Linear among them is not"),

@@ -1,4 +1,4 @@
-"""Private torch names in use; seen in torch 2.11 to 2.13 where nothing else is said."""
+"""The private torch names in use, each with the torch versions that need it; without a note, 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Borders = tuple[Tensor, Tensor, int, int]
 
 
 def require_attributes(owner: Any, *names: str) -> None:
-    """Raise AttributeError if a class or function of torch lacks what is overridden or looked for here.
+    """Raise AttributeError if a class or function of torch lacks an attribute that is overridden or read here.
 
-    Under another name it would not be missed: torch would never call what overrides it.
+    Without this check a rename in torch would go unnoticed: torch would never call the override.
     """
     declared = getattr(owner, "__annotations__", {})
     for name in names:
@@ -56,9 +56,10 @@ def set_timeout(group: Any, seconds: float) -> None:
 
 
 def clear_sharding_caches() -> None:
-    """Let DTensor forget, in this thread, the layouts of results that it has worked out.
+    """Clear DTensor's caches of sharding propagation, in this thread.
 
-    It keeps them by meshes that compare equal, also to one of a later process group whose groups have other names.
+    Their keys are meshes that compare equal. A mesh of a later process group compares equal, too, although its
+    groups have other names, and would get a cached result with the names of groups that have ended.
     """
     from torch.distributed.tensor import debug
 
@@ -67,16 +68,16 @@ def clear_sharding_caches() -> None:
 
 
 def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
-    """Let all ranks reduce the same gradients of FSDP2 units, {module: mesh}, whatever each rank used.
+    """Let all ranks reduce the same gradients of FSDP2 units, {module: mesh}, whatever parameters each rank used.
 
-    FSDP2 packs the gradients that this rank has, so ranks that used different parameters add one's to another's.
-    A parameter that a gathered unit did not use counts as zero here; one that no rank used since the last update
-    keeps no gradient, as in one process. torch 2.13's `set_reduce_scatter_unused_params` does the first alone (an
-    optimizer would decay such parameters), and in one dtype alone. A unit that the last micro-batch leaves out is
-    reduced as well, and with it the sum over copies that waits for it (HSDP).
+    FSDP2's reduce-scatter packs only parameters that have a gradient on this rank: ranks that used different
+    parameters would add gradients of one to those of another. Here an unused parameter of a gathered unit gets
+    zeros, and a parameter that no rank used since the last update has no gradient, as in one process. torch 2.13's
+    `set_reduce_scatter_unused_params` only adds zeros (an optimizer would decay such parameters), and supports one
+    dtype. A unit that the last micro-batch leaves out is reduced as well, and with it HSDP's sum over copies.
 
-    Cost: at the end of a backward one all-reduce of a byte per parameter and axis; the host reads it on ranks that
-    left something out.
+    Cost: one all-reduce of a byte per parameter and axis at the end of the step's last backward; the host reads the
+    result on ranks with unused parameters.
     """
     used: set[Any] = set()
     groups = {
@@ -87,7 +88,8 @@ def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
     }
     for group in groups:
         group.post_backward = functools.partial(_reduce_all, group, group.post_backward, used)
-    for module in meshes:  # a backward ends with the unit whose output it reaches first
+    # any unit may be the root of a backward: that whose output the loss reaches first
+    for module in meshes:
         state = module._get_fsdp_state()
         finish = state._root_post_backward_final_callback
         ending = functools.partial(_finish, state, finish, groups, used)
@@ -97,8 +99,8 @@ def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
 def refresh_grad_dtypes(module: Any) -> None:
     """Let an FSDP2 unit take the dtypes of its gradients from the parameters that are trained now.
 
-    FSDP2 looks once, at the first forward, and finds none where all were frozen: it would then sum in the compute
-    dtype and leave gradients in it.
+    FSDP2 sets them once, at the first forward, from trained parameters. If all were frozen then, it would sum
+    gradients in the compute dtype and leave them in it.
     """
     for group in _groups(module._get_fsdp_state()):
         require_attributes(type(group), "_init_mp_dtypes")
@@ -106,11 +108,12 @@ def refresh_grad_dtypes(module: Any) -> None:
 
 
 def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
-    """Note which parameters have a gradient, give the others zeros, then `reduce`."""
+    """Record the parameters that have a gradient, give the others zeros, then call FSDP2's `reduce`."""
     gathered = [p for p in _trained(group) if _gathered(p) is not None]
     for parameter in gathered:
         if parameter.sharded_param.grad is None and group._partial_reduce_output is None:
-            used.discard(parameter)  # nothing is left of earlier backwards: an update came between
+            # the optimizer has cleared gradients since the last backward: start a new record
+            used.discard(parameter)
         if _has_gradient(parameter):
             used.add(parameter)
     if group.reduce_grads:
@@ -120,8 +123,9 @@ def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: 
             if not _has_gradient(parameter):
                 zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
                 parameter.unsharded_accumulated_grad = zeros
-            elif dtype is not None:  # FSDP2 packs one dtype
-                parameter.accumulate_unsharded_grad_if_needed()  # or the cast would replace the sum
+            # FSDP2 packs one dtype. The order matters: the cast alone would overwrite the accumulated sum.
+            elif dtype is not None:
+                parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
     reduce(*args)
 
@@ -129,7 +133,7 @@ def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: 
 def _finish(
     state: Any, finish: Callable[[], None], groups: Mapping[Any, Any], used: set[Any]
 ) -> None:
-    """Forget, when the step's last backward ends, the zeros of what no rank used."""
+    """After the step's last backward, remove the zero gradients of parameters that no rank used."""
     finish()
     if state._state_ctx.is_last_backward:
         for mesh in dict.fromkeys(groups.values()):
@@ -141,7 +145,7 @@ def _drop_unused(groups: list[Any], mesh: Any, used: set[Any]) -> None:
     if not parameters:
         return
     used_here = [parameter in used for parameter in parameters]
-    # of the device itself where everything was used: a copy from the host would wait for what runs there
+    # made on the device in the common case: a copy from pageable host memory would wait for the device
     flags = torch.ones(len(used_here), dtype=torch.uint8, device=mesh.device_type)
     if not all(used_here):
         flags.copy_(torch.tensor(used_here, dtype=torch.uint8))
@@ -158,19 +162,19 @@ def _trained(group: Any) -> list[Any]:
 
 
 def _has_gradient(parameter: Any) -> bool:
-    """Whether a gradient is there that FSDP2 will still reduce in this backward."""
+    """Whether FSDP2 has a gradient of it to reduce in this backward."""
     waiting = parameter.unsharded_accumulated_grad
     return waiting is not None or parameter._unsharded_param.grad is not None
 
 
 def _groups(state: Any) -> list[Any]:
-    """What an FSDP2 module gathers together; 2.13 may have several such groups."""
+    """The parameter groups that an FSDP2 module gathers together: one in torch 2.11, several possible in 2.13."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
-    """A new tensor with the sum over ranks, by the ops that compile and fake groups know."""
+    """A new tensor with the sum over ranks, by the functional ops that torch.compile and fake groups support."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group_name))
 
@@ -200,26 +204,26 @@ def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
 
 
 def function_output(x: Tensor) -> Tensor:
-    """What the forward of a custom autograd function returns, where an operator may have returned its own input.
+    """`x`, to be returned by the forward of a custom autograd function whose last operator may return its input.
 
-    Compiled by Dynamo of torch 2.11, such a result (`to` the dtype it has, `contiguous` of what is, `wait_tensor`)
-    is an output twice, and the gradient of the first is lost: zero, without a word.
+    `to` the same dtype, `contiguous` and `wait_tensor` may do so. Dynamo of torch 2.11 then lists the tensor as an
+    output twice and loses the gradient of the first: it is silently zero. So there a compiled forward copies.
     """
     return x.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else x
 
 
 _LOSES_GRADIENTS = torch.__version__ < "2.12"
 
-#: Whether torch computes gradients of inputs and of weights apart for any graph. Before 2.13 it raises at some
-#: custom functions, and counts a weight twice that is below two of the places where it cuts.
+#: Whether torch can split the backward of any graph into gradients of inputs and of weights. Before 2.13 it raises
+#: at some custom functions, and adds the gradient of a weight twice that is below two of its cut points.
 SPLITS_ANY_BACKWARD = torch.__version__ >= "2.13"
 
 
 def overlap_matmuls(group_name: Any) -> None:
-    """Let inductor split matmuls to overlap their collectives over a group (async tp); unrun on a GPU.
+    """Let inductor split matmuls to overlap them with collectives of a group (async tp); unrun on a GPU.
 
-    It leaves groups alone whose ranks have not been given symmetric memory. That call is deprecated as needless in
-    2.13, where the compiler's pass still asks for it.
+    Inductor's pass skips groups without symmetric memory. torch 2.13 deprecates the call that enables it as
+    unnecessary, but its pass still checks for it.
     """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -234,39 +238,39 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-#: What sees every operator under autograd; public in practice, kept in a private module.
+#: Base class of modes that see every operator below autograd; documented by torch, but in a private module.
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """`tensor` without its graph, sharing memory and version counter, made below autograd.
+    """`tensor` without its graph, sharing memory and version counter; for use below autograd.
 
-    There a plain `detach` gives a counter of its own, so that a later change in place would not show.
+    There a plain `detach` has a version counter of its own and would hide later in-place changes.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Which memory a tensor lies in, fake tensors too: the same number for all its views."""
+    """A number of the tensor's storage, equal for all its views; for fake tensors, too."""
     return tensor.untyped_storage()._cdata
 
 
 @functools.cache
 def mutated_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of each argument that an operator changes."""
+    """(position, name) of each argument that an operator changes in place."""
     schema = getattr(operator, "_schema", None)  # a higher-order operator has none
     arguments = enumerate(getattr(schema, "arguments", ()))
     return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
 def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
-    """torch's PipelineStage, with two habits of torch 2.11 (not of 2.13) and one of both taken off.
+    """torch's PipelineStage with three methods overridden.
 
-    `_validate_fwd_outputs` holds the logits against the example of what goes from stage to stage, too; a
-    caller of the loss need not know their shape. `_get_init_p2p_neighbors_ops` greets neighbours, of which in
-    a V one is the rank itself: gloo cannot send there. `backward_weight_one_chunk` adds the gradients of
-    micro-batches in the compute dtype, where FSDP2 was told to sum in another.
+    `_validate_fwd_outputs` (torch 2.11): compares also the last stage's logits with the example of the stream
+    between stages; they have another shape. `_get_init_p2p_neighbors_ops` (2.11): sends to neighbours, one of
+    which is the rank itself in a V-schedule; gloo cannot send to itself. `backward_weight_one_chunk` (all versions):
+    adds gradients of micro-batches in the compute dtype; FSDP2's dtype for sums is restored after each.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -302,7 +306,7 @@ def stage_of(base: Any) -> Any:
 
 
 def _fsdp_parameters(model: Any) -> Iterator[Any]:
-    """FSDP2's own objects of all parameters that have been gathered."""
+    """FSDP2's own objects of all parameters that it has gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -313,7 +317,7 @@ def _fsdp_parameters(model: Any) -> Iterator[Any]:
 
 
 def _gathered(parameter: Any) -> Any:
-    """The whole of a parameter that FSDP2 has gathered before, else None."""
+    """The unsharded parameter, if FSDP2 has gathered it before, else None."""
     require_attributes(type(parameter), "_unsharded_param")
     return getattr(parameter, "_unsharded_param", None)
 
@@ -335,9 +339,9 @@ def flash_cpu_backward(
 def flash_varlen(
     q: Tensor, k: Tensor, v: Tensor, borders: Borders, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention (T, H, D) of sequences laid end to end, and its log-sum-exp (H, T): CUDA, 16 bits.
+    """Attention (T, H, D) of concatenated sequences, and its log-sum-exp (H, T): CUDA, 16 bits.
 
-    k and v may have fewer heads. Seen in torch 2.13's own varlen_attn; not run by us.
+    k and v may have fewer heads. The call is that of torch 2.13's own varlen_attn; not run by us.
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, causal, False)
     return out, lse
@@ -354,16 +358,16 @@ def flash_varlen_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `flash_varlen` for any out and lse that hold these keys. Not run by us."""
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *borders, 0.0, causal, seed, q.new_empty(0)
     )
 
 
 def disable_compile(function: F) -> F:
-    """`torch.compiler.disable`, applied at the first call after something loaded the compiler.
+    """`torch.compiler.disable`, applied at the first call after the compiler was imported.
 
-    The decorator itself imports the compiler, half a second that everybody who imports us would pay for.
+    The decorator itself imports the compiler, which would cost every import of this package half a second.
     """
 
     @functools.cache
@@ -377,9 +381,8 @@ def disable_compile(function: F) -> F:
         return disabled()(*args) if "torch._dynamo" in sys.modules else function(*args)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
-    if (
-        torch.__version__ < "2.12"
-    ):  # which looks at the mark in what it traces, not in a frame of its own
+    # 2.11 honours the mark in functions that a compiled frame calls, but not in a frame that it starts with
+    if torch.__version__ < "2.12":
         frames: Any = torch._C._dynamo.eval_frame
         actions = frames._FrameAction
         never = frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
@@ -391,8 +394,8 @@ def disable_compile(function: F) -> F:
 def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
     """A backend for torch.compile with options of its own.
 
-    They are read while a graph is cut into forward and backward, so they hold for its graphs alone. Kept,
-    since torch asks for the same object before it reuses a graph.
+    torch reads them while it partitions a graph into forward and backward, so they apply to its graphs alone.
+    Cached, as torch reuses a graph only for the same backend object.
     """
     from torch._dynamo import lookup_backend
     from torch._functorch import config
@@ -409,8 +412,7 @@ def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
 
 
 def count_compilations() -> tuple[int, int]:
-    """Graphs that torch.compile made in this process, and how often it met code that it had compiled
-    before."""
+    """Graphs that torch.compile made in this process, and how often it compiled the same code again."""
     if "torch._dynamo" not in sys.modules:
         return 0, 0
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
@@ -421,7 +423,7 @@ def count_compilations() -> tuple[int, int]:
 
 
 def raise_recompile_limit(number: int) -> None:
-    """Let that many graphs of the same code live; beyond, torch runs it uncompiled (8 by default)."""
+    """Allow that many graphs of the same code; beyond the limit (8 by default) torch runs it uncompiled."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, number)

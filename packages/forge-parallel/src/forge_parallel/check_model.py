@@ -1,4 +1,4 @@
-"""What a model must be like for a layout, asked before anything of it is changed."""
+"""Checks of a model for a layout, before any change of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_model(
     structure: Structure,
     matched: Matched,
 ) -> None:
-    """One ValueError with everything about `model` that this layout would compute wrongly, or not at all."""
+    """Raise one ValueError with every reason why this layout would compute `model` wrongly, or not at all."""
     layout = _layout(meshes)
     facts = facts_of(model, layout, structure, matched)
     found = problems(config, layout, facts)
@@ -40,8 +40,8 @@ def check_model(
 
 
 def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Matched) -> Facts:
-    """What a look at the model says for this layout; nothing about its batch, nor about experts, which lie on
-    the ranks of ep before."""
+    """The facts of the model itself for this layout; nothing about its batch, nor about experts, which are sharded
+    over ep before."""
     obstacles: dict[str, list[str]] = {}
     if layout.tp > 1:
         obstacles["tp"] = cut_problems(model, matched, layout.tp, layout.dp_shard * layout.cp)
@@ -60,7 +60,7 @@ def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Ma
 
 
 def _layout(meshes: Meshes) -> Layout:
-    """As far as rules ask of it: copies of a model are alike."""
+    """The layout as far as rules read it: copies of the model (dp_replicate) count as one."""
     shards = 1 if meshes.dense is None else meshes.dense["dp_shard"].size()
     on_ep = meshes.sparse is not None and "ep" in meshes.sparse.mesh_dim_names
     ep = meshes.sparse["ep"].size() if on_ep else 1
@@ -75,8 +75,8 @@ def report_blocks(
     structure: Structure,
     report: Callable[[str], None] | None,
 ) -> None:
-    """Which blocks were taken where nobody named them, to `report` or as a warning on rank 0; and a warning
-    where there are none, so that FSDP2 gathers the whole model at once."""
+    """Report the chosen blocks if nobody named them, to `report` or as a warning on rank 0. Warn about a model without
+    blocks, which FSDP2 gathers at once."""
     if structure.chosen and report is not None:
         report(structure.chosen)
     elif structure.chosen and not meshes.rank:
@@ -95,7 +95,7 @@ def report_blocks(
 
 
 def _shared_across_units(model: nn.Module, meshes: Meshes, structure: Structure) -> list[str]:
-    """Parameters under several names that would become several: in units of FSDP2, or in stages."""
+    """Tied parameters in several units of FSDP2, or several stages, each of which would get its own copy."""
     blocks = {id(block) for block in structure.modules(model)}
     modules = model.named_modules(remove_duplicate=False)
     views: list[dict[str, object]] = [{n: id(m) for n, m in modules if id(m) in blocks}]
@@ -123,7 +123,7 @@ def _shared_across_units(model: nn.Module, meshes: Meshes, structure: Structure)
 
 
 def _value_of_owner(parameter: str, values: Mapping[str, object]) -> object:
-    """The place of the innermost module around a parameter that has one."""
+    """The value of the innermost module around a parameter that has one."""
     module = parameter
     while module:
         module = module.rpartition(".")[0]
@@ -133,7 +133,7 @@ def _value_of_owner(parameter: str, values: Mapping[str, object]) -> object:
 
 
 def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list[str]:
-    """Experts lie in modules of their own, and over the ranks of ep already."""
+    """Experts must be in modules of their own, and sharded over ep already."""
     parameters = dict(model.named_parameters())
     names = [name for name in matched.expert_parameters if name in parameters]
     axes = meshes.sparse.mesh_dim_names
@@ -142,8 +142,8 @@ def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list
         whole = [n for n in names if "ep" not in _axes_of(parameters[n])]
         if whole or not names:
             problems.append(
-                f"ep {meshes.sparse['ep'].size()} must have experts that lie on its ranks, and "
-                f"{whole[0] + ' does not' if whole else 'no parameter has the role expert'}; spread them first "
+                f"ep {meshes.sparse['ep'].size()} must have experts that are sharded over it, and "
+                f"{whole[0] + ' is not' if whole else 'no parameter has the role expert'}; shard them first "
                 "(forge_moe.expert_parallelize), or use ep = 1"
             )
     owners: dict[str, object] = {name.rpartition(".")[0]: name for name in names}
@@ -151,7 +151,7 @@ def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list
     for other in [n for n in parameters if n not in known]:
         if (expert := _value_of_owner(other, owners)) is not None:
             problems.append(
-                f"{expert} and {other}: lie in one module, and experts are laid out apart from the rest; put them "
+                f"{expert} and {other}: are in one module, and experts are sharded apart from the rest; put them "
                 "into a module of their own"
             )
             break

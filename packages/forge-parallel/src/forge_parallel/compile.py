@@ -1,8 +1,8 @@
 """torch.compile, block by block.
 
-One graph serves all blocks of a kind: a model of 80 layers compiles in the time of one. What FSDP2 does
-around a block stays outside of the compiled code, and so does a recomputation: it calls the compiled code a
-second time, which lets anything that must be replayed (routes of experts) be replayed in plain Python.
+One graph serves all blocks of a kind: a model of 80 layers compiles in the time of one. FSDP2's hooks around a block
+stay outside of the compiled code, and so does recomputation: it calls the compiled code a second time, so that
+contexts which replay decisions (routes of experts) run in plain Python.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ def compile_blocks(
         ... some steps ...
         print(recompilations())                          # {"graphs": 1, "recompiled": 0}
 
-    A block that holds experts runs as it is and has its other parts compiled (norms, attention): routes
-    make shapes that no graph knows. Names of parameters stay. Shapes are taken as they come, a graph for
-    each. Without grad a block runs as written: evaluation and generation meet shapes that training never
-    has, at a compilation each.
+    A block that holds experts is not compiled, only its other parts are (norms, attention): routes have
+    data-dependent shapes. Names of parameters stay. Shapes are static, a graph for each. Without grad a block runs
+    uncompiled: evaluation and generation use other shapes than training, and each would be compiled.
 
-    The compiler itself decides what is computed again in a backward. `memory_budget` is the share of the
-    activations that it may keep, of those it would keep for speed alone; it recomputes the cheapest of the
-    rest (0.7 keeps about what selective recomputation keeps, near 0 as little as full).
+    The compiler itself decides which activations are recomputed in a backward. `memory_budget` is the share that it
+    may save of those that it would save for speed; it recomputes the cheapest of the rest (0.7 saves about as much
+    as selective recomputation, near 0 as little as full).
     Backends: "inductor"; "aot_eager" for tests.
 
     Call it after recompute and before FSDP2; returns the same object. Raises ValueError for a budget out
@@ -62,9 +61,13 @@ def compile_blocks(
 
     mark(model, "compile")
     graphs = compiler(backend, memory_budget)
-    ready: dict[Any, Callable[..., Any]] = {}  # blocks of one class share what was compiled
+    ready: dict[
+        Any, Callable[..., Any]
+    ] = {}  # by function: blocks of one class share compiled code
     parts: list[Any] = [part for block in blocks for part in _parts(block)]
-    raise_recompile_limit(max(64, len(parts) + 8))  # each block may be of its own kind
+    raise_recompile_limit(
+        max(64, len(parts) + 8)
+    )  # one code object (the mixin's) may need a graph for each block
     for part in parts:
         if not isinstance(part, TrainingForward):
             add_mixin(part, TrainingForward)
@@ -76,10 +79,10 @@ def compile_blocks(
 
 
 def recompilations() -> dict[str, int]:
-    """`graphs` that this process has compiled, and how often code was `recompiled` that had been before:
-    for another kind of block, or because a shape or a value in Python was new. No cost.
+    """`graphs` that this process has compiled, and how often the same code was `recompiled`: for another kind of
+    block, or for a new shape or Python value. No cost.
 
-    Both stand still after the first steps, or a run compiles instead of training.
+    Both must stop growing after the first steps; otherwise the run compiles instead of training.
     """
     graphs, again = count_compilations()
     return {"graphs": graphs, "recompiled": again}

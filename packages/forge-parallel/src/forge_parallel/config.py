@@ -1,4 +1,4 @@
-"""What a job says about where, how precisely and on how many ranks it computes."""
+"""Device, precision and layout of a job: `ParallelConfig`, and `Layout`, its axes on a number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULES = {
     "zbv_zero_bubble": 2,
     "dualpipev": 2,
 }
-#: Schedules whose first and last stage lie on the same rank.
+#: Schedules whose first and last stage are on the same rank.
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
 _AXES = ("dp_replicate", "tp", "cp", "pp", "ep")
 
@@ -43,9 +43,9 @@ class Layout(NamedTuple):
     def axes(self) -> dict[str, tuple[int, int]]:
         """name -> (ranks of a group, distance between neighbours in it), of every way to group the ranks.
 
-        They are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp). batch is dp_replicate x
-        dp_shard, fsdp dp_shard x cp, over which dense parameters are sharded; efsdp and ep are the ranks of a
-        stage's copy dealt out for experts, ep innermost; stage holds the same layers.
+        Ranks are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp). batch is dp_replicate x dp_shard;
+        fsdp, dp_shard x cp, shards dense parameters; efsdp and ep divide the same ranks (of one copy of a stage)
+        for experts, ep innermost; the ranks of a stage hold the same layers.
         """
         copy = self.dp_shard * self.cp * self.tp
         return {
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         }
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of `rank` in its group along each of `axes`: `layout.coordinates(5)["batch"]` reads."""
+        """The rank coordinates: position of `rank` in its group along each of `axes`."""
         return {name: rank // step % size for name, (size, step) in self.axes().items()}
 
     def groups(self, axis: str) -> list[list[int]]:
@@ -82,7 +82,7 @@ def _field(default: Any, help: str) -> Any:
 class ParallelConfig:
     """Device, precision and layout of a run. Raises ValueError with every broken rule.
 
-    Usage: `ParallelConfig(dp_shard=8, tp=4)`; how many ranks there are says the launcher.
+    Usage: `ParallelConfig(dp_shard=8, tp=4)`; the launcher sets the number of ranks.
     """
 
     device: Literal["auto", "cpu", "cuda"] = _field(
@@ -321,9 +321,10 @@ def _recompute_problems(c: ParallelConfig) -> Iterator[str]:
 
 
 def offsets_are_right(rows: int, tp: int, shards: int) -> bool:
-    """Whether torch's DTensor (2.11 to 2.13) knows which of `rows`, cut over tp and then over FSDP2's shards, a rank has.
+    """Whether torch's DTensor (2.11 to 2.13) computes right offsets for `rows` sharded over tp and then over FSDP2's
+    shards.
 
-    Where the parts of tp differ and with them the size of their shards, it names other rows, to checkpoints too.
+    If parts of tp, and so their shards, have different sizes it computes wrong ones, also for checkpoints.
     """
     whole = -(-rows // tp)
     parts = {max(0, min(whole, rows - rank * whole)) for rank in range(tp)}

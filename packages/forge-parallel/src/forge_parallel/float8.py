@@ -32,7 +32,7 @@ _CUT = {
 
 
 class Float8Row(NamedTuple):
-    """What became of one linear layer: its weight's (N, K) on one rank, and why it stays in bf16 ("" if
+    """The result for one linear layer: its weight's (N, K) on one rank, and why it stays in bf16 ("" if
     it was converted)."""
 
     name: str
@@ -66,17 +66,17 @@ def convert_float8(
     gains on larger layers only). Weights, gradients and optimizer state keep their dtype: a product's
     operands are rounded as it is computed. Works on the meta device, before tensor parallelism and FSDP2.
 
-    What stays as it is, each with its reason in the returned rows: layers whose N or K on a rank is no
-    multiple of `divisible_by` (the kernels need 16) or too small to gain, names that match a pattern of
-    `keep`, roles other than colwise, rowwise and opaque (head, gate), modules that insist on a dtype,
-    shared weights. `tp` and `roles` (default: `model.parallel_roles()`) tell the size
+    Not converted, each with its reason in the returned rows: layers whose N or K on a rank is no multiple of
+    `divisible_by` (the kernels need 16) or too small to gain, names that match a pattern of `keep`, roles other
+    than colwise, rowwise and opaque (head, gate), modules with a `compute_dtype`, shared weights. `tp` and `roles`
+    (default: `model.parallel_roles()`) determine the size
     on a rank. Too small is, by torchao's measurements on H100 (the source is `_auto_filter_for_recipe`
     in torchao.float8; casts cost more than the product saves): tensorwise N <= 1024 with K <= 4096;
     rowwise N <= 2048, or K <= 1024, or N <= 4096 with K <= 2048. `min_dim` replaces that rule.
 
     `emulate` rounds the operands and multiplies in the compute dtype, a reference and no speed-up; by
     default where `device` (default: the GPU if there is one) has no float8 kernel. The kernels also want
-    the tokens of a micro-batch on a rank to be a multiple of 16, which only their caller knows.
+    the tokens of a micro-batch on a rank to be a multiple of 16, which the caller must ensure.
     `all_gather` lets FSDP2 gather the weights in float8 (half the bytes; tensorwise, CUDA, no tp).
 
     Raises ValueError for an unknown recipe or a combination that is refused, ImportError without torchao.
@@ -182,7 +182,7 @@ def _gains(recipe: str, min_dim: int | None) -> Callable[[int, int], bool]:
 
 
 def _reason_to_keep(model: nn.Module, name: str, role: str | None, keep: Sequence[str]) -> str:
-    """Why a layer stays in bf16 whatever its size; "" for one that does not."""
+    """Why a layer stays in bf16 regardless of its size, or ""."""
     linear = model.get_submodule(name)
     pattern = next((p for p in keep if fnmatchcase(name, p)), None)
     if pattern is not None:

@@ -1,10 +1,10 @@
-"""What a configuration, a layout and a model must be to one another: every rule once, as value, rule and fix.
+"""The rules for a configuration, a layout and a model together, each once: a sentence of value, rule and fix.
 
     broken = problems(config, config.axes(8), Facts(seq_len=2048, num_layers=12, num_experts=0))
 
-The runner asks before any process starts, the planner for each layout, `parallelize` and `prove` with the model
-in hand; each gives the facts that it knows. What a function must check by itself, on a tensor or on its own
-arguments, it asks of the rule's own function. How a global batch is divided says `micro_batches`.
+The runner calls `problems` before any process starts, the planner for each layout, `parallelize` and `prove` with
+the model; each passes the facts that it has. A function that checks a tensor or its own arguments calls the
+function of that rule. The module `micro_batches` divides a global batch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 
 
 class ShardedDim(NamedTuple):
-    """Something that tp cuts: how to call it with its value, its size, what a part must be a multiple of,
-    whether ranks that are more than such units may share them, and of a table the numbers of an id."""
+    """A dim that tp shards: a label with its value for messages, its size, the unit of which a part must be a
+    multiple, whether more ranks than units may share them, and for a table of ids its width."""
 
     label: str
     size: int
@@ -45,20 +45,20 @@ class ShardedDim(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What somebody knows of a model and its batch. Rules about what is unknown (None, or empty) are not asked.
+    """Facts about a model and its batch. Rules about unknown ones (None, or empty) are skipped.
 
     seq_len            tokens of a row before any cut
     micro_batch        rows of a micro-batch
     num_micro_batches  those of a data rank in a step
-    num_layers         what a pipeline deals out
-    num_blocks         what recomputation keeps the inputs of
+    num_layers         blocks that a pipeline distributes over stages
+    num_blocks         blocks that recomputation can use
     num_experts        of a mixture; 0 for a dense model
-    widths, vocab      what tp cuts evenly (heads, hidden widths), and by ids
-    tied               what both ends of the model hold
-    whole              what no rank of tp may have a part of: value -> what to use instead
-    whole_batch        what decides over all tokens of a micro-batch: value -> what to use instead
-    obstacles          sentences that a look at the model gave: axis -> why it cannot be spread over it
-    model, names       how to call the model, and keys of the configuration: "seq_len" -> "data.seq_len"
+    widths, vocab      dims that tp shards evenly (heads, hidden widths), and tables sharded by ids
+    tied               names of modules at both ends of the model
+    whole              features that tp cannot shard: {feature with its value: alternative}
+    whole_batch        features that need all tokens of a micro-batch: {feature with its value: alternative}
+    obstacles          {axis: sentences on why this model cannot be parallelized over it}
+    model, names       for messages: the model's name, and {key: name in the configuration}, as "data.seq_len"
     """
 
     seq_len: int | None = None
@@ -77,14 +77,14 @@ class Facts:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, key: str) -> str:
-        """How the user calls it."""
+        """The user's name of a key."""
         return self.names.get(key, key)
 
 
 def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[str]:
     """Every broken rule, a sentence each: value, rule, fix. Needs no process group and costs microseconds.
 
-    `layout` is `config.axes(world_size)`, which says by itself whether the axes fit the ranks.
+    `layout` is `config.axes(world_size)`, which itself raises unless the axes fit the ranks.
     """
     rules = (_sequence, _float8, _experts, _context, _tensor, _pipeline, _recompute)
     return [sentence for rule in rules for sentence in rule(config, layout, facts)]
@@ -129,9 +129,9 @@ def _context(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[s
         yield from facts.obstacles.get("cp", ())
     if layout.cp * layout.tp == 1:
         return
-    for what, other in facts.whole_batch.items():
+    for feature, other in facts.whole_batch.items():
         yield (
-            f"{what} decides over the tokens of a whole micro-batch and must go without {facts.name('cp')} and "
+            f"{feature} decides over the tokens of a whole micro-batch and must go without {facts.name('cp')} and "
             f"{facts.name('tp')} above 1, which cut them; use data, expert or pipeline ranks, or {other}"
         )
 
@@ -141,8 +141,8 @@ def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[st
     if tp == 1:
         return
     yield from facts.obstacles.get("tp", ())
-    for what, other in facts.whole.items():
-        yield f"{facts.name('tp')} {tp} must go without {what}, which it cannot cut; use tp = 1, or {other}"
+    for feature, other in facts.whole.items():
+        yield f"{facts.name('tp')} {tp} must go without {feature}, which it cannot cut; use tp = 1, or {other}"
     for dim in facts.widths:
         if wrong := uneven_width(dim, tp, facts.names):
             yield wrong
@@ -174,8 +174,8 @@ def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator
 def uneven_sequence(
     seq_len: int, cp: int = 1, tp: int = 1, names: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why rows of `seq_len` tokens cannot be cut, or None: by cp into 2 cp chunks, of which a rank has two, and
-    what a cp rank has by tp."""
+    """Why rows of `seq_len` tokens cannot be divided, or None: into 2 cp chunks, of which a cp rank has two, and a cp
+    rank's tokens by tp."""
     pieces = tp if cp == 1 else cp * (tp if tp % 2 == 0 else 2 * tp)
     if seq_len % pieces == 0:
         return None
@@ -192,7 +192,7 @@ def uneven_sequence(
 
 
 def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] | None = None) -> str | None:
-    """Why `tp` ranks cannot have equal parts of it, each of whole units, or None."""
+    """Why `tp` ranks cannot have equal parts of whole units, or None."""
     units = dim.size // dim.unit
     if dim.size % (dim.unit * tp) == 0 or (dim.shared and tp % units == 0):
         return None
@@ -208,8 +208,8 @@ def uneven_vocab(
     """Why a table (V, D), V of `dim.size` and D of `dim.width`, cannot be cut by ids over `tp` ranks and then over
     `shards` of FSDP2, or None.
 
-    Parts of tp may be uneven, but none empty. FSDP2 shards a part by ids, or by D where torch would take such
-    shards for other ids (`axes.fsdp.shard_of`); it shards D evenly alone.
+    Parts of tp may be uneven, but none empty. FSDP2 shards a part by ids, or, if torch would compute wrong offsets for
+    such shards, by D (`axes.fsdp.shard_of`), which must then be divisible.
     """
     name = (names or {}).get("tp", "tp")
     if -(-dim.size // tp) * (tp - 1) >= dim.size:
@@ -230,7 +230,7 @@ def width_of(shape: Sequence[int]) -> int:
 def tied_on_one_rank(
     config: ParallelConfig, tied: Sequence[str], names: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why what is `tied` cannot go with the schedule, or None."""
+    """Why modules that are `tied` cannot go with the schedule, or None."""
     if not tied or config.pp == 1 or config.pp_schedule not in V_SCHEDULES:
         return None
     name = (names or {}).get("pp_schedule", "pp_schedule")
@@ -243,7 +243,7 @@ def tied_on_one_rank(
 def too_few_layers(
     num_layers: int, stages: int, names: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why so many layers cannot be dealt out to so many stages, or None."""
+    """Why so many layers cannot be distributed over so many stages, or None."""
     if num_layers >= stages:
         return None
     name = (names or {}).get("num_layers", "num_layers")
@@ -259,8 +259,8 @@ def schedule_problems(
     num_layers: int | None,
     names: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """What keeps a pipeline from running; empty without pp. `num_micro_batches` is that of one data rank in one
-    step; None is not asked of."""
+    """Reasons why a pipeline cannot run; empty without pp. `num_micro_batches` is that of one data rank in one step;
+    None skips its rule."""
     if config.pp == 1:
         return []
     found = []
@@ -288,7 +288,7 @@ def schedule_problems(
 
 
 def _count_rule(config: ParallelConfig, count: int, allowed: int) -> str:
-    """What `next_allowed_count` asks of a number of micro-batches, and the fix, in words."""
+    """The schedule's rule for the number of micro-batches, and the fix, in words."""
     if count < 1:
         return f"at least 1; use pp {config.pp} or more of them"
     if config.pp_schedule == "1f1b":

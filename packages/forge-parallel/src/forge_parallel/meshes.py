@@ -37,13 +37,13 @@ class Meshes:
            `dp_replicate`, then always `dp_shard` (dp_shard x cp: context ranks hold other tokens of the same
            weights, so they share them like data ranks), and `tp` where there is one. None where nothing is
            wrapped: one process in fp32.
-    sparse  storage of experts, over the same ranks: (`pp`,) (`dp_replicate`,) `efsdp`, and `ep` where there
-           is one; efsdp = dp_shard x cp x tp / ep. None without tp and ep: experts then lie as dense ones.
-    pp, cp, tp  this rank's place among those that share its pipeline, its sequences, its matrices.
+    sparse  storage of experts, over the same ranks: (`pp`,) (`dp_replicate`,) `efsdp`, and `ep` if above 1;
+           efsdp = dp_shard x cp x tp / ep. None without tp and ep: experts are then sharded like dense parameters.
+    pp, cp, tp  this rank's group along the axis: the ranks that share its pipeline, its sequences, its matrices.
     stage  the ranks that hold the same layers: all of a job without pp.
     batch  data loading: this process reads columns `batch_rank` of `batch_size`. Ranks of one pp, cp, tp
-           group read the same; `is_batch_leader` is true on the one that counts what they read.
-    host_group  gloo over all ranks for what concerns hosts (agreement, checkpoints); None for one.
+           group read the same; `is_batch_leader` is true on one of them, which counts the rows.
+    host_group  gloo over all ranks, for tensors and objects on the host (votes, checkpoints); None for one rank.
     """
 
     device: torch.device
@@ -86,7 +86,7 @@ def select_device(name: str = "auto") -> torch.device:
         )
     if name == "cpu" or not available:
         return torch.device("cpu")
-    # a scheduler that gives each task a GPU of its own shows it as number 0
+    # a scheduler that assigns one GPU to each task shows it as number 0 in all of them
     index = find_world().local_rank if torch.cuda.device_count() > 1 else 0
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -94,7 +94,7 @@ def select_device(name: str = "auto") -> torch.device:
 
 
 def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> Meshes:
-    """Arrange the ranks of the running process group as `config` says.
+    """The meshes and groups of `config` over the ranks of the running process group.
 
     Without a group this is one process; where its precision needs FSDP2 a group of one rank is
     started (no port, no file; `end_process_group` ends it). Collective: every rank calls it. Each group
@@ -144,8 +144,8 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
 
 
 def with_one_rank(config: ParallelConfig, meshes: Meshes) -> Meshes:
-    """`meshes` of one process that wraps nothing, with a dense mesh of its one rank: for a model that needs FSDP2
-    all the same. Starts a group of one rank if there is none, as `make_meshes` does."""
+    """`meshes` of one unwrapped process with a dense mesh of its one rank, for a model that needs FSDP2 on one rank.
+    Starts a group of one rank if there is none, as `make_meshes` does."""
     if not dist.is_initialized():
         start_process_group(_ALONE, meshes.device)
     return replace(meshes, dense=_mesh(config, meshes.device, config.axes(1), {"dp_shard": 1}))
@@ -195,7 +195,7 @@ def _host_group(config: ParallelConfig) -> Any:
 
 
 def _warm_up(meshes: Meshes) -> None:
-    """One small sum over every group: connections are made now, and who cannot make one says over what."""
+    """One small all-reduce over every group: connections are made now, and an error names rank, axis and peers."""
     groups = {name: getattr(meshes, name).group for name in ("cp", "stage")}
     for view in ("dense", "sparse"):
         mesh = getattr(meshes, view)

@@ -1,4 +1,4 @@
-"""How the ranks that read data divide a global batch, whatever their number."""
+"""Division of a global batch among any number of data ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge_parallel.stages import next_allowed_count
 
 __all__ = ["MicroBatches", "divide_batch"]
 
-#: What a micro-batch of the largest possible size may cost in forward passes of filler.
+#: Rows that a rank computes, filler included, over an equal share: the limit in the search for a large micro-batch.
 _TOLERATED = 1.1
 
 
@@ -19,7 +19,7 @@ class MicroBatches:
 
     Micro-batch j is rows `j * size .. (j + 1) * size - 1` of the global batch whatever the number of
     readers, so losses per micro-batch and capacities of experts do not depend on it. Reader r has the
-    r-th run of them, the first readers one more where they do not divide; who has fewer than `count`
+    r-th run of them; the first readers have one more if they do not divide evenly. A reader with fewer than `count`
     runs micro-batches of filler behind its own, as collectives need every rank.
     """
 

@@ -1,7 +1,7 @@
 """The order in which a model is prepared, kept by marks on its modules.
 
-A step that comes too early or too late leaves a model that runs and learns something else: float8 after
-tensor parallelism takes away the communication, tensor parallelism after FSDP2 cuts what is cut already.
+Steps in another order leave a model that runs and trains wrong numbers: float8 after tensor parallelism removes the
+communication, tensor parallelism after FSDP2 would shard shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _MARK = "_forge_steps"
 
 
 class OrderError(RuntimeError):
-    """`step` was asked for on a model where `after` is done, which has to come later (or was it)."""
+    """`step` was called on a model after `after`, which must follow it (or is the same step)."""
 
     def __init__(self, step: str, after: str) -> None:
         self.step, self.after = step, after
@@ -27,7 +27,7 @@ class OrderError(RuntimeError):
 
 
 def mark(model: nn.Module, step: str) -> None:
-    """Note on every module of `model` with parameters that `step` is done; call it at the head of the step.
+    """Record on every module of `model` with parameters that `step` is done; call it at the start of the step.
 
         mark(model, "tensor")
 
@@ -35,7 +35,7 @@ def mark(model: nn.Module, step: str) -> None:
     mark is a plain attribute: not in the state dict, kept by copies. No cost beyond a walk.
     """
     place = STEPS.index(step)
-    # what has no parameters may be shared by stages that are prepared one after another
+    # modules without parameters are not marked: stages that are prepared one after another may share them
     modules = [m for m in model.modules() if m is model or any(True for _ in m.parameters())]
     done = {name for module in modules for name in module.__dict__.get(_MARK, ())}
     for later in (*STEPS[place + 1 :], step):

@@ -46,22 +46,20 @@ def parallelize(
     `meshes` are by default those of the running process group, or of one process. One process in fp32
     is not wrapped; anything else is FSDP2, with its mixed precision in bf16. `blocks`, a pattern of names
     ("encoder.layer.*") or a list of names, patterns and modules, are wrapped, recomputed and compiled one by
-    one; by default what `structure_of` finds: `model.blocks()`, else the longest list of like modules, which
-    is then told. tp needs a table of `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
-    `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Experts
-    are spread before, by whoever made them. A model with values must have
-    the same values on all ranks: each keeps its share of them, nothing is sent. Trained parameters in 16
-    bits become fp32, which is what is updated; those frozen before keep their dtype, and FSDP2 casts them to that of
-    the forward unit by unit, in one process in fp32, too, where it wraps nothing else.
+    one; by default those of `structure_of`: `model.blocks()`, else the longest list of like modules, which is then
+    reported. tp needs a table of `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
+    `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Shard experts
+    first (`forge_moe.expert_parallelize`). A model with values must have the same values on all ranks: each keeps
+    its share of them, nothing is sent. Trained parameters in 16 bits become fp32 masters; frozen ones keep their
+    dtype, and FSDP2 casts them to that of the forward unit by unit, in one process in fp32, too.
 
-    Raises ValueError, before anything is changed, for a model that the layout would compute wrongly: experts
-    that lie on no ranks of ep, a parameter in several blocks, recomputation without blocks, blocks that cannot
-    be told.
+    Raises ValueError, before any change, for a model that the layout would compute wrongly: experts that are not
+    sharded over ep, a parameter in several blocks, recomputation without blocks, ambiguous blocks.
 
-    `seq_len` weighs attention when the depth is cut; `recompute_contexts` are of what must be replayed in
-    a recomputation (forge_moe has one for routes). `compile_backend` is torch.compile's. `report` is called with
-    a sentence on the blocks that were taken, if nobody named them (without `report` it is a warning on rank 0), and
-    with a table of what computes in float8 and what does not, and why.
+    `seq_len` weighs attention when the depth is split; `recompute_contexts` makes the contexts that record and replay
+    decisions of a forward in its recomputation (forge_moe has one for routes). `compile_backend` is
+    torch.compile's. `report` gets a sentence on the chosen blocks, if nobody named them (without `report` it is a
+    warning on rank 0), and a table of the linear layers in float8 with the reasons for the others.
 
     Cost: memory as `materialise`; one collective to make the mesh if `meshes` is not given.
     """
@@ -86,14 +84,14 @@ def parallelize(
 
 
 def _make_masters(model: nn.Module) -> None:
-    """What came in 16 bits (a downloaded model) and is trained is kept and updated in fp32."""
+    """Give trained parameters in 16 bits (of a downloaded model) fp32 values, in place: updates need them."""
     for parameter in model.parameters():
         if parameter.dtype not in HALF or not parameter.requires_grad:
             continue
         if not hasattr(parameter, "device_mesh"):
             parameter.data = parameter.data.float()
             continue
-        # experts that are spread already: a DTensor keeps its part when its data are set
+        # experts that are sharded already: setting `.data` of a DTensor does not replace its local tensor
         whole = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
         whole.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, whole)
@@ -145,7 +143,7 @@ def _adapt(
     compile_backend: str,
 ) -> None:
     """The steps in their order, each with its reason. Each works in place and keeps all names."""
-    if meshes.tp.size > 1:  # cuts parameters, so before FSDP cuts what is left
+    if meshes.tp.size > 1:  # before FSDP2, which shards the local parts
         from forge_parallel.axes.tensor import tensor_parallel
 
         tensor_parallel(
@@ -155,7 +153,7 @@ def _adapt(
             matched=matched,
             async_tp=config.async_tp,
         )
-    if meshes.cp.size > 1:  # replaces what attention calls, which compile would have read
+    if meshes.cp.size > 1:  # before compile, which would trace the replaced attention
         from forge_parallel.axes.context import context_parallel
 
         context_parallel(model, meshes.cp, exchange=config.cp_exchange)
@@ -186,7 +184,7 @@ def _adapt(
 
 
 def _experts(model: nn.Module, meshes: Meshes, matched: Matched) -> list[nn.Module]:
-    """Modules whose parameters have the role `expert`, where they lie apart from the others."""
+    """Modules whose parameters have the role `expert`, if experts have a mesh of their own."""
     if meshes.sparse is None:
         return []
     owners = dict.fromkeys(name.rpartition(".")[0] for name in matched.expert_parameters)
@@ -196,10 +194,10 @@ def _experts(model: nn.Module, meshes: Meshes, matched: Matched) -> list[nn.Modu
 def materialise(
     model: nn.Module, device: torch.device, parameter_device: torch.device | None = None
 ) -> nn.Module:
-    """Move to `device`; what is on the meta device gets storage there, with arbitrary content.
+    """Move to `device`; tensors on the meta device get storage there, with arbitrary content.
 
-    `parameter_device` is another place for the parameters (the host, with CPU offload). What has
-    values keeps them, and a parameter under several names stays one parameter.
+    `parameter_device` is another device for the parameters (the host, with CPU offload). Values are kept, and a
+    parameter under several names stays one parameter.
     """
     place = device if parameter_device is None else parameter_device
     parameters = {id(p) for p in model.parameters()}

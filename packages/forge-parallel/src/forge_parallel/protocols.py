@@ -1,6 +1,6 @@
-"""What a model may offer to forge_parallel, as plain methods and attributes; there is nothing to subclass.
+"""Methods and attributes that a model may offer to forge_parallel; there is nothing to subclass.
 
-All of it is optional for data parallelism. What another axis needs and does not find, it refuses by name.
+All are optional for data parallelism. Another axis that needs a missing one raises an error with its name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeclaresRoles(Protocol):
 class Attend(Protocol):
     """Needed by `cp`: an attribute `attend` of every attention module, which `context_parallel` replaces.
 
-    It says that it computes plain causal attention: `is_causal = True`, or `spec`, a dataclass whose fields
+    It declares plain causal attention: `is_causal = True`, or `spec`, a dataclass whose fields
     (but `scale`) have their defaults.
     """
 

@@ -1,8 +1,8 @@
-"""Recomputation: a block keeps its inputs, and computes what its backward needs a second time.
+"""Recomputation: a block saves its inputs and computes other activations again in its backward.
 
-Full keeps nothing inside a block: one more forward of it. Selective keeps what is dear to compute again,
-products of matrices, attention and sums over ranks, so that only norms, activations, rotations, casts and
-gathers are done twice. Between the two lies every k-th block in full.
+"full" saves nothing inside a block and costs one more forward of it. "selective" also saves the outputs of expensive
+operators (matrix products, attention, sums over ranks), so that only norms, activations, rotations, casts and
+gathers run twice. "full" in every k-th block is between the two.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["recompute", "selective_contexts"]
 Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MODES = ("none", "full", "selective")
 
-# Names and not operators: which of them exist depends on the version, the build and what was imported.
+# Names and not operators: some exist only in some versions and builds of torch, or after an import.
 _SAVED_OPERATORS = {
     # products, the float8 and the grouped ones with them: all the FLOPs of a block but attention's
     "aten": "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm "
-    # attention: as many FLOPs in long rows, and its log-sum-exp comes with it
+    # attention: as many FLOPs in long rows; its log-sum-exp is an output, too
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
     "_scaled_dot_product_fused_attention_overrideable",
     "torch_attn": "_varlen_attn",
-    # collectives, which stall all ranks; but a gather makes a tensor as many times larger as it has
-    # ranks, and is done again
+    # collectives, which stall all ranks; except gathers, whose outputs are larger than their inputs by the
+    # number of ranks, and which run again
     "_c10d_functional": "reduce_scatter_tensor all_reduce all_to_all_single",
 }
 
@@ -62,9 +62,9 @@ def recompute(
     "full" keeps a block's inputs alone and costs one more forward of it. "selective" also keeps the
     outputs of matrix products, attention and functional collectives other than gathers, and recomputes the
     rest. Gradients are the same bits as without. `contexts` makes a (record, replay) pair for each forward:
-    what must not be decided again, such as routes of experts. A backward in two halves (zero-bubble
-    schedules) recomputes twice, and may. Random numbers are drawn as in the forward; shapes, dtypes and
-    devices of what comes out again are checked against the forward. Without grad a block runs as it is.
+    decisions that the recomputation must not make again, such as routes of experts. A backward in two halves
+    (zero-bubble schedules) recomputes twice, which is supported. Random numbers are drawn as in the forward;
+    shapes, dtypes and devices of recomputed tensors are checked against it. Without grad a block runs unchanged.
 
     Names of parameters stay. Inside FSDP2 a block is recomputed after its weights are gathered for the
     backward. Returns how many blocks recompute. Raises ValueError for an unknown mode or `every` < 1.
@@ -117,8 +117,8 @@ class TrainingForward:
     def _without_cache(self, name: str, value: Any) -> Any:
         """The value of a keyword, None for an empty cache of keys, as transformers makes in every forward.
 
-        A recomputation would add its keys a second time, and compiled code would be made anew for each layer,
-        whose number the cache asks for. One with keys (of a learned prefix) stays, but cannot be recomputed.
+        A recomputation would append its keys a second time, and torch.compile would specialise on the layer index
+        that the cache reads. A cache with keys (of a learned prefix) stays, but cannot be recomputed.
         """
         if name not in _CACHES or not hasattr(value, "get_seq_length"):
             return value
@@ -138,7 +138,7 @@ def is_selective(block: nn.Module) -> bool:
 
 
 class _ContextStack:
-    """Several contexts as one, which may be entered again after it was left."""
+    """Several contexts as one that can be entered repeatedly: a backward in two halves recomputes twice."""
 
     def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
         self.contexts = contexts
@@ -155,7 +155,7 @@ class _ContextStack:
 
 
 class _SavedOutput(NamedTuple):
-    """What one call of an operator gave, with what tells whether it is still that."""
+    """The output of one call of an operator, with version counters that show later in-place changes."""
 
     value: Any
     shapes: list[torch.Size]  # of the call's inputs

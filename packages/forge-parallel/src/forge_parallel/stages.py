@@ -15,9 +15,9 @@ def splits_backward(config: ParallelConfig) -> bool:
 def keeps_gathered(config: ParallelConfig) -> bool:
     """Whether FSDP2 must not reshard after the forward: `fully_shard(..., reshard_after_forward=False)`.
 
-    A schedule that splits the backward asks the module for its parameters before FSDP2's hooks have gathered
-    them again, and finds shards that no graph knows: gradients are missing without a word. Cost: a rank
-    holds the gathered weights of its stages in compute precision throughout the step.
+    A schedule that splits the backward reads the module's parameters before FSDP2's hooks have gathered them again.
+    It gets the shards, which are not in the graph, and gradients are silently missing or wrong (torch 2.11 to
+    2.13). Cost: a rank holds the gathered weights of its stages in compute precision throughout the step.
     """
     return splits_backward(config)
 

@@ -1,4 +1,4 @@
-"""Where the depth of a model is: what stands before its blocks, the blocks, and what stands behind them."""
+"""The depth of a model: modules before its blocks, the blocks, and modules behind them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward, so they cannot be bl
 class Structure:
     """Qualified names of modules, in order of depth; found once per model by `structure_of`.
 
-    first   what stands before the blocks. A name that is in `last`, too, is tied: both ends need it.
-    blocks  what is wrapped, recomputed and compiled one by one; a module of several names has one here.
-    last    what stands behind the blocks.
-    container  the child of the model that a pipeline cuts, as `pipeline_parts()` names it, else "".
-    chosen  which blocks were taken, as a sentence, where neither the model nor its caller named any.
+    first   modules before the blocks. A name that is also in `last` is tied: both ends need it.
+    blocks  units of sharding, recomputation and compilation; a module with several names has one here.
+    last    modules behind the blocks.
+    container  the child of the model that a pipeline splits, from `pipeline_parts()`, else "".
+    chosen  a sentence about the chosen blocks, if neither the model nor its caller named any.
     """
 
     first: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Structure:
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """What both ends hold."""
+        """Names in both ends."""
         return tuple(name for name in self.first if name in self.last)
 
     @property
@@ -45,23 +45,23 @@ class Structure:
         return tuple(dict.fromkeys((*self.first, *self.last)))
 
     def modules(self, part: nn.Module) -> list[nn.Module]:
-        """The blocks that `part` has: the model as it is now (a step may have replaced them), or a stage of it."""
+        """The blocks in `part`: the model as it is now (a step may have replaced them), or a stage of it."""
         named = dict(part.named_modules(remove_duplicate=False))
         return [named[name] for name in self.blocks if name in named]
 
 
 def structure_of(model: nn.Module, blocks: Blocks | None = None) -> Structure:
-    """The structure of `model`, as its caller, the model itself or its longest list of modules tells it.
+    """The structure of `model`, from its caller, the model itself, or its longest list of modules.
 
         structure_of(model, "encoder.layer.*").blocks          # a * stands for a part between two dots
         structure_of(model, ["stem", "stages.*.*"]).blocks     # several, in order of depth; [] for none
 
     Blocks are, in this order: `blocks`; `model.blocks()` or a container of that name; the children of the
     container that `model.pipeline_parts()` names; the longest ModuleList or ModuleDict whose children are
-    alike (share a class below nn.Module), which is then told in `chosen`. Lists inside of such children
-    (experts) do not count, and a list of lists counts as all that is in it.
+    alike (share a class below nn.Module), which `chosen` then describes. Lists inside of such children (experts) do
+    not count, and a list of lists counts as all of its members.
 
-    `first` and `last` are those of `pipeline_parts()`, else what is registered before and behind the blocks.
+    `first` and `last` are those of `pipeline_parts()`, else the modules registered before and behind the blocks.
 
     Raises ValueError for a pattern that fits no module, for blocks one inside another or without parameters,
     and where two lists are equally long. Reads names and shapes only; costs a walk over the modules.
@@ -97,7 +97,7 @@ def _offered(model: nn.Module) -> list[nn.Module] | None:
 
 
 def _names_of(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
-    """Their qualified names, in this order; one that is used twice, once."""
+    """Their qualified names, in this order, without repetition."""
     names = {module: name for name, module in model.named_modules()}
     for module in modules:
         if module not in names:
@@ -109,7 +109,7 @@ def _names_of(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
 
 
 def _given(model: nn.Module, blocks: Blocks) -> list[str]:
-    """What the caller names, each module once; ValueError with every name that cannot be a block."""
+    """The blocks that the caller names, without repetition; ValueError with every name that cannot be a block."""
     found: dict[nn.Module, str] = {}
     problems = []
     for item in [blocks] if isinstance(blocks, str) else blocks:
@@ -132,7 +132,7 @@ def _given(model: nn.Module, blocks: Blocks) -> list[str]:
             )
         if (outer := next((n for n in _above(name) if n in names), None)) is not None:
             problems.append(
-                f"blocks: {name} lies inside {outer or 'the model'}, and no block may lie in another; name one "
+                f"blocks: {name} is inside {outer or 'the model'}, and no block may contain another; name one "
                 "of them"
             )
     if problems:
@@ -154,7 +154,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _longest(model: nn.Module) -> tuple[list[str], str]:
-    """The children of the longest list of like modules, and the sentence that tells so."""
+    """The children of the longest list of like modules, and a sentence about the choice."""
     lists = dict(_lists(model, ""))
     longest = max(map(len, lists.values()), default=0)
     taken = [name for name, children in lists.items() if len(children) == longest]
@@ -187,7 +187,7 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """What is in a list, and in the lists in it."""
+    """The members of a list and of the lists in it."""
     for child in module.children():
         yield from _members(child) if isinstance(child, _LISTS) else (child,)
 

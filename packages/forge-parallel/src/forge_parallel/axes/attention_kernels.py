@@ -1,7 +1,7 @@
-"""Attention of a group of rectangular pieces: output and log-sum-exp, and the backward from merged ones.
+"""Attention kernels for a batch of tiles: output and log-sum-exp, and the backward from merged ones.
 
-Shapes: N pieces of Lq queries and Lk keys, H query heads, K key/value heads, D width of a head. Where a
-kernel is ragged, pieces of any lengths lie end to end with N = 1, and the group says their borders.
+Shapes: N tiles of Lq queries and Lk keys, H query heads, K key/value heads, D width of a head. A ragged kernel
+takes tiles of any lengths, concatenated with N = 1, and their borders from the batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Exact attention put together from rectangular pieces of the (query, key) square.
+"""Exact attention from rectangular tiles of the (query, key) square.
 
-Each piece gives an output and the log-sum-exp of its scores. With both, pieces merge exactly; and with
-the merged ones the backward of each piece gives its exact part of the gradients, wherever the keys of
-the other pieces were (ring attention, Liu et al. 2023).
+Each tile gives an output and the log-sum-exp of its scores. With both, tiles merge exactly; and with the merged
+ones the backward of each tile gives its exact part of the gradients, on whatever rank the keys of other tiles are
+(ring attention, Liu et al. 2023).
 
 Shapes: B rows, S tokens of a row, H query heads, K key/value heads, D width of a head; N runs of L
 tokens (Lq queries, Lk keys) in one call, T = N L.
@@ -37,10 +37,10 @@ class Tile(NamedTuple):
 
 
 class Runs:
-    """Runs (row, start, length) of tokens, to be taken out of and put into tensors (B, S, ...).
+    """Runs (row, start, length) of tokens that are read from and written to tensors (B, S, ...).
 
-    They come as (N, L, ...) if all have one length, else end to end as (1, T, ...). A single run of row
-    None is a slice of all rows: nothing is copied.
+    Read, they are (N, L, ...) if all have one length, else concatenated, (1, T, ...). A single run of row None is a
+    slice of all rows, without a copy.
     """
 
     def __init__(self, runs: Sequence[tuple[int | None, int, int]]) -> None:
@@ -50,7 +50,7 @@ class Runs:
         self._indices: dict[Any, Tensor] = {}
 
     def _index(self, x: Tensor) -> Tensor:
-        """Places (T,) in the flattened rows of x; one copy to its device."""
+        """Positions (T,) in the flattened rows of x; one copy to its device."""
         key = (x.device, x.size(1))
         if key not in self._indices:
             starts = ((row or 0) * x.size(1) + start for row, start, _ in self.runs)
@@ -68,14 +68,14 @@ class Runs:
         return flat.unflatten(0, (len(self.runs), -1) if same else (1, -1))
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Write values (N, L, ...) to their places in x; no place may come twice."""
+        """Write values (N, L, ...) to their positions in x; positions must be distinct."""
         if self.everywhere:
             self.take(x).copy_(values)
         else:
             x.view(-1, *x.shape[2:]).index_copy_(0, self._index(x), values.flatten(0, 1))
 
     def add(self, x: Tensor, values: Tensor) -> None:
-        """Add values (N, L, ...) to their places in x."""
+        """Add values (N, L, ...) at their positions in x."""
         if self.everywhere:
             self.take(x).add_(values)
         else:
@@ -92,7 +92,7 @@ class Runs:
 
 
 class TileBatch:
-    """Pieces that run in one call."""
+    """Tiles that run in one kernel call."""
 
     def __init__(self, tiles: Sequence[Tile]) -> None:
         self.causal = tiles[0].causal
@@ -107,9 +107,9 @@ class TileBatch:
 
 
 class Tiling:
-    """The pieces of each part, where a part has keys of its own: host integers, made once per forward.
+    """The tiles of each part; a part has keys of its own. Host integers, made once per forward.
 
-    In one part a query may be in one full and in one causal piece.
+    In one part a query may be in one full and in one causal tile.
     """
 
     def __init__(self, parts: Sequence[Sequence[Tile]]) -> None:
@@ -117,7 +117,7 @@ class Tiling:
         self._groups: dict[tuple[int, bool], list[TileBatch]] = {}
 
     def groups(self, part: int, ragged: bool) -> list[TileBatch]:
-        """Calls of a part: one per shape, or with `ragged` one per kind of piece, whatever the lengths."""
+        """Kernel calls of a part: one per shape, or with `ragged` one for full and one for causal tiles."""
         key = (part, ragged)
         if key not in self._groups:
             alike: dict[Any, list[Tile]] = {}
@@ -130,7 +130,7 @@ class Tiling:
 
 
 class KeyExchange(Protocol):
-    """Where the keys of each part come from, if not all from this rank; see axes/key_exchange.py."""
+    """Provides the keys of each part, if not all are on this rank; see axes/key_exchange.py."""
 
     saves_gathered: bool
 
@@ -138,26 +138,25 @@ class KeyExchange(Protocol):
         """Keys and values (2, B, S', K, D) of each part, from this rank's own (2, B, S, K, D)."""
 
     def gradients(self, saved: Tensor, gradient: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Gradient of this rank's own keys and values, `gradient(part, keys)` being that of a part's.
+        """Gradient of this rank's own keys and values, summed from `gradient(part, keys)` of each part.
 
-        kept: what `keys` gave last, if `saves_gathered`, else what it got.
+        saved: the last output of `keys` if `saves_gathered`, else its input.
         """
 
 
 def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, exchange: KeyExchange | None = None
 ) -> Tensor:
-    """Attention of q (B, S, H, D) to the keys that a plan names: k, v (B, S, K, D) -> like q.
+    """Attention of q (B, S, H, D) to k, v (B, S, K, D) in the tiles of `tiling` -> like q.
 
         blockwise_attention(q, k, v, Plan([[Piece(None, 0, S, 0, S, True)]]))     # causal rows
 
-    Scores are scaled by D ** -0.5. Pieces run in flash kernels on CPU and, in 16 bits with D a multiple
-    of 8 up to 256, on CUDA (there all pieces of a kind in one varlen call); fp64, and fp32 on CUDA, run
-    as plain products that hold the scores of a call. The CUDA path was not run by us; there the order of
-    sums of packed rows varies, but under torch.use_deterministic_algorithms. Merging and sums of
-    gradients are in fp32. Kept for backward: q, keys and values (own ones, or all where `exchange`
-    gathers them), the output, 4 bytes per query and head. ValueError where v is not
-    shaped like k, or H is no multiple of K.
+    Scores are scaled by D ** -0.5. Tiles run in flash kernels on CPU and, in 16 bits with D a multiple of 8 up to
+    256, on CUDA (there one varlen call for all tiles of a kind); fp64, and fp32 on CUDA, run as plain products that
+    hold the scores of a call. The CUDA path was not run by us; there the order of sums over packed rows varies,
+    except under torch.use_deterministic_algorithms. Merging and sums of gradients are in fp32. Saved for backward:
+    q, keys and values (own ones, or all of them if `exchange` gathers them), the output, 4 bytes per query and
+    head. Raises ValueError if v does not have the shape of k, or H is no multiple of K.
     """
     if k.shape != v.shape or q.size(2) % k.size(2) or q.size(3) != k.size(3):
         raise ValueError(
@@ -193,7 +192,7 @@ class _Blockwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, saved, out, lse = ctx.saved_tensors
-        grad = grad.contiguous()  # may be expanded, which kernels do not expect
+        grad = grad.contiguous()  # kernels do not accept an expanded gradient, as of a sum
         kernel, grad_q = kernel_for(q), torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
 
         def gradient(part: int, kv: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _merge(merged: Tensor, lse: Tensor, runs: Runs, out: Tensor, new: Tensor) -> None:
-    """Put the output (N, L, H, D) and log-sum-exp (N, L, H) of further keys into the merged ones."""
+    """Merge the output (N, L, H, D) and log-sum-exp (N, L, H) of further keys, in place."""
     before = runs.take(lse)
     after = torch.logaddexp(before, new)
     old, more = ((part - after).exp().unsqueeze(-1) for part in (before, new))

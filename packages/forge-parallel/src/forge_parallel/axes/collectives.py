@@ -118,7 +118,9 @@ def _join(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     if dim == 0:
         return whole
     if x.shape[:dim].numel() == 1 and not torch.compiler.is_compiling():
-        return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])  # they lie right already
+        return whole.view(
+            *x.shape[:dim], -1, *x.shape[dim + 1 :]
+        )  # a view: with one row, parts on dim 0 are in order
     return torch.cat(whole.chunk(group.size), dim)  # the form that async tp looks for
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of each row are spread over ranks, and attention crosses them.
+"""Context parallelism: the tokens of each row are sharded over ranks, and attention exchanges keys and values.
 
 Everything but attention works on tokens one by one. Each rank gets its chunks of tokens, labels (shifted
 before), positions and document ids from `cut_sequence`; `context_parallel` replaces the attention.
@@ -50,7 +50,7 @@ def cut_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
 def join_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
     """Whole rows (B, S, ...) on every rank from each one's `cut_sequence`: x (B, s, ...), no gradient.
 
-    Logits, say, of an evaluation. One all-gather.
+    For logits of an evaluation, for example. One all-gather.
     """
     if axis.size == 1:
         return x.detach()
@@ -69,19 +69,19 @@ def context_parallel(
     Sets `module.attend` on every module that has this attribute: a callable (q (B, s, H, D), k, v
     (B, s, K, D), ctx) -> like q that is causal within the row, or within the document of
     `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5 or a scale of its own, no window,
-    no bias. What was there must be the same and say so (see `attention_problems`); a scale is a factor of q,
-    which in 16 bits rounds once more. Nothing else may mix the tokens of a row.
-    A model whose forward has `positions` may be given document_ids of whole rows (B, S) instead, on the host:
-    it sees its part of them, and which tokens are its own is planned from the rows.
+    no bias. The replaced callable must compute the same and declare it (see `attention_problems`); a scale is a
+    factor of q, which in 16 bits rounds once more. No other module may mix the tokens of a row.
+    A model whose forward has `positions` may take document_ids of whole rows (B, S) instead, on the host: the
+    model sees its part of them, and the tiles are computed from whole rows.
 
     Costs of each attention: `AllGather` is one all-gather and one reduce-scatter, `Ring` W - 1 exchanges in
     forward and 2 W - 1 in backward. Document ids of whole rows cost nothing more; with
     ids that are cut there is one more all-gather of (B, s) integers and a host copy per forward, shared by
     the layers through `ctx.once(key, make)`; without `once`, per layer. Recomputation repeats forward's.
 
-    If the model's forward has a parameter `positions`, they must be given with each call: a row's own
-    do not count from 0 here. Raises ValueError where no module has `attend` or one is not said to be causal,
-    or an exchange is unknown.
+    If the model's forward has a parameter `positions`, each call must pass it: tokens of a rank do not start at
+    position 0. Raises ValueError if no module has `attend`, one does not declare to be causal, or `exchange` is
+    unknown.
     """
     if exchange not in _EXCHANGES:
         raise ValueError(f"exchange {exchange!r} is unknown; use {' or '.join(_EXCHANGES)}")
@@ -104,10 +104,10 @@ def context_parallel(
 
 
 def attention_problems(model: nn.Module) -> list[str]:
-    """What of a model's attention cannot reach over ranks: a sentence per layer and field.
+    """Reasons why a model's attention cannot be computed over cp ranks: a sentence per layer and field.
 
-    `module.attend` says by `spec`, a dataclass, what it computes, where each field at its default is plain
-    causal attention inside of documents with scores by D ** -0.5; or by `is_causal = True` that it is that.
+    `module.attend` declares its computation by `spec`, a dataclass whose defaults mean plain causal attention inside
+    of documents with scores by D ** -0.5; or by `is_causal = True` that it is exactly that.
     """
     offers = {name: m.attend for name, m in model.named_modules() if hasattr(m, "attend")}
     if not offers:
@@ -146,7 +146,7 @@ class Span(NamedTuple):
 
 
 class ContextAttention:
-    """What `context_parallel` puts in place of a module's `attend`."""
+    """The replacement for a module's `attend`."""
 
     is_causal = True
     scale: float | None = None  # None: D ** -0.5
@@ -157,7 +157,7 @@ class ContextAttention:
         self._rows = WeakTensorKeyDictionary()  # this rank's document ids -> those of whole rows
 
     def scaled(self, attend: Any) -> ContextAttention:
-        """This one with the scale that `attend` says; plans and exchange are shared."""
+        """This one with the scale of `attend`; rows and exchange are shared."""
         scale = getattr(getattr(attend, "spec", None), "scale", None)
         if scale is None:
             return self
@@ -175,7 +175,7 @@ class ContextAttention:
         return part
 
     def prepare(self, ctx: Any, x: Tensor) -> None:
-        """Make the plan of packed rows, before the first block."""
+        """Compute the tiles of packed rows before the first block."""
         if ctx.document_ids is not None:
             self._tiling(ctx, x.device)
 
@@ -217,14 +217,14 @@ def documents(ids: Tensor) -> list[list[tuple[int, int]]]:
 
 @functools.lru_cache(maxsize=16)
 def whole_rows_tiling(length: int, rank: int, size: int, exchange: str) -> Tiling:
-    """Plan of rows that are one document, `length` tokens of each here."""
+    """Tiles of rows that are one document, `length` tokens of each here."""
     return _tiling_of({None: [(0, length * size)]}, length, rank, size, exchange)
 
 
 def packed_tiling(
     rows: Sequence[Sequence[tuple[int, int]]], length: int, rank: int, size: int, exchange: str
 ) -> Tiling:
-    """Plan of rows given as the begins and ends of their documents, `length` tokens of each here."""
+    """Tiles of rows given as the begins and ends of their documents, `length` tokens of each here."""
     if all(len(row) == 1 for row in rows):
         return whole_rows_tiling(length, rank, size, exchange)
     return _tiling_of(dict(enumerate(rows)), length, rank, size, exchange)
@@ -253,7 +253,7 @@ def _causal(spans: Sequence[Span]) -> list[Tile]:
 def _gathered_parts(
     spans: Sequence[Span], chunk: int, rank: int, size: int
 ) -> tuple[list[Tile], ...]:
-    """Causal pieces on own keys, and what comes before a span on keys of whole rows."""
+    """Causal tiles on own keys, and tiles of all earlier keys on keys of whole rows."""
     before = [
         Tile(s.row, s.query, s.size, s.first, s.start - s.first, False)
         for s in spans
@@ -263,7 +263,7 @@ def _gathered_parts(
 
 
 def _ring_parts(spans: Sequence[Span], chunk: int, rank: int, size: int) -> tuple[list[Tile], ...]:
-    """What a span sees of the keys of rank r, r - 1, ...; causal pieces are in the first part."""
+    """Tiles of the keys of rank r, r - 1, ...; causal tiles are in the first part."""
     parts = [_causal(spans), *([] for _ in range(size - 1))]
     for step, part in enumerate(parts):
         for s in spans:
@@ -276,7 +276,7 @@ def _ring_parts(spans: Sequence[Span], chunk: int, rank: int, size: int) -> tupl
 def _seen(span: Span, places: tuple[int, int], chunk: int) -> tuple[int, int]:
     """Begin and number of the keys in [first, start) that a rank with these chunks holds.
 
-    They lie side by side there: who sees a later chunk's keys sees an earlier chunk's to its end.
+    They are contiguous there: a query that sees keys of a later chunk sees all of an earlier one to its end.
     """
     found = []
     for n, place in enumerate(places):
@@ -290,7 +290,7 @@ _PARTS = {"all_gather": _gathered_parts, "ring": _ring_parts}
 
 
 class _RowsOverRanks:
-    """A model whose rows begin elsewhere than at 0, and which may be told of whole rows."""
+    """A model whose rows do not start at position 0, and which may take document ids of whole rows."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.__dict__["_forge_arguments"], args)) | kwargs
@@ -310,7 +310,7 @@ class _RowsOverRanks:
 def arguments_with_positions(model: nn.Module) -> list[str]:
     """Names of its forward's arguments, if `positions` is among them.
 
-    Subclasses that only wrap (`add_mixin`) take anything and say nothing: the class below counts.
+    Mixins (`add_mixin`) take any arguments, so the signature of the class below counts.
     """
     written = (vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls))
     named = (list(inspect.signature(forward).parameters)[1:] for forward in written)

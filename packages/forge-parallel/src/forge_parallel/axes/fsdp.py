@@ -54,23 +54,22 @@ def apply_fsdp(
     A table of ids that tp cuts into uneven parts is sharded by its width where torch would misplace shards of ids
     (`shard_of`): its all-gather and its reduce-scatter cost a copy more.
 
-    The root, and such a head, is never resharded after its forward, as its backward follows at once; on one rank
-    no module is: it would save the copy in `compute_dtype` and cost a second cast. That is paid by modules with
-    frozen parameters in 16 bits alone, of which there then is no second copy but while they compute. Float inputs of the
-    model are cast to `compute_dtype`, those of a block are not: it may be given fp32 tables (RoPE).
+    The root, and such a head, is never resharded after its forward, as its backward follows at once. On one rank
+    no module is resharded, which would free the copy in `compute_dtype` and cost a second cast; except modules
+    with frozen parameters in 16 bits, whose copy then exists only while they compute. Float inputs of the model
+    are cast to `compute_dtype`, those of a block are not: a block may take fp32 tables (RoPE).
 
-    `experts` are wrapped by themselves over `sparse`: where they lie on an axis `ep` already, their
-    gradients are complete over it and it is not among the axes of `sparse`. A module whose parameters lie
-    on a mesh with an axis `ep` is taken for one of them.
+    `experts` are wrapped by themselves over `sparse`. If their parameters are sharded over an axis `ep` already,
+    their gradients are complete over it, and `sparse` does not contain it. A module whose own parameters have a
+    mesh with an axis `ep` counts as one of them.
 
     A module below with a torch.dtype as attribute `compute_dtype` (a router: fp32) is wrapped by itself
-    and computes in that dtype, its parameters unrounded, at one more small gather each; `forward_methods`
-    names what else than its `forward` reads them.
+    and computes in that dtype, its parameters unrounded, at one more small gather each; its attribute
+    `forward_methods` names further methods that read its parameters.
 
     Ranks may use different parameters of a unit (a block, or the root without its blocks): gradients are
-    those of one process, None where no rank used the parameter. Every rank must call every unit, or none
-    must, as a call is a collective: let a rank that has nothing for a unit call it on a dummy row and add
-    its output times zero.
+    those of one process, None if no rank used the parameter. A call of a unit is a collective, so all ranks must
+    call it or none: a rank without input for a unit calls it on a dummy row and adds its output times zero.
 
     A forward without grad leaves the root gathered until the next backward (on one rank, every module):
     call `reshard(model)` before weights are changed by anything but an optimizer's step after a backward.
@@ -119,7 +118,7 @@ def apply_fsdp(
 
 
 def _owned_parameters(units: Iterable[nn.Module]) -> dict[nn.Module, set[nn.Parameter]]:
-    """The parameters of each unit that no unit before it has, as FSDP2 groups them."""
+    """The parameters of each unit that no earlier unit contains: FSDP2 groups them so."""
     owned: dict[nn.Module, set[nn.Parameter]] = {}
     taken: set[nn.Parameter] = set()
     for module in units:
@@ -159,8 +158,8 @@ def _large_end(model: nn.Module, side: str) -> nn.Module | None:
 def shard_of(parameter: Any, shards: int) -> Any:
     """Where FSDP2 cuts a parameter: by rows (None), or on dim 1 where `cuts_inside`.
 
-    Raises ValueError for rows that tp cuts unevenly, whose shards torch would misplace and which cannot be cut on
-    dim 1: a bias, or a width that `shards` does not divide.
+    Raises ValueError for rows sharded unevenly by tp, if torch would compute wrong offsets of their shards and they
+    cannot be cut on dim 1: a bias, or a width that `shards` does not divide.
     """
     from torch.distributed.tensor import Shard
 
@@ -170,29 +169,29 @@ def shard_of(parameter: Any, shards: int) -> Any:
     if cuts_inside(shape, shards, rows, tp):
         return Shard(1)
     if not offsets_are_right(rows, tp, shards):
-        what = ShardedDim(
+        table = ShardedDim(
             f"a parameter {tuple(parameter.shape)}: {rows} ids", rows, width=width_of(shape)
         )
-        raise ValueError(uneven_vocab(what, tp, shards))
+        raise ValueError(uneven_vocab(table, tp, shards))
     return None
 
 
 def cuts_inside(shape: tuple[int, ...], shards: int, rows: int = 1, tp: int = 1) -> bool:
     """Whether FSDP2 cuts on dim 1 what has `shape` on a rank: part of `rows` over `tp` ranks.
 
-    It does so with stacks of fewer experts than `shards`, of which by rows some ranks would hold nothing and the
-    others several times their share; and where torch would misplace shards of rows, as of 50257 ids over tp 2
-    and 4 shards. Dim 1 must divide.
+    True for stacks of fewer experts than `shards` (sharded by rows, some ranks would hold nothing and others
+    several times their share), and if torch would compute wrong offsets for shards of rows, as of 50257 ids over
+    tp 2 and 4 shards. Dim 1 must be divisible by `shards`.
     """
     few = len(shape) == 3 and shape[0] < shards
     return (few or not offsets_are_right(rows, tp, shards)) and width_of(shape) % shards == 0
 
 
 def _prefetch(blocks: list[nn.Module]) -> None:
-    """Name what each block gathers ahead: its neighbour, and the modules wrapped by themselves in it.
+    """Set the modules that each block prefetches: its neighbour and the units inside of it.
 
-    FSDP2 asks by itself for what comes next only while the host runs ahead of the device, which waits for
-    the split sizes of experts in every layer.
+    FSDP2's implicit prefetch works only while the host runs ahead of the device. With experts the host waits in
+    every layer for the split sizes of their exchange.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -203,18 +202,18 @@ def _prefetch(blocks: list[nn.Module]) -> None:
 
 
 def is_frozen_half(parameter: nn.Parameter) -> bool:
-    """Whether it is kept in 16 bits, as it came, since no step changes it."""
+    """Whether a parameter needs no fp32 master: it is in 16 bits, and no step changes it."""
     return parameter.dtype in HALF and not parameter.requires_grad
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """True when its own parameters lie on the ranks of `ep` already."""
+    """Whether its own parameters are sharded over `ep` already."""
     meshes = (getattr(p, "device_mesh", None) for p in module.parameters(recurse=False))
     return any(mesh is not None and "ep" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that a module insists on, if any."""
+    """The dtype in which a module must compute (attribute `compute_dtype`), if any."""
     value = getattr(module, "compute_dtype", None)
     return value if isinstance(value, torch.dtype) else None
 
@@ -222,7 +221,8 @@ def own_dtype(module: nn.Module) -> torch.dtype | None:
 def sum_gradients(module: Any) -> None:
     """Let a wrapped module sum its gradients over ranks and divide by nothing.
 
-    Both calls: the factor alone asks gloo for a reduction that it lacks.
+    Losses are divided once by the labels of the global batch, so FSDP2's mean over ranks would be wrong. Both
+    calls are needed: a divide factor alone selects PREMUL_SUM, which gloo does not support.
     """
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
@@ -237,28 +237,28 @@ def reshard(model: nn.Module) -> None:
             reshard(model)              # or the next forward computes with the weights of this one
             swap_out(ema)
 
-    A forward without grad leaves weights gathered: the root's, and on one rank, or with
-    `reshard_after_forward` off, all. A change of the parameters does not reach these copies.
-    Cost: none now, one gather (on one rank, one cast) of what was gathered in the next forward.
+    A forward without grad leaves weights gathered: those of the root, and on one rank or without
+    `reshard_after_forward` those of all units. These copies do not follow changes of the parameters.
+    Cost: none now; the next forward gathers (on one rank: casts) them once more.
     """
     for module in _units(model):
         module.reshard()  # type: ignore[operator]
 
 
 def follow_requires_grad(model: nn.Module) -> None:
-    """Let FSDP2 see `requires_grad` of parameters that was changed since `parallelize`; others need no call.
+    """Apply changes of `requires_grad` made after `parallelize` to FSDP2's units.
 
         model.vision.requires_grad_(False)      # or forge_core.optim.set_multipliers
         follow_requires_grad(model)             # between steps, on all ranks
 
-    A unit that is gathered keeps what it had when it was, and the dtypes in which a unit sums gradients are
-    those of its parameters that were trained at its first forward: none, and sums in the compute dtype, where
-    all were frozen then. A unit without a trained parameter reduces nothing.
+    Without this call a gathered unit keeps the flags with which it was gathered, and a unit whose parameters were
+    all frozen at its first forward sums gradients in the compute dtype. A unit without a trained parameter
+    reduces nothing.
 
-    Raises ValueError, naming it, for a parameter that came frozen and in 16 bits, and was kept so: updates would
-    be rounded away.
+    Raises ValueError, naming it, for a parameter that was frozen and in 16 bits at `parallelize`: it has no fp32
+    master, so updates would be rounded away.
 
-    Cost: that of `reshard`; blocks that are compiled are compiled once more for what is trained now.
+    Cost: that of `reshard`; compiled blocks are compiled once more.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name in model.__dict__.get(FROZEN_HALF, ()):
@@ -279,10 +279,10 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 
 def accumulate(model: Any, last: bool) -> None:
-    """Say before a micro-batch's forward whether it is the step's last; a plain model ignores it.
+    """Declare before a micro-batch's forward whether it is the last of the step; no effect on a plain model.
 
-    Gradients are reduce-scattered after every micro-batch, so that no rank ever holds more than its
-    shard of them; what waits for the last one is HSDP's all-reduce over copies.
+    Gradients are reduce-scattered after every micro-batch, so that no rank holds more than its shard of them;
+    only HSDP's all-reduce over copies waits for the last one.
     """
     if hasattr(model, "set_is_last_backward"):
         model.set_is_last_backward(last)

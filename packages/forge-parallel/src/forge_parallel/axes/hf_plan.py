@@ -21,7 +21,7 @@ STYLES = {
 
 
 def has_plan(model: Any) -> bool:
-    """Whether a model says how to cut it (transformers 4.51 to 5.23)."""
+    """Whether a model has a tensor-parallel plan (transformers 4.51 to 5.23)."""
     return bool(
         getattr(model, "_tp_plan", None)
         or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
@@ -31,11 +31,11 @@ def has_plan(model: Any) -> bool:
 def roles_of_plan(model: nn.Module) -> dict[str, str]:
     """{name of a parameter: role} of `model`, from its config's `base_model_tp_plan` and its `_tp_plan`.
 
-        tensor_parallel(model, mesh, roles=roles_of_plan(model))    # what it does for such a model
+        tensor_parallel(model, mesh, roles=roles_of_plan(model))    # its default for such a model
 
-    Embeddings without a row are cut by ids, other modules without one are left whole on every rank, which
-    is right on the whole residual stream only: one that stands beside colwise layers (a norm of heads) is
-    refused, as are unknown styles, by name.
+    Embeddings without a row are sharded by ids, other modules without one are replicated. A replicated module is
+    right on the whole residual stream only, so one beside colwise layers (a norm of heads) is refused, by name, as
+    are unknown styles.
     """
     plan = _plan(model)
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How ranks that hold parts of the same rows get each other's keys and values, and give back gradients.
+"""Exchanges of keys, values and their gradients between ranks that hold parts of the same rows.
 
 A row of S tokens is cut in 2 W chunks for W ranks; rank r holds chunks r and 2 W - 1 - r, in this order,
 so that under a causal mask all have the same work.
@@ -70,7 +70,7 @@ class Ring:
     """Parts: the keys of rank r, r - 1, ... (2, B, s, K, D), each sent on to rank r + 1 meanwhile.
 
     Forward: W - 1 exchanges of 2 B s K D elements. Backward: as many again, and W of as many in fp32 for
-    the gradients, which travel with the keys and come home last. Memory: two ranks' keys and values at
+    the gradients, which follow the keys around the ring and reach their own rank last. Memory: two ranks' keys and values at
     a time, own ones until backward. Needs point-to-point communication between all neighbours.
     """
 

@@ -1,4 +1,4 @@
-"""What modules do under tensor parallelism: mixins for `add_mixin`, each around the old forward.
+"""Forwards of modules under tensor parallelism: mixins for `add_mixin`, each around the module's own forward.
 
 Shapes: B rows, S tokens of a row, T tokens in a list, D width of the residual stream, n ranks of tp.
 """
@@ -28,7 +28,7 @@ from forge_parallel.axes.local import local_part
 
 
 class SharedInputs:
-    """The whole tokens that siblings (q, k, v) share, while their parent runs."""
+    """The gathered tokens that sibling layers (q, k, v) share while their parent runs: one all-gather for all."""
 
     def __init__(self) -> None:
         self.open = False
@@ -41,7 +41,7 @@ class SharedInputs:
         self.state: tuple[int, bool] | None = None
 
     def of(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
-        """`enter(x)`, or what the last sibling got for the same x: not written to since, of the same grad mode."""
+        """`enter(x)`, or its result for the last sibling, if that had the same x, unchanged since, in the same grad mode."""
         untold = torch.compiler.is_compiling() or x.is_inference()
         state = (0 if untold else x._version, torch.is_grad_enabled())
         if self.whole is None or self.given is not x or self.state != state:
@@ -51,14 +51,14 @@ class SharedInputs:
 
 @dataclasses.dataclass(frozen=True)
 class TPRegion:
-    """What a module knows of its axis; tokens_cut: the stream around it holds S/n tokens."""
+    """The entry to and exit from a sharded layer. tokens_cut: outside of it the stream has S/n tokens."""
 
     group: NamedGroup
     tokens_cut: bool
     inputs: SharedInputs | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """Whole tokens for a layer cut by outputs."""
+        """All tokens, for a layer sharded by outputs."""
         shared = self.inputs
         return shared.of(x, self._enter) if shared is not None and shared.open else self._enter(x)
 
@@ -66,12 +66,12 @@ class TPRegion:
         return gather(x, self.group, token_dim(x)) if self.tokens_cut else copy(x, self.group)
 
     def exit(self, x: Tensor) -> Tensor:
-        """The sum over ranks, of this rank's tokens if they are cut."""
+        """The sum over ranks; with `tokens_cut` of this rank's tokens only."""
         return scatter(x, self.group, token_dim(x)) if self.tokens_cut else reduce(x, self.group)
 
 
 class Colwise(nn.Module):
-    """Whole tokens in, this rank's outputs out; of a cut weight that it is given (a tied head), this rank's part."""
+    """All tokens in, this rank's outputs out; a sharded weight among its arguments (a tied head) is used by its local part."""
 
     tp: TPRegion
 
@@ -83,8 +83,8 @@ class Colwise(nn.Module):
 
 
 class SharedHeads(Colwise):
-    """Of a whole copy of the weights the rows of the head that this rank shares with others; the gradients of
-    the copies are parts of a sum."""
+    """More ranks than heads: each rank has a whole copy of the weights and computes one head, which it shares with
+    others. Gradients of the copies are partial sums."""
 
     tp_rows: slice
 
@@ -102,9 +102,9 @@ class SharedHeads(Colwise):
 
 
 class ShardedLogits(Colwise):
-    """A rank's logits; those of an uneven vocabulary are filled up with -inf, so that all have a width.
+    """A rank's logits; an uneven vocabulary is padded with -inf, so that all ranks have the same width.
 
-    A head that is given a function `then` computes something else, which is returned as it is.
+    A head that takes a function `then` returns its result instead, unchanged.
     """
 
     tp_width: int
@@ -123,7 +123,7 @@ class ShardedLogits(Colwise):
 
 
 class GatheredLogits(ShardedLogits):
-    """A rank's logits in training, for a loss that takes them so; else those of all ids."""
+    """A rank's logits in training, for `vocab_cross_entropy`; otherwise those of all ids, by one all-gather."""
 
     tp_ids: int
     tp_whole = False  # set while the model computes a loss of its own
@@ -161,7 +161,7 @@ class Rowwise(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """Looks up the ids of this rank's rows; the others' vectors come with the sum."""
+    """Looks up this rank's ids; the sum over ranks adds the vectors of the others."""
 
     tp: TPRegion
     tp_rows: tuple[int, int]
@@ -170,7 +170,7 @@ class VocabEmbedding(nn.Module):
         (ids,) = (*args, *kwargs.values())
         begin, end = self.tp_rows
         last = self.tp.group.rank == self.tp.group.size - 1
-        # An id beyond all rows is looked up on the last rank, a negative one on the first: they raise.
+        # An id beyond the vocabulary is looked up on the last rank, a negative one on the first, so that both raise.
         other = torch.zeros_like(ids, dtype=torch.bool) if last else ids >= end
         other = other | (ids < begin) if begin else other
         out = super().forward((ids - begin).masked_fill(other, 0))
@@ -178,7 +178,7 @@ class VocabEmbedding(nn.Module):
 
 
 class Siblings(nn.Module):
-    """The parent of layers that get one input: what the first one gathers serves the others."""
+    """The parent of layers with the same input: the first gathers it for all."""
 
     tp_inputs: SharedInputs
 
@@ -194,7 +194,7 @@ class Siblings(nn.Module):
 
 
 class Opaque(nn.Module):
-    """Sees whole tokens on every rank, computes alike, and hands on this rank's."""
+    """Gathers all tokens, computes the same on every rank, and returns this rank's tokens."""
 
     tp: TPRegion
 
@@ -212,7 +212,7 @@ class Opaque(nn.Module):
 
 
 class Routed(nn.Module):
-    """The parent of experts: sees disjoint tokens, and its contexts cut likewise."""
+    """The parent of experts: takes disjoint tokens on each rank, and its contexts split likewise."""
 
     tp: TPRegion
 
@@ -228,10 +228,9 @@ class Routed(nn.Module):
 
 
 class Root(nn.Module):
-    """The model itself: has whole logits for a loss of its own, and says what torch's refusal to mix tensors
-    means here."""
+    """The model itself: gathers logits for the model's own loss, and explains torch's error about mixed tensors."""
 
-    tp_heads: tuple[Any, ...] = ()  # in a tuple they are no children
+    tp_heads: tuple[Any, ...] = ()  # a tuple, as modules would be registered a second time
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for head in self.tp_heads:

@@ -1,7 +1,7 @@
-"""Change what a module does without hooks or wrappers: its class becomes a subclass of itself.
+"""Change a module's forward without hooks or wrappers: its class becomes a subclass of itself.
 
-Names of parameters, `isinstance` and attributes stay as they were, and what comes later (FSDP2,
-recomputation, compile) sees an ordinary module.
+Names of parameters, `isinstance` and attributes stay as they were, and later steps (FSDP2, recomputation,
+compile) see an ordinary module.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def use_local(
     """Let the code of `module` see its own rank's part of a DTensor parameter, in place.
 
         use_local(norm, "weight", (Partial(),))     # gradients of the ranks add up
-        use_local(linear, "weight")                 # the gradient lies as the parameter does
+        use_local(linear, "weight")                 # the gradient has the placements of the parameter
 
     `module.weight` is then `parameter.to_local(grad_placements=...)`, while `named_parameters`, the
-    state dict and optimizers see the DTensor. A parameter that is cut shows its local part only while
-    the module's own forward runs: to other code, which skips the communication around that forward, it
-    is a DTensor, and torch refuses to mix it with plain tensors. A copy is local to everybody. Under FSDP2
-    this holds inside its forward, where a parameter is a DTensor of one mesh axis; one of several axes
-    (its sharded state) and a plain tensor are returned as they are. Raises ValueError for a name that is no parameter of the module.
+    state dict and optimizers see the DTensor. A sharded parameter is local only while the module's own forward
+    runs: other code, which skips the communication around that forward, gets the DTensor, and torch refuses to
+    mix it with plain tensors. A replicated one is always local. Under FSDP2 this holds inside its forward, where a
+    parameter is a DTensor of one mesh axis; a DTensor of several axes (FSDP2's sharded state) and a plain tensor
+    are returned unchanged. Raises ValueError for a name that is no parameter of the module.
     """
     if name not in module._parameters:
         raise ValueError(
@@ -57,7 +57,7 @@ def use_local(
 
 
 class OwnForward(nn.Module):
-    """Knows whether its own forward runs."""
+    """Records whether its own forward runs."""
 
     in_forward = False
 
@@ -72,7 +72,7 @@ class OwnForward(nn.Module):
 def local_part(
     module: nn.Module, name: str, grad_placements: tuple[Placement, ...] | None
 ) -> Tensor | None:
-    """What `use_local` shows of a parameter; None where there is none."""
+    """The value of a parameter under `use_local`; None if there is none."""
     parameter = module._parameters.get(name)
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
         return parameter
@@ -85,7 +85,7 @@ def local_part(
 @functools.cache
 def _mixed_class(mixin: type, cls: type) -> type:
     names: dict[str, Any] = {"__module__": mixin.__module__}
-    if "forward" in vars(mixin):  # generate() of transformers reads there what a model can be given
+    if "forward" in vars(mixin):  # generate() of transformers reads the signature
         names["forward"] = _with_signature(mixin.forward, cls.forward)  # type: ignore[attr-defined]
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), names)
 

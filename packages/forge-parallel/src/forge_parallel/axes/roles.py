@@ -1,10 +1,15 @@
-"""Match a table {pattern of parameter names: role} to a model, and check that it can be cut.
+"""Match a table {pattern of parameter names: role} to a model, and check that it can be sharded over tp.
 
-Roles: "colwise" and "rowwise" cut a linear layer by outputs and inputs, "shared_heads" is colwise by heads, of
-which more ranks than heads have a whole copy and compute the one that they share, "sharded_logits" is a colwise
-layer whose outputs are logits, of which each rank keeps its part, "gather_output" gathers them but while
-it trains, "vocab" cuts an embedding by ids, "sequence" is a norm that may see a part of the tokens, "replicate_sum_grad" a copy of which ranks see different heads or tokens, "opaque"
-a module that is to see whole tokens, "expert" a stack of experts, whose parent sees disjoint tokens.
+colwise             a linear layer sharded by outputs
+rowwise             a linear layer sharded by inputs
+shared_heads        colwise by heads; more ranks than heads hold a whole copy, and each computes one head
+sharded_logits      a colwise layer whose outputs are logits; each rank keeps its part
+gather_output       the same, but outputs are gathered except in training
+vocab               an embedding sharded by ids
+sequence            a norm that may see a part of the tokens
+replicate_sum_grad  a copy on each rank, which sees other heads or tokens; gradients are summed
+opaque              a module that must see all tokens
+expert              a stack of experts; its parent sees disjoint tokens
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ _WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "opaque")
 
 
 class Role(NamedTuple):
-    """A role; with `multiple_of`, each rank's part of the cut dim must be a multiple of it (heads); with `shared`
-    ranks may be more than heads, and each has the one that it shares with others."""
+    """A role. Each rank's part of the sharded dim must be a multiple of `multiple_of` (width of a head). With `shared`
+    there may be more ranks than heads, and several ranks share one."""
 
     name: str
     multiple_of: int = 1
@@ -62,7 +67,7 @@ class Matched(NamedTuple):
         return [name for name, role in self.parameters.items() if role == "expert"]
 
     def within(self, part: nn.Module) -> Matched:
-        """What of it speaks of `part`, a stage of the model."""
+        """The entries of modules and parameters in `part`, a stage of the model."""
         names = {name for name, _ in part.named_modules(remove_duplicate=False)}
         opaque, experts, routed = (tuple(n for n in some if n in names) for some in self[1:4])
         leaves = {name: role for name, role in self.leaves.items() if name in names}
@@ -70,7 +75,7 @@ class Matched(NamedTuple):
         return Matched(leaves, opaque, experts, routed, parameters)
 
     def is_routed(self, name: str) -> bool:
-        """Whether a module lies in a region of disjoint tokens."""
+        """Whether a module is in a region of disjoint tokens."""
         return any(_within(name, region) for region in self.routed)
 
     def is_expert(self, name: str) -> bool:
@@ -81,16 +86,16 @@ class Matched(NamedTuple):
 def find_roles(
     model: nn.Module, roles: Mapping[str, Any] | None = None, *, cut: bool = True
 ) -> Matched:
-    """What `roles`, or the model's own table (`table_of`), says of `model`: to be matched once and handed on.
+    """The roles of `model` by the table `roles` or its own (`table_of`). Match once and pass the result on.
 
-    Raises ValueError as `match_roles`, and for a model without a table. Where tp does not `cut` the model a
-    table may be incomplete, missing, or in words that we do not know.
+    Raises ValueError as `match_roles`, and for a model without a table. With `cut` False (no tp) the model's own
+    table may be incomplete, missing, or in another form.
     """
     if not cut:
         try:
             return _resolve(*_match(model, table_of(model, roles))[:2])[0]
         except ValueError:
-            if roles is not None:  # what the caller wrote is told to be wrong
+            if roles is not None:  # an error of the caller's own table is raised in any case
                 raise
             return Matched()
     table = table_of(model, roles)
@@ -103,7 +108,7 @@ def find_roles(
 
 
 def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = False) -> Matched:
-    """The role of every module of `model` that a table speaks of; nothing is changed.
+    """The role of every module of `model` that a table names; nothing is changed.
 
         matched = match_roles(model, {"*.q_proj.*": "colwise", "*.o_proj.*": "rowwise", ...})
 
@@ -121,7 +126,7 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
 def _match(
     model: nn.Module, table: Mapping[str, Any], strict: bool = False
 ) -> tuple[dict[str, str], dict[str, Role], list[str]]:
-    """(the one row that each name fits, all rows, what is wrong)."""
+    """(the one row that each name matches, all rows, problems)."""
     rows = {pattern: _role(pattern, value) for pattern, value in table.items()}
     patterns = [pattern for pattern in rows if any(sign in pattern for sign in "*?[")]
     found: dict[str, str] = {}  # name: pattern
@@ -151,7 +156,7 @@ def _match(
 
 
 def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """`roles`, or what `model.parallel_roles()` or the plan of a Hugging Face model says, or nothing."""
+    """`roles`, or `model.parallel_roles()`, or the plan of a Hugging Face model, or an empty table."""
     if roles is not None:
         return roles
     if hasattr(model, "parallel_roles"):
@@ -166,11 +171,12 @@ def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
 
 
 def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1) -> list[str]:
-    """Every linear layer and embedding that `size` ranks cannot share, and every dropout.
+    """Every linear layer and embedding that cannot be sharded over `size` ranks, and every dropout.
 
-    Outputs (colwise) and inputs (rowwise) must divide; below a module with `head_dim` into whole heads,
-    so that heads fewer than ranks are refused but where the role lets them be shared; a vocabulary may be uneven, but no rank empty, and its
-    width must divide by FSDP2's `shards` where torch would misplace shards of ids (`legal.uneven_vocab`).
+    Outputs (colwise) and inputs (rowwise) must be divisible, below a module with `head_dim` into whole heads; so
+    fewer heads than ranks are refused unless the role shares them. A vocabulary may be uneven, but no rank empty,
+    and its width must be divisible by FSDP2's `shards` if torch would compute wrong offsets for shards of ids
+    (`legal.uneven_vocab`).
     """
     problems = [
         f"{name}: is a DTensor already; cut a model once, before FSDP"
@@ -207,7 +213,7 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
 
 
 def dropout_problems(model: nn.Module) -> list[str]:
-    """Modules that drop at random: ranks of tp, seeded alike, would drop the same of different heads and tokens."""
+    """Modules with dropout: tp ranks have the same seed and would drop the same positions of different heads."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         dot = f"{name}." if name else ""
@@ -235,7 +241,7 @@ def _drops(value: Any) -> bool:
 
 
 def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
-    """Parameters with several names whose roles would lay them out in different ways."""
+    """Parameters with several names whose roles need different placements."""
     roles: dict[nn.Parameter, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = matched.leaves.get(name.rpartition(".")[0])
@@ -269,7 +275,7 @@ def _role(pattern: str, value: Any) -> Role:
 
 
 def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> tuple[Matched, list[str]]:
-    """From parameters to modules: owners, and the modules that opaque and expert rows name; what is wrong."""
+    """Modules by role, from the rows of their parameters, and problems: roles that contradict each other."""
     leaves: dict[str, Role] = {}
     opaque: dict[str, None] = {}
     experts: dict[str, None] = {}
@@ -337,7 +343,7 @@ def _say(module: nn.Module) -> str:
 
 
 def _unit(model: nn.Module, name: str, role: Role, whole: int) -> int:
-    """What a rank's part must be a multiple of: the row's multiple_of, or the parent's heads."""
+    """A rank's part must be a multiple of this: the row's multiple_of, or the parent's head_dim."""
     if role.multiple_of > 1:
         return role.multiple_of
     head: Any = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
@@ -345,7 +351,7 @@ def _unit(model: nn.Module, name: str, role: Role, whole: int) -> int:
 
 
 def shared_head(model: nn.Module, name: str, role: Role, size: int) -> int:
-    """Rows of the one head that a rank of `size` computes where they are more than its heads; 0 elsewhere."""
+    """Rows of the one head that a rank computes if `size` ranks share fewer heads; otherwise 0."""
     if not role.shared or (weight := getattr(model.get_submodule(name), "weight", None)) is None:
         return 0
     unit = _unit(model, name, role, int(weight.size(0)))

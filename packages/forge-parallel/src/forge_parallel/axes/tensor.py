@@ -65,20 +65,20 @@ def tensor_parallel(
     `roles` is a table {pattern: role} (see axes/roles.py), by default `model.parallel_roles()`, or the
     `tp_plan` of a Hugging Face model. Parameters become DTensors of the same names; each rank keeps its
     slice of the values it has, which must be equal on all ranks, and nothing is sent; meta parameters
-    stay meta. Experts' parameters are left alone. Every rank of the axis is called with the same tokens,
-    and logits stay cut: (B, S, ceil(V/n)), of an uneven vocabulary filled up with -inf. Those of a head with the
-    role `gather_output` (a Hugging Face model's) are whole in evaluation, without grad (`generate`), and where
-    the model is given `labels`, for its own loss: (B, S, V) on every rank by one all-gather. `matched` is what
-    `find_roles` found, by a caller who has checked it (`check_cuts`).
+    stay meta. Experts' parameters are not changed. All ranks of the axis call the model with the same tokens, and
+    logits stay sharded: (B, S, ceil(V/n)), padded with -inf for an uneven vocabulary. Logits of a head with the role
+    `gather_output` (a Hugging Face model's) are gathered, (B, S, V) on every rank by one all-gather, in evaluation,
+    without grad (`generate`), and if the model is called with `labels`, for its own loss. `matched` is the result
+    of `find_roles` if the caller has it and has checked it (`check_cuts`).
 
     `sequence_parallel` cuts the stream between layers along S, which must be divisible by n; by default
     on, except for Hugging Face's models, which read lengths off the stream. Parents of experts are
     given disjoint tokens either way. `async_tp` lets inductor overlap matmuls and collectives.
 
-    FSDP2 must follow, on one rank too: it carries out the sums over tp that gradients wait for.
+    FSDP2 must follow, on one rank too: it reduces the partial gradients of replicated parameters over tp.
 
-    Raises ValueError before anything is changed: a parameter without a role, dims that do not divide, dropout;
-    and in a forward for a cut weight that other code uses than its own module.
+    Raises ValueError before any change: a parameter without a role, dims that do not divide, dropout; and in a
+    forward if code outside of its own module uses a sharded weight.
     """
     group = NamedGroup.of(mesh)
     foreign = not hasattr(model, "parallel_roles") and has_plan(model)
@@ -109,16 +109,16 @@ def tensor_parallel(
 
 
 def gather_vocab(logits: Tensor, axis: Any, vocab_size: int | None = None) -> Tensor:
-    """Whole logits (..., V) of cut ones, on every rank of a mesh or `Axis`: one all-gather.
+    """Logits (..., V) on every rank of a mesh or `Axis` from sharded ones (..., V/n): one all-gather.
 
-    What follows must be equal on all ranks; `vocab_size` takes the filling of an uneven one off.
+    Code that uses them must be equal on all ranks. `vocab_size` removes the padding of an uneven vocabulary.
     """
     whole = join(logits, NamedGroup.of(axis), logits.dim() - 1)
     return whole if vocab_size is None else whole[..., :vocab_size]
 
 
 def width_of_cut_logits(model: nn.Module) -> int | None:
-    """Logits of a rank where a head of the model (of this rank's part of it) is cut; whole ones have more."""
+    """Width of a rank's logits if a head of the model, or of this rank's stages, is sharded, else None."""
     widths = (vars(module).get("tp_width") for module in model.modules())
     return next((width for width in widths if width is not None), None)
 
@@ -141,7 +141,7 @@ def _shard_model(
     ids: Mapping[str, int],
 ) -> None:
     group = NamedGroup.of(mesh)
-    sharded: dict[nn.Parameter, nn.Parameter] = {}  # what was tied stays tied
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one parameter
     shared_inputs = _shared_inputs(model, matched)
     module: Any
     for module, name in _unique_modules(model, matched.leaves).items():
@@ -189,8 +189,8 @@ def _shard_parameters(
     mesh: DeviceMesh,
     sharded: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Put this rank's slices of a module's own parameters in their place, and say how their gradients
-    lie over tp."""
+    """Replace a module's own parameters by DTensors of this rank's slices, and declare the placements of their
+    gradients over tp."""
     for name, whole in list(module._parameters.items()):
         if whole is None:
             continue
@@ -202,7 +202,7 @@ def _shard_parameters(
                 local = (
                     parts[mesh.get_local_rank()].clone().contiguous()
                 )  # a view would keep the whole
-            # shape and stride of the whole: uneven parts do not tell them
+            # shape and stride are explicit, as DTensor would infer wrong ones from uneven parts
             part = DTensor.from_local(
                 local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
             )
@@ -212,7 +212,7 @@ def _shard_parameters(
 
 
 def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]:
-    """Where a parameter lies, and whether its gradients on the ranks are parts of a sum."""
+    """The placement of a parameter over tp, and whether gradients of its ranks are partial sums."""
     if role in BY_ROWS:
         return Shard(0), False
     if role == "rowwise" and name == "weight":
@@ -258,7 +258,7 @@ def _ids_of_heads(model: nn.Module, matched: Matched) -> dict[str, int]:
 
 
 def _set_local_ids(embedding: Any, group: NamedGroup) -> None:
-    """Tell an embedding which ids are its own."""
+    """Set the range of ids that this rank's rows hold."""
     size = -(-embedding.num_embeddings // group.size)
     begin = group.rank * size
     end = min(begin + size, embedding.num_embeddings)

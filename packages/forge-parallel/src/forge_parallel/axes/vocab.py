@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary whose logits are cut over ranks.
+"""Cross-entropy over logits whose vocabulary is sharded over ranks.
 
 Shapes: N tokens (all leading dims flattened), R rows of one block, W ids of a rank.
 """
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from forge_parallel._torch_compat import all_gather
 from forge_parallel.axes.collectives import NamedGroup
 
-# Elements of one fp32 block: a share of a CPU's cache; elsewhere, what makes launches cheap.
+# Elements of one fp32 block: on a CPU a share of its cache, on a GPU enough to amortise kernel launches.
 _BLOCK_CPU = 2**20
 _BLOCK_DEVICE = 2**27
 
@@ -83,7 +83,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
         is_local = valid.clone()
         if group.rank:
             is_local &= local >= 0
-        if group.rank < group.size - 1:  # an id beyond all of them fails in the last rank's gather
+        # no upper bound on the last rank: there an id beyond the vocabulary fails in the gather instead of counting 0
+        if group.rank < group.size - 1:
             is_local &= local < width
         target = local.where(is_local, 0)[:, None]  # (N, 1)
         parts = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)

@@ -1,4 +1,4 @@
-"""Where to cut the depth of a model: the most expensive stage decides the pace, so make it cheap."""
+"""The split of a model's depth into stages: the most expensive stage sets the pace, so it is made cheap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def block_costs(model: nn.Module, parts: Structure, seq_len: int) -> list[float]
     """Forward FLOPs per token of each block, in order, in rows of `seq_len`; no communication.
 
     Counted by the block's own `flops_per_token(seq_len)`, or two per parameter where it offers none. The
-    first block also bears what stands before it (EMBEDDING_SHARE of its parameters), the last one the norm
+    first block also bears the modules before it (EMBEDDING_SHARE of their parameters), the last one the norm
     and head behind it (two per parameter; a tied head is the table as a product).
     """
     costs = [_cost(block, seq_len) for block in blocks_by_key(model, parts).values()]

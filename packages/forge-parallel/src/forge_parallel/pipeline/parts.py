@@ -1,4 +1,4 @@
-"""What a model says about its depth: the protocol that lets it be cut into stages."""
+"""The protocol by which a model declares its parts, so that it can be split into stages."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def part_problems(model: nn.Module, structure: Structure | None = None) -> list[
 
 
 def stream_dim(model: nn.Module) -> int:
-    """Width D of the stream (B, S, D) between stages, as a model or a stage of it says it.
+    """Width D of the stream (B, S, D) between stages, as a model or a stage of it declares it.
 
         def pipeline_parts(self):
             return {"first": ("stem",), "blocks": "tower", "last": ("head",), "dim": 512}
 
-    Without "dim" it is `model.config.dim`. ValueError, naming the model, where it says neither.
+    Without "dim" it is `model.config.dim`. ValueError, naming the model, if it declares neither.
     """
     declared: Any = model.pipeline_parts()  # type: ignore[operator]
     dim = declared.get("dim", getattr(getattr(model, "config", None), "dim", None))
@@ -81,6 +81,6 @@ def stream_dim(model: nn.Module) -> int:
 
 
 def blocks_by_key(model: nn.Module, parts: Structure) -> dict[str, nn.Module]:
-    """The blocks with their keys: global ones, also where a rank has only some."""
+    """{key: block}; keys are those of the whole model, also on a rank that has only some blocks."""
     container: Any = model._modules[parts.container]
     return dict(container._modules)

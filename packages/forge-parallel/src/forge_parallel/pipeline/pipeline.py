@@ -35,10 +35,13 @@ class Pipeline:
     has as many forwards as any other. `dtype` of the stream: by default that of the compute precision.
     `whole_tokens`: the first stage takes whole rows of tokens under cp, and cuts the stream itself.
 
-    What travels through torch's schedule are numbers of rows; a stage and the loss look up by them what
-    belongs to a micro-batch, so that it need not be a tensor that dim 0 cuts.
+    torch's schedule carries row numbers in place of keywords and targets; a stage and the loss look up the values of
+    a micro-batch by them, so values need not be tensors that dim 0 splits.
 
-    Raises ValueError with what `schedule_problems` finds, and for rows that cp or tp cannot cut.
+    Evaluation does not use torch's `schedule.eval()`: it runs as many micro-batches as training, holds the logits
+    of all of them until the end, and torch 2.13 sets up its stages again at each switch from and to training.
+
+    Raises ValueError with the sentences of `schedule_problems`, and for rows that cp or tp cannot divide.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Pipeline:
         for index, module in self.stages.items():
             if index < count - 1:
                 module.register_forward_hook(self._check_stream)
-            # before FSDP2's own hook, which moves and casts what it finds
+            # before FSDP2's pre-forward hook, which moves and casts the arguments
             module.register_forward_pre_hook(
                 self._arguments_of_rows, with_kwargs=True, prepend=True
             )
@@ -106,7 +109,7 @@ class Pipeline:
     def _arguments_of_rows(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Keywords of a stage for the rows of a micro-batch, in place of their numbers."""
+        """Replace the row numbers of a micro-batch by the keywords of its rows."""
         rows = _slice(kwargs.pop("rows"))
         extras = {name: self._extras[name] for name in getattr(module, "extra_inputs", ())}
         found = {name: _take(value, rows) for name, value in {**self._inputs, **extras}.items()}
@@ -152,7 +155,7 @@ class Pipeline:
         return self._total(losses)
 
     def _clear(self) -> None:
-        """What a step holds may be large."""
+        """Release the tensors of a step, which may be large."""
         self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
         self._then = None
 
@@ -166,7 +169,7 @@ class Pipeline:
         then: Callable[..., Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The same sum of losses by forwards alone, whatever the schedule; modes are left as they are.
+        """The same sum of losses by forwards alone, for every schedule; training and eval modes are not changed.
 
         Arguments as in `step`, with any multiple of micro_batch rows. Weights are sharded again afterwards. Cost: an
         activation per micro-batch and border of stages; the pipe fills and empties once per stage of a rank.
@@ -189,9 +192,9 @@ class Pipeline:
     def _forward(self, tokens: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Send every micro-batch, rows `parts[i]`, through all stages: (i, output) behind the last one.
 
-        The clock is common to all: at each tick a rank runs at most one stage on one micro-batch and hands
-        the result on. A rank runs one of its stages on all micro-batches before the next, so that it waits
-        only where the pipe fills. Memory: the results of one stage for all micro-batches.
+        All ranks count the same ticks: at each a rank runs at most one stage on one micro-batch and sends the
+        result on. A rank runs one of its stages on all micro-batches before the next, so that it waits only while
+        the pipeline fills. Memory: the outputs of one stage for all micro-batches.
         """
         stages, count = self.stages, len(parts)
         stream = torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False)
@@ -226,7 +229,7 @@ class Pipeline:
     def _keywords(
         self, tokens: Tensor, labels: Any, count: int, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Keywords as (B, S), after a look at the shapes, which a receiver could not check."""
+        """Keywords as (B, S). Shapes are checked, as a later stage receives buffers of fixed shape."""
         rows = count * self.micro_batch
         wanted = {"tokens": (tokens, (rows, self.tokens_length))}
         targets = labels if isinstance(labels, tuple) else (labels,)
@@ -239,7 +242,7 @@ class Pipeline:
                     f"{self.micro_batch} rows; give all rows of the step, cut by cp alone"
                 )
         given = {name: value for name, value in kwargs.items() if value is not None}
-        # a stage that sees a part of each row must know where it is
+        # a stage that sees a part of each row needs the positions of its tokens
         if self.cut > 1 and not given and arguments_with_positions(self.model):
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
@@ -252,7 +255,7 @@ class Pipeline:
         return {n: v.expand(rows, *v.shape[1:]) for n, v in given.items()}
 
     def _check_stream(self, module: nn.Module, _: Any, output: Any) -> None:
-        """What leaves a stage must be what the next one waits for: else it would read other bytes."""
+        """Compare a stage's output with the next one's buffer: another shape or dtype would be read as wrong bytes."""
         wanted, got = _kind(self._stream), _kind(output)
         if got != wanted:
             raise ValueError(
@@ -267,10 +270,9 @@ class Pipeline:
 
 
 def _slice(rows: Tensor) -> slice:
-    """The slice of the step's rows that a part of `arange(rows)` stands for.
+    """The slice of the step's rows for a part of `arange(rows)`.
 
-    A part is a view, so where it begins in that tensor is its first number: no value is read, which on a
-    device would wait.
+    A part is a view, so its storage offset equals its first number: reading the value would wait for the device.
     """
     first = int(rows.storage_offset())
     return slice(first, first + len(rows))

@@ -1,4 +1,4 @@
-"""What a layout will need and how long a step will take, before any GPU is asked."""
+"""Estimates of memory, traffic and time of a layout, without GPUs, and a search for the best one."""
 
 from forge_parallel.plan.candidate import Candidate, SearchSpace, Storage, describe
 from forge_parallel.plan.memory import local_numel

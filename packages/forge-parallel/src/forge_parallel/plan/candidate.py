@@ -1,4 +1,4 @@
-"""One way to run a model: its layout, batch and hardware, how bytes are stored, and whether it is allowed."""
+"""A candidate: one layout with batch and hardware for a model, and the search space that makes candidates."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BYTES = {"bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of an element, and what other trainers than Forge do otherwise.
+    """Bytes of an element, and differences of other trainers from Forge.
 
-    moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, by
-    default their gradient in the compute dtype; workspace: of the loss, at most. sync_once: gradients are kept whole until the last
+    moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, by default their
+    gradient in the compute dtype; workspace: of the loss, at most. sync_once: gradients stay unsharded until the last
     micro-batch; whole_logits: logits are gathered; compiled_tp: tp does not break compilation.
     """
 
@@ -41,7 +41,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a layout is wanted for. `micro_batches` and `modes` (of recomputation) may be chosen from."""
+    """A job without its layout. The search tries all `micro_batches` and `modes` of recomputation."""
 
     profile: Profile
     config: ParallelConfig
@@ -54,7 +54,7 @@ class SearchSpace:
     storage: Storage = field(default_factory=Storage)
 
     def candidate(self, config: ParallelConfig, micro_batch: int | None) -> Candidate:
-        """One way; without a micro_batch as `divide_batch` chooses it. ValueError, a line for each broken rule."""
+        """One candidate, by default with the micro_batch of `divide_batch`. ValueError, a line for each broken rule."""
         readers = config.axes(self.world_size, self.gpus_per_node).batch_size
         parts = divide_batch(config, self.global_batch, readers, micro_batch)
         candidate = Candidate(self.profile, config, self.world_size, self.global_batch,
@@ -114,7 +114,7 @@ class Candidate:
 
     @property
     def wrapped(self) -> bool:
-        """Whether parameters are FSDP's."""
+        """Whether FSDP2 wraps the model."""
         return self.world_size > 1 or self.config.precision != "fp32" or self.config.cpu_offload
 
     @property
@@ -125,14 +125,14 @@ class Candidate:
 
     @cached_property
     def trace(self) -> Trace:
-        """For one row; made once per shape of a rank."""
+        """The trace of one row; computed once per (tp, cp, ...)."""
         c, d = self.config, self.layout
         dtype = torch.bfloat16 if c.precision == "bf16" else torch.float32
         shape = (d.tp, d.cp, c.sequence_parallel, dtype, c.cp_exchange == "all_gather")
         return self.profile.once(shape, lambda: trace(self.profile, *shape))
 
     def load(self, pp_rank: int) -> Load:
-        """What a pipeline rank holds."""
+        """The stages and parameters of a pipeline rank."""
         piped = self.layout.pp > 1
         stages = stages_on(self.config, pp_rank) if piped else [0]
         count = self.layout.pp * self.config.stages_per_rank if piped else 1
@@ -178,7 +178,7 @@ def describe(candidate: Candidate) -> str:
 
 
 def _problems(candidate: Candidate) -> list[str]:
-    """Why a layout cannot run this model and batch; empty if it can."""
+    """Every rule that the candidate breaks."""
     d, count = candidate.layout, candidate.num_micro_batches
     facts = candidate.profile.facts(d.tp, d.dp_shard * d.cp)
     known = replace(facts, micro_batch=candidate.micro_batch, num_micro_batches=count)

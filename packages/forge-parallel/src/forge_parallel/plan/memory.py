@@ -1,4 +1,4 @@
-"""Bytes on each rank: exact for what is stored, traced for what is kept, stated for what is transient."""
+"""Bytes on each rank: exact for stored tensors, traced for saved activations, formulas for transient ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from forge_parallel.plan.profile import Part, Row, local_shape
 class Memory:
     """Bytes of one rank of a pipeline stage, the first one of its groups, at its fullest moment.
 
-    weights, gradients, moments: shards. activations: kept for `in_flight` micro-batches. recomputed: of one
-    block, made again, and its gradients on the way. gathered: whole weights of two neighbouring blocks and
-    of what is outside blocks, in the compute dtype, with gradients and buffers of collectives. loss: logits,
-    their gradient, the loss's own. `peak` is the largest of three moments: the loss, a block's backward, the
-    end of the backward; with what the moment before has left, and workspaces.
+    weights, gradients, moments: shards. activations: saved for `in_flight` micro-batches. recomputed: activations of
+    one block, and its transient gradients. gathered: unsharded weights of two neighbouring blocks and of modules
+    outside blocks, in the compute dtype, with gradients and buffers of collectives. loss: logits, their gradient,
+    its workspace. `peak` is the largest of three moments (the loss, a block's backward, the end of the backward),
+    each with tensors left from the moment before, and workspaces.
     """
 
     weights: float
@@ -34,14 +34,14 @@ class Memory:
     in_flight: float
 
 
-#: torch's own workspaces for cuBLAS and cuBLASLt, 32 MiB each on Hopper, and as much again for what is small:
-#: ids, losses, norms, tables of positions.
+#: torch's workspaces for cuBLAS and cuBLASLt, 32 MiB each on Hopper, and as much again for small tensors: ids,
+#: losses, norms, tables of positions.
 _LIBRARIES = 2.0**27
 
 
 class PartSize(NamedTuple):
-    """Elements of a part on a rank: `local` shards, those of them that are `trained`, and what is gathered of
-    `dense` parameters and of `experts`, cut by tp and ep, with what FSDP2 rounds up on all ranks."""
+    """Elements of a part on a rank: `local` shards, those of them that are `trained`, and gathered elements of
+    `dense` parameters and of `experts`, sharded by tp and ep, with FSDP2's padding."""
 
     local: int
     trained: int
@@ -54,7 +54,7 @@ class PartSize(NamedTuple):
 
 
 def part_size(part: Part, candidate: Candidate) -> PartSize:
-    """Counted once for all cases of a shape."""
+    """The size of a part, counted once per shape of the layout."""
 
     def count() -> PartSize:
         local = trained = dense = experts = 0
@@ -70,8 +70,8 @@ def part_size(part: Part, candidate: Candidate) -> PartSize:
 
 
 def local_numel(row: Row, candidate: Candidate) -> int:
-    """Elements of one parameter on the first rank of every axis; FSDP2 rounds its part of dim 0 up, but where it
-    cuts on dim 1 (`axes.fsdp.cuts_inside`)."""
+    """Elements of one parameter on the first rank of every axis; FSDP2 rounds a part of dim 0 up, and shards dim 1
+    evenly (`axes.fsdp.cuts_inside`)."""
     shape, parts = (
         local_shape(row.shape, row.role, candidate.layout.tp, candidate.layout.ep, row.heads),
         _shards(row, candidate),
@@ -83,7 +83,7 @@ def local_numel(row: Row, candidate: Candidate) -> int:
 
 
 def _shards(row: Row, candidate: Candidate) -> int:
-    """Over how many ranks FSDP2 cuts a parameter."""
+    """Number of FSDP2's shards of a parameter."""
     return candidate.topology.axes()["efsdp" if row.role == "expert" else "fsdp"][0]
 
 
@@ -102,7 +102,7 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     gathered, buffers, ends = _gathered(candidate, load)
     loss = _loss(candidate) if load.last else 0.0
     static = weights + moments + gathered + _LIBRARIES
-    # the first micro-batch finds no gradients: they come as activations go
+    # in the first micro-batch gradients grow while activations shrink
     before = gradients + _unreduced(candidate, load) if candidate.num_micro_batches > 1 else 0.0
     peak = static + max(
         before + activations + loss,
@@ -136,7 +136,7 @@ def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> float:
 
 
 def _saved_activations(candidate: Candidate, load: Load) -> float:
-    """Bytes that one row of a micro-batch keeps on this rank; the mean over its stages if several."""
+    """Bytes of activations saved on this rank for one row of a micro-batch."""
     c, t = candidate.config, candidate.trace
     total: float = sum(part.saved for part in load.traced_ends(t)) + t.shared
     for stage in load.stages:
@@ -152,15 +152,15 @@ def _saved_activations(candidate: Candidate, load: Load) -> float:
 
 
 def _transient(candidate: Candidate, load: Load) -> float:
-    """Per row: what a block makes again, and two gradients of its largest tensor."""
+    """Per row: recomputed activations of a block, and two gradients of its largest tensor."""
     kinds = [candidate.trace.kinds[k] for k in set(load.kinds)]
     again = (max(0, k.saved - k.under(candidate.config.recompute)) + 2 * k.largest for k in kinds)
     return max(again, default=0)
 
 
 def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
-    """(whole weights while blocks run, whole gradients and buffers of a block's backward, those of what is
-    outside blocks, at the end of the backward)."""
+    """(gathered weights while blocks run, unsharded gradients and buffers of a block's backward, those of modules
+    outside blocks at the end of the backward)."""
     if not candidate.wrapped:
         return 0.0, 0.0, 0.0
     s, d = candidate.storage, candidate.layout
@@ -175,7 +175,7 @@ def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
         gathered = 0.0  # nothing to gather and nothing to cast
     if several and (d.pp > 1 or (s.sync_once and sharded)):
         gathered += (sum(sizes) + outside) * (candidate.reduce if d.pp > 1 else candidate.compute)
-    # gradients, what they are reduced from, and what the next all-gather writes into
+    # gradients, the input of their reduce-scatter, and the output of the next all-gather
     buffers = max(sizes, default=0) * (2 * candidate.compute + candidate.reduce) * sharded
     return (
         gathered,
@@ -185,7 +185,7 @@ def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
 
 
 def _unreduced(candidate: Candidate, load: Load) -> float:
-    """What the gradients outside blocks were reduced from: FSDP2 lets go of it in the next backward."""
+    """The input of the last reduce-scatter outside blocks: FSDP2 frees it in the next backward."""
     if not candidate.wrapped or candidate.layout.pp > 1 or candidate.storage.sync_once:
         return 0.0
     return float(part_size(load.ends, candidate).whole * candidate.reduce)

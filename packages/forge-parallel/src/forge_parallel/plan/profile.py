@@ -1,4 +1,4 @@
-"""What the planner must know of a model: its parameters by block, their roles, its FLOPs."""
+"""The profile of a model for the planner: its parameters by block, their roles, its FLOPs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Parameters that lie and are gathered together, and their forward FLOPs per token."""
+    """Parameters that are sharded and gathered together, and their forward FLOPs per token."""
 
     rows: tuple[Row, ...]
     flops: float
@@ -90,7 +90,7 @@ class Profile:
         )
 
     def role(self, parameter: str) -> str:
-        """What the model says of a parameter; "opaque" if nothing."""
+        """The role of a parameter; "opaque" if it has none."""
         if self.matched.is_expert(parameter):
             return "expert"
         role = self.matched.leaves.get(parameter.rpartition(".")[0])
@@ -107,16 +107,16 @@ class Profile:
         return rows // (shared_head(self.model, name, role, rows + 1) or rows)
 
     def ends(self, first: bool, last: bool) -> Part:
-        """What stands before the blocks, after them, or both; a tied embedding is on either end."""
+        """The modules before the blocks, after them, or both; a tied embedding is in either end."""
         before = tuple(f"{name}." for name in self.structure.first)
         after = tuple(f"{name}." for name in self.structure.last)
 
-        def stands(name: str) -> bool:
+        def belongs(name: str) -> bool:
             behind = name.startswith(after)
             return (last and behind) or (first and (name.startswith(before) or not behind))
 
         def make() -> Part:
-            rows = tuple(row for row in self._rest if stands(row.name))
+            rows = tuple(row for row in self._rest if belongs(row.name))
             return Part(rows, self.head_flops if last else 0.0)
 
         return self.once(("ends", first, last), make)
@@ -145,7 +145,7 @@ class Profile:
         return [] if tp == 1 else self.once(("tp", tp, shards), find)
 
     def facts(self, tp: int, shards: int) -> Facts:
-        """What the rules ask of the model on `tp` ranks; nothing about its batch."""
+        """Facts for the rules about the model on `tp` ranks; nothing about its batch."""
 
         def find() -> Facts:
             why = {
@@ -191,7 +191,7 @@ def local_shape(
 
 
 def forward_flops(module: nn.Module, seq_len: int) -> float:
-    """FLOPs of one token's forward: what a module offers, 2 per weight of each nn.Linear elsewhere."""
+    """FLOPs of one token's forward: a module's own `flops_per_token`, or 2 per weight of each nn.Linear."""
     offered: Any = getattr(module, "flops_per_token", None)
     if callable(offered):
         return float(offered(seq_len))

@@ -1,4 +1,4 @@
-"""A plan: what a layout stores, sends and takes, and the text that says so."""
+"""An estimate of a candidate's memory, traffic and time, and its text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forge_parallel.plan.traffic import Traffic, stage_traffic
 
 @dataclass(frozen=True)
 class Estimate:
-    """A case with its numbers, which are computed when they are first asked for."""
+    """A candidate with its numbers, which are computed at first use."""
 
     candidate: Candidate
 
@@ -89,13 +89,13 @@ def estimate_layout(
     gpus_per_node: int = 8,
     storage: Storage | None = None,
 ) -> Estimate:
-    """Plan `config` for `model` (on the meta device, say) on `world_size` GPUs.
+    """The estimate of `config` for `model` (which may be on the meta device) on `world_size` GPUs.
 
         plan = estimate_layout(model, ParallelConfig(tp=4), 32, global_batch=64, micro_batch=2, seq_len=4096)
         print(render(plan))
 
-    `micro_batch` is by default what `divide` chooses: a data rank's whole share where shares are equal. No process group, no GPU; under a second for
-    any size. Raises ValueError, a line for each rule that the layout breaks.
+    `micro_batch` is by default that of `divide_batch`: a data rank's whole share if shares are equal. Needs no process
+    group and no GPU; under a second for any size. Raises ValueError, a line for each rule that the layout breaks.
     """
     profile = model if isinstance(model, Profile) else Profile(model, seq_len)
     gpu = find_hardware(hardware) if isinstance(hardware, str) else hardware
@@ -136,7 +136,7 @@ def _head(estimate: Estimate) -> str:
 
 
 def _waits(candidate: Candidate) -> list[str]:
-    """What FSDP2 waits for where gradients lie on the host."""
+    """A line on FSDP2's waits for the device, if gradients are in host memory."""
     further = candidate.num_micro_batches - 1
     if not candidate.config.cpu_offload or not further:
         return []

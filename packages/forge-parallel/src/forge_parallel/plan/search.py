@@ -12,10 +12,10 @@ from forge_parallel.config import ParallelConfig
 from forge_parallel.plan.candidate import SearchSpace, describe
 from forge_parallel.plan.report import Estimate
 
-#: What an axis more must bring to be worth its groups, its seams and its failures; a pipeline, which no
-#: published sweep measures, a sixth.
+#: Factor on the score for each axis above 1: it must gain 3 % to be worth its groups and its ways to fail; a
+#: pipeline, which no published sweep measures, a sixth.
 WORTH = {"dp_replicate": 0.97, "tp": 0.97, "cp": 0.97, "ep": 0.97, "pp": 0.85}
-#: The share of activations with which compiled blocks keep about what selective recomputation does.
+#: memory_budget with which compiled blocks save about as much as selective recomputation does.
 BUDGET = 0.7
 
 
@@ -27,7 +27,7 @@ def score(estimate: Estimate) -> float:
 
 
 def search(space: SearchSpace) -> list[Estimate]:
-    """All allowed ways of some thousands: those that fit by score, then the others by peak.
+    """Estimates of all allowed candidates of some thousands: those that fit by score, then the others by peak.
 
     Cost: about 1 ms each, and one trace per (tp, cp, sequence_parallel).
     """
@@ -42,7 +42,7 @@ def search(space: SearchSpace) -> list[Estimate]:
 
 
 def auto_layout(space: SearchSpace) -> tuple[Estimate, list[str]]:
-    """The best way and why, in words. ValueError where none is allowed, or none fits."""
+    """The best estimate, and the reasons in words. ValueError if no candidate is allowed, or none fits."""
     ranked = search(space)
     if not ranked:
         raise ValueError(
@@ -112,7 +112,9 @@ def _layouts(space: SearchSpace) -> Iterator[ParallelConfig]:
             sizes |= dict(pp_schedule=schedule, recompute=mode, memory_budget=None)
             if mode == config.recompute:
                 sizes["memory_budget"] = config.memory_budget
-            if config.compile and mode == "selective":  # the compiler chooses what that would
+            if (
+                config.compile and mode == "selective"
+            ):  # with compile a memory_budget takes its place
                 sizes |= dict(recompute="none", memory_budget=BUDGET)
             try:
                 yield replace(config, **sizes)

@@ -22,7 +22,7 @@ from forge_parallel.stages import splits_backward
 HIDDEN, FELT = 0.3, 0.5
 #: Rows of an expert with which a grouped product has half of its speed: a guess from forge-moe's benchmark.
 FEW = 400
-#: What the host needs to launch a block's forward and backward: small models wait for it.
+#: Seconds in which the host launches a block's forward and backward: a lower bound for small models.
 LAUNCH = 5e-4
 #: Products in float8 over bf16, where they are converted: fitted to torchtitan's 8B, 8 H100.
 FLOAT8 = 1.28
@@ -98,7 +98,7 @@ def _products(candidate: Candidate, load: Load) -> float:
     tokens = rows * p.seq_len / (candidate.layout.cp * candidate.layout.tp)
     again = {"none": 0.0, "full": 1.0, "selective": 0.05}[c.recompute] / c.recompute_every
     if c.memory_budget is not None:
-        again = max(0.0, 1 - c.memory_budget / 0.7)  # what is cheap comes first
+        again = max(0.0, 1 - c.memory_budget / 0.7)  # cheap operators are recomputed first
     blocks = sum(p.kinds[k].flops + _slow_experts(candidate, k) for k in load.kinds)
     ends = p.head_flops if load.last else 0.0
     compiled = c.compile and (candidate.storage.compiled_tp or candidate.layout.tp == 1)

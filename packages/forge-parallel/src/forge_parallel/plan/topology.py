@@ -1,4 +1,4 @@
-"""Which ranks share a node, and how fast a GPU and its networks are.
+"""The ranks of each node, and the speed of a GPU and its networks.
 
 Bandwidths are bytes per second of one GPU in one direction.
 """
@@ -87,8 +87,8 @@ class Topology:
     def seconds(self, axis: str, whole: float, hardware: Hardware) -> float:
         """Time of an all-gather or reduce-scatter of `whole` bytes over a group of `axis`.
 
-        Inside a node each rank moves (n - 1) / n of them over NVLink; between nodes what lies elsewhere
-        comes in over the network cards of those members that share a node.
+        Inside a node each rank moves (n - 1) / n of them over NVLink. Bytes of other nodes arrive over the network
+        cards of all members of the group in this node.
         """
         size, step = self.axes()[axis]
         together = max(1, min(size, self.gpus_per_node // step))

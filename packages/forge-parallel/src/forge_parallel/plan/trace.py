@@ -1,8 +1,8 @@
-"""What one forward keeps for its backward: a block of each kind, traced without values.
+"""Activations that a forward saves for its backward, and bytes that it sends: each kind of block, without values.
 
-The model is copied with fake parameters of this rank's shapes; blocks of a kind beyond the second are left
-out, and what tensor and context parallelism send is replaced by tensors of the right shape, so no process
-group is needed.
+The model is copied with fake parameters of this rank's shapes; blocks of a kind beyond the second are left out.
+Collectives of tensor and context parallelism are replaced by new tensors of the right shape, so no process group is
+needed: torch's fake group would have to be the default group of the process, which may have a real one.
 
 Shapes: B rows, S tokens of a row here, D width.
 """
@@ -31,9 +31,9 @@ from forge_parallel.recompute import is_saved, tensors_in
 class BlockTrace:
     """Bytes of one block (or of what stands before or after the blocks) for one row of a micro-batch.
 
-    saved: kept for the backward without recomputation; inputs: its own tensor arguments; selective: those
-    and the outputs of products; largest: its largest tensor. sent: whole bytes that pass through the
-    collectives of one forward, by axis.
+    saved: for the backward without recomputation; inputs: its tensor arguments; selective: those and the outputs of
+    products; largest: its largest tensor. sent: bytes of the unsharded tensors in the collectives of one forward,
+    by axis.
     """
 
     saved: int = 0
@@ -54,7 +54,7 @@ class BlockTrace:
 
 @dataclass
 class Trace:
-    """`kinds` as in Profile; `shared` is kept once by all blocks (rotary tables); `logits` elements."""
+    """`kinds` as in Profile; `shared` bytes are saved once for all blocks (rotary tables); `logits` elements."""
 
     kinds: dict[int, BlockTrace]
     first: BlockTrace
@@ -93,7 +93,7 @@ def trace(
 
 
 class _Skip(nn.Module):
-    """Stands for a block of a kind that was seen twice."""
+    """In place of the third and later blocks of a kind."""
 
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         return x
@@ -128,7 +128,7 @@ class _Resize(torch.autograd.Function):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What a fused RMS norm keeps: its input, the weight, one fp32 number per row."""
+    """Saves as much as a fused RMS norm: its input, the weight, one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -137,7 +137,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _Products(DispatchMode):
-    """Notes what selective recomputation keeps."""
+    """Records the outputs that selective recomputation saves."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -152,10 +152,10 @@ class _Products(DispatchMode):
 
 
 class _Tracer(TorchFunctionMode):
-    """What a forward of `model`, a copy, keeps and sends, booked on the part that it is in (`here`).
+    """Adds the saved and sent bytes of a forward of `model`, a copy, to the part that runs (`here`).
 
-    As a mode it puts a GPU's kernels where the CPU has a chain of operators, and under context parallelism
-    the keys of all ranks, which attention keeps if they come at once.
+    As a mode it replaces chains of CPU operators by single ones that save as much as a GPU's kernels, and under
+    context parallelism passes keys of all ranks to attention, which saves them if the exchange gathers.
     """
 
     def __init__(
@@ -223,20 +223,20 @@ class _Tracer(TorchFunctionMode):
             elif role in ("rowwise", "vocab"):
                 module.register_forward_hook(self._scatter if cut else self._sum)
 
-    # ---- what is kept
+    # ---- saved activations
 
     def note(self, tensor: Tensor, where: dict[int, int]) -> None:
         where[storage_id(tensor)] = _bytes(tensor)
         self._alive.append(tensor)  # so that no later storage gets its address
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The hook on what autograd saves."""
+        """The hook on tensors that autograd saves."""
         if storage_id(tensor) not in self._parameters:
             self.note(tensor, self._saved)
         return tensor
 
     def close(self) -> dict[int, int]:
-        """Book what was saved since the last border on the part that ends here."""
+        """Add tensors saved since the last call to the part that ends here."""
         part, saved = self.here, self._saved
         part.saved += sum(saved.values())
         part.selective += sum(self.products.values())
@@ -259,7 +259,7 @@ class _Tracer(TorchFunctionMode):
         self.shared |= both
         self._saved_by[kind], self.kinds[kind], self.here = saved, self.here, self.last
 
-    # ---- what is sent
+    # ---- collectives
 
     def _gathered(self, axis: str, x: Tensor) -> Tensor:
         return self._send(axis, x, x.size(-2) * self.sizes[axis])
@@ -267,7 +267,7 @@ class _Tracer(TorchFunctionMode):
     def _send(self, axis: str, x: Tensor, size: int) -> Tensor:
         """x as a collective leaves it; the larger side is counted."""
         out: Tensor = _Resize.apply(x, size)
-        self.note(out, self.products)  # selective recomputation keeps what collectives gave
+        self.note(out, self.products)  # selective recomputation saves outputs of collectives
         self.here.sent[axis] += max(_bytes(x), _bytes(out))
         return out
 

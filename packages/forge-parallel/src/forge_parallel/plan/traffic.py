@@ -1,4 +1,4 @@
-"""What each axis carries in one step."""
+"""Bytes that each axis carries in one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATENCY = 25e-6
 @dataclass(frozen=True)
 class Traffic:
     """One axis on one rank. `whole` bytes pass through collectives in a step, of which each rank receives
-    `received`; `crosses` nodes; `seconds` on the hardware, overlapped or not; `what` it is."""
+    `received`; `crosses` nodes; `seconds` on the hardware, overlapped or not; `what` describes the tensors."""
 
     axis: str
     what: str
@@ -53,7 +53,7 @@ def stage_traffic(candidate: Candidate, pp_rank: int) -> list[Traffic]:
 
 
 def _weights(candidate: Candidate, load: Load) -> tuple[float, float]:
-    """Whole bytes of FSDP's gathers and reductions in a step, and those of experts where they lie apart."""
+    """Unsharded bytes of FSDP's gathers and reductions in a step, and those of experts with a mesh of their own."""
     if not candidate.wrapped:
         return 0.0, 0.0
     m = candidate.num_micro_batches
@@ -82,8 +82,8 @@ def _copies(candidate: Candidate, load: Load) -> float:
 
 
 def _streams(candidate: Candidate, load: Load) -> tuple[float, float, float]:
-    """Whole bytes of tp, cp and ep for one micro-batch, all passes: a forward, a backward, and one more of
-    what is recomputed in full."""
+    """Unsharded bytes of tp, cp and ep for one micro-batch, all passes: a forward, a backward, and another forward of
+    fully recomputed blocks."""
     again = 1.0 / candidate.config.recompute_every if candidate.config.recompute == "full" else 0.0
     parts = [(candidate.trace.kinds[k], (2.0 + again) * candidate.micro_batch) for k in load.kinds]
     parts += [(part, 2.0 * candidate.micro_batch) for part in load.traced_ends(candidate.trace)]
@@ -94,8 +94,8 @@ def _streams(candidate: Candidate, load: Load) -> tuple[float, float, float]:
 def _travel(candidate: Candidate, block: BlockTrace) -> float:
     """Bytes of one layer's tokens to the ranks of their experts and of the sums back, one pass.
 
-    A token goes once to each rank that holds experts of it; with balanced choices of K among E experts that
-    is ep (1 - C(E - E/ep, K) / C(E, K)) ranks.
+    A token is sent once to each rank that holds some of its experts; with balanced choices of K among E experts to
+    ep (1 - C(E - E/ep, K) / C(E, K)) ranks.
     """
     rows, ep = block.sent["rows"], candidate.layout.ep
     if not rows or ep == 1:

@@ -102,7 +102,7 @@ def _roles(path: Path | None) -> dict[str, Any] | None:
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ProveError(f"--roles {path} must be a TOML file ({error}); mend it") from error
+        raise ProveError(f"--roles {path} must be a TOML file ({error}); correct it") from error
     if set(table) != {"roles"} or not isinstance(table["roles"], dict):
         raise ProveError(f"--roles {path} must hold one table [roles]; write [roles] first")
     return table["roles"]

@@ -1,10 +1,9 @@
 """A function in each of some forked gloo processes of this host.
 
-Forked they cost a tenth of a second and see what the caller holds. Four rules make that safe: a child sets
-torch to one thread before anything else (the caller's pool of threads did not come along, and would be
-waited for), and leaves with `os._exit`. It never collects what the caller left: a gloo group among that joins
-threads which did not come along, and hangs or dies. And DTensor forgets, in the caller, what it worked out for
-groups that have ended: it would answer with their names for a mesh that looks like theirs.
+A fork costs a tenth of a second and shares the caller's objects. Four rules make it safe. A child sets torch to one
+thread first: the threads of the caller's pool do not exist in it, and torch would wait for them. It ends with
+`os._exit`. It never collects the caller's garbage: a gloo group there joins threads that do not exist, and hangs or
+dies. And the caller clears DTensor's caches, which would return names of groups that have ended.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ import torch.distributed as dist
 from forge_parallel._torch_compat import clear_sharding_caches
 from forge_parallel.start.interface import choose_interface
 
-_GRACE_SECONDS = 2.0  # for ranks that stand in a collective with one that has ended
+_GRACE_SECONDS = 2.0  # for ranks that wait in a collective for one that has ended
 
 
 class Outcome(NamedTuple):
-    """How a rank ended: "returned" with its value, or the name of an exception's class with its text, or
-    "lost". `at` is when; `trace` where it raised."""
+    """The end of a rank: "returned" with its value, the name of an exception's class with its text, or "lost". `at` is
+    the time, `trace` the traceback."""
 
     kind: str
     value: Any
@@ -44,7 +43,7 @@ class Outcome(NamedTuple):
 def run_on_ranks(world: int, function: Callable[[], Any], timeout: float) -> list[Outcome]:
     """`function()` in `world` processes with a gloo group (none for one process); outcomes by rank.
 
-    Values are pickled, what is printed is lost. A rank that has not returned after `timeout` seconds, or
+    Values are pickled, printed text is lost. A rank that has not returned after `timeout` seconds, or
     soon after another failed, is killed.
     """
     clear_sharding_caches()
@@ -67,7 +66,7 @@ def run_on_ranks(world: int, function: Callable[[], Any], timeout: float) -> lis
 def _fork() -> int:
     """`os.fork`; the garbage collector of the child passes over all that the caller has made."""
     collects = gc.isenabled()
-    gc.disable()  # or it might run in the child before it is told
+    gc.disable()  # it could run in the child before `freeze`
     try:
         pid = os.fork()
         if pid == 0:
@@ -110,7 +109,7 @@ def _be_rank(
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         outcome = Outcome("returned", function())
         if world > 1:
-            dist.barrier()  # who leaves first would reset connections that others still read from
+            dist.barrier()  # a rank that exits early resets connections from which others still read
     except BaseException as error:
         kind, text = type(error).__name__, str(error)
         outcome = Outcome(kind, text, time.monotonic(), traceback.format_exc())

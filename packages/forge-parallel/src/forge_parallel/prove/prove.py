@@ -29,8 +29,9 @@ class Result:
     """A cell's verdict: "green", "red" or "refused".
 
     `errors` are the worst, max|a - b| / max|b|, by quantity: stream (behind each layer), loss, gradient,
-    norm, weight, text (greedy, of a model of transformers). Of a red cell, `message` says where it first parts from one process; `parameter` and `layer`
-    name it where there is one. `trace` is that of a rank that raised.
+    norm, weight, text (greedy, of a model of transformers). Of a red cell, `message` names the first value that
+    differs from one process, `parameter` and `layer` its module, if any. `trace` is the traceback of a rank that
+    raised.
     """
 
     cell: str
@@ -71,11 +72,12 @@ def prove(
 
     The model is called with tokens (B, S) of ids below `vocab_size`, and with positions and document_ids of
     that shape if its forward takes them; it returns logits (B, S, V) or something with `.logits`. Values are
-    made fp32. Two steps of SGD with momentum and clipping on eight rows, which one process sees in one
-    forward: a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as `parallel_roles()` gives it, `blocks` as in `parallelize`. `worlds` and
-    `only` (part of a name) choose cells; `report` hears of each result as it comes.
+    made fp32. Two steps of SGD with momentum and clipping on eight rows, which one process computes in one forward:
+    a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as of
+    `parallel_roles()`, `blocks` as in `parallelize`. `worlds` and `only` (part of a name) select cells; `report` is
+    called with each result.
 
-    Ranks are forked: `build` may be a local function. Raises ProveError if the question cannot be asked: a
+    Ranks are forked: `build` may be a local function. Raises ProveError if a proof is impossible: a
     builder that draws unseeded numbers, a forward that raises or draws in one process.
     Cost: a second or less a cell for a small model.
     """
@@ -137,7 +139,7 @@ def _reference(task: Task, timeout: float) -> tuple[Reference, list[str]]:
             "cannot run any; prove first, or in a process of its own: python -m forge_parallel.prove"
         )
     raise ProveError(
-        f"the model must train in one process, and there {_describe(outcome)}; mend build, its args, vocab_size or "
+        f"the model must train in one process, and there {_describe(outcome)}; correct build, its args, vocab_size or "
         f"seq_len\n{outcome.trace}"
     )
 
@@ -147,7 +149,7 @@ def _judge(
 ) -> Result:
     result = Result(cell.name, cell.world, "green", seconds=seconds)
     failed = [(o.at, rank, o) for rank, o in enumerate(outcomes) if o.kind != "returned"]
-    if failed:  # the first to fail knows why; the others have lost their connection
+    if failed:  # the first error is the cause; the others have lost their connection
         _, rank, first = min(failed)
         if first.kind == "ProveError":
             raise ProveError(first.value)
@@ -180,9 +182,7 @@ def _where(red: list[ValueKey], errors: dict[ValueKey, float], bound: float) -> 
     is computed first; where the stream is off already, of those in that layer."""
     step, quantity, name = red[0]
     of = f" {'behind' if quantity == 'stream' else 'of'} {name}" if name else ""
-    message = (
-        f"{quantity}{of} in step {step + 1} parts first, by {errors[red[0]]:.1e} (bound {bound:g})"
-    )
+    message = f"{quantity}{of} in step {step + 1} differs first, by {errors[red[0]]:.1e} (bound {bound:g})"
     inside = f"{name}." if quantity == "stream" else ""
     parameters = [p for p in red if p[1] in ("gradient", "weight") and p[2].startswith(inside)]
     if not parameters:

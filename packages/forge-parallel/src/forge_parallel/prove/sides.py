@@ -36,11 +36,11 @@ ValueKey = tuple[int, str, str]
 
 
 class ProveError(ValueError):
-    """The question cannot be asked of this model: value, rule, fix."""
+    """This model cannot be proved: value, rule, fix."""
 
 
 class Refused(Exception):
-    """forge_parallel does not offer this layout for this model, and says so."""
+    """forge_parallel refuses this layout for this model."""
 
 
 class Reference(NamedTuple):

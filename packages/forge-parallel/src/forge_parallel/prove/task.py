@@ -1,4 +1,4 @@
-"""What is proved: a builder, batches, the cells.
+"""The task of a proof: a builder, batches, the cells.
 
 Shapes: B rows, S tokens of a row.
 """
@@ -91,7 +91,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Task:
-    """A model by its builder, what is said of it, and what it is given."""
+    """A model by its builder, its roles and blocks, and the sizes of its input."""
 
     build: Callable[[], nn.Module]
     roles: Mapping[str, Any] | None

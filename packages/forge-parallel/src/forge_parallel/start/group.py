@@ -101,10 +101,10 @@ def end_process_group(wait: bool = True) -> None:
 
 
 def lost_rank(error: BaseException) -> str | None:
-    """The backend's words in `error` if they mean that another rank is gone, else None.
+    """The backend's message in `error` if it means that another rank is gone, else None.
 
-    Who only lost its connection knows nothing of the cause, which the other rank or its launcher tells; a
-    time-out is none, since its traceback says where this rank waits. Usage: `except RuntimeError as error:
+    A lost connection does not show the cause, which the other rank or its launcher reports. A time-out returns None,
+    since its traceback shows where this rank waits. Usage: `except RuntimeError as error:
     if lost_rank(error): ...`.
     """
     text = str(error)
@@ -127,7 +127,7 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or a pipe that nobody reads any more
+            with contextlib.suppress(Exception):  # closed, or a pipe without a reader
                 stream.flush()
     finally:
         os._exit(code)

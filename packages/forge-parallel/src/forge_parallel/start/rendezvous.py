@@ -1,4 +1,4 @@
-"""The check-in before a process group: who came, from where, and whether all run the same thing."""
+"""The rendezvous before a process group: all ranks check in at a store and compare their setup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forge_parallel.start.store import (
 )
 from forge_parallel.start.world import RUN_NAME, World
 
-_GRACE_SECONDS = 10.0  # rank 0's verdict on who is missing comes this long before others give up
+_GRACE_SECONDS = 10.0  # rank 0 names missing ranks this long before the others give up
 _GOODBYE_SECONDS = 5.0
 _DESCRIPTION = {"host", "pid", "network", "device", "gpu", "facts", "store_host"}
 _DECISION = {"error", "rank_0", "world_size"}
@@ -33,10 +33,10 @@ _attempts: Counter[str] = Counter()  # every rank starts its groups in the same 
 def rendezvous(
     world: World, device: torch.device, seconds: float, facts: Mapping[str, str]
 ) -> tuple[Store, str | None]:
-    """Wait until every rank has come and compare what they say. Raises StartError on all that came.
+    """Wait until all ranks have checked in and compare their descriptions. Raises StartError on all present ranks.
 
-    Returns a store of this meeting alone, and where other hosts reach rank 0: None if all ranks are on
-    one. What is exchanged is JSON.
+    Returns a store for this process group alone, and the address at which other hosts reach rank 0: None if all
+    ranks are on one host. Messages are JSON.
     """
     if world.world_size == 1:
         return HashStore(), None
@@ -61,9 +61,9 @@ def rendezvous(
 
 
 def _prefix(world: World) -> str:
-    """Of this run and this meeting: its ranks compute it alike, and strangers write elsewhere.
+    """The key prefix of this run and this start: equal on its ranks, and different for other jobs in the store.
 
-    Groups meet one after the other, in torchrun's store also those before a restart.
+    Process groups start one after the other; torchrun's store also holds keys of those before a restart.
     """
     environ = os.environ
     names = {
@@ -76,7 +76,7 @@ def _prefix(world: World) -> str:
 
 
 def say_goodbye(world: World, store: Store) -> None:
-    """Say goodbye; rank 0 waits a moment for the others' goodbyes, since it hosts the store."""
+    """Count this rank as gone; rank 0 waits up to _GOODBYE_SECONDS for the others, since it hosts the store."""
     deadline = time.monotonic() + _GOODBYE_SECONDS
 
     def goodbye() -> None:
@@ -84,7 +84,7 @@ def say_goodbye(world: World, store: Store) -> None:
         if world.rank == 0:
             _wait_until(lambda: store.add("gone", 0) >= world.world_size, deadline)
 
-    with contextlib.suppress(RuntimeError):  # somebody died: the job is ending anyhow
+    with contextlib.suppress(RuntimeError):  # a rank or the store died: the job ends in any case
         run_with_timeout(_GOODBYE_SECONDS, goodbye, "")
 
 
@@ -110,7 +110,7 @@ def _description(world: World, device: torch.device, facts: Mapping[str, str]) -
 def _check_in(
     world: World, store: Store, description: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-    """Say who we are and return rank 0's verdict."""
+    """Write this rank's description and return rank 0's verdict."""
     began = time.monotonic()
     deadline = began + seconds
     soon = min(deadline, began + ANSWER_SECONDS)
@@ -133,7 +133,9 @@ def _check_in(
     verdict = _read(store, "verdict", _DECISION)
     assert verdict is not None
     store.add("read", 1)
-    if verdict["world_size"] != world.world_size:  # a rank that rank 0 may not know of
+    if (
+        verdict["world_size"] != world.world_size
+    ):  # with a larger world size rank 0 did not wait for this rank
         raise StartError(
             f"rank 0 has world size {verdict['world_size']}, this rank {world.world_size}"
         )

@@ -1,4 +1,4 @@
-"""The TCP store through which ranks find each other: who opens it, and how the others reach it."""
+"""The TCP store through which ranks find each other: rank 0 or torchrun hosts it, the others connect."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from forge_parallel.start.world import LOOPBACK, STORE_FD, World, is_loopback
 T = TypeVar("T")
 
 ANSWER_SECONDS = 30.0
-"""Rank 0 opens its port, its store and its check-in in one go: who listens there and has not done the rest
-after this is another. It also bounds what will not change: an unknown name, a rank 0 that cannot reach
-itself. Ranks that come late have `start_timeout_seconds`."""
+"""Rank 0 opens its port and its store and checks in without a pause between: a listener that does not answer as a
+store within this time is another service. It also bounds errors that waiting does not cure: an unknown host name, a
+rank 0 that cannot reach itself. Late ranks have `start_timeout_seconds`."""
 
 _open: dict[tuple[str, int], TCPStore] = {}
 
@@ -63,7 +63,7 @@ def open_store(world: World, seconds: float) -> TCPStore:
 
 
 def agent_hosts() -> bool:
-    """True if torchrun's agent hosts the store, also before rank 0 comes."""
+    """True if torchrun's agent hosts the store, even before rank 0 starts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -108,7 +108,7 @@ def _listen(world: World) -> socket.socket:
     """A new socket on the world's port.
 
     Ours rather than the store's own, for the exact cause of a failure; on loopback if the job is on
-    this host alone, since a store lets in whoever reaches it.
+    this host alone, since a store accepts every connection.
     """
     if is_loopback(world.address):
         host, both = world.address.replace("localhost", LOOPBACK), False
@@ -132,7 +132,7 @@ def _inherited_socket(number: int) -> socket.socket | None:
     except (ValueError, OSError):
         return None
     if listening.getsockname()[1:2] != (number,):
-        listening.detach()  # somebody else's descriptor: not ours to close
+        listening.detach()  # a descriptor of another owner: do not close it
         return None
     listening.set_inheritable(False)
     return listening

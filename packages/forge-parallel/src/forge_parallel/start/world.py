@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, read from the environment and nothing else."""
+"""The rank and the world size of this process, read from the environment alone."""
 
 from __future__ import annotations
 
