@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from forge_parallel.axes import collectives
-from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
+from forge_parallel.axes.blockwise import blockwise_attention
 from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.tiles import Tile, Tiling
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from forge_parallel.axes import attention_kernels, blockwise
-from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
+from forge_parallel.axes.blockwise import blockwise_attention
 from forge_parallel.axes.context import documents, packed_tiling
+from forge_parallel.axes.tiles import Tile, Tiling
 
 B, S, H, K, D = 2, 16, 4, 2, 8
 

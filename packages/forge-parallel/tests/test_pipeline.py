@@ -34,7 +34,7 @@ from forge_parallel.pipeline import (
     stream_dim,
 )
 from forge_parallel.pipeline.cut import EMBEDDING_SHARE
-from forge_parallel.pipeline.schedule import make_schedule
+from forge_parallel.pipeline.pipeline import make_schedule
 from forge_parallel.pipeline.split import follow_mode
 
 SCHEDULES = (

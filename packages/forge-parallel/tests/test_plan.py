@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.config import Layout
 from forge_parallel.plan import (
     Candidate,
@@ -316,3 +318,38 @@ def test_too_little_memory_names_the_smallest_layout() -> None:
     space = SearchSpace(profile, ParallelConfig(), 4, 64, H200, 4, micro_batches=(1,))
     with pytest.raises(ValueError, match=r"70.6 B parameters on 4 x h200 must stay below 120 GB"):
         auto_layout(space)
+
+
+class Sent(TorchDispatchMode):
+    """Unsharded bytes of collectives; an all-reduce counts as a reduce-scatter and an all-gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op.namespace == "_c10d_functional" and "wait" not in str(op):
+            passes = 2 if "all_reduce" in str(op) else 1
+            self.bytes += passes * max(t.numel() * t.element_size() for t in (args[0], out))
+        return out
+
+
+def sent_over_tp(sequence_parallel: bool) -> int:
+    config = ParallelConfig(device="cpu", precision="fp32", tp=2)
+    model = Llama()
+    tensor_parallel(model, make_meshes(config).dense["tp"], sequence_parallel=sequence_parallel)
+    with Sent() as sent:
+        model(torch.zeros(3, SEQ, dtype=torch.int64)).square().sum().backward()
+    return sent.bytes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tp_sends_in_ranks_what_the_trace_counts(sequence_parallel: bool) -> None:
+    """The trace puts its own tensors in the place of collectives: these are the real ones."""
+    profile = Profile(Llama(), SEQ)
+    found = trace(profile, 2, 1, sequence_parallel, torch.float32, rows=3)
+    blocks = sum(found.kinds[kind].sent["tp"] for kind in profile.order)
+    forward = blocks + found.first.sent["tp"] + found.last.sent["tp"]
+    assert run_on_ranks(2, sent_over_tp, sequence_parallel) == [2 * forward] * 2

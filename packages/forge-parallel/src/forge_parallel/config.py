@@ -320,16 +320,5 @@ def _recompute_problems(c: ParallelConfig) -> Iterator[str]:
         )
 
 
-def offsets_are_right(rows: int, tp: int, shards: int) -> bool:
-    """Whether torch's DTensor (2.11 to 2.13) computes right offsets for `rows` sharded over tp and then over FSDP2's
-    shards.
-
-    If parts of tp, and so their shards, have different sizes it computes wrong ones, also for checkpoints.
-    """
-    whole = -(-rows // tp)
-    parts = {max(0, min(whole, rows - rank * whole)) for rank in range(tp)}
-    return shards < 3 or len({-(-part // shards) for part in parts}) == 1
-
-
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

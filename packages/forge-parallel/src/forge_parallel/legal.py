@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from forge_parallel import _torch_compat
-from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig, offsets_are_right
+from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig
 from forge_parallel.stages import next_allowed_count, num_stages, splits_backward
 
 __all__ = [
@@ -220,6 +220,17 @@ def uneven_vocab(
         f"{dim.label} of width {dim.width} over {name} {tp} and {shards} shards must be divisible by {tp}, or the width "
         f"by {shards}, as torch misplaces uneven shards of ids; use {-(-dim.size // tp) * tp} ids"
     )
+
+
+def offsets_are_right(rows: int, tp: int, shards: int) -> bool:
+    """Whether torch's DTensor (2.11 to 2.13) computes right offsets for `rows` sharded over tp and then over FSDP2's
+    shards.
+
+    If parts of tp, and so their shards, have different sizes it computes wrong ones, also for checkpoints.
+    """
+    whole = -(-rows // tp)
+    parts = {max(0, min(whole, rows - rank * whole)) for rank in range(tp)}
+    return shards < 3 or len({-(-part // shards) for part in parts}) == 1
 
 
 def width_of(shape: Sequence[int]) -> int:

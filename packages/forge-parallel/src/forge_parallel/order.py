@@ -34,11 +34,11 @@ def mark(model: nn.Module, step: str) -> None:
     Raises OrderError, and marks nothing, if a later step or the same one was done on any of them. The
     mark is a plain attribute: not in the state dict, kept by copies. No cost beyond a walk.
     """
-    place = STEPS.index(step)
+    number = STEPS.index(step)
     # modules without parameters are not marked: stages that are prepared one after another may share them
     modules = [m for m in model.modules() if m is model or any(True for _ in m.parameters())]
     done = {name for module in modules for name in module.__dict__.get(_MARK, ())}
-    for later in (*STEPS[place + 1 :], step):
+    for later in (*STEPS[number + 1 :], step):
         if later in done:
             raise OrderError(step, after=later)
     for module in modules:

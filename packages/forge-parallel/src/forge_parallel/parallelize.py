@@ -199,11 +199,11 @@ def materialise(
     `parameter_device` is another device for the parameters (the host, with CPU offload). Values are kept, and a
     parameter under several names stays one parameter.
     """
-    place = device if parameter_device is None else parameter_device
+    parameter_device = device if parameter_device is None else parameter_device
     parameters = {id(p) for p in model.parameters()}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        to = place if id(tensor) in parameters else device
+        to = parameter_device if id(tensor) in parameters else device
         return torch.empty_like(tensor, device=to) if tensor.is_meta else tensor.to(to)
 
     # Leaving the meta device makes a new Parameter for each name, which would untie shared ones.

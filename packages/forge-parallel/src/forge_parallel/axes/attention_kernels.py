@@ -7,7 +7,7 @@ takes tiles of any lengths, concatenated with N = 1, and their borders from the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from forge_parallel._torch_compat import (
     flash_varlen,
     flash_varlen_backward,
 )
-
-if TYPE_CHECKING:
-    from forge_parallel.axes.blockwise import TileBatch
+from forge_parallel.axes.tiles import TileBatch
 
 
 class Kernel(NamedTuple):

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from forge_parallel._torch_compat import disable_compile, start_all_gather
-from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
+from forge_parallel.axes.blockwise import blockwise_attention
 from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, join_parts, local_chunks
 from forge_parallel.axes.local import add_mixin
+from forge_parallel.axes.tiles import Tile, Tiling
 from forge_parallel.legal import uneven_sequence
 from forge_parallel.order import mark
 
@@ -97,9 +98,8 @@ def context_parallel(
             module.attend = attention.scaled(module.attend)  # type: ignore[assignment]  # no module
     arguments = arguments_with_positions(model)
     if arguments:
-        model.__dict__["_forge_arguments"] = arguments
-        model.__dict__["_forge_attention"] = attention
         add_mixin(model, _RowsOverRanks)
+        model.cp_arguments, model.cp_attention = arguments, attention  # type: ignore[assignment]
     return model
 
 
@@ -236,8 +236,8 @@ def _tiling_of(
     """`rows` by number, or None for all of them alike."""
     chunk = length // 2
     spans = []
-    for n, place in enumerate(chunks_of(rank, size)):
-        low, high = place * chunk, (place + 1) * chunk
+    for n, number in enumerate(chunks_of(rank, size)):
+        low, high = number * chunk, (number + 1) * chunk
         for row, borders in rows.items():
             for first, end in borders:
                 start, stop = max(first, low), min(end, high)
@@ -273,16 +273,16 @@ def _ring_parts(spans: Sequence[Span], chunk: int, rank: int, size: int) -> tupl
     return tuple(parts)
 
 
-def _seen(span: Span, places: tuple[int, int], chunk: int) -> tuple[int, int]:
+def _seen(span: Span, chunks: tuple[int, int], chunk: int) -> tuple[int, int]:
     """Begin and number of the keys in [first, start) that a rank with these chunks holds.
 
     They are contiguous there: a query that sees keys of a later chunk sees all of an earlier one to its end.
     """
     found = []
-    for n, place in enumerate(places):
-        low, high = max(span.first, place * chunk), min(span.start, (place + 1) * chunk)
+    for n, number in enumerate(chunks):
+        low, high = max(span.first, number * chunk), min(span.start, (number + 1) * chunk)
         if low < high:
-            found.append((n * chunk + low - place * chunk, high - low))
+            found.append((n * chunk + low - number * chunk, high - low))
     return (found[0][0] if found else 0), sum(keys for _, keys in found)
 
 
@@ -292,14 +292,17 @@ _PARTS = {"all_gather": _gathered_parts, "ring": _ring_parts}
 class _RowsOverRanks:
     """A model whose rows do not start at position 0, and which may take document ids of whole rows."""
 
+    cp_arguments: list[str]
+    cp_attention: ContextAttention
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self.__dict__["_forge_arguments"], args)) | kwargs
+        given = dict(zip(self.cp_arguments, args)) | kwargs
         if given.get("positions") is None and given.get("cache") is None:
             raise ValueError(
                 "positions must be given where a row is spread over ranks, as they do not count from "
                 "0; pass positions=cut_sequence(positions, axis)"
             )
-        ids, attention = given.get("document_ids"), self.__dict__["_forge_attention"]
+        ids, attention = given.get("document_ids"), self.cp_attention
         if ids is not None and given.get("cache") is None:
             here = given["positions"].size(-1)  # a stage's stream may be cut by tp besides
             if ids.size(-1) == here * attention.axis.size:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from forge_parallel._torch_compat import local_tensor, reduce_unused_parameters, refresh_grad_dtypes
-from forge_parallel.config import offsets_are_right
-from forge_parallel.legal import ShardedDim, uneven_vocab, width_of
+from forge_parallel.legal import ShardedDim, offsets_are_right, uneven_vocab, width_of
 from forge_parallel.order import mark
 from forge_parallel.structure import Structure, stages_of, structure_of
 

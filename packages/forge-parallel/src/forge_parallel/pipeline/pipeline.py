@@ -16,7 +16,6 @@ from forge_parallel.axes.fsdp import reshard
 from forge_parallel.config import ParallelConfig
 from forge_parallel.legal import schedule_problems, uneven_sequence
 from forge_parallel.meshes import Meshes
-from forge_parallel.pipeline.schedule import make_schedule
 from forge_parallel.pipeline.split import follow_mode
 from forge_parallel.stages import forward_starts, num_stages, rank_of, stages_on
 from forge_parallel.structure import stages_of
@@ -267,6 +266,20 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=self.meshes.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def make_schedule(
+    config: ParallelConfig,
+    stages: Sequence[Any],
+    num_micro_batches: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """torch's schedule over this rank's PipelineStages; gradients are summed, never scaled (F05)."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    kind = get_schedule_class(config.pp_schedule.replace("_", ""))  # "interleaved1f1b"
+    one_or_all = stages[0] if config.stages_per_rank == 1 else list(stages)
+    return kind(one_or_all, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
 
 
 def _slice(rows: Tensor) -> slice:
