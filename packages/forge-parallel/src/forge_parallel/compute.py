@@ -31,7 +31,7 @@ from forge_parallel.protocols import BatchLike
 
 __all__ = ["AFTER_EMBEDDING", "Compute", "extra_problems"]
 
-#: An extra input that is no data: a function that the model calls on its stream (B, S, D), which cp cuts there.
+#: An extra input that is not data: a function that the model calls on its stream (B, S, D), to split it over cp.
 AFTER_EMBEDDING = "after_embedding"
 
 Loss = Callable[..., Tensor]
@@ -39,7 +39,7 @@ Targets = tuple[Tensor, Tensor | None]  # labels and weights
 
 
 class _Inputs(NamedTuple):
-    """What this rank's model is called with, and the targets of its output."""
+    """The arguments of this rank's model, and the targets of its output."""
 
     tokens: Tensor
     targets: Targets
@@ -62,8 +62,8 @@ class Compute:
     which is trained; it calls the model itself, so it goes without pp.
 
     `keywords` are the fields of a batch that the model's forward takes by name; `dim` is the width of the stream
-    between stages, where the model does not tell it. Numbers that the methods return add
-    up over all ranks of the job: ranks that hold the same ones (tp) or none (stages without the head) give zero.
+    between stages, if the model does not declare it. Numbers that the methods return add up over all ranks of
+    the job: ranks with a copy (tp) or without a value (stages without the head) return zero.
 
     Raises ValueError where each tp rank has a part of the logits and `called` (how to name the loss) needs
     whole ones. Costs nothing by itself: collectives are those of the model, its stages and FSDP2.
@@ -190,7 +190,7 @@ class Compute:
 
     @property
     def _then(self) -> Callable[..., Tensor] | None:
-        """What the model's head computes in place of logits."""
+        """The function that the model's head computes in place of logits."""
         return self._loss_in_head if self._in_head else None
 
     def _loss_in_head(self, x: Tensor, weight: Tensor, labels: Targets) -> Tensor:
@@ -215,9 +215,8 @@ class Compute:
     def _local(self, batch: BatchLike) -> _Inputs:
         """This rank's part of each sequence, on its device. Labels are shifted already.
 
-        What the model reads on the host stays there; document ids stay whole, so that ranks of cp need not
-        tell one another what each of them has read. Extras stay whole, too, and with them the tokens that
-        a model joins to them before it cuts the stream.
+        Host inputs of the model stay on the host. Document ids stay whole, so that cp ranks need not exchange them.
+        Extras stay whole, too, and with them the tokens that a model joins to them before it splits the stream.
         """
         wanted = [n for n in self._extra_inputs if n != AFTER_EMBEDDING]
         unused = [n for n in batch.extras if n not in wanted]
@@ -237,7 +236,7 @@ class Compute:
         return _Inputs(tokens, (cut(here.labels, dim=-1), weights), keywords, extras)
 
     def _once_per_copy(self, value: Tensor) -> Tensor:
-        """A number that all ranks of a tp group hold counts on the first of them."""
+        """A number that is equal on all ranks of a tp group counts on the first of them."""
         alone = self.meshes.tp.rank == 0 or self._head_shares_tokens
         return value if alone else torch.zeros_like(value)
 

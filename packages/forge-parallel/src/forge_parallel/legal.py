@@ -172,38 +172,37 @@ def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator
 
 
 def uneven_sequence(
-    seq_len: int, cp: int = 1, tp: int = 1, names: Mapping[str, str] | None = None
+    seq_len: int, cp: int = 1, tp: int = 1, names: Mapping[str, str] = {}
 ) -> str | None:
     """Why rows of `seq_len` tokens cannot be divided, or None: into 2 cp chunks, of which a cp rank has two, and a cp
     rank's tokens by tp."""
     pieces = tp if cp == 1 else cp * (tp if tp % 2 == 0 else 2 * tp)
     if seq_len % pieces == 0:
         return None
-    called = names or {}
     fits = seq_len // pieces * pieces
     near = f"{fits} or {fits + pieces}" if fits else f"{pieces}"
     axes = (
-        f"{called.get(axis, axis)} {size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1
+        f"{names.get(axis, axis)} {size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1
     )
     return (
-        f"{called.get('seq_len', 'seq_len')} {seq_len} must be divisible by {pieces} with {' and '.join(axes)}; "
+        f"{names.get('seq_len', 'seq_len')} {seq_len} must be divisible by {pieces} with {' and '.join(axes)}; "
         f"use {near}"
     )
 
 
-def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] | None = None) -> str | None:
+def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] = {}) -> str | None:
     """Why `tp` ranks cannot have equal parts of whole units, or None."""
     units = dim.size // dim.unit
     if dim.size % (dim.unit * tp) == 0 or (dim.shared and tp % units == 0):
         return None
     fits = [str(n) for n in range(1, tp) if dim.size % (dim.unit * n) == 0] or ["1"]
-    name = (names or {}).get("tp", "tp")
+    name = names.get("tp", "tp")
     rule = "divide it" if dim.shared else "no rank may share one"
     return f"{dim.label} must be divisible by {name} {tp}, {'or ' * dim.shared}{rule}; use tp {', '.join(fits)}"
 
 
 def uneven_vocab(
-    dim: ShardedDim, tp: int, shards: int = 1, names: Mapping[str, str] | None = None
+    dim: ShardedDim, tp: int, shards: int = 1, names: Mapping[str, str] = {}
 ) -> str | None:
     """Why a table (V, D), V of `dim.size` and D of `dim.width`, cannot be cut by ids over `tp` ranks and then over
     `shards` of FSDP2, or None.
@@ -211,7 +210,7 @@ def uneven_vocab(
     Parts of tp may be uneven, but none empty. FSDP2 shards a part by ids, or, if torch would compute wrong offsets for
     such shards, by D (`axes.fsdp.shard_of`), which must then be divisible.
     """
-    name = (names or {}).get("tp", "tp")
+    name = names.get("tp", "tp")
     if -(-dim.size // tp) * (tp - 1) >= dim.size:
         return f"{dim.label} must leave none of {name} {tp} ranks empty; use a smaller tp"
     if offsets_are_right(dim.size, tp, shards) or dim.width % shards == 0:
@@ -239,25 +238,23 @@ def width_of(shape: Sequence[int]) -> int:
 
 
 def tied_on_one_rank(
-    config: ParallelConfig, tied: Sequence[str], names: Mapping[str, str] | None = None
+    config: ParallelConfig, tied: Sequence[str], names: Mapping[str, str] = {}
 ) -> str | None:
     """Why modules that are `tied` cannot go with the schedule, or None."""
     if not tied or config.pp == 1 or config.pp_schedule not in V_SCHEDULES:
         return None
-    name = (names or {}).get("pp_schedule", "pp_schedule")
+    name = names.get("pp_schedule", "pp_schedule")
     return (
         f"{', '.join(tied)} is tied, and must have its two ends on two ranks, which {name} {config.pp_schedule} puts "
         "on one; untie it, or use interleaved_zero_bubble"
     )
 
 
-def too_few_layers(
-    num_layers: int, stages: int, names: Mapping[str, str] | None = None
-) -> str | None:
+def too_few_layers(num_layers: int, stages: int, names: Mapping[str, str] = {}) -> str | None:
     """Why so many layers cannot be distributed over so many stages, or None."""
     if num_layers >= stages:
         return None
-    name = (names or {}).get("num_layers", "num_layers")
+    name = names.get("num_layers", "num_layers")
     return (
         f"{name} {num_layers} must be at least one for each of the {stages} stages; use pp x pp_stages_per_rank up "
         f"to {num_layers}, or more layers"
@@ -268,7 +265,7 @@ def schedule_problems(
     config: ParallelConfig,
     num_micro_batches: int | None,
     num_layers: int | None,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str] = {},
 ) -> list[str]:
     """Reasons why a pipeline cannot run; empty without pp. `num_micro_batches` is that of one data rank in one step;
     None skips its rule."""
@@ -284,15 +281,14 @@ def schedule_problems(
             found.append(f"{num_micro_batches} micro-batches must be {rule}")
     if not splits_backward(config):
         return found
-    called = names or {}
     if not _torch_compat.SPLITS_ANY_BACKWARD:
         found.append(
-            f"{called.get('pp_schedule', 'pp_schedule')} {config.pp_schedule} must have torch 2.13 or newer, not "
+            f"{names.get('pp_schedule', 'pp_schedule')} {config.pp_schedule} must have torch 2.13 or newer, not "
             f"{torch.__version__}, whose halves of a backward do not fit every model; use interleaved_1f1b"
         )
     if config.compile:
         found.append(
-            f"{called.get('compile', 'compile')} must be off with {config.pp_schedule}, which halves the backward: "
+            f"{names.get('compile', 'compile')} must be off with {config.pp_schedule}, which halves the backward: "
             "a compiled block has it in one piece, and would run it twice; use compile = false, or interleaved_1f1b"
         )
     return found
