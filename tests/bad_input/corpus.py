@@ -420,7 +420,7 @@ CASES: dict[str, list[Case | Call]] = {
         Case("a folder", lambda f: ["run", f], CONFIG, ("is no regular file",)),
         Case("a pipe", lambda f: ["run", fifo(f)], CONFIG, ("pipe.toml", "is no regular file")),
         Case("a device without end", lambda f: ["run", "/dev/zero"], CONFIG, ("/dev/zero", "is no regular file")),
-        Case("circle of extends", circle, CONFIG, ("circle", "a.toml", "b.toml")),
+        Case("circle of extends", circle, CONFIG, ("circular", "a.toml", "b.toml")),
         Case("20 files of extends", chain, CONFIG, ("extends", "more than 16 files")),
         Case("extends a pipe", extends(fifo), CONFIG, ("pipe.toml", "extends of", "is no regular file")),
         Case("extends a number", content("extends = 3"), CONFIG, ("extends 3", "path of one TOML file")),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from forge_ckpt import protocols as ckpt
+from forge_ckpt.stage_state import NamedState, StageState
 from forge_core import Attention, FeedForward, Transformer
 from forge_core import protocols as core
 from forge_core.model import Block, TokenContext
@@ -32,6 +33,10 @@ from forge_moe import LocalDispatch, MoE, RoutingRule
 from forge_moe import protocols as moe
 from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_parallel import protocols as parallel
+from forge_train import protocols as train
+from forge_train.metrics.console import ConsoleSink
+from forge_train.metrics.sinks import JsonlSink, TensorBoardSink
+from forge_train.trainer.progress import Progress
 
 
 def of_core(
@@ -86,7 +91,17 @@ def of_states(
     module: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, adamw: AdamW
 ) -> None:
     states: list[ckpt.Stateful] = [module, optimizer, loader, adamw]
+    stages: list[ckpt.SelectsState] = [StageState(module, set()), NamedState(adamw, set(), set())]
+    checked: list[ckpt.ChecksState] = [NamedState(adamw, set(), set()), Progress()]
 
 
 def of_schedules(schedule: Callable[[int], float]) -> None:
     factor: core.ScheduleLike = schedule
+
+
+def of_the_runner(
+    sinks: tuple[JsonlSink, TensorBoardSink, ConsoleSink],
+    model: Transformer,
+) -> None:
+    rows: list[train.Sink] = [*sinks]
+    generating: train.Generates = model

@@ -59,5 +59,7 @@ def test_a_flag_reaches_into_name_keyed_tables() -> None:
 
 def test_circle_names_every_file(tmp_path: Path) -> None:
     path = write(tmp_path, a='extends = "b.toml"', b='extends = "a.toml"')
-    with pytest.raises(ConfigError, match=r"a\.toml -> .*b\.toml -> .*a\.toml is a circle"):
+    with pytest.raises(
+        ConfigError, match=r"circular extends: .*a\.toml -> .*b\.toml -> .*a\.toml;"
+    ):
         read_layers(path)

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from forge_core.optim import (
+    IdleOptimizer,
     OptimizerConfig,
     OptimizerGroupConfig,
     StageConfig,
+    Stages,
     build_optimizer,
     check_optimizer,
     check_something_trains,
@@ -28,6 +30,7 @@ from forge_core.optim import (
     set_lr,
     set_multipliers,
     stage_problems,
+    trains_nothing,
 )
 
 
@@ -295,3 +298,33 @@ def test_stages_that_do_not_fit_are_all_named() -> None:
     assert "train.stages.b.start_step 2 must differ from that of train.stages.a" in same
     assert "train.stages.b.lr_multipliers 'bodi' must be a group" in unknown
     assert "train.stages.c.start_step 9 must be at most 8" in late
+
+
+def test_stages_are_entered_once_and_in_the_middle_of_a_run() -> None:
+    model = Net()
+    config = OptimizerConfig(groups={"body": group("body.*", lr_multiplier=0.5)})
+    stages = {"late": StageConfig(5, {"body": 1.0}), "cold": StageConfig(3, {"body": 0.0})}
+    optimizer = build_optimizer(model, config)
+    run = Stages(config, stages, optimizer)
+    seen = {step: run.enter(step) for step in range(1, 7)}
+    changes = {step: change for step, change in seen.items() if change is not None}
+    assert changes == {
+        1: (None, {"body": 0.5}),
+        3: ("cold", {"body": 0.0}),
+        5: ("late", {"body": 1.0}),
+    }
+    resumed = Stages(config, stages, build_optimizer(Net(), config))
+    assert resumed.enter(4) == ("cold", {"body": 0.0})
+    assert resumed.enter(4) is None
+
+
+def test_an_idle_optimizer_changes_nothing_and_masks_like_the_others() -> None:
+    model = Net().requires_grad_(False)
+    assert trains_nothing(model)
+    assert not trains_nothing(Net())
+    before, idle = copy.deepcopy(model.state_dict()), IdleOptimizer()
+    set_lr(idle, 0.1)
+    set_multipliers(idle, {"body": 0.0})
+    idle.step(skip=torch.zeros(()))
+    idle.zero_grad()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

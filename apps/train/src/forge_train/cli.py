@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import tyro
 from rich.console import Console
@@ -24,6 +24,7 @@ from rich.console import Console
 from forge_resilience import ExitCode, StopSignal
 
 if TYPE_CHECKING:
+    from forge_train.config.layers import Layers
     from forge_train.config.resolve import ResolvedJob
     from forge_train.errors import JobError
 
@@ -80,14 +81,14 @@ def _prepare_process(args: Sequence[str]) -> None:
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     with contextlib.suppress(OSError):  # a folder that is gone
-        # import paths in a configuration start where the user stands, after everything installed
+        # import paths of a configuration find modules in the working folder, after all that is installed
         sys.path.append(os.getcwd())
     if args[:1] != ["run"]:
         return
     if _is_rank_of_many():
         _early_stop.__enter__()
-    else:  # until the loop's own handler: nothing is lost yet, so simply come again
-        # No exception: torch and numpy import from C, which drops it or is left with a lock held.
+    else:  # until the loop has a handler of its own: nothing is lost yet, so the job is requeued
+        # Not by an exception: torch and numpy import from C code, which drops it or keeps a lock.
         _leave_on_signal(ExitCode.REQUEUE, signal.SIGINT)
 
 
@@ -122,7 +123,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Train what CONFIG describes, or go on where its run directory stands.
+    """Train what CONFIG describes, or resume from the newest checkpoint in its run directory.
 
     `--nproc N` starts N processes on this machine; under torchrun, srun or RANK/WORLD_SIZE each
     process is one rank of the job.
@@ -140,14 +141,16 @@ def run(args: list[str]) -> int:
     try:
         with launch(job.config.parallel, {"configuration": job.digest()}) as meshes:
             result = trainer.fit(meshes, _early_stop if _is_rank_of_many() else None)
-            # the run is over: who has no patience for the sample gets its code at once
+            # the run is over: a signal during the sample ends the process with the run's code at once
             _leave_on_signal(result.exit_code)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 print_summary(trainer, result, rest)
             except KeyboardInterrupt:
                 pass
-            except OSError as error:  # the run is over and saved: a reader who left changes no code
+            except (
+                OSError
+            ) as error:  # the run is saved: a closed pipe does not change its exit code
                 if not _reader_left(error):
                     raise
             except RuntimeError as error:  # a rank that is gone, no memory for the sample
@@ -171,7 +174,7 @@ def _leave_on_signal(code: int, *more: signal.Signals) -> None:
 
 
 def _refuse_doubles(args: Sequence[str]) -> None:
-    """A flag stands once: parsers would take the last in silence."""
+    """Refuse a flag that is given twice: parsers would take the last one silently."""
     from forge_train.errors import ConfigError
 
     names = [arg.partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
@@ -206,7 +209,7 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
 
 
 def _run_local_workers(job: ResolvedJob, args: list[str], nproc: int) -> int:
-    """The same command in `nproc` processes; what can be refused is refused here, once."""
+    """Run the same command in `nproc` processes; problems of the layout are found here, once."""
     from forge_resilience import run_local_workers
 
     _refuse_layout(job, nproc)
@@ -234,7 +237,7 @@ def explain(args: list[str]) -> int:
 
 
 def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]:
-    """The job with the layout that it gets on `nproc` processes of this machine, and what to say of it."""
+    """The job with its layout on `nproc` processes of this machine, and remarks about that layout."""
     from forge_parallel import World
     from forge_train.trainer.auto_layout import with_layout
     from forge_train.trainer.layout import remarks
@@ -258,10 +261,11 @@ def plan(args: list[str]) -> int:
 
     The data need not be there.
     """
-    from forge_train.plan import parser, show_plan
+    from forge_train.config.resolve import resolve
+    from forge_train.plan import PlanFlags, show_plan
 
-    flags, rest = parser().parse_known_args(args)
-    show_plan(_job(rest, "plan", plan.__doc__ or "", with_data=False).config, flags)
+    layers, flags = _layers(args, "plan", plan.__doc__ or "", PlanFlags)
+    show_plan(resolve(layers, with_data=False).config, PlanFlags(**flags))
     return ExitCode.DONE
 
 
@@ -307,8 +311,18 @@ def _mounted() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group="forge.commands")}
 
 
-def _job(args: list[str], verb: str, description: str, *, with_data: bool = True) -> ResolvedJob:
+def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
     """The job of `CONFIG [--section.key value ...]`."""
+    layers, _ = _layers(args, verb, description)
+    from forge_train.config.resolve import resolve
+
+    return resolve(layers)
+
+
+def _layers(
+    args: list[str], verb: str, description: str, own: type | None = None
+) -> tuple[Layers, dict[str, Any]]:
+    """The file with the flags laid over it, and the flags of the verb: those of the dataclass `own`."""
     from forge_train.config.layers import NAMED_TABLES, Layers, read_layers
     from forge_train.errors import ConfigError
 
@@ -317,30 +331,29 @@ def _job(args: list[str], verb: str, description: str, *, with_data: bool = True
     if config is None and not wants_help:
         raise ConfigError([f"forge-train {verb} needs a TOML file; forge-train {verb} CONFIG.toml"])
     layers = Layers() if config is None else read_layers(Path(config))
-    # both need torch: a file that cannot be read is refused before its seconds
+    # imports torch, which takes seconds: a file that cannot be read is refused before
     from forge_train.config.flags import parse_flags
-    from forge_train.config.resolve import resolve
 
     for table, (key, value) in NAMED_TABLES.items() if wants_help else ():
         if layers.at(table) is None:
             layers.set(f"{table}.NAME.{key}", value, "example")
     flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said) if _is_rank_of_many() else contextlib.nullcontext():
-            parsed = parse_flags(layers.values, flags, prog, description)
+        with contextlib.redirect_stderr(errors) if _is_rank_of_many() else contextlib.nullcontext():
+            parsed = parse_flags(layers.values, flags, prog, description, own)
     except SystemExit as stop:
-        if stop.code and said.getvalue():  # each rank finds it, one prints it
-            raise ConfigError(said.getvalue().splitlines()) from stop
+        if stop.code and errors.getvalue():  # every rank finds it, one prints it
+            raise ConfigError(errors.getvalue().splitlines()) from stop
         raise
-    for key, value in parsed.items():
-        layers.set(key, value, "flag")
-    return resolve(layers, with_data=with_data)
+    for key in [key for key in parsed if "." in key]:
+        layers.set(key, parsed.pop(key), "flag")
+    return layers, parsed
 
 
 def _positional(args: Sequence[str]) -> str | None:
-    """CONFIG stands before the first flag."""
+    """CONFIG, which comes before the first flag."""
     return args[0] if args and not args[0].startswith("-") else None
 
 
@@ -362,9 +375,11 @@ def _help() -> int:
 
 
 def _of_this_rank(error: JobError) -> Sequence[str]:
-    """What this process prints of a problem: what all ranks raise is rank 0's to say, its own it says with
-    its rank. Configuration and data are read before the ranks have met: one rank of each host speaks,
-    since another host may have other files."""
+    """The problems that this process prints: rank 0 prints errors of all ranks, and each rank its own, with its number.
+
+    Configuration and data are read before the ranks have met: one rank of each host prints those problems, as
+    another host may have other files.
+    """
     if not _is_rank_of_many():
         return error.problems
     from forge_parallel import find_world
@@ -372,7 +387,7 @@ def _of_this_rank(error: JobError) -> Sequence[str]:
 
     try:
         world = find_world()
-    except ValueError:  # that was the problem
+    except ValueError:  # the environment was the problem
         return error.problems
     of_the_host = isinstance(error, ConfigError | DataError)
     if world.rank == 0 and (error.shared or of_the_host):
@@ -383,8 +398,10 @@ def _of_this_rank(error: JobError) -> Sequence[str]:
 
 
 def _lost_rank(error: RuntimeError) -> Sequence[str] | None:
-    """What a rank prints that lost another: rank 0 a line, as the launcher names the rank that is gone;
-    where nobody launched them each. None for any other error."""
+    """The problems that a rank prints when another rank is gone; None for any other error.
+
+    Rank 0 prints a line, and the launcher names the rank that is gone; without a launcher every rank prints one.
+    """
     if not _is_rank_of_many():
         return None
     from forge_parallel import find_world

@@ -26,7 +26,7 @@ def load_job(
 ) -> ResolvedJob:
     """The checked job of a TOML file; `overrides` are dotted keys, as flags on the command line.
 
-    `with_data` False: its token files need not exist (for a plan).
+    With `with_data` False its token files need not exist (for a plan).
 
     Raises ConfigError or DataError with all problems.
     """

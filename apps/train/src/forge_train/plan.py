@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
+import tyro
 
 from forge_parallel import ParallelConfig
 from forge_parallel.plan import (
@@ -33,20 +33,20 @@ _MOMENTS = {"adamw": 8.0, "sgd": 4.0}
 _SHOWN = 8
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags of the verb; all others are keys of the configuration."""
-    flags = argparse.ArgumentParser(
-        prog="forge-train plan CONFIG.toml", add_help=False, allow_abbrev=False
-    )
-    flags.add_argument("--gpus", type=int, required=True, help="GPUs of the job")
-    flags.add_argument("--gpu", default="h200", help=f"their kind: {', '.join(HARDWARE)}")
-    flags.add_argument("--nodes", type=int, help="nodes they stand in (default: of 8 GPUs each)")
-    flags.add_argument("--json", action="store_true", help="print one JSON object")
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """The flags of the verb, beside the keys of the configuration."""
+
+    gpus: Annotated[int, tyro.conf.arg(help="GPUs of the job")]
+    gpu: Annotated[str, tyro.conf.arg(help=f"their kind: {', '.join(HARDWARE)}")] = "h200"
+    nodes: Annotated[
+        int | None, tyro.conf.arg(help="nodes that they are in (default: 8 GPUs each)")
+    ] = None
+    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False
 
 
-def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
-    """Print what `config` needs on these GPUs, and what else there is. ConfigError where it cannot run."""
+def show_plan(config: JobConfig, flags: PlanFlags) -> None:
+    """Print what `config` needs on these GPUs, and alternatives. ConfigError if it cannot run there."""
     gpu, per_node = _machine(config, flags)
     profile = _profile(config)
     space = _space(config, profile, flags.gpus, per_node, gpu)
@@ -67,7 +67,7 @@ def show_plan(config: JobConfig, flags: argparse.Namespace) -> None:
             gpus_per_node=per_node,
             storage=space.storage,
         )
-        fits = plan.fits  # what cannot be traced is said here
+        fits = plan.fits  # raises if the step cannot be traced
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
     sizes = dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8))
@@ -130,7 +130,7 @@ def _space(
                 per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
 
 
-def _machine(config: JobConfig, flags: argparse.Namespace) -> tuple[Hardware, int]:
+def _machine(config: JobConfig, flags: PlanFlags) -> tuple[Hardware, int]:
     """The GPU and how many of them share a node."""
     if flags.gpus < 1:
         raise ConfigError([f"--gpus {flags.gpus} must be at least 1; use --gpus 8"])

@@ -184,7 +184,7 @@ def _from_path(path: str, key: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         return getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         raise ValueError(
             f"{key}: cannot import {path!r} ({error}): a name with a colon is module:attr; "
             "install the module or correct the path"

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
-__all__ = ["MoEConfig", "RouterConfig"]
+__all__ = ["MoEConfig", "MoEOptions", "RouterConfig"]
 
 # Far above any model: a typing error is refused before memory is allocated.
 _MAX_WIDTH, _MAX_COUNT = 2**20, 2**16
@@ -41,18 +41,13 @@ class RouterConfig:
         _raise("router", _routing_problems(self, self.name))
 
 
-@dataclass(frozen=True)
-class MoEConfig:
-    """Shape and options of a mixture-of-experts layer.
+@dataclass(frozen=True, kw_only=True)
+class MoEOptions:
+    """Options of a mixture-of-experts layer, without its shape: a base class for tables of a configuration.
 
-    Raises ValueError with a line for each problem.
-
-        MoEConfig(dim=512, hidden_dim=1024, num_experts=8, top_k=2)
+    Nothing is checked here; MoEConfig checks them together with the shape.
     """
 
-    dim: int = field(metadata={"help": "width of a token"})
-    hidden_dim: int = field(metadata={"help": "width inside one expert"})
-    num_experts: int = field(metadata={"help": "routed experts"})
     top_k: int = _field(2, "experts per token")
     router: str = _field("softmax_topk", "registered router, or module:attribute")
     normalize: Literal["after_top_k", "before_top_k"] = _field(
@@ -80,9 +75,6 @@ class MoEConfig:
     drop_policy: Literal["position", "probability"] = _field(
         "position", "tokens that a full expert keeps: earlier ones, or those with larger weights"
     )
-    aux: Literal["return", "attach", "none"] = _field(
-        "return", "router losses: handed to the caller, or added to the gradient"
-    )
     aux_loss_weight: float = _field(0.0, "weight of the balance loss")
     aux_scope: Literal["sequence", "micro_batch", "global_batch", "global_batch_lagged"] = _field(
         "micro_batch", "tokens whose choices the balance loss counts"
@@ -96,6 +88,23 @@ class MoEConfig:
     )
     backend: Literal["auto", "grouped_mm", "loop", "batched", "float8"] = _field(
         "auto", "how the experts' matrix products are computed"
+    )
+
+
+@dataclass(frozen=True)
+class MoEConfig(MoEOptions):
+    """Shape and options of a mixture-of-experts layer.
+
+    Raises ValueError with a line for each problem.
+
+        MoEConfig(dim=512, hidden_dim=1024, num_experts=8, top_k=2)
+    """
+
+    dim: int = field(metadata={"help": "width of a token"})
+    hidden_dim: int = field(metadata={"help": "width inside one expert"})
+    num_experts: int = field(metadata={"help": "routed experts"})
+    aux: Literal["return", "attach", "none"] = _field(
+        "return", "router losses: handed to the caller, or added to the gradient"
     )
 
     def __post_init__(self) -> None:
@@ -133,8 +142,9 @@ def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[str]:
 
     True is not a number and 2.0 not an integer; an integer is a number. `_one_of` checks the Literals.
     """
+    hints = get_type_hints(type(config))
     for name, value in vars(config).items():
-        annotation = type(config).__annotations__[name]
+        annotation = hints[name]
         allowed = get_args(annotation) or (annotation,)
         expected = next((kind for kind in allowed if kind in _TYPE_NAMES), None)
         if expected is None or type(value) in (*allowed, int if expected is float else expected):
@@ -157,7 +167,7 @@ def _not_negative(config: Any, name: str) -> Iterator[str]:
 
 def _one_of(config: Any, name: str) -> Iterator[str]:
     """Sentence for a field whose value is not in its Literal."""
-    value, choices = getattr(config, name), get_args(type(config).__annotations__[name])
+    value, choices = getattr(config, name), get_args(get_type_hints(type(config))[name])
     if value not in choices:
         yield f"{name} {value!r} is unknown; use one of {', '.join(choices)}"
 

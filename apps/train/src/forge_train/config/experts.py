@@ -6,19 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from forge_moe import MoEConfig
-
-#: What the model or the runner decides: widths, and where router losses go.
-_DECIDED_HERE = ("dim", "hidden_dim", "num_experts", "aux")
-#: The layer's own keys with its own defaults and meanings, so that nothing is said twice.
-_OPTIONS: Any = dataclasses.make_dataclass(
-    "MoEOptions",
-    [
-        (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
-        for f in dataclasses.fields(MoEConfig)
-        if f.name not in _DECIDED_HERE
-    ],
-    frozen=True,
-)
+from forge_moe.config import MoEOptions
 
 
 def _field(default: Any, help: str) -> Any:
@@ -26,8 +14,11 @@ def _field(default: Any, help: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class MoESection(_OPTIONS):
-    """Mixture of experts in the built-in transformer; num_experts 0 is a dense model."""
+class MoESection(MoEOptions):
+    """Mixture of experts in the built-in transformer; num_experts 0 is a dense model.
+
+    Widths come from the model, and router losses always join the gradient.
+    """
 
     num_experts: int = _field(0, "experts of a mixture; 0: every feed-forward is dense")
     every_n_layers: int = _field(1, "every n-th layer is a mixture, the others are dense")
@@ -71,7 +62,7 @@ class MoESection(_OPTIONS):
 
     def layer_config(self, dim: int, dense_hidden_dim: int) -> MoEConfig:
         """The layer's own configuration: router losses join the gradient, the rest as given."""
-        same = {f.name: getattr(self, f.name) for f in dataclasses.fields(_OPTIONS)}
+        same = {f.name: getattr(self, f.name) for f in dataclasses.fields(MoEOptions)}
         hidden = max(1, round(dense_hidden_dim * self.width_multiplier))
         return MoEConfig(
             dim=dim, hidden_dim=hidden, num_experts=self.num_experts, aux="attach", **same

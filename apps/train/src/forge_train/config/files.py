@@ -1,4 +1,4 @@
-"""Files that are read whole, with an end to what they may ask: of a known kind, of a bounded size."""
+"""Text files of bounded size and depth, read whole and replaced whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONG_NAME = re.compile(
 def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     """The text of a regular file of at most `max_bytes` bytes of UTF-8; never waits for a pipe or device.
 
-    Raises ValueError that ends in a fix, without the path: the caller knows what the file is to it.
+    Raises ValueError that ends in a fix, without the path: the caller adds it with the role of the file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

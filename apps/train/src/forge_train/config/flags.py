@@ -16,25 +16,31 @@ _BOOL = Literal["true", "false"]  # as in TOML; tyro's own are True and False
 
 
 def parse_flags(
-    values: Mapping[str, Any], args: Sequence[str], prog: str, description: str
+    values: Mapping[str, Any],
+    args: Sequence[str],
+    prog: str,
+    description: str,
+    own: type | None = None,
 ) -> dict[str, Any]:
-    """Dotted key -> value of each flag in `args`; `values` are what the file says, shown as defaults.
+    """Dotted key -> value of each flag in `args`; `values` are those of the file, shown as defaults.
 
-    Prints help and leaves on `--help`; leaves with tyro's message and status 2 on a bad flag.
+    `own` is a dataclass of further flags, those of the verb: all of them are in the result, by name. Prints
+    help and exits on `--help`; exits with tyro's message and status 2 on a bad flag.
     """
-    if not args:  # the parser alone costs most of a second
+    if not args and own is None:  # the parser alone costs most of a second
         return {}
     shadow = _shadow("Flags", section_types(values), values)
+    names = [] if own is None else [item.name for item in dataclasses.fields(own)]
+    if own is not None:  # keyword-only, as some of them have no default
+        shadow = dataclasses.make_dataclass(
+            "Flags", (), bases=(own, shadow), frozen=True, kw_only=True
+        )
     parsed: Any = tyro.cli(
-        shadow,
-        prog=prog,
-        description=description,
-        args=list(args),
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
+        shadow, prog=prog, description=description, args=list(args), use_underscores=True
     )
     given = [arg[2:].split("=", 1)[0].replace("-", "_") for arg in args if arg.startswith("--")]
-    return {key: _value_at(parsed, key) for key in given}
+    keys = [key for key in given if "." in key]
+    return {key: _value_at(parsed, key) for key in keys} | {n: getattr(parsed, n) for n in names}
 
 
 def _value_at(parsed: Any, dotted: str) -> Any:
@@ -59,7 +65,7 @@ def _shadow(name: str, types: Mapping[str, Any], values: Mapping[str, Any]) -> t
         else:
             child = _shadow_fields(key, inner, table)
         members.append((key, child, dataclasses.field(default_factory=child)))
-    return dataclasses.make_dataclass(name, members)
+    return dataclasses.make_dataclass(name, members, frozen=True)
 
 
 def _shadow_fields(name: str, cls: type, values: Mapping[str, Any]) -> type:
@@ -71,7 +77,7 @@ def _shadow_fields(name: str, cls: type, values: Mapping[str, Any]) -> type:
             members.extend(_nested(item.name, kind, values))
         elif get_origin(kind) is not dict:  # a free table is for the file alone
             members.append((item.name, *_leaf(kind, item, values.get(item.name))))
-    return dataclasses.make_dataclass(name, members)
+    return dataclasses.make_dataclass(name, members, frozen=True)
 
 
 def _nested(name: str, kind: Any, values: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Configuration files in layers: base files, the file itself, flags; the origin of each value is kept."""
+"""Configuration files in layers: base files, the file itself, flags, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layers:
     origins: dict[str, str] = field(default_factory=dict)
 
     def add(self, layer: Mapping[str, Any], origin: str) -> None:
-        """Lay `layer` over what is there; tables merge key by key, everything else is replaced."""
+        """Merge `layer` over the values: tables key by key, everything else is replaced."""
         for dotted, value in flatten(layer):
             self.set(dotted, value, origin)
 
@@ -46,7 +46,7 @@ class Layers:
         if dotted == "model.name" and value != self.values.get("model", {}).get(
             "name", "transformer"
         ):
-            # another model has other keys: what earlier layers said of the old one goes
+            # another model has other keys: those that earlier layers gave to the old one are dropped
             for other in [k for k in self.origins if k.startswith("model.")]:
                 if self.origins[other] != origin:
                     self._drop(other)
@@ -69,7 +69,7 @@ class Layers:
         return found
 
     def tables_of_callbacks(self) -> None:
-        """Say the list `train.callbacks`, as 0.1 wrote it, in tables."""
+        """Turn the list `train.callbacks` of version 0.1 into tables."""
         names = self.at("train.callbacks")
         if not isinstance(names, list | tuple):
             return
@@ -79,7 +79,7 @@ class Layers:
             self.set(f"callbacks.list_{number}.name", name, origin)
 
     def _drop_options(self, dotted: str, origin: str) -> None:
-        """Another part has other options: those that earlier layers gave to the old one go."""
+        """Drop the options that earlier layers gave to another part: each part has its own."""
         section, _, last = dotted.rpartition(".")
         options = f"{section}.options" if last == "name" else f"{dotted}_options"
         for key in [k for k in self.origins if f"{k}.".startswith(f"{options}.")]:
@@ -107,7 +107,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def read_layers(path: Path) -> Layers:
     """`path` laid over the file its `extends` names, and so on.
 
-    Raises ConfigError for a missing file, invalid TOML, or a circle of `extends`.
+    Raises ConfigError for a missing file, invalid TOML, or circular `extends`.
     """
     layers = Layers()
     for file, table in reversed(list(_chain(path))):
@@ -117,7 +117,7 @@ def read_layers(path: Path) -> Layers:
 
 
 def _refuse_odd_names(layers: Layers) -> None:
-    """Names that a user gives to tables become parts of flags, `--data.sources.NAME.path`."""
+    """Refuse names of tables that cannot be part of a flag, `--data.sources.NAME.path`."""
     odd = []
     for key in NAMED_TABLES:
         names = layers.at(key)
@@ -142,7 +142,7 @@ def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if current.resolve() in [p.resolve() for p in seen]:
             circle = " -> ".join(map(str, [*seen, current]))
             raise ConfigError(
-                [f"extends {circle} is a circle; a base file must not extend its own child"]
+                [f"circular extends: {circle}; a base file must not extend its own child"]
             )
         if len(seen) == _MAX_FILES:
             raise ConfigError(

@@ -1,8 +1,7 @@
-"""What a configuration only names: found before anything starts, by every verb that reads one."""
+"""Parts that a configuration names: every verb that reads one looks them up before anything starts."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,37 +25,18 @@ from forge_train.config.schema import (
     ImportedModelConfig,
     JobConfig,
 )
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, config_errors
 from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.callbacks import find_callbacks
 from forge_train.trainer.objective import find_loss, find_objective
 
-
-def import_attribute(path: str, key: str) -> Any:
-    """The object behind `module:attr`; ConfigError naming `key` when there is none."""
-    module, _, attr = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attr)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
-        raise ConfigError(
-            [f"{key}: {path!r} cannot be imported ({error}); write 'package.module:attr' of something "
-             "on PYTHONPATH"]
-        ) from error  # fmt: skip
-
-
-def find_named(name: str, key: str, group: str) -> Any:
-    """The object behind `module:attr`, or an entry point of `group`; ConfigError naming `key` without one."""
-    if ":" in name:
-        return import_attribute(name, key)
-    try:
-        return Registry(key, group, (), {}).find(name)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
+MODELS = Registry("model.name", MODELS_GROUP, (), {})
 
 
 def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
-    """Somebody else's builder with its arguments; ConfigError where it does not take them."""
-    build = find_named(section.name, "model.name", MODELS_GROUP)
+    """The builder that `model.name` names, with its arguments; ConfigError where it does not take them."""
+    with config_errors():
+        build = MODELS.find(section.name)
 
     def call(function: Callable[..., Any]) -> Any:
         try:
@@ -72,11 +52,11 @@ def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
 
 
 def name_problems(config: JobConfig) -> list[str]:
-    """A sentence for each name that leads nowhere (model, its parts, router, optimizer, schedule, sinks, callbacks), and
-    for each option that a part does not take or lacks.
+    """A sentence for each name without an object (model, its parts, router, optimizer, schedule, sinks, callbacks),
+    and for each option that a part does not take or lacks.
 
-    Imports what import paths name and runs none of it: a schedule whose length hangs on the size of
-    somebody else's model is only looked up.
+    Imports the modules of import paths and calls nothing: a schedule is only looked up if its length depends
+    on the size of an imported model.
     """
     return [
         *_model_problems(config),
@@ -112,7 +92,7 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
         )
     ]
     found += stage_problems(optimizer, stages, config.train.steps)
-    ours = isinstance(config.model, DenseModelConfig) and not _model_problems(config)
+    ours = config.model.is_built_in and not _model_problems(config)
     if found or not optimizer.groups or not ours:
         return list(dict.fromkeys(found))
     from forge_train.trainer.build import build_model  # which imports this module
@@ -122,7 +102,7 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
 
 
 def _stand_in() -> nn.Module:
-    """A matrix and a vector without values, for what an optimizer does not say before it has some."""
+    """A matrix and a vector without values: an optimizer checks some options only with parameters."""
     return nn.Linear(1, 1, device="meta")
 
 
@@ -132,7 +112,7 @@ def _schedule_problems(config: JobConfig) -> list[str]:
     by_size = config.train.tokens_per_parameter is not None
     unknown = _refusal("", lambda: check_schedule(config.schedule))
     parts = by_size and bool(_model_problems(config))
-    if unknown or parts or (by_size and not isinstance(config.model, DenseModelConfig)):
+    if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown
     model = build_model(config.model, config.run.seed) if by_size else None
     return _refusal("", lambda: build_schedule(config.schedule, total_steps(config, model)))

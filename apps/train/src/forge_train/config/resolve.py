@@ -47,8 +47,9 @@ class ResolvedJob:
 def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     """Check everything that can be checked without starting anything.
 
-    Opens the sources (headers only); not those that are missing, if `with_data` is False. Raises ConfigError with all problems of all sections and of
-    their combination, or DataError when the data cannot be opened or does not fit the model.
+    Opens the sources (headers only); with `with_data` False they may be missing. Raises ConfigError with all
+    problems of all sections and of their combination, or DataError when the data cannot be opened or does not
+    fit the model.
     """
     layers.tables_of_callbacks()
     built, problems = structure(layers.values)
@@ -70,7 +71,7 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
 
 
 def _derive(layers: Layers, data: DataConfig) -> list[str]:
-    """Fill what follows from the data: its vocabulary, and its own validation split."""
+    """Derive keys from the data: the vocabulary size, and the validation split."""
     problems = []
     for name, config in data.sources.items():
         try:
@@ -81,11 +82,11 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
         model = layers.values.setdefault("model", {})
         if isinstance(model, dict) and "vocab_size" not in model and source.vocab_size is not None:
             layers.set("model.vocab_size", source.vocab_size, f"derived from data.sources.{name}")
-    wants_eval = layers.values.get("eval", {})
+    evaluation = layers.values.get("eval", {})
     if (
         data.validation is None
-        and isinstance(wants_eval, dict)
-        and wants_eval.get("every_steps") != 0
+        and isinstance(evaluation, dict)
+        and evaluation.get("every_steps") != 0
     ):
         (name, config), *_ = data.sources.items()
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
@@ -99,7 +100,7 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
 
 
 def _check_combination(config: JobConfig, with_data: bool) -> None:
-    """The rules that span sections; those of one section stand in its own dataclass."""
+    """The rules that span sections; each section's own dataclass checks the others."""
     problems = name_problems(config)
     limit = getattr(config.model, "max_seq_len", None)
     if limit is not None and config.data.seq_len > limit:
@@ -161,7 +162,7 @@ def _check_data(config: JobConfig) -> None:
         if key != "data.validation" and config.sample.max_new_tokens and source.tokenizer is None:
             problems.append(
                 f"{key}: has no tokenizer, but sample.max_new_tokens "
-                f"{config.sample.max_new_tokens} wants text; set sample.max_new_tokens = 0 or "
+                f"{config.sample.max_new_tokens} needs one; set sample.max_new_tokens = 0 or "
                 "prepare the data with forge-data"
             )
         limit = getattr(config.model, "max_seq_len", None)

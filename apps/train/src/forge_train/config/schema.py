@@ -24,7 +24,7 @@ def _require(problems: list[str]) -> None:
 
 
 def _within(low: float, high: float, **values: float | None) -> list[str]:
-    """`high` is far above every job there is: what lies beyond it has some zeros too many."""
+    """Sentences for values out of range; `high` is far above every real job, so larger values are typing errors."""
     return [
         f"{name} {value} must be from {low} to {high}; use "
         + (f"{low} or more" if value < low else "fewer zeros")
@@ -41,7 +41,7 @@ _MAX_BATCH = 2**20
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run lives and what makes it repeatable."""
+    """The folder of a run and its seed."""
 
     dir: str = _field("runs/default", "folder of this run: config, metrics, events, checkpoints")
     seed: int = _field(0, "seed of initial weights, of the order of data and of random numbers")
@@ -86,7 +86,7 @@ class DenseModelConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class ImportedModelConfig:
-    """Somebody else's model: `build(**args)` returns a module called as
+    """A model from outside: `build(**args)` returns a module called as
     `model(tokens, positions, document_ids)` on (B, S) integers that returns (B, S, V) logits."""
 
     name: str = _field("", "import path 'package.module:function' of the model's builder")
@@ -232,7 +232,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SinkConfig:
-    """Where rows go beside metrics.jsonl."""
+    """A sink of rows beside metrics.jsonl."""
 
     name: str = field(
         metadata={
@@ -247,7 +247,7 @@ class SinkConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What is logged, how often, and where it goes."""
+    """Which rows are logged, how often, and to which sinks."""
 
     every_steps: int = _field(10, "steps between rows in metrics.jsonl and on the console")
     console: Literal["auto", "live", "plain", "off"] = _field(
@@ -274,7 +274,7 @@ class CallbackConfig:
         }
     )
     every_steps: int | None = _field(
-        None, "steps between calls of on_step_end (default: what the class says, 1)"
+        None, "steps between calls of on_step_end (default: the class attribute, 1)"
     )
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "arguments that the class is made with"}

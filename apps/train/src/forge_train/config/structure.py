@@ -25,8 +25,8 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     built: dict[str, Any] = {}
     problems: list[str] = []
     types_of_sections = section_types(values)
-    strangers = [name for name in values if name not in types_of_sections]
-    problems += _unknowns(strangers, types_of_sections)
+    unknown = [name for name in values if name not in types_of_sections]
+    problems += _unknowns(unknown, types_of_sections)
     for name, kind in types_of_sections.items():
         table = values.get(name, {})
         if not isinstance(table, dict):
@@ -96,7 +96,7 @@ def inner_dataclass(kind: Any) -> type | None:
 def _known_part(table: Any, kind: Any, key: str, problems: list[str]) -> Any:
     """The table `key` without the keys that its `kind` does not know, each of which becomes a problem.
 
-    What is left is checked as if they were not there: one misspelt key hides no other problem.
+    The rest is checked as if they were not there, so that a misspelt key hides no other problem.
     """
     cls: Any = inner_dataclass(kind)
     if cls is None or not isinstance(table, dict):
@@ -123,7 +123,7 @@ def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
     def hook(value: Any, _: Any) -> Any:
         if isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted):
             raise TypeError(f"{_show(value)} must be {_article(expected.__name__)}")
-        return _sound(str(value)) if expected is str else _finite(value, expected)
+        return _clean_text(str(value)) if expected is str else _finite(value, expected)
 
     return hook
 
@@ -137,7 +137,7 @@ def _finite(value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def _sound(text: str) -> str:
+def _clean_text(text: str) -> str:
     """Text as files, paths and terminals take it."""
     try:
         good = b"\0" not in text.encode()
@@ -201,7 +201,7 @@ def _converter() -> cattrs.Converter:
 
 _CONVERTER = _converter()
 _SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200
-_OWN_ADDRESS = re.compile(r"^[a-z_]+: ")
+_OWN_PREFIX = re.compile(r"^[a-z_]+: ")
 
 
 # ---- problems as sentences
@@ -228,8 +228,8 @@ def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
         and "must be" not in str(error)
     ):
         return [f"{path}: {error}; write it as a table with its keys"]
-    # a package's config says "optimizer: lr -1 must ..."; our dotted key is the more exact address
-    return [f"{path}: {_OWN_ADDRESS.sub('', line)}" for line in str(error).splitlines() if line]
+    # a package's config raises "optimizer: lr -1 must ..."; the dotted key replaces that prefix
+    return [f"{path}: {_OWN_PREFIX.sub('', line)}" for line in str(error).splitlines() if line]
 
 
 def _unknowns(keys: list[str], known: Iterable[str]) -> list[str]:
@@ -244,7 +244,7 @@ def _unknowns(keys: list[str], known: Iterable[str]) -> list[str]:
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    names, key = list(known), _cut(key)
+    names, key = list(known), _shortened(key)
     near = difflib.get_close_matches(key, names, 1, cutoff=0.5)
     fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
     return f"{key} is not a known key; {fix}"
@@ -253,10 +253,10 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print thousands
         return f"an integer of {value.bit_length()} bits"
-    return f"{_cut(repr(value))} ({type(value).__name__})"
+    return f"{_shortened(repr(value))} ({type(value).__name__})"
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 

@@ -1,4 +1,4 @@
-"""Where rows of metrics go. Sinks run on their own threads: a slow or failing one never touches a step."""
+"""Sinks of rows of metrics. Each runs on a thread of its own: a slow or failing one never delays a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads when a run has ended: the result, the text, the folder, the next commands."""
+"""The end of a run for a person: the result, the sample, the folder, the next commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""parallel.layout = "auto": the planner's choice, kept for the life of a run directory."""
+"""parallel.layout = "auto": the planner chooses once, and a run directory keeps the choice."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ class Callback:
         """After each optimizer step; `trainer.progress.step` has just been done."""
 
     def on_log(self, trainer: Trainer, row: Mapping[str, Any]) -> None:
-        """For each row, as it goes to metrics.jsonl."""
+        """For each row of metrics.jsonl."""
 
     def on_evaluation(self, trainer: Trainer, name: str, result: float) -> None:
         """After each evaluation, for each set of validation data ("validation" is [data.validation]): its loss
         in nats per token."""
 
     def on_checkpoint(self, trainer: Trainer, step: int, path: Path) -> None:
-        """When the checkpoint of a step is committed: from then on `path` is whole, and a resume can use it."""
+        """After the checkpoint of a step is committed: `path` is complete, and a resume can use it."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Once, after the last save, whether finished or stopped."""
@@ -50,13 +50,13 @@ CALLBACKS = Registry("callbacks.<name>.name", "forge.callbacks", (), {})
 
 
 def find_callbacks(tables: Mapping[str, CallbackConfig]) -> dict[str, Callable[[], Any]]:
-    """What makes the callback of each table, with its options bound; ValueError with what is wrong with names and
-    options, before anything is made."""
+    """Makers of the callback of each table, with its options bound; ValueError with all problems of names and
+    options. Nothing is called."""
     return CALLBACKS.bound({name: (table.name, table.options) for name, table in tables.items()})
 
 
 def load_callbacks(tables: Mapping[str, CallbackConfig]) -> list[Callback]:
-    """The callbacks of a configuration; ConfigError for what is none."""
+    """The callbacks of a configuration; ConfigError for an object that is no Callback."""
     callbacks = []
     for name, make in find_callbacks(tables).items():
         with config_errors():
@@ -73,10 +73,10 @@ def load_callbacks(tables: Mapping[str, CallbackConfig]) -> list[Callback]:
 
 
 def hook_problems(callbacks: Sequence[Callback]) -> list[str]:
-    """A sentence for each hook that does not take what it will be called with."""
+    """A sentence for each hook that does not take the arguments of its call."""
     found = []
-    for hook, own in inspect.getmembers(Callback, inspect.isfunction):
-        _, *wanted = inspect.signature(own).parameters
+    for hook, base in inspect.getmembers(Callback, inspect.isfunction):
+        _, *wanted = inspect.signature(base).parameters
         for callback in callbacks:
             try:
                 inspect.signature(getattr(callback, hook)).bind(*wanted)

@@ -20,9 +20,9 @@ def share_of_rows(
 ) -> list[Batch]:
     """This rank's part of the first `sequences` rows (all if there are fewer), `batch_size` at a time.
 
-    They are cut into batches whatever the number of ranks; every data rank gets an equal run of these, with
-    filler where they do not divide, as every rank must take part in every gather. They are read before anything
-    is computed: a rank that cannot raises DataError on all of them.
+    The rows are divided into the same batches for any number of ranks; each data rank gets equally many of them,
+    filler included, as every rank must take part in every gather. All are read before anything is computed:
+    if one rank cannot read its own, all raise DataError.
     """
     rows = min(sequences, len(stream))
     each = -(-rows // (batch_size * meshes.batch_size))
@@ -49,8 +49,8 @@ def evaluate(
 ) -> float:
     """Mean loss in nats per token over the parts of all ranks, as many on each; `count` weighs a part's labels.
 
-    One host read and one exchange at the end; every rank returns the same bits. Leaves the model in
-    the mode it was in, and its weights sharded: whoever put others in for the evaluation may put them back.
+    One host read and one exchange at the end; every rank returns the same bits. Restores the
+    model's mode and leaves its weights sharded, so that weights swapped in for the evaluation can be swapped back.
     """
     device = compute.meshes.device
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 from torch import nn
 
@@ -32,7 +33,8 @@ def shard_experts(model: nn.Module, job: JobConfig, meshes: Meshes) -> None:
     """Shard the experts of every MoE layer over the ranks of `parallel.ep`; nothing without it. Collective."""
     if job.parallel.ep == 1:
         return
-    moe = job.model.moe if isinstance(job.model, DenseModelConfig) else MoESection()
+    # an imported model may have MoE layers too; it has no [model.moe], so the defaults hold
+    moe: Any = getattr(job.model, "moe", None) or MoESection()
     ranks = meshes.sparse["ep"]
     per_node = job.parallel.gpus_per_node or find_world().local_world_size
     expert_parallelize(

@@ -1,4 +1,4 @@
-"""Whether a job fits a number of ranks: said before any of them starts."""
+"""Problems of a job with its number of ranks, found before any of them starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig
 def layout_problems(
     config: JobConfig, world_size: int, ranks_per_node: int | None = None
 ) -> list[str]:
-    """What of the layout, the model and the batch does not fit `world_size` ranks."""
+    """Why layout, model and batch do not fit `world_size` ranks; empty if they do."""
     try:
         layout = config.parallel.axes(world_size, ranks_per_node)
     except ValueError as error:
@@ -40,7 +40,7 @@ def micro_batches(config: JobConfig, layout: Layout) -> MicroBatches:
 
 
 def remarks(config: JobConfig, layout: Layout) -> list[str]:
-    """What the number of readers costs or changes, a line each; nothing where it does neither."""
+    """A line for each cost or change that the number of readers brings about; usually none."""
     parts = micro_batches(config, layout)
     lines = [parts.cost] if parts.cost else []
     moe = getattr(config.model, "moe", None)
@@ -81,19 +81,19 @@ def _optimizer(config: JobConfig) -> list[str]:
 
 
 def _saves_by_name(optimizer: str) -> bool:
-    """Whether its state has names, as far as shows before it is built: a function's optimizer is not known."""
+    """Whether its state has names, as far as its class tells; of a function nothing is known before the call."""
     if optimizer in OPTIMIZERS.built_in:
         return True
     try:
         found = find_optimizer(optimizer)
-    except ValueError:  # what else is wrong with it is told by `name_problems`
+    except ValueError:  # `name_problems` reports it
         return True
     offers = ("named_state", "load_named_state")
     return isinstance(found, type) and all(callable(getattr(found, n, None)) for n in offers)
 
 
 def _facts(config: JobConfig, layout: Layout) -> Facts:
-    """What the configuration says of model and batch; of a model from outside only its batch."""
+    """Facts about model and batch from the configuration; an imported model has its own once it is built."""
     parts = micro_batches(config, layout)
     known = Facts(
         seq_len=config.data.seq_len,
@@ -110,7 +110,7 @@ def _facts(config: JobConfig, layout: Layout) -> Facts:
 
 
 def _of_model(model: DenseModelConfig) -> dict[str, Any]:
-    """Facts that its configuration says before it is built."""
+    """Facts about the built-in model, before it is built."""
     return {
         "num_layers": model.num_layers,
         "tied": ("the embedding (model.tie_embeddings)",) if model.tie_embeddings else (),
@@ -129,7 +129,7 @@ def _of_model(model: DenseModelConfig) -> dict[str, Any]:
 
 
 def _widths(model: DenseModelConfig) -> dict[str, int]:
-    """What tp cuts evenly; routed experts are not cut."""
+    """Widths that tp must divide; routed experts are not sharded by it."""
     widths = {"num_heads": model.num_heads, "num_kv_heads": model.resolved_num_kv_heads}
     if len(model.moe_layers) < model.num_layers:
         widths["hidden_dim"] = model.resolved_hidden_dim
@@ -140,7 +140,7 @@ def _widths(model: DenseModelConfig) -> dict[str, int]:
 
 
 def _whole_batch(model: DenseModelConfig) -> dict[str, str]:
-    """What a mixture decides over all tokens of a micro-batch, of which a cp or tp rank has a part."""
+    """Options that need all tokens of a micro-batch on one rank, with what to use instead."""
     moe, found = model.moe, dict[str, str]()
     if moe.num_experts and moe.capacity_factor is not None:
         found[f"model.moe.capacity_factor {moe.capacity_factor}"] = "no capacity"

@@ -42,7 +42,7 @@ def find_loss(config: TrainConfig) -> Loss:
     """`loss(logits (B, S, V), labels (B, S), weights (B, S) or None) -> 0-dim sum`, with its options bound; for
     `FUSED` with the stream and the head's weight in place of logits.
 
-    ValueError for a name that leads nowhere, and for options that it does not take.
+    ValueError for an unknown name, and for options that the loss does not take.
     """
     found = LOSSES.checked(config.loss, config.loss_options)
     return partial(found, **config.loss_options) if config.loss_options else found

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, and the record of how it was made."""
+"""The folder of a run: its files, and the record of how the run was made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunDirectory:
     environment.json  versions, machine, git commit; git.patch is the diff of a dirty tree
     metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
     checkpoints/      the store                    sample.txt    text of the trained model
-    tensorboard/      if asked for
+    tensorboard/      with metrics.tensorboard
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -82,8 +82,8 @@ class RunDirectory:
             ) from error  # fmt: skip
 
     def changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
-        """Key -> [value of the last life, value now]; empty for a new run. ConfigError when what is there
-        cannot be read: without it nobody knows whether the checkpoints are of this experiment."""
+        """Key -> [value of the last life, value now]; empty for a new run. ConfigError if config.toml cannot be
+        read: only it tells whether the checkpoints are of this experiment."""
         if not self.config.exists():
             return {}
         try:
@@ -91,7 +91,7 @@ class RunDirectory:
             layers.add(read_toml(self.config), "before")
         except ValueError as error:
             raise ConfigError(
-                [f"{self.config}: {error}; it says what this run is: restore it, remove it to go on "
+                [f"{self.config}: {error}; it describes this run: restore it, remove it to go on "
                  "unchecked, or choose another run.dir"]
             ) from error  # fmt: skip
         layers.tables_of_callbacks()

@@ -59,7 +59,7 @@ class RunResult:
 
 
 class Trainer:
-    """Trains what a resolved job describes, from wherever its run directory stands.
+    """Trains what a resolved job describes, from the newest checkpoint of its run directory.
 
         job = forge_train.load_job("config.toml")
         result = Trainer(job, callbacks=[MyCallback()]).fit()
@@ -71,7 +71,7 @@ class Trainer:
         with launch(job.config.parallel) as meshes:
             result = trainer.fit(meshes)
 
-    Raises JobError (ConfigError, DataError, StateError) before anything is started where it can.
+    Raises JobError (ConfigError, DataError, StateError), before anything is started if possible.
     Public while it runs: job, config, model, optimizer, loader, progress, total_steps, device, paths,
     meshes, agreement. Callbacks run on every rank; files are written by rank 0.
     """
@@ -110,7 +110,7 @@ class Trainer:
 
     @property
     def meshes(self) -> Meshes:
-        """Where this process stands among the ranks."""
+        """This rank's place in the meshes of the job."""
         if self._meshes is None:
             with config_errors():
                 meshes = make_meshes(self.config.parallel, self.device)
@@ -125,7 +125,7 @@ class Trainer:
     # ---- the life of a run
 
     def fit(self, meshes: Meshes | None = None, stop: StopSignal | None = None) -> RunResult:
-        """Train to the end or to a stop signal; save; say how it ended.
+        """Train to the end or to a stop signal, and save.
 
         `meshes` come from `forge_parallel.launch`, by default from the running process group or one
         process. `stop` is a StopSignal that is open already; by default one is opened here. On many

@@ -1,0 +1,92 @@
+"""State of one stage of a model in a checkpoint of the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_ckpt import CheckpointMismatch, Store
+from forge_ckpt.stage_state import NamedState, StageState, tensor_names
+
+
+class Named:
+    """An optimizer with a number and a moment per trained parameter."""
+
+    def __init__(self, model: nn.Module, value: float) -> None:
+        self.state = {
+            n: {"step": value, "moment": torch.full_like(p, value)}
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+    def named_state(self) -> dict[str, Any]:
+        return self.state
+
+    def load_named_state(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def stages() -> tuple[nn.Module, nn.ModuleDict, nn.ModuleDict]:
+    """A whole model, and two parts with its names."""
+    torch.manual_seed(0)
+    whole = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.BatchNorm1d(3)})
+    parts = (
+        nn.ModuleDict({"a": nn.Linear(2, 3)}),
+        nn.ModuleDict({"b": nn.BatchNorm1d(3)}),
+    )
+    return whole, *parts
+
+
+def test_each_stage_loads_its_tensors_of_a_checkpoint_of_the_whole(tmp_path: Path) -> None:
+    whole, *parts = stages()
+    names = tensor_names(whole)
+    assert names == {*whole.state_dict()}
+    with Store(tmp_path) as store:
+        store.save(1, {"model": whole, "optimizer": NamedState.of(Named(whole, 3.0), whole, names)})
+        for part in parts:
+            others, optimizer = names - tensor_names(part), Named(part, 0.0)
+            state = {
+                "model": StageState(part, others),
+                "optimizer": StageState(NamedState.of(optimizer, part, names), others),
+            }
+            assert store.load(state) == 1
+            for name, tensor in part.state_dict().items():
+                assert torch.equal(tensor, whole.state_dict()[name])
+            assert optimizer.state.keys() == {n for n, _ in part.named_parameters()}
+            assert all(slots["step"] == 3.0 for slots in optimizer.state.values())
+            assert all(slots["moment"].eq(3.0).all() for slots in optimizer.state.values())
+
+
+def test_saved_tensors_of_no_stage_are_a_mismatch(tmp_path: Path) -> None:
+    whole, part, _ = stages()
+    with Store(tmp_path) as store:
+        store.save(1, {"model": whole})
+        with pytest.raises(CheckpointMismatch, match=r"b\."):
+            store.load({"model": StageState(part, set())})
+
+
+def test_a_frozen_parameter_needs_no_state_and_leaves_what_was_saved(tmp_path: Path) -> None:
+    whole, *_ = stages()
+    names = tensor_names(whole)
+    with Store(tmp_path) as store:
+        store.save(1, {"optimizer": NamedState.of(Named(whole, 3.0), whole, names)})
+        whole["a"].requires_grad_(False)
+        fewer = Named(whole, 0.0)
+        store.load({"optimizer": NamedState.of(fewer, whole, names)})
+        assert {n: s["step"] for n, s in fewer.state.items()} == {"b.weight": 3.0, "b.bias": 3.0}
+        store.save(2, {"optimizer": NamedState.of(fewer, whole, names)})
+        whole["a"].requires_grad_(True)
+        more = Named(whole, 7.0)
+        store.load({"optimizer": NamedState.of(more, whole, names)})
+        assert more.state["a.weight"]["step"] == 7.0
+        assert more.state["b.bias"]["step"] == 3.0
+
+
+def test_an_optimizer_without_named_state_is_left_as_it_is() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert NamedState.of(optimizer, model, set()) is optimizer

@@ -1,0 +1,111 @@
+"""MoEHooks: the calls of a training loop, against the same by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forge_moe import MoE, MoEConfig, update_expert_bias
+from forge_moe.hooks import MoEHooks, num_experts_by_layer, whole_batch_options
+from forge_testing import run_on_ranks
+
+E = 4
+
+
+def make_model(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = MoEConfig(dim=8, hidden_dim=8, num_experts=E, aux="attach", **options)
+    return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), MoE(config)])})
+
+
+def run(model: nn.Module, seed: int, rows: int = 6) -> torch.Tensor:
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+    first, moe = model["layers"]  # type: ignore[index]
+    y: torch.Tensor = moe(first(x))
+    return y
+
+
+def test_columns_are_those_of_the_counts() -> None:
+    model = make_model(capacity_factor=0.5)
+    hooks = MoEHooks(model, share=1.0)
+    run(model, 1)
+    moe = model["layers"][1]  # type: ignore[index]
+    found = moe.statistics()
+    counts = found["counts"].double()
+    columns = hooks.columns(hooks.take().tolist())
+    assert columns["moe.1.max_load"] == pytest.approx(float(counts.max() / counts.mean()))
+    assert columns["moe.1.min_load"] == pytest.approx(float(counts.min() / counts.mean()))
+    assert columns["moe.1.dead"] == float((counts == 0).sum())
+    dropped = float(found["dropped"]) / float(counts.sum())
+    assert columns["moe.1.drop_rate"] == pytest.approx(dropped, abs=1e-6)
+    assert columns["moe.1.drop_rate"] > 0
+    assert columns["moe.1.max_bias"] == 0.0
+    assert hooks.take().sum() == 0  # taken
+
+
+def test_the_end_of_a_step_moves_biases_unless_it_is_skipped_and_forget_drops_counts() -> None:
+    model, other = (make_model(bias_update_rate=0.1) for _ in range(2))
+    hooks = MoEHooks(model, share=1.0)
+    for step, skip in enumerate((torch.zeros(()), torch.ones(()))):
+        for m in (model, other):
+            run(m, 1).sum().backward()
+        hooks.end_step(step, 2, skip)
+        update_expert_bias(other, step, 2, groups=(), skip=skip)
+    bias, wanted = (m["layers"][1].router.expert_bias for m in (model, other))  # type: ignore[index]
+    assert torch.equal(bias, wanted)
+    assert bias.abs().max() > 0
+    hooks.forget()
+    assert hooks.take()[:E].sum() == 0
+    run(model, 2)
+    assert hooks.columns(hooks.take().tolist())["moe.1.max_bias"] == pytest.approx(0.1)
+
+
+def test_share_scales_the_router_losses() -> None:
+    grads = []
+    for share in (1.0, 0.5):
+        model = make_model(aux_loss_weight=1.0)
+        MoEHooks(model, share)
+        (0.0 * run(model, 1)).sum().backward()
+        grads.append(model["layers"][1].router.weight.grad)  # type: ignore[index]
+    assert grads[0].abs().max() > 0
+    torch.testing.assert_close(grads[1], grads[0] / 2)
+
+
+def test_a_model_without_mixtures_has_no_columns() -> None:
+    hooks = MoEHooks(nn.Linear(2, 2), share=1.0)
+    hooks.end_step(0, 1, torch.zeros(()))
+    hooks.forget()
+    assert hooks.columns(hooks.take().tolist()) == {}
+
+
+def test_layers_tell_their_experts_and_what_needs_the_whole_batch() -> None:
+    model = make_model(capacity_factor=2.0)
+    assert num_experts_by_layer(model) == {"layers.1": E}
+    assert whole_batch_options(model) == {"layers.1.capacity_factor 2.0": "no capacity"}
+    assert whole_batch_options(make_model()) == {}
+
+
+def _of_two_stages(rank: int) -> dict[str, float]:
+    """Each rank has one of two layers, as the stages of a pipeline do."""
+    model = make_model(bias_update_rate=0.1)
+    name = f"layers.{rank + 1}"
+    own = nn.ModuleDict({"layers": nn.ModuleDict({str(rank + 1): model["layers"][1]})})  # type: ignore[index]
+    hooks = MoEHooks(own, 1.0, num_experts={"layers.1": E, "layers.2": E})
+    assert num_experts_by_layer(own) == {name: E}
+    own["layers"][str(rank + 1)](torch.randn(3 + rank, 8))  # type: ignore[index]
+    return hooks.columns(hooks.take().tolist())
+
+
+def test_ranks_of_two_stages_have_the_columns_of_both() -> None:
+    first, second = run_on_ranks(2, _rank_of_two_stages)
+    assert first == second
+    assert {name.split(".")[1] for name in first} == {"1", "2"}
+    assert all(first[f"moe.{layer}.max_load"] >= 1.0 for layer in (1, 2))
+
+
+def _rank_of_two_stages() -> dict[str, float]:
+    return _of_two_stages(dist.get_rank())
