@@ -186,7 +186,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "the digest chain is not compared at a resume",
         f"{_DATA}/loader.py",
-        "        problem = _problem(state)\n",
+        "        problem = _state_problem(state)\n",
         "        problem = None\n",
         (
             "packages/forge-data/tests/test_loader.py::test_F97_a_cursor_that_is_not_where_the_chain_of_digests_ends",

@@ -17,9 +17,9 @@ from forge_data import (
     verify,
 )
 from forge_data.prepare import prepare
-from forge_data.sources import blocks
+from forge_data.sources import integrity
 
-BLOCK = blocks.BLOCK_BYTES
+BLOCK = integrity.BLOCK_BYTES
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_block_is_read_and_hashed_once(folder, monkeypatch):
     hashed = []
     real = hashlib.sha256
     source = TokenFiles(folder)
-    monkeypatch.setattr(blocks.hashlib, "sha256", lambda b: hashed.append(len(b)) or real(b))
+    monkeypatch.setattr(integrity.hashlib, "sha256", lambda b: hashed.append(len(b)) or real(b))
     for _ in range(3):
         for start in range(0, source.num_tokens - 64, 64):
             source.read(start, start + 64)
@@ -149,9 +149,9 @@ def test_what_was_verified_whole_is_not_read_again_in_a_worker(old_folder, monke
 
 def test_a_job_that_opens_a_source_often_reads_it_once(old_folder, monkeypatch):
     read = []
-    real = blocks.digest_of
-    monkeypatch.setattr(blocks, "digest_of", lambda path: read.append(path.name) or real(path))
-    monkeypatch.setattr(blocks, "_SETTLED_NS", -(10**18))  # as if it had been written long ago
+    real = integrity.digest_of
+    monkeypatch.setattr(integrity, "digest_of", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(integrity, "_SETTLED_NS", -(10**18))  # as if it had been written long ago
     for _ in range(4):
         TokenFiles(old_folder)
     assert sorted(read) == ["documents.bin", "tokens.bin"]

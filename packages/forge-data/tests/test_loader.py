@@ -232,7 +232,7 @@ def test_F102_what_is_no_state_is_refused(stream, bad):
             "num_micro_batches 2 must be at least 3, .* 3 ranks .* global_batch 8; use 3",
         ),
         ({"global_batch": 0}, "global_batch 0"),
-        ({"global_batch": 4, "rank": 2, "world_size": 2}, "rank 2 must lie within"),
+        ({"global_batch": 4, "rank": 2, "world_size": 2}, "rank 2 must be within"),
         ({"global_batch": 4, "num_workers": -1}, "num_workers -1 must be at least 0"),
         ({"global_batch": 4, "num_workers": 100_000}, "num_workers 100000 .* at most 256; use 0"),
         ({"global_batch": 10**9}, "global_batch 1000000000 .* at most 1048576"),

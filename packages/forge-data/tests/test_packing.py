@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from forge_data import BuiltinCorpus, PackedStream
+from forge_data import BuiltinCorpus, PackedStream, batch_of
 
 
 class Listed:
@@ -109,7 +109,7 @@ def test_epochs_have_orders_of_their_own_and_a_batch_may_span_two():
 
 def test_batch_holds_the_instances_asked_for():
     stream = PackedStream(BuiltinCorpus(), 32, seed=1)
-    batch = stream.batch([5, 3, 10**6])
+    batch = batch_of(stream, [5, 3, 10**6])
     for row, i in enumerate([5, 3, 10**6]):
         for name, values in stream.instance(i).items():
             assert getattr(batch, name)[row].tolist() == values.tolist()

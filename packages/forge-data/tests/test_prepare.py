@@ -7,7 +7,7 @@ import pytest
 
 from forge_data import ByteTokenizer, DataError, TokenFiles, verify
 from forge_data.prepare import prepare, readers
-from forge_data.prepare.writer import smallest_dtype
+from forge_data.prepare.token_writer import smallest_dtype
 
 
 def documents(folder, split="train"):
@@ -201,7 +201,7 @@ def test_an_input_inside_the_output_is_not_deleted(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     prepare([tmp_path / "a.txt"], tmp_path / "out")
     (tmp_path / "out" / "b.txt").write_text("more")
-    with pytest.raises(ValueError, match="must not lie in the output"):
+    with pytest.raises(ValueError, match="must not be in the output"):
         prepare([tmp_path / "out" / "b.txt"], tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "b.txt").exists()
 

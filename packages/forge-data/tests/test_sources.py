@@ -201,7 +201,7 @@ def test_F49_an_id_over_the_recorded_largest_is_named_when_read(folder):
 @pytest.mark.parametrize("span", [(-1, 2), (5, 3), (0, 10**9)])
 def test_a_range_outside_is_refused(folder, span):
     for source in (TokenFiles(folder), BuiltinCorpus()):
-        with pytest.raises(ValueError, match="must lie within"):
+        with pytest.raises(ValueError, match="must be within"):
             source.read(*span)
 
 

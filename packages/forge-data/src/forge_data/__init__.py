@@ -1,14 +1,15 @@
 """Token files, packing and a resumable global order of training data."""
 
 from forge_data.batch import Batch, Ragged, filler_batch
+from forge_data.collate import batch_of
 from forge_data.config import DataConfig, SourceConfig
 from forge_data.errors import DataError
 from forge_data.loader import Loader
 from forge_data.order import Permutation
-from forge_data.packing import PackedStream, batch_of
+from forge_data.packing import PackedStream
 from forge_data.protocols import Source, Stream, Tokenizer
 from forge_data.sources.builtin import BuiltinCorpus
-from forge_data.sources.source import open_source, open_stream
+from forge_data.sources.open import open_source, open_stream
 from forge_data.sources.token_files import TokenFiles, verify
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 

@@ -1,4 +1,4 @@
-"""`python -m forge_data` is `forge-data`."""
+"""`python -m forge_data`, the same as `forge-data`."""
 
 import sys
 

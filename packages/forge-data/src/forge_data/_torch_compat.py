@@ -6,9 +6,9 @@ from typing import Any
 
 
 def end_workers(iterator: Any) -> None:
-    """End and join the processes of a DataLoader's iterator now, whoever still refers to it.
+    """End and join the processes of a DataLoader's iterator now, even while it is still referenced.
 
-    Public torch ends them when the iterator is collected, which a traceback that holds a frame puts
-    off beyond the exit of the process, where it then waits for ever. Checked on torch 2.13.
+    Torch ends them when the iterator is collected. A traceback that holds a frame delays this until
+    the process exits, and the exit then waits for ever. Checked on torch 2.13.
     """
     iterator._shutdown_workers()

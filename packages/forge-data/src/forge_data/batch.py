@@ -1,4 +1,4 @@
-"""What a training step gets: rows first and tokens last in every tensor.
+"""The input of a training step: rows first and tokens last in every tensor.
 
 B   rows        S   tokens in a row        N   entries of all rows of a ragged extra
 """
@@ -52,11 +52,11 @@ class Ragged:
         return Ragged(self.values[begin:end], offsets - offsets[0])
 
     def to(self, device: torch.device | str) -> Ragged:
-        """Values on `device`; the offsets stay, as the host cuts by them."""
+        """Values on `device`; the offsets stay on the host, which slices by them."""
         return Ragged(_move(self.values, torch.device(device)), self.row_offsets)
 
     def followed_by(self, other: Ragged) -> Ragged:
-        """These rows and then those of `other`."""
+        """The rows of this one, then those of `other`."""
         after = other.row_offsets[1:] + self.row_offsets[-1]
         values = torch.cat([self.values, other.values])
         return Ragged(values, torch.cat([self.row_offsets, after]))
@@ -69,9 +69,9 @@ Extra = torch.Tensor | Ragged
 class Batch:
     """Rows of packed documents. Labels are already shifted: `labels[t]` follows `tokens[t]`.
 
-    `weights` are what the loss of each label is multiplied by, ones where there are none; the mean
-    loss divides by their sum. `extras` are further inputs by name, tensors (B, ...) or Ragged, for the
-    models that declare them.
+    The loss of each label is multiplied by its weight (1 without `weights`), and the mean loss divides
+    by the sum of the weights. `extras` are further inputs by name, tensors (B, ...) or Ragged, for models
+    that declare them.
 
     Usage: `for part in batch.split(4): loss = model(part.to(device).tokens, ...)`. Raises ValueError
     where a tensor does not have the rows and the length of `tokens`.
@@ -84,15 +84,15 @@ class Batch:
     instance_ids: torch.Tensor  # (B,) int64; -1 on filler
     digest: str  # 16 hex digits of the *global* batch's instance ids, the same on all ranks
     weights: torch.Tensor | None = None  # (B, S) fp32, at least 0
-    source: torch.Tensor | None = None  # (B,) int64, which source a row is from; -1 on filler
+    source: torch.Tensor | None = None  # (B,) int64, number of each row's source; -1 on filler
     extras: Mapping[str, Extra] = field(default_factory=dict)
-    #: Sum of the weights of the labels that are not -100, without weights their number; counted unless given
+    #: Sum of the weights of the labels that are not -100, or their number; computed unless given
     label_weight: float = -1.0
 
     def __post_init__(self) -> None:
         self._check()
         if self.label_weight < 0:
-            object.__setattr__(self, "label_weight", self._weigh())
+            object.__setattr__(self, "label_weight", self._sum_of_weights())
 
     def __len__(self) -> int:
         """Rows."""
@@ -105,8 +105,8 @@ class Batch:
     def split(self, micro_batch: int) -> list[Batch]:
         """Parts of `micro_batch` rows, in order; views, no copy.
 
-        Each weighs its own labels, so split on the host, before `to`. Raises ValueError unless
-        `micro_batch` divides the rows.
+        Each part sums the weights of its own labels, which on a device costs a sync: split before `to`.
+        Raises ValueError unless `micro_batch` divides the rows.
         """
         rows = len(self)
         if micro_batch < 1 or rows % micro_batch:
@@ -117,17 +117,17 @@ class Batch:
         return [self[i : i + micro_batch] for i in range(0, rows, micro_batch)]
 
     def to(self, device: torch.device | str, stay: Sequence[str] = ()) -> Batch:
-        """The batch on `device`, but the fields and extras named in `stay`. To CUDA it goes through pinned
-        memory and does not wait."""
+        """The batch on `device`, except the fields and extras named in `stay`. Copies to CUDA are
+        asynchronous, through pinned memory."""
         device = torch.device(device)
         moved = self._map(lambda value: _move(value, device), self.label_weight)
         extras = {n: self.extras[n] if n in stay else value for n, value in moved.extras.items()}
         return replace(moved, extras=extras, **{n: getattr(self, n) for n in stay if n in _ROWS})
 
     def with_filler(self, rows: int) -> Batch:
-        """These rows and then `rows` of filler, which have every extra that these have; a copy.
+        """A copy with `rows` rows of filler at the end, which have the same extras.
 
-        Tensors among the extras are zero there, ragged ones have no entries.
+        Extras that are tensors are zero in filler; ragged ones have no entries.
         """
         filler = filler_batch(rows, self.tokens.size(1))
         ends = {
@@ -146,7 +146,7 @@ class Batch:
         return replace(self, **joined, extras=extras, label_weight=self.label_weight)
 
     def _map(self, change: Callable[[Any], Any], label_weight: float = -1.0) -> Batch:
-        """With all that has rows changed."""
+        """A batch with `change` applied to every field and extra that has rows."""
         values = {name: getattr(self, name) for name in _ROWS}
         changed: dict[str, Any] = {
             name: None if value is None else change(value) for name, value in values.items()
@@ -154,7 +154,7 @@ class Batch:
         extras = {name: change(value) for name, value in self.extras.items()}
         return replace(self, **changed, extras=extras, label_weight=label_weight)
 
-    def _weigh(self) -> float:
+    def _sum_of_weights(self) -> float:
         valid = self.labels != IGNORE
         if self.weights is None:
             return float(valid.sum())
@@ -202,11 +202,11 @@ _ROWS = tuple(
 
 
 def filler_batch(rows: int, seq_len: int) -> Batch:
-    """Rows (B, S) that keep a rank in step with the others and teach nothing: all padding, no label.
+    """Rows (B, S) of padding without labels: a rank without data runs the same collectives with them.
 
-    A model attends them to themselves, a router sends them nowhere, no count includes them. They fill
-    the last micro-batches of a rank that has fewer rows than another, a rank that cannot read its
-    data, and evaluations whose rows do not divide. The digest is zero.
+    They have no loss, routers skip them, and no count includes them. They fill the last micro-batches
+    of a rank with fewer rows than another, the batches of a rank that cannot read its data, and
+    evaluations whose rows do not divide. The digest is zero.
     """
     zeros = torch.zeros(rows, seq_len, dtype=torch.int64)
     return Batch(
@@ -221,10 +221,10 @@ def filler_batch(rows: int, seq_len: int) -> Batch:
 
 
 def _with_zeros(value: Any, rows: int) -> Any:
-    """A tensor with `rows` of zeros behind it, Ragged with rows of no entries."""
+    """A tensor with `rows` rows of zeros at the end; Ragged with `rows` rows without entries."""
     if isinstance(value, Ragged):
-        nothing = Ragged(value.values[:0], torch.zeros(rows + 1, dtype=torch.int64))
-        return value.followed_by(nothing)
+        empty = Ragged(value.values[:0], torch.zeros(rows + 1, dtype=torch.int64))
+        return value.followed_by(empty)
     return torch.cat([value, value.new_zeros(rows, *value.shape[1:])])
 
 

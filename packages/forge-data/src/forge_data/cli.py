@@ -13,8 +13,8 @@ OK, DATA_ERROR, ARGUMENT_ERROR, INTERRUPTED = 0, 65, 78, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a problem is one message on stderr, no traceback."""
-    try:
+    """Run one command and return its exit code; errors are one message on stderr, without traceback."""
+    try:  # tyro and rich are an optional extra, so the import is here
         from forge_data.commands import run
     except ImportError as error:
         print(

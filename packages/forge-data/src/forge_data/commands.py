@@ -1,4 +1,4 @@
-"""The commands as functions; imports the extra `cli`. Another program can mount `COMMANDS`."""
+"""The commands of forge-data as functions; needs the extra `cli`. `COMMANDS` can be mounted in another program."""
 
 # No `from __future__ import annotations`: tyro reads the annotations as objects.
 import sys
@@ -62,7 +62,7 @@ def prepare(
 
 
 def inspect(path: Annotated[Path, tyro.conf.Positional]) -> None:
-    """Show what token files hold: the sidecar and the first tokens as text.
+    """Show the sidecar of token files, and the first tokens as text.
 
     Args:
         path: Folder written by `forge-data prepare`.
@@ -100,7 +100,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Parse and run one command; raises what it raises, and SystemExit from tyro."""
+    """Parse and run one command; raises its exceptions, and SystemExit from tyro."""
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="forge-data",
@@ -116,7 +116,7 @@ def _describe(spec: dict[str, Any] | None) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, else a line every few seconds; both on stderr."""
+    """A progress bar on a terminal, else a line every 5 seconds; both on stderr."""
     if sys.stderr.isatty():
         columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -1,4 +1,4 @@
-"""What a job says about its data: sources, length of a sequence, workers."""
+"""The data section of a job: sources, sequence length, workers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from forge_data._problems import raise_problems
-from forge_data.small_files import path_problems
+from forge_data._problems import path_problems, raise_problems
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 BUILT_IN = ("builtin", "tokens")
 SOURCES_GROUP = "forge.sources"
 SPLITS = ("train", "validation")
 VERIFY = ("touch", "full", "off")
-# Sanity bounds: far over what is used, far under what takes a machine down.
+# Bounds far above realistic values, and far below those that exhaust a machine.
 MAX_SEQ_LEN = 1 << 24
 MAX_WORKERS = 256  # of one rank
 MAX_GLOBAL_BATCH = 1 << 20
@@ -67,7 +66,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """All that a job says about its data. Raises ValueError with one line per broken rule.
+    """The data section of a job. Raises ValueError with one line per broken rule.
 
     Usage: `DataConfig(seq_len=256, sources={"python_docs": SourceConfig()})`.
     """
@@ -122,7 +121,7 @@ def _is_known(name: str) -> bool:
 
 
 def _builtin_problems(c: SourceConfig) -> Iterator[str]:
-    """Sentences for keys of token files."""
+    """Problems of keys that only token files have."""
     if c.path is not None:
         yield (
             f"path {c.path!r} means nothing when name is {c.name!r}, whose text comes with Python; remove path, "
@@ -143,7 +142,7 @@ def _data_problems(c: DataConfig) -> Iterator[str]:
     ):
         value = getattr(c, name)
         if not _is_int(value, least, most):
-            # a number of a million digits is a line that nobody reads
+            # cut: a number may have a million digits
             yield (
                 f"{name} {value!r:.40} must be a whole number of at least {least} and at most {most}; {fix}"
             )

@@ -2,9 +2,9 @@
 
 
 class DataError(ValueError):
-    """What is on disk is not what it should be: missing, truncated, changed or not text.
+    """Data on disk is missing, truncated, changed, damaged or not text.
 
-    A ValueError, so that one `except` catches it together with bad arguments; a type of its own, so
-    that a command line can tell "your data" (exit code 65) from "your arguments" (78). The message
-    names the value, the rule and the fix.
+    It is a ValueError, so that one `except` also catches bad arguments, and a class of its own, so
+    that a command line can return exit code 65 for data and 78 for arguments. The message names the
+    value, the rule and the fix.
     """

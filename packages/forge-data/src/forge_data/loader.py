@@ -5,26 +5,20 @@ B   rows of this rank        S   tokens in a row
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import math
 import re
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
 
-from forge_data._torch_compat import end_workers
 from forge_data.batch import Batch
+from forge_data.collate import digest_of_ids, make_batch
 from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
 from forge_data.errors import DataError
-from forge_data.orphans import end_with_parent
-from forge_data.packing import as_tensors, digest_of_ids, make_batch
 from forge_data.protocols import Stream
+from forge_data.workers import Workers
 
 _NO_STEPS = "0" * 16
 _LAST_CURSOR = 2**62  # ids are int64
@@ -33,13 +27,13 @@ _LAST_CURSOR = 2**62  # ids are int64
 class Loader:
     """Endless iterator over this rank's rows of each global batch.
 
-    Step k of the loader is instances `cursor .. cursor + global_batch - 1`, in micro-batches of
-    `micro_batch` rows. Rank r takes the r-th of `world_size` runs of them; where they do not divide,
-    the first ranks take one more, and the others get filler rows behind their own (`filler_batch`),
-    so that all ranks have `num_micro_batches` of them: by default as many as the fullest rank needs.
-    No micro-batch mixes rows and filler.
+    A step reads instances `cursor .. cursor + global_batch - 1`, in micro-batches of `micro_batch` rows.
+    Rank r reads the r-th of `world_size` runs of consecutive micro-batches. If they do not divide, the
+    first ranks read one more, and the others append filler rows (`filler_batch`), so that all ranks have
+    `num_micro_batches`: by default as many as the fullest rank needs. No micro-batch mixes rows and
+    filler.
 
-    What is read depends on the stream and the cursor alone: world size, `micro_batch`, `num_workers`
+    The instances depend on the stream and the cursor alone: world size, `micro_batch`, `num_workers`
     and, between steps, `global_batch` may change at a resume. With workers, process w reads every
     `num_workers`-th step ahead of time; without, no process is started.
     Raises ValueError for a `micro_batch` that does not divide `global_batch`.
@@ -59,7 +53,7 @@ class Loader:
     ) -> None:
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
-                f"rank {rank} must lie within 0..world_size-1 (world_size {world_size}); "
+                f"rank {rank} must be within 0..world_size-1 (world_size {world_size}); "
                 "use the rank and world size of the process group"
             )
         if not 1 <= global_batch <= MAX_GLOBAL_BATCH:
@@ -90,16 +84,16 @@ class Loader:
         self.num_workers = num_workers
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches or fullest
-        self._rows = _run(global_batch // micro_batch, rank, world_size, micro_batch)
+        self._rows = _rows_of_rank(global_batch // micro_batch, rank, world_size, micro_batch)
         self._cursor = 0
         self._chain = self._chain_before = _NO_STEPS
         self._last_batch: int | None = 0  # None after a state of an older version
-        self._workers: Iterator[Any] | None = None
+        self._workers: Workers | None = None
         self._empty: Batch | None = None
 
     @property
     def cursor(self) -> int:
-        """Instances consumed by the batches handed out so far, over all ranks."""
+        """Instances in the batches returned so far, over all ranks."""
         return self._cursor
 
     def __iter__(self) -> Loader:
@@ -107,21 +101,21 @@ class Loader:
 
     def __next__(self) -> Batch:
         ids = self._cursor + self._rows  # (rows of the stream,)
-        arrays = self._fetched() if self.num_workers else self.stream.arrays(ids)  # rows of each
+        arrays = self._fetch() if self.num_workers else self.stream.arrays(ids)  # rows of each
         digest = digest_of_ids(np.arange(self._cursor, self._cursor + self.global_batch))
         batch = make_batch(arrays, ids, digest)
         missing = self.num_micro_batches * self.micro_batch - len(ids)
         batch = batch.with_filler(missing) if missing else batch
         self._cursor += self.global_batch
         self._last_batch = self.global_batch
-        self._chain_before, self._chain = self._chain, _link(self._chain, digest)
+        self._chain_before, self._chain = self._chain, _extend_chain(self._chain, digest)
         return batch
 
     def filler(self, rows: int) -> Batch:
-        """Rows of filler with all that the stream gives: for a rank that cannot read its own.
+        """Rows of filler with the stream's extras and dtypes, for a rank that cannot read its own rows.
 
-        The stream is asked once, so who calls this before the first step can call it when data are gone.
-        ValueError for a stream that has no arrays without rows.
+        The first call reads dtypes and shapes from the stream: call it before the first step, and later
+        calls need no data. Raises ValueError if the stream gives no arrays for an empty list of ids.
         """
         if self._empty is None:
             self._empty = self._without_rows()
@@ -138,7 +132,7 @@ class Loader:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, after the batches handed out; the same on all ranks, JSON-able."""
+        """The position after the batches returned so far, as JSON; equal on all ranks."""
         state = {
             "cursor": self._cursor,
             "digest_chain": self._chain,
@@ -152,8 +146,8 @@ class Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches of `state`, in O(last batch). Raises as `load_checks`, and then stays
-        where it was."""
+        """Continue after the batches of `state`, in O(last batch). Raises as `load_checks`, and then the
+        loader does not change."""
         self.load_checks(state)
         self.close()
         self._cursor, self._chain = state["cursor"], state["digest_chain"]
@@ -161,9 +155,9 @@ class Loader:
         self._last_batch = state.get("last_batch")
 
     def load_checks(self, state: Mapping[str, Any]) -> None:
-        """Change nothing; raise ValueError unless `state` is that of a loader whose cursor is where its
-        chain of digests ends, and DataError with every difference when it was made from another stream."""
-        problem = _problem(state)
+        """Raise ValueError unless `state` comes from a loader and its digest chain ends at its cursor, and
+        DataError with all differences if it was made from another stream. Changes nothing."""
+        problem = _state_problem(state)
         if problem is not None:
             raise ValueError(
                 f"loader state {problem}, so it does not come from Loader.state_dict(); "
@@ -172,54 +166,34 @@ class Loader:
         _refuse_other_data(state["fingerprint"], self.stream.fingerprint())
 
     def close(self) -> None:
-        """End the worker processes, if any; the next batch would start them again."""
+        """End the worker processes, if any; the next batch starts new ones."""
         if self._workers is not None:
-            atexit.unregister(self._end)
-            self._workers = None
-            self._end()
+            workers, self._workers = self._workers, None
+            workers.close()
 
     def __del__(self) -> None:
         if getattr(self, "_workers", None) is not None:
             self.close()
 
-    def _fetched(self) -> dict[str, Any]:
+    def _fetch(self) -> dict[str, Any]:
         if self._workers is None:
-            self._workers = self._start()
+            self._workers = Workers(
+                self.stream, self._cursor, self.global_batch, self._rows, self.num_workers
+            )
         try:
-            answer = next(self._workers)
+            return self._workers.fetch()
         except BaseException:
+            # The workers have read ahead of a batch that was not handed out; new ones start at the cursor.
             self.close()
             raise
-        if isinstance(answer, DataError):
-            self.close()
-            raise answer
-        found: dict[str, Any] = answer
-        return found
-
-    def _start(self) -> Iterator[Any]:
-        loader: DataLoader[Any] = DataLoader(
-            _Fetch(self.stream),
-            batch_size=None,
-            sampler=_Steps(self._cursor, self.global_batch, self._rows),
-            num_workers=self.num_workers,
-            collate_fn=_as_is,
-            worker_init_fn=_leave_signals_to_parent,
-            generator=torch.Generator(),  # else torch draws a seed from the global generator
-        )
-        workers = iter(loader)
-        # Registered last, so it runs before multiprocessing's own hook, which sends one SIGTERM and
-        # then waits for ever; the workers ignore the first (see `_leave_signals_to_parent`).
-        self._end = functools.partial(end_workers, workers)
-        atexit.register(self._end)
-        return workers
 
 
-def _problem(state: Any) -> str | None:
-    """What keeps `state` from being a loader's; None if nothing does."""
+def _state_problem(state: Any) -> str | None:
+    """The reason why `state` is not the state of a loader; None for a valid one."""
     if not isinstance(state, Mapping) or not isinstance(state.get("fingerprint"), Mapping):
         return "has no fingerprint of its data"
     cursor, chain = state.get("cursor"), state.get("digest_chain")
-    # Versions before 0.2 did not record how the chain came about.
+    # States of versions before 0.2 lack the last link, so their chain cannot be compared.
     before, last = state.get("digest_chain_before", _NO_STEPS), state.get("last_batch")
     if type(cursor) is not int or not 0 <= cursor <= _LAST_CURSOR:
         return f"has cursor {cursor!r:.80}, which must be within 0..{_LAST_CURSOR}"
@@ -232,65 +206,26 @@ def _problem(state: Any) -> str | None:
         return (
             f"has last_batch {last!r:.80}, which must be within 0..{min(cursor, MAX_GLOBAL_BATCH)}"
         )
+    # The chain binds cursor and history: an edited cursor, or one of another state, has another digest.
     digest = digest_of_ids(np.arange(cursor - last, cursor))
-    ends = chain == (_link(before, digest) if last else _NO_STEPS) and (last > 0 or cursor == 0)
+    ends = chain == (_extend_chain(before, digest) if last else _NO_STEPS) and (
+        last > 0 or cursor == 0
+    )
     return None if ends else f"has cursor {cursor}, where digest_chain {chain} does not end"
 
 
-def _link(chain: str, digest: str) -> str:
-    """The chain of digests, one step on."""
+def _extend_chain(chain: str, digest: str) -> str:
+    """The digest chain after one more step."""
     return hashlib.sha256((chain + digest).encode()).hexdigest()[:16]
 
 
-def _run(num_micro_batches: int, rank: int, world_size: int, micro_batch: int) -> np.ndarray:
-    """Rows of a global batch that a rank reads: consecutive micro-batches, the first ranks one more."""
+def _rows_of_rank(
+    num_micro_batches: int, rank: int, world_size: int, micro_batch: int
+) -> np.ndarray:
+    """Offsets in the global batch of a rank's rows: consecutive micro-batches, the first ranks one more."""
     each, more = divmod(num_micro_batches, world_size)
     first = rank * each + min(rank, more)
     return np.arange(first * micro_batch, (first + each + (rank < more)) * micro_batch)
-
-
-class _Steps:
-    """Sampler: this rank's instance ids of one step after another, without end."""
-
-    def __init__(self, cursor: int, global_batch: int, rows: np.ndarray) -> None:
-        self._arguments = cursor, global_batch, rows
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        cursor, global_batch, rows = self._arguments
-        while True:
-            yield cursor + rows
-            cursor += global_batch
-
-
-class _Fetch(Dataset[Any]):
-    """What runs in a worker: ids of one step to rows. Bad data travels back as a value."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def __getitem__(self, instance_ids: Any) -> Any:
-        try:
-            arrays = self._stream.arrays(instance_ids)
-        except DataError as error:
-            return error
-        return as_tensors(arrays)
-
-
-def _as_is(item: Any) -> Any:
-    return item
-
-
-def _leave_signals_to_parent(worker: int) -> None:
-    """A stop is the parent's decision: it still needs a batch or two to reach its save.
-
-    A terminal sends SIGINT (SIGHUP when it goes), and a scheduler SIGTERM, to every process of the job. A second SIGTERM
-    ends the worker, so that one that hangs cannot outlive the parent's exit.
-    """
-    end_with_parent()
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
 
 def _refuse_other_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

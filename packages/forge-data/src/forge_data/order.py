@@ -1,10 +1,10 @@
-"""The order of an epoch: a permutation of [0, n) that is computed, never stored.
+"""The order of an epoch: a keyed permutation of [0, n) that is computed, never stored.
 
 A balanced Feistel network over 2k bits, the smallest even width that holds n, is a bijection of
 [0, 4^k); walking its cycle until the value is under n makes it one of [0, n). Every operation is on
 uint64, so the order is the same on every machine, and a seek costs the same at 10^12 as at 10.
 
-    N   number of positions asked for
+    N   number of positions in a call
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4.
 """
@@ -43,6 +43,9 @@ class Permutation:
                 f"positions {positions.min()}..{positions.max()} must be within 0..{self.n - 1}; "
                 "take them modulo n"
             )
+        # Cycle walking: the network permutes [0, 4^k). From a value under n, repeated application comes
+        # back to a value under n (at the latest to the first), and no two start values share it, so the
+        # result is a permutation of [0, n). 4^k is under 4 n: at most 4 applications on average.
         rows = self._feistel(positions.astype(np.uint64))  # (N,)
         limit = np.uint64(self.n)
         outside = np.flatnonzero(rows >= limit)
@@ -57,6 +60,8 @@ class Permutation:
         half = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = x >> half, x & mask
+        # Each round is invertible whatever _mix is (the right half is still there), so that the network is
+        # a bijection; the keys come from (seed, epoch), so that every epoch has an order of its own.
         for key in self._keys:
             left, right = right, left ^ (_mix(right + key) >> (np.uint64(64) - half))
         return (left << half) | right

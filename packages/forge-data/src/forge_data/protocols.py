@@ -1,4 +1,4 @@
-"""What sources, streams and tokenizers of yours offer to forge_data; there is nothing to subclass."""
+"""Methods and attributes of sources, streams and tokenizers; there is nothing to subclass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Source(Protocol):
     """A stream of token ids cut into documents.
 
     `documents` holds the sorted int64 start offset of each document, the first 0; `tokenizer` is a
-    spec for `load_tokenizer`, `vocab_size` and `tokenizer` are None where nobody recorded them.
+    spec for `load_tokenizer`; `vocab_size` and `tokenizer` are None if they were not recorded.
     """
 
     vocab_size: int | None
@@ -22,12 +22,12 @@ class Source(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of all documents."""
+        """Number of tokens in all documents."""
         ...
 
     @property
     def num_documents(self) -> int:
-        """At least 1."""
+        """Number of documents, at least 1."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Source(Protocol):
 
     @property
     def max_token_id(self) -> int:
-        """Above no id that `read` returns."""
+        """An upper bound of the ids that `read` returns."""
         ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -45,17 +45,17 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What identifies the tokens, as JSON; `documents` is the digest of the document offsets."""
+        """Digests that identify the tokens, as JSON; `documents` is the digest of the document offsets."""
         ...
 
 
 class Stream(Protocol):
     """Rows by instance id; what a `Loader` reads.
 
-    `arrays(ids)` gives arrays or tensors with as many rows as ids: tokens, labels, positions,
-    document_ids; where it has them weights and source; and by any other name, as a tensor or Ragged, what
-    a model takes besides (see Batch). Without ids it gives the same without rows, and reads nothing.
-    `len` is the number of instances of an epoch, which an evaluation asks for.
+    `arrays(ids)` returns arrays or tensors with one row for each id: tokens, labels, positions,
+    document_ids; optionally weights and source; and further inputs of a model by any other name, as
+    tensors or Ragged (see Batch). For no ids it returns the same names without rows, and reads nothing.
+    `len` is the number of instances of an epoch; evaluations use it.
     """
 
     def __len__(self) -> int:
@@ -63,11 +63,11 @@ class Stream(Protocol):
         ...
 
     def arrays(self, instance_ids: np.ndarray) -> Mapping[str, Any]:
-        """Rows of these instances, a function of the ids and of what `fingerprint` tells."""
+        """Rows of these instances, determined by the ids and the content of `fingerprint`."""
         ...
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What identifies the rows, as JSON; a resumed run with another one is refused."""
+        """Everything that determines the rows, as JSON; a resume with another fingerprint is refused."""
         ...
 
 
@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     `eos_id` is None where there is no end-of-document token; 0 is a legal id, so test with `is None`.
-    `splittable` says that encoding a text piece by piece gives the same ids as encoding it whole.
+    `splittable` is True if encoding a text piece by piece gives the same ids as encoding it whole.
     """
 
     vocab_size: int
@@ -84,11 +84,11 @@ class Tokenizer(Protocol):
     splittable: bool
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end of document."""
+        """Ids of a text, without an end-of-document token."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 are replaced."""
+        """The text of ids; bytes that are not UTF-8 are replaced."""
         ...
 
     def spec(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Text to ids and back: bytes, or any JSON of the `tokenizers` library.
 
-A tokenizer is described by a *spec*, plain data that goes into sidecars and checkpoints:
+A tokenizer is described by a *spec*, plain data that is stored in sidecars and checkpoints:
 `{"name": "byte"}` or `{"name": "json", "path": ..., "eos": ..., "fingerprint": ...}`.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_data.bounded_read import read_bounded
 from forge_data.errors import DataError
 from forge_data.protocols import Tokenizer
-from forge_data.small_files import read_small
 
 _MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
@@ -32,7 +32,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; broken UTF-8 becomes U+FFFD, end-of-document nothing. ValueError over 256."""
+        """Text of `ids`; broken UTF-8 becomes U+FFFD, end-of-document is dropped. ValueError over 256."""
         if len(ids) and not 0 <= min(ids) <= max(ids) <= 256:
             worst = max(ids) if max(ids) > 256 else min(ids)
             raise ValueError(
@@ -49,9 +49,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A JSON file of the `tokenizers` library (extra `tokenizers`, imported here and not before).
 
-    `eos` names the end-of-document token; without it the usual names are tried in turn
-    (`<|endoftext|>`, `</s>`, `<eos>`, `<|end_of_text|>`), and when none is in the vocabulary
-    `eos_id` is None. Raises DataError for a missing or broken file and ValueError for an unknown
+    `eos` is the end-of-document token; without it the first of the usual names that is in the vocabulary
+    (`<|endoftext|>`, `</s>`, `<eos>`, `<|end_of_text|>`), and `eos_id` is None if none is. Raises DataError for a missing or broken file and ValueError for an unknown
     `eos`. Usage: `JsonTokenizer("tokenizer.json").encode("hi")`.
     """
 
@@ -70,7 +69,7 @@ class JsonTokenizer:
                 f"tokenizer {self.path} needs the tokenizers library, which is not installed; "
                 "pip install 'forge-data[tokenizers]'"
             ) from None
-        content = read_small(self.path, _MAX_BYTES)
+        content = read_bounded(self.path, _MAX_BYTES)
         try:
             self._tokenizer = Library.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
@@ -94,7 +93,7 @@ class JsonTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens such as end-of-document become nothing."""
+        """Text of `ids` without special tokens such as end-of-document."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def spec(self) -> dict[str, Any]:
@@ -110,8 +109,8 @@ class JsonTokenizer:
 def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     """The tokenizer of a spec, of `"byte"`, or of the path of a JSON file.
 
-    Raises ValueError for an unknown name, DataError when the file is not the one of the spec's
-    fingerprint. Usage: `load_tokenizer(source.tokenizer).decode(ids)`.
+    Raises ValueError for an unknown name, DataError if the file has another fingerprint than the
+    spec. Usage: `load_tokenizer(source.tokenizer).decode(ids)`.
     """
     if isinstance(spec, str):
         spec = {"name": "byte"} if spec == "byte" else {"name": "json", "path": spec}

@@ -1,4 +1,4 @@
-"""`prepare`: text files in, a folder of token files out, in memory that does not grow with them."""
+"""`prepare`: text files to a folder of token files, in memory that does not grow with their size."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge_data._problems import path_problems
 from forge_data.config import SPLITS
+from forge_data.errors import DataError
+from forge_data.prepare.output import check_output, replacing
 from forge_data.prepare.readers import DOCUMENT_KINDS, Piece, find_inputs, read_pieces
-from forge_data.prepare.writer import TokenWriter, check_output, refuse_empty, replacing
+from forge_data.prepare.token_writer import TokenWriter
 from forge_data.protocols import Tokenizer
-from forge_data.small_files import path_problems
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` wrote: tokens and documents per split ("train" alone without validation)."""
+    """The result of `prepare`: tokens and documents per split ("train" alone without validation)."""
 
     output: Path
     num_tokens: dict[str, int]
@@ -39,27 +41,27 @@ def prepare(
 
     Each document is followed by the tokenizer's end-of-document token, where it has one. With
     `validation_every` N, every N-th document goes to `output/validation`, the others to
-    `output/train`; with 0 all go to `output` itself. `document` says what one is in .txt and .md
-    files: "file", "line" or "blank_line". `progress` is told (bytes read, bytes in all). Memory is
-    about a MB plus, for JSON tokenizers, the longest document. Raises ValueError for arguments,
-    DataError for what the files hold; nothing on disk has changed then.
+    `output/train`; with 0 all go to `output` itself. `document` is the unit in .txt and .md files:
+    "file", "line" or "blank_line". `progress` is called with (bytes read, bytes in all). Memory is
+    about a MB plus, for JSON tokenizers, the longest document. Raises ValueError for arguments and
+    DataError for the content of files; then nothing on disk has changed.
     Usage: `prepare(["books"], "tokens/books", validation_every=20)`.
     """
-    given = [inputs] if isinstance(inputs, str | Path) else inputs
-    paths, target = [Path(p) for p in given], Path(output)
+    listed = [inputs] if isinstance(inputs, str | Path) else inputs
+    paths, target = [Path(p) for p in listed], Path(output)
     _check_arguments(paths, target, document, validation_every, tokenizer, eos)
     encoder: Tokenizer = ByteTokenizer() if tokenizer == "byte" else JsonTokenizer(tokenizer, eos)
     files = find_inputs(paths)
     check_output(target, paths, overwrite)
     with replacing(target) as folder:
-        places = {split: folder / split for split in SPLITS}
+        folders = {s: folder / s for s in SPLITS} if validation_every else {"train": folder}
         writers = {
-            split: TokenWriter(place, encoder.vocab_size, encoder.spec())
-            for split, place in (places if validation_every else {"train": folder}).items()
+            split: TokenWriter(path, encoder.vocab_size, encoder.spec())
+            for split, path in folders.items()
         }
         try:
             pieces = _read(files, document, text_field, progress)
-            refuse_empty(writers, _write(pieces, encoder, writers, validation_every))
+            _refuse_empty(writers, _write(pieces, encoder, writers, validation_every))
             for writer in writers.values():
                 writer.finish()
         finally:
@@ -105,16 +107,16 @@ def _read(
     text_field: str,
     progress: Callable[[int, int], None],
 ) -> Iterator[Piece]:
-    """The pieces of all files, one after another; progress counts the bytes of all."""
+    """The pieces of all files in order; `progress` counts the bytes of all files."""
     sizes = [file.stat().st_size for file in files]
     before = 0
 
-    def seen(done: int) -> None:
+    def report(done: int) -> None:
         progress(before + done, sum(sizes))
 
     for file, size in zip(files, sizes):
-        yield from read_pieces(file, document, text_field, seen)
-        seen(size)
+        yield from read_pieces(file, document, text_field, report)
+        report(size)
         before += size
 
 
@@ -124,13 +126,14 @@ def _write(
     writers: Mapping[str, TokenWriter],
     validation_every: int,
 ) -> int:
-    """Send each document to its split; returns how many there were."""
+    """Write each document to its split; returns the number of documents."""
     count, waiting = 0, ""
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]  # id 0 is a legal end
     for piece in pieces:
         held_out = validation_every and count % validation_every == validation_every - 1
         writer = writers["validation" if held_out else "train"]
         text = waiting + piece.text
+        # A JSON tokenizer may merge across the end of a piece: it needs the whole document.
         if not piece.last and not tokenizer.splittable:
             waiting = text
             continue
@@ -138,3 +141,17 @@ def _write(
         waiting = ""
         count += piece.last
     return count
+
+
+def _refuse_empty(writers: dict[str, TokenWriter], num_documents: int) -> None:
+    """Raise DataError for a split without a document."""
+    for split, writer in writers.items():
+        if writer.num_tokens == 0 and num_documents == 0:
+            raise DataError(
+                "the input must hold text, but every document is empty; check the paths"
+            )
+        if writer.num_tokens == 0:
+            raise DataError(
+                f"split {split} would be empty with {num_documents} documents; use a smaller "
+                "validation_every, or document line or blank_line for more documents"
+            )

@@ -1,4 +1,4 @@
-"""Text files as documents, piece by piece: memory is bounded by a piece, not by a file."""
+"""Text files are read as pieces of documents: memory is bounded by a piece, not by a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_data.errors import DataError
 DOCUMENT_KINDS = ("file", "line", "blank_line")
 SUFFIXES = (".txt", ".md", ".jsonl")
 _PIECE = 1 << 20  # characters of a piece when the whole file is one document
-#: First bytes of formats that are often given, and how to make text of them.
+#: First bytes of formats that are often tried, and the way to make text of them.
 _FORMATS = {
     b"PAR1": ("parquet", "write its text column as .jsonl"),
     b"ARROW1": ("Arrow", "write its text column as .jsonl"),
@@ -27,16 +27,16 @@ _FORMATS = {
 
 
 class Piece(NamedTuple):
-    """Part of a document's text. `last` ends the document."""
+    """A part of a document's text; `last` for the last part."""
 
     text: str
     last: bool
 
 
 def find_inputs(inputs: Sequence[Path]) -> list[Path]:
-    """Files as given, folders as the .txt, .md and .jsonl files in them, sorted; hidden ones left out.
+    """The given files, and of each folder its .txt, .md and .jsonl files, sorted, without hidden ones.
 
-    Raises DataError for a path that is not there and a folder without such a file.
+    Raises DataError for a path that does not exist and for a folder without such a file.
     """
     files: list[Path] = []
     for path in inputs:
@@ -62,14 +62,14 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
 
 
 def read_pieces(
-    path: Path, document: str, text_field: str, seen: Callable[[int], None]
+    path: Path, document: str, text_field: str, report: Callable[[int], None]
 ) -> Iterator[Piece]:
-    """The documents of one file. `seen` is told how many bytes of it were read so far.
+    """The documents of one file. `report` is called with the number of bytes read so far.
 
     `document` is "file", "line" or "blank_line" (paragraphs); a .jsonl file has one document a line,
-    in `text_field`. Line ends stay as they are inside a document. Documents of white space alone are
-    left out. Raises DataError for bytes that are not UTF-8, for formats that are not read (parquet,
-    compressed files) and for lines that are not such JSON.
+    in `text_field`. Line ends inside a document do not change. Documents of white space alone are
+    skipped. Raises DataError for bytes that are not UTF-8, for formats that are not read (parquet,
+    compressed files) and for lines that are not JSON objects with a text.
     """
     with path.open("rb") as raw:
         _refuse_other_formats(path, raw)
@@ -82,7 +82,7 @@ def read_pieces(
         try:
             for piece in pieces:
                 yield piece
-                seen(raw.tell())
+                report(raw.tell())
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path} must be UTF-8, but byte {_offset(raw, error)} is not "
@@ -105,7 +105,9 @@ def _offset(raw: BufferedReader, error: UnicodeDecodeError) -> int:
 
 def _whole(text: TextIOWrapper) -> Iterator[Piece]:
     blank, piece = "", text.read(_PIECE)
-    while piece and not piece.strip():  # white space at the front is kept only if text follows
+    while (
+        piece and not piece.strip()
+    ):  # leading white space belongs to the document if text follows
         blank, piece = blank + piece, text.read(_PIECE)
     if not piece:
         return
@@ -156,7 +158,7 @@ def _records(path: Path, text: TextIOWrapper, text_field: str) -> Iterator[Piece
 
 
 def _no_text(record: Any, text_field: str) -> str:
-    """What a line has where its text should be, and what to do."""
+    """The problem of a line without text in `text_field`, and its fix."""
     if isinstance(record, dict) and text_field in record:
         value = json.dumps(record[text_field])[:40]
         return f"has {value} as {text_field!r}, which must be a string; give it text or leave the line out"

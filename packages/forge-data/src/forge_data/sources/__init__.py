@@ -1,1 +1,1 @@
-"""Where tokens come from."""
+"""Sources of tokens, and their checks."""

@@ -1,4 +1,4 @@
-"""Real English text that every Python installation has: the manual's topics, about 465 kB."""
+"""English text of every Python installation: the topics of its manual, about 465 kB."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_data.errors import DataError
-from forge_data.sources.asked import check_range, check_split
+from forge_data.sources.checks import check_range, check_split
 from forge_data.tokenizer import ByteTokenizer
 
 _EVERY = 16
@@ -19,9 +19,9 @@ class BuiltinCorpus:
     """`pydoc_data.topics` as bytes: a document per topic in sorted order, each ended by EOS.
 
     Every 16th topic is the validation split. Topics differ in length by a factor of a hundred, so
-    it starts at the topic (of the first 16) that brings the share of held-out bytes nearest 1/16.
-    The text differs a little between Python versions, and so does the fingerprint. Costs a few
-    milliseconds and one MB. Usage: `BuiltinCorpus("train").read(0, 100)`.
+    the first one (of the first 16) is chosen to hold out the share of bytes that is nearest 1/16.
+    Text and fingerprint differ a little between Python versions. Costs a few milliseconds and one MB.
+    Usage: `BuiltinCorpus("train").read(0, 100)`.
     """
 
     def __init__(self, split: str = "train") -> None:
@@ -32,11 +32,11 @@ class BuiltinCorpus:
         self.tokenizer: dict[str, Any] | None = tokenizer.spec()
         texts = _texts()
         held_out = set(range(_first_held_out([len(t) for t in texts]), len(texts), _EVERY))
-        kept = [t for i, t in enumerate(texts) if (i in held_out) == (split == "validation")]
+        chosen = [t for i, t in enumerate(texts) if (i in held_out) == (split == "validation")]
         end = np.array([tokenizer.eos_id], np.uint16)
-        parts = [part for t in kept for part in (np.frombuffer(t, np.uint8), end)]
+        parts = [part for t in chosen for part in (np.frombuffer(t, np.uint8), end)]
         self._tokens = np.concatenate(parts).astype(np.uint16)  # (num_tokens,)
-        lengths = np.array([len(t) + 1 for t in kept], dtype=np.int64)
+        lengths = np.array([len(t) + 1 for t in chosen], dtype=np.int64)
         self.documents = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
         for array in (self._tokens, self.documents):
             array.flags.writeable = False
@@ -69,7 +69,7 @@ class BuiltinCorpus:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BuiltinCorpus, (self.split,)  # a worker reads the text itself
+        return BuiltinCorpus, (self.split,)  # a worker reads the text from its own Python
 
 
 def _texts() -> list[bytes]:
@@ -84,6 +84,6 @@ def _texts() -> list[bytes]:
 
 
 def _first_held_out(lengths: list[int]) -> int:
-    """The offset under 16 whose every-16th share of bytes is nearest 1/16; the first of equals."""
-    wanted = sum(lengths) / _EVERY
-    return min(range(_EVERY), key=lambda first: abs(sum(lengths[first::_EVERY]) - wanted))
+    """The first topic (under 16) whose share of bytes, with every 16th after it, is nearest 1/16."""
+    target = sum(lengths) / _EVERY
+    return min(range(_EVERY), key=lambda first: abs(sum(lengths[first::_EVERY]) - target))

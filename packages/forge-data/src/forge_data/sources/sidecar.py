@@ -1,10 +1,10 @@
-"""The JSON that lies beside a token file and says what its bytes mean.
+"""The sidecar of a token file: JSON with the dtype, counts and digests.
 
 tokens.bin      raw little-endian ids
-documents.bin   little-endian int64: where each document starts, in tokens
+documents.bin   little-endian int64: start of each document, in tokens
 blocks.bin      sha256 of each block of tokens.bin, 32 bytes each
 tokens.json     this sidecar
-tokenizer.json  a copy of the tokenizer, where it is a JSON one
+tokenizer.json  a copy of the tokenizer, if it is a JSON file
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_data.bounded_read import read_bounded
 from forge_data.config import DTYPES
 from forge_data.errors import DataError
-from forge_data.small_files import read_small
 
 FORMAT = "forge-tokens"
 VERSION = 1
@@ -29,17 +29,17 @@ TOKENS, DOCUMENTS, BLOCKS, SIDECAR, TOKENIZER = (
     "tokenizer.json",
 )
 ITEM_SIZE = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
-_MAX_BYTES = 1 << 20  # of a sidecar, which has some hundreds
+_MAX_BYTES = 1 << 20  # of a sidecar; usual ones have some hundreds
 _BLOCK_BYTES = range(1 << 10, (1 << 26) + 1)
-AGAIN = "prepare the text again with `forge-data prepare`"
+PREPARE_AGAIN = "prepare the text again with `forge-data prepare`"
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a sidecar holds. `tokenizer` is a spec whose path is relative to the folder, or None.
+    """The content of a sidecar. `tokenizer` is a spec whose path is relative to the folder, or None.
 
-    `block_bytes` is the size of the blocks whose digests are in blocks.bin; None in folders that were
-    written without them.
+    `block_bytes` is the size of the blocks whose digests are in blocks.bin; None in folders without
+    that file.
     """
 
     dtype: str
@@ -52,7 +52,7 @@ class Sidecar:
     block_bytes: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write `tokens.json`; the caller makes the folder appear at once (rename)."""
+        """Write `tokens.json`; the caller syncs the folder and renames it."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         if self.block_bytes is None:
             del content["block_bytes"]
@@ -71,15 +71,15 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def read_sidecar(folder: Path) -> Sidecar:
-    """The sidecar of a folder, every key checked. Raises DataError naming what is wrong."""
+    """The sidecar of a folder, with every key checked. Raises DataError naming the wrong ones."""
     path = folder / SIDECAR
     content = _read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f'{path} must have "format": "{FORMAT}"; {AGAIN}')
+        raise DataError(f'{path} must have "format": "{FORMAT}"; {PREPARE_AGAIN}')
     if content.get("version") != VERSION:
         raise DataError(
             f"{path} has version {str(content.get('version'))[:40]}, this forge-data reads {VERSION}; "
-            f"update forge-data or {AGAIN}"
+            f"update forge-data or {PREPARE_AGAIN}"
         )
     wrong = [
         k
@@ -87,32 +87,34 @@ def read_sidecar(folder: Path) -> Sidecar:
         if not isinstance(content.get(k, ...), t) or isinstance(content[k], bool)
     ]
     if wrong:
-        raise DataError(f"{path} must have a valid {', '.join(wrong)}; {AGAIN}")
+        raise DataError(f"{path} must have a valid {', '.join(wrong)}; {PREPARE_AGAIN}")
     sidecar = Sidecar(
         **{key: content[key] for key in _TYPES}, block_bytes=content.get("block_bytes")
     )
     for problem in _problems(sidecar):
-        raise DataError(f"{path} {problem}; {AGAIN}")
+        raise DataError(f"{path} {problem}; {PREPARE_AGAIN}")
     return sidecar
 
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(read_small(path, _MAX_BYTES).decode("utf-8"))
+        return json.loads(read_bounded(path, _MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise DataError(
-            f"{path} is missing, and only it says what {TOKENS} holds; {AGAIN}"
+            f"{path} is missing, and only it says what {TOKENS} holds; {PREPARE_AGAIN}"
         ) from None
     except RecursionError:
-        raise DataError(f"{path} must be JSON of a few levels, not nested deep; {AGAIN}") from None
+        raise DataError(
+            f"{path} must be JSON of a few levels, not nested deep; {PREPARE_AGAIN}"
+        ) from None
     except DataError:
         raise
     except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
-        raise DataError(f"{path} must be JSON ({error}); {AGAIN}") from None
+        raise DataError(f"{path} must be JSON ({error}); {PREPARE_AGAIN}") from None
 
 
 def _problems(sidecar: Sidecar) -> Iterator[str]:
-    """What values of the right types must not be."""
+    """Problems of values that have the right types."""
     if sidecar.dtype not in DTYPES:
         yield f"has dtype {sidecar.dtype[:40]!r}, not one of {', '.join(DTYPES)}"
     files = [TOKENS, DOCUMENTS, *([BLOCKS] if sidecar.block_bytes is not None else [])]
@@ -138,13 +140,13 @@ def _problems(sidecar: Sidecar) -> Iterator[str]:
 
 
 def check_size(path: Path, count: int, item_size: int) -> None:
-    """Refuse a file that is missing, truncated or grown: costs one stat."""
+    """Raise DataError for a missing, truncated or grown file; costs one stat."""
     if not path.is_file():
-        raise DataError(f"{path} is missing; copy it again or {AGAIN}")
+        raise DataError(f"{path} is missing; copy it again or {PREPARE_AGAIN}")
     size, expected = path.stat().st_size, count * item_size
     if size != expected:
         state = "truncated" if size < expected else "grown"
         raise DataError(
             f"{path} has {size} bytes, but its sidecar says {count} items of {item_size} "
-            f"({expected} bytes): it was {state}; copy it again or {AGAIN}"
+            f"({expected} bytes): it was {state}; copy it again or {PREPARE_AGAIN}"
         )

@@ -11,13 +11,13 @@ import numpy as np
 
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import DataError
-from forge_data.sources.asked import check_range, check_split
-from forge_data.sources.blocks import DIGEST_BYTES, Blocks, check_offsets, check_whole
+from forge_data.sources.checks import check_range, check_split
+from forge_data.sources.integrity import DIGEST_BYTES, VerifiedBlocks, check_offsets, check_whole
 from forge_data.sources.sidecar import (
-    AGAIN,
     BLOCKS,
     DOCUMENTS,
     ITEM_SIZE,
+    PREPARE_AGAIN,
     SIDECAR,
     TOKENIZER,
     TOKENS,
@@ -37,10 +37,10 @@ class TokenFiles:
     counts as one document. A raw file has no recorded digest and largest id: the first use of
     `max_token_id` or `fingerprint()` reads it once.
 
-    Opening a folder checks sizes and that the document offsets rise. `verify` says when contents are
+    Opening a folder checks sizes and that the document offsets rise. `verify` is the time when contents are
     compared with the digests that `prepare` recorded: "touch", offsets now and a block of tokens when
     it is first read (folders without block digests: all tokens now); "full", all now; "off", never.
-    Raises DataError for files that are not what they should be, ValueError for a missing dtype.
+    Raises DataError for missing or damaged files, ValueError for a missing dtype.
     Usage: `TokenFiles("tokens/books").read(0, 100)`.
     """
 
@@ -57,7 +57,7 @@ class TokenFiles:
             raise ValueError(f"verify {verify!r} must be one of {', '.join(VERIFY)}; use touch")
         self._arguments = (str(path), dtype, split)
         self._verify = verify
-        self._blocks: Blocks | None = None
+        self._blocks: VerifiedBlocks | None = None
         self.path = resolve_split(Path(path), split)
         self._sidecar = None if self.path.is_file() else read_sidecar(self.path)
         if self._sidecar is None:
@@ -104,21 +104,21 @@ class TokenFiles:
             self._check_contents(sidecar)
 
     def _check_contents(self, sidecar: Sidecar) -> None:
-        """Compare digests as far as `verify` asks for it before anything is read."""
+        """Compare the digests that `verify` requires before the first read."""
         tokens, digests = self.path / TOKENS, self.path / BLOCKS
         check_whole(self.path / DOCUMENTS, sidecar.sha256[DOCUMENTS])
         if sidecar.block_bytes is not None:
             size = sidecar.num_tokens * ITEM_SIZE[sidecar.dtype]
             check_size(digests, -(-size // sidecar.block_bytes), DIGEST_BYTES)
             check_whole(digests, sidecar.sha256[BLOCKS])
-            self._blocks = Blocks(tokens, digests, sidecar.block_bytes)
+            self._blocks = VerifiedBlocks(tokens, digests, sidecar.block_bytes)
             if self._verify == "touch":
                 return
         try:
             check_whole(tokens, sidecar.sha256[TOKENS])
         except DataError:
             if self._blocks is not None:
-                self._blocks.touch_all()  # names the block
+                self._blocks.touch_all()  # raises DataError with the damaged block
             raise
         self._blocks = None
 
@@ -138,8 +138,8 @@ class TokenFiles:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids of tokens start..stop-1, a read-only view of the file.
 
-        Raises ValueError outside the file and DataError for a damaged block and for an id over the
-        recorded largest, so that it is named here and not by an index error on a device.
+        Raises ValueError outside the file, and DataError for a damaged block and for an id over the
+        recorded largest: in an embedding it would be an index error on a device, without a file name.
         """
         check_range(start, stop, self.num_tokens)
         ids = self._tokens[start:stop]
@@ -154,7 +154,7 @@ class TokenFiles:
         return ids
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Digests of the files (recorded ones where there is a sidecar), not the path: data may move."""
+        """Digests of the files, from the sidecar if there is one. The path is not in it: data may move."""
         if self._sidecar is None:
             return {"kind": "tokens", "num_tokens": self.num_tokens, "tokens": self._scan[1]}
         spec = self._sidecar.tokenizer or {}
@@ -182,13 +182,14 @@ class TokenFiles:
         return high, digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker maps the files itself, no token is copied; what was compared here is not again.
+        # A worker maps the files itself: no token is copied. Files that were compared as a whole here are
+        # not compared again there.
         whole = self._verify != "off" and self._blocks is None and self._sidecar is not None
         return TokenFiles, (*self._arguments, "off" if whole else self._verify)
 
 
 def verify(path: str | Path) -> int:
-    """Read a prepared folder (each split, where there are splits) and check every digest and count.
+    """Read a prepared folder (with all its splits) and check every digest and count.
 
     Returns the number of tokens checked, raises DataError at the first difference. Costs one read of
     everything. Usage: `verify("tokens/books")`.
@@ -200,7 +201,7 @@ def verify(path: str | Path) -> int:
 
 def _verify_folder(folder: Path) -> int:
     sidecar = read_sidecar(folder)
-    # Blocks first: they say where a file is damaged, its own digest only that it is.
+    # Blocks first: their digests locate the damage, the digest of the whole file does not.
     source = TokenFiles(folder, verify="off" if sidecar.block_bytes is None else "touch")
     highest = 0
     for start in range(0, source.num_tokens, _BLOCK):
@@ -209,20 +210,22 @@ def _verify_folder(folder: Path) -> int:
         )
     for name, recorded in sidecar.sha256.items():
         if Path(name).name != name:
-            raise DataError(f"{folder / SIDECAR} names {name!r}, which leaves the folder; {AGAIN}")
+            raise DataError(
+                f"{folder / SIDECAR} names {name!r}, which leaves the folder; {PREPARE_AGAIN}"
+            )
         if not (folder / name).is_file():
-            raise DataError(f"{folder / name} is missing; copy it again or {AGAIN}")
+            raise DataError(f"{folder / name} is missing; copy it again or {PREPARE_AGAIN}")
         check_whole(folder / name, recorded)
     if highest != sidecar.max_token_id:
         raise DataError(
             f"{folder / TOKENS} has largest id {highest}, its sidecar says {sidecar.max_token_id}; "
-            f"{AGAIN}"
+            f"{PREPARE_AGAIN}"
         )
     return source.num_tokens
 
 
 def resolve_split(path: Path, split: str) -> Path:
-    """The folder or raw file that `split` of `path` means."""
+    """The folder or raw file of `split` below `path`."""
     check_split(split)
     if not path.exists():
         raise DataError(
@@ -234,25 +237,26 @@ def resolve_split(path: Path, split: str) -> Path:
     if any((path / name).is_dir() for name in SPLITS):
         if not (path / split).is_dir():
             raise DataError(
-                f"path {path} must hold a folder {split}/; {AGAIN} --validation_every 20"
+                f"path {path} must hold a folder {split}/; {PREPARE_AGAIN} --validation_every 20"
             )
         return path / split
     if split == "validation":
         raise DataError(
             f"path {path} must hold train/ and validation/ for split validation; "
-            f"{AGAIN} --validation_every 20, or give validation a path of its own with split train"
+            f"{PREPARE_AGAIN} --validation_every 20, or give validation a path of its own with split train"
         )
     if path.name == TOKENS and (path.parent / SIDECAR).is_file():
-        return path.parent  # the file inside a prepared folder: its sidecar is known
+        return path.parent  # the file inside a prepared folder: use its sidecar
     return path
 
 
 def _map(path: Path, dtype: str) -> np.ndarray:
+    """A read-only memory map: processes of a host share its pages, and nothing is loaded before use."""
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
 def _absolute(spec: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
-    """A spec whose tokenizer file is found from anywhere."""
+    """A spec with the absolute path of the tokenizer file."""
     if spec is None or spec.get("name") != "json":
         return spec
     return {**spec, "path": str((folder / TOKENIZER).resolve())}

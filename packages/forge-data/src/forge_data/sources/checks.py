@@ -1,4 +1,4 @@
-"""What any source of tokens is asked for: a split that exists, and a range that it has."""
+"""Arguments of all sources: a split that exists, a range inside the source."""
 
 from forge_data.config import SPLITS
 
@@ -6,12 +6,12 @@ __all__ = ["check_range", "check_split"]
 
 
 def check_split(split: str) -> None:
-    """ValueError for a split that no source has."""
+    """Raise ValueError unless `split` is one of SPLITS."""
     if split not in SPLITS:
         raise ValueError(f'split {split!r} must be "train" or "validation"; use "train"')
 
 
 def check_range(start: int, stop: int, num_tokens: int) -> None:
-    """ValueError where tokens start..stop-1 are not all among the `num_tokens` of a source."""
+    """Raise ValueError unless tokens start..stop-1 are inside a source of `num_tokens`."""
     if not 0 <= start <= stop <= num_tokens:
-        raise ValueError(f"range {start}..{stop} must lie within 0..{num_tokens}; ask for less")
+        raise ValueError(f"range {start}..{stop} must be within 0..{num_tokens}; ask for less")

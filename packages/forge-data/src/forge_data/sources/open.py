@@ -1,4 +1,4 @@
-"""Sources by name."""
+"""Sources and streams are opened by the name in a config."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from forge_data.protocols import Stream
 from forge_data.sources.builtin import BuiltinCorpus
 from forge_data.sources.token_files import TokenFiles
 
-_ALWAYS = ("vocab_size", "tokenizer", "max_token_id", "fingerprint")
-_WITHOUT_STREAM = ("num_tokens", "num_documents", "documents", "read")
+_REQUIRED = ("vocab_size", "tokenizer", "max_token_id", "fingerprint")
+_REQUIRED_FOR_PACKING = ("num_tokens", "num_documents", "documents", "read")
 
 
 def open_source(config: SourceConfig) -> Any:
-    """The source that a config names: a `Source`, or one with a stream of its own.
+    """The source of a config: a `Source`, or one that makes its own stream.
 
-    A name of somebody else's, an entry point of `forge.sources` or an import path, is called as
-    `source(config, **config.options)`. It may offer `stream(seq_len, seed)` in place of `num_tokens`,
-    `num_documents`, `documents` and `read`: a `Stream` of rows that no packing makes (see `open_stream`).
+    An entry point of `forge.sources` or an import path is called as `source(config, **config.options)`.
+    The source may have `stream(seq_len, seed)`, a `Stream` of rows without packing (see `open_stream`),
+    instead of `num_tokens`, `num_documents`, `documents` and `read`.
 
-    Token files: sizes, sidecar and document offsets are read, tokens as `verify` says. Raises DataError for files that are not what they
-    should be, ValueError for a name that leads nowhere and for options that it does not take.
+    Opening token files reads sizes, sidecar and document offsets, and tokens according to `verify`.
+    Raises DataError for missing or damaged files, ValueError for a name that cannot be imported and for
+    options that the source does not take.
     Usage: `open_source(SourceConfig(name="tokens", path="tokens/books"))`.
     """
     if config.name == "builtin":
@@ -33,7 +34,7 @@ def open_source(config: SourceConfig) -> Any:
     if config.name == "tokens":
         assert config.path is not None  # a rule of SourceConfig
         return TokenFiles(config.path, config.dtype, config.split, config.verify)
-    factory = _find(config.name)
+    factory = _load_factory(config.name)
     try:
         inspect.signature(factory).bind(config, **config.options)
     except TypeError as error:
@@ -42,7 +43,7 @@ def open_source(config: SourceConfig) -> Any:
             "them"
         ) from error
     source = factory(config, **config.options)
-    wanted = _ALWAYS if hasattr(source, "stream") else (*_ALWAYS, *_WITHOUT_STREAM)
+    wanted = _REQUIRED if hasattr(source, "stream") else (*_REQUIRED, *_REQUIRED_FOR_PACKING)
     missing = [name for name in wanted if not hasattr(source, name)]
     if missing:
         raise ValueError(
@@ -52,8 +53,8 @@ def open_source(config: SourceConfig) -> Any:
 
 
 def open_stream(config: SourceConfig, seq_len: int, seed: int = 0) -> Stream:
-    """Rows of `seq_len` tokens of a source, shuffled by `seed`: packed, or as a source of somebody else's
-    makes them (with weights, extras, positions of three axes: see `Stream`).
+    """Rows of `seq_len` tokens of a source, shuffled by `seed`: packed, or from the source's own
+    `stream(seq_len, seed)`, which can give weights, extras and positions of three axes (see `Stream`).
 
     Usage: `loader = Loader(open_stream(SourceConfig(), 256), global_batch=16)`. Raises as `open_source`.
     """
@@ -63,7 +64,8 @@ def open_stream(config: SourceConfig, seq_len: int, seed: int = 0) -> Stream:
     return stream
 
 
-def _find(name: str) -> Any:
+def _load_factory(name: str) -> Any:
+    """The callable of an entry point of `forge.sources`, or of `module:attr`."""
     module, colon, attribute = name.partition(":")
     if not colon:
         (entry,) = (e for e in entry_points(group=SOURCES_GROUP) if e.name == name)

@@ -1,24 +1,20 @@
-"""Ids to a folder of token files, streaming; and the folder to its place, at once."""
+"""A folder of token files is written from a stream of ids."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from forge_data.config import SPLITS
-from forge_data.errors import DataError
-from forge_data.sources.blocks import BLOCK_BYTES, digest_of
+from forge_data.sources.integrity import BLOCK_BYTES, digest_of
 from forge_data.sources.sidecar import (
     BLOCKS,
     DOCUMENTS,
-    SIDECAR,
     TOKENIZER,
     TOKENS,
     Sidecar,
@@ -52,7 +48,7 @@ class _HashedFile:
 
 
 class _BlockDigests:
-    """Writes the sha256 of each `BLOCK_BYTES` of what it is fed."""
+    """Writes the sha256 of each `BLOCK_BYTES` of the content."""
 
     def __init__(self, path: Path) -> None:
         self._file = _HashedFile(path)
@@ -83,7 +79,7 @@ class _BlockDigests:
 class TokenWriter:
     """Writes tokens, block digests, document offsets and, at the end, the sidecar into an empty folder.
 
-    Memory is one piece. `tokenizer` is a spec; a JSON tokenizer's file is copied beside.
+    Memory is one piece. `tokenizer` is a spec; the file of a JSON tokenizer is copied into the folder.
     """
 
     def __init__(self, folder: Path, vocab_size: int, tokenizer: dict[str, Any] | None) -> None:
@@ -118,7 +114,7 @@ class TokenWriter:
         self._open_document = self._open_document and not last
 
     def finish(self) -> None:
-        """Flush to disk, then write the sidecar, without which the folder is not a source."""
+        """Write everything to disk, and the sidecar last: a folder without one is not a source."""
         sha256 = {
             TOKENS: self._tokens.finish(),
             DOCUMENTS: self._documents.finish(),
@@ -141,90 +137,7 @@ class TokenWriter:
         ).write(self.folder)
 
     def close(self) -> None:
-        """Release the files, finished or not."""
+        """Close the files, complete or not."""
         self._tokens.close()
         self._documents.close()
         self._blocks.close()
-
-
-def check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None:
-    """Refuse to replace what must not be: anything without `overwrite`, and never but token files."""
-    if not (output.exists() or output.is_symlink()):
-        return
-    if not overwrite:
-        raise ValueError(
-            f"output {output} must not exist yet; choose another, or replace it with overwrite=True "
-            "(--overwrite)"
-        )
-    places = [output, *(output / split for split in SPLITS)]
-    if output.is_symlink() or not any((place / SIDECAR).is_file() for place in places):
-        raise ValueError(
-            f"output {output} must be a folder of token files to be overwritten; choose another"
-        )
-    inside = [i for i in inputs if i.resolve().is_relative_to(output.resolve())]
-    if inside:
-        raise ValueError(
-            f"input {inside[0]} must not lie in the output {output}, which would be replaced; "
-            "choose another output"
-        )
-
-
-@contextmanager
-def replacing(output: Path) -> Iterator[Path]:
-    """A new folder beside `output` that takes its name when the block ends well, else disappears.
-
-    An `output` that exists is only moved away when the new one is complete, and comes back when the
-    last rename fails. Raises ValueError where no folder can be made.
-    """
-    output = output.absolute()
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    old = output.with_name(f".{output.name}.old-{os.getpid()}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-    except OSError as error:
-        raise ValueError(
-            f"output {output} must be in a folder that can be written ({error.strerror}); "
-            "choose another"
-        ) from None
-    try:
-        yield temporary
-        _sync(temporary)
-        if output.exists():
-            output.rename(old)
-            try:
-                temporary.rename(output)
-            except BaseException:
-                old.rename(output)
-                raise
-            shutil.rmtree(old)
-        else:
-            temporary.rename(output)
-        _sync(output.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _sync(folder: Path) -> None:
-    """fsync a folder, so that its names survive a power cut."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def refuse_empty(writers: dict[str, TokenWriter], num_documents: int) -> None:
-    """DataError for a split that got no document."""
-    for split, writer in writers.items():
-        if writer.num_tokens == 0 and num_documents == 0:
-            raise DataError(
-                "the input must hold text, but every document is empty; check the paths"
-            )
-        if writer.num_tokens == 0:
-            raise DataError(
-                f"split {split} would be empty with {num_documents} documents; use a smaller "
-                "validation_every, or document line or blank_line for more documents"
-            )

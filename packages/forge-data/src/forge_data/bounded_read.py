@@ -1,4 +1,4 @@
-"""Paths that can be opened, and small files, read whole and never without a bound."""
+"""Small files are read whole, up to a bound."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from forge_data.errors import DataError
 
 
-def read_small(path: Path, limit: int) -> bytes:
+def read_bounded(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises DataError for a larger file and for one that is not regular: a FIFO without a writer would
-    block for ever, a device has no end. Raises OSError as the system does.
+    block for ever, a device has no end. Raises OSError like `open`.
     """
-    # Without a writer the plain open of a FIFO blocks, before anybody can ask what it is.
+    # O_NONBLOCK: the open of a FIFO without a writer would block before fstat can tell that it is one.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
         status = os.fstat(descriptor)
@@ -32,16 +32,3 @@ def read_small(path: Path, limit: int) -> bytes:
             return file.read(limit)
     finally:
         os.close(descriptor)
-
-
-def path_problems(path: str | Path) -> list[str]:
-    """What is wrong with a path before anything is opened: no file can have such a name."""
-    try:
-        encoded = os.fsencode(path)
-    except UnicodeEncodeError:
-        encoded = b"\0"
-    if b"\0" in encoded:
-        return [
-            f"path {str(path)[:80]!r} must be a file name, without NUL or lone surrogates; correct it"
-        ]
-    return []

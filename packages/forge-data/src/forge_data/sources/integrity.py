@@ -1,4 +1,4 @@
-"""Damage on disk: digests of whole files, and of blocks of a file when they are first used."""
+"""Damage on disk is found: by digests of files and of their blocks, and by falling offsets."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ import numpy as np
 
 from forge_data.errors import DataError
 
-BLOCK_BYTES = 1 << 17  # what Linux reads ahead anyway; 256 bytes of digests per MiB of tokens
+BLOCK_BYTES = 1 << 17  # Linux's readahead reads as much; 256 bytes of digests per MiB of tokens
 DIGEST_BYTES = hashlib.sha256().digest_size
 _OFFSETS_AT_ONCE = 1 << 22
-_SETTLED_NS = 2_000_000_000  # longer than one tick of any file system's clock
+_SETTLED_NS = 2_000_000_000  # longer than the resolution of time stamps on any file system
 
 
-class Blocks:
+class VerifiedBlocks:
     """The blocks of a file, each compared with its recorded sha256 when it is first touched.
 
-    `digests` is a file of 32 bytes a block. Cost: a block's first touch reads and hashes it, in each
-    process that touches it; later ones search a few bytes of memory, of which there is one a block.
-    Usage: `Blocks(tokens, digests, 1 << 17).touch(0, 4096)`.
+    `digests` is a file of 32 bytes a block. Cost: the first touch of a block reads and hashes it, in
+    each process; later ones search a bytearray of one byte a block.
+    Usage: `VerifiedBlocks(tokens, digests, 1 << 17).touch(0, 4096)`.
     """
 
     def __init__(self, path: Path, digests: Path, block_bytes: int) -> None:
         self.path = path
         self.block_bytes = block_bytes
         self._digests = np.memmap(digests, np.uint8, mode="r").reshape(-1, DIGEST_BYTES)
-        self._seen = bytearray(len(self._digests))
+        self._verified = bytearray(len(self._digests))
 
     def touch(self, start: int, stop: int) -> None:
         """Check the blocks of bytes start..stop-1. Raises DataError naming the first damaged one."""
         last = -(-stop // self.block_bytes)
-        block = self._seen.find(0, start // self.block_bytes, last)
+        block = self._verified.find(0, start // self.block_bytes, last)
         if block < 0:
             return
         with self.path.open("rb") as file:
             while block >= 0:
-                # Read, not mapped: a disk that fails is an OSError here and a SIGBUS there.
+                # Read, not through the map: a failing disk raises OSError here; in the map it is a
+                # SIGBUS, which ends the process. The page cache then serves the map.
                 file.seek(block * self.block_bytes)
                 content = file.read(self.block_bytes)
                 if hashlib.sha256(content).digest() != self._digests[block].tobytes():
@@ -49,18 +50,18 @@ class Blocks:
                         "have the sha256 that was recorded when it was written: it was damaged; "
                         "copy the file again"
                     )
-                self._seen[block] = 1
-                block = self._seen.find(0, block + 1, last)
+                self._verified[block] = 1
+                block = self._verified.find(0, block + 1, last)
 
     def touch_all(self) -> None:
         """Check every block."""
-        self.touch(0, len(self._seen) * self.block_bytes)
+        self.touch(0, len(self._verified) * self.block_bytes)
 
 
 def check_whole(path: Path, recorded: str) -> None:
     """Raise DataError unless the file has the recorded sha256. Reads it once in a process."""
     status = path.stat()
-    # A file that changed a moment ago may change again without another time stamp.
+    # A file that changed just now may change again within the same time stamp: do not cache its digest.
     settled = time.time_ns() - status.st_ctime_ns > _SETTLED_NS
     state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if (_digest_once(path, state) if settled else digest_of(path)) != recorded:
@@ -69,7 +70,7 @@ def check_whole(path: Path, recorded: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _digest_once(path: Path, state: tuple[int, ...]) -> str:
-    """sha256 of a file as long as it stays in `state`: a job opens a source several times."""
+    """sha256 of a file, computed once for each `state`: a job opens a source several times."""
     return digest_of(path)
 
 

@@ -1,0 +1,42 @@
+"""Arrays of a stream become a `Batch`, in the same memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from forge_data.batch import Batch
+from forge_data.protocols import Stream
+
+#: Fields of a Batch that a stream may give; arrays of other names are extras.
+_FIELDS = ("tokens", "labels", "positions", "document_ids", "weights", "source")
+
+
+def digest_of_ids(instance_ids: np.ndarray) -> str:
+    """64 bits of sha256 over the ids as little-endian int64, as 16 hex digits."""
+    return hashlib.sha256(np.asarray(instance_ids).astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def batch_of(stream: Stream, instance_ids: Iterable[int]) -> Batch:
+    """A batch of the given instances of a stream, on the host, with the digest of these ids."""
+    ids = np.fromiter(instance_ids, dtype=np.int64)
+    return make_batch(stream.arrays(ids), ids, digest_of_ids(ids))
+
+
+def make_batch(arrays: Mapping[str, Any], ids: np.ndarray, digest: str) -> Batch:
+    """A Batch on the host that shares the memory of a stream's arrays; unknown names become extras."""
+    tensors = as_tensors(arrays)
+    known = {name: tensors.pop(name) for name in _FIELDS if name in tensors}
+    return Batch(**known, extras=tensors, instance_ids=torch.from_numpy(ids), digest=digest)
+
+
+def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays as tensors of the same memory; tensors and Ragged unchanged."""
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in arrays.items()
+    }
