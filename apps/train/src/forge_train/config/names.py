@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,38 +16,16 @@ from forge_core.optim import (
     check_something_trains,
     stage_problems,
 )
-from forge_core.registry import Registry
 from forge_moe.routers import find_rule
+from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import (
-    MODELS_GROUP,
     DenseModelConfig,
-    ImportedModelConfig,
     JobConfig,
 )
-from forge_train.errors import ConfigError, config_errors
+from forge_train.errors import ConfigError
 from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.callbacks import find_callbacks
 from forge_train.trainer.objective import find_loss, find_objective
-
-MODELS = Registry("model.name", MODELS_GROUP, (), {})
-
-
-def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
-    """The builder that `model.name` names, with its arguments; ConfigError where it does not take them."""
-    with config_errors():
-        build = MODELS.find(section.name)
-
-    def call(function: Callable[..., Any]) -> Any:
-        try:
-            return function(vocab_size=section.vocab_size, **section.args)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                [f"model.args {section.args}: {section.name}(vocab_size=..., **args): {error}; "
-                 "give the arguments that this builder takes"]
-            ) from error  # fmt: skip
-
-    call(inspect.signature(build).bind)
-    return lambda: call(build)
 
 
 def name_problems(config: JobConfig) -> list[str]:
@@ -95,7 +72,9 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
     ours = config.model.is_built_in and not _model_problems(config)
     if found or not optimizer.groups or not ours:
         return list(dict.fromkeys(found))
-    from forge_train.trainer.build import build_model  # which imports this module
+    from forge_train.trainer.build import (
+        build_model,  # half a second, which other refusals do not need
+    )
 
     model = build_model(config.model, config.run.seed)
     return _refusal("", lambda: check_something_trains(model, optimizer, stages))
@@ -107,7 +86,10 @@ def _stand_in() -> nn.Module:
 
 
 def _schedule_problems(config: JobConfig) -> list[str]:
-    from forge_train.trainer.build import build_model, total_steps  # which imports this module
+    from forge_train.trainer.build import (  # half a second, which other refusals do not need
+        build_model,
+        total_steps,
+    )
 
     by_size = config.train.tokens_per_parameter is not None
     unknown = _refusal("", lambda: check_schedule(config.schedule))

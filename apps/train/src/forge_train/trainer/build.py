@@ -26,7 +26,7 @@ from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
-from forge_train.config.names import model_builder
+from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.trainer.experts import feed_forward_factory
