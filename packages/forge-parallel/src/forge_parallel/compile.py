@@ -65,12 +65,12 @@ def compile_blocks(
         Any, Callable[..., Any]
     ] = {}  # by function: blocks of one class share compiled code
     parts: list[Any] = [part for block in blocks for part in _parts(block)]
-    raise_recompile_limit(
-        max(64, len(parts) + 8)
-    )  # one code object (the mixin's) may need a graph for each block
+    # one code object (the mixin's) may need a graph for each block
+    raise_recompile_limit(max(64, len(parts) + 8))
     for part in parts:
         if not isinstance(part, TrainingForward):
             add_mixin(part, TrainingForward)
+        # the plain function below the mixin: one code object for all blocks of a class, and no hooks in the graph
         forward = super(TrainingForward, part).forward.__func__
         if forward not in ready:
             ready[forward] = torch.compile(forward, backend=graphs, dynamic=False)

@@ -23,12 +23,13 @@ from forge_parallel.order import mark
 RECIPES = ("tensorwise", "rowwise")
 #: Output heads, routers and gates: few FLOPs, and sensitive.
 KEEP = ("*lm_head", "output", "score", "*router*", "*.gate", "*.shared_expert_gate")
+# dim of the weight that tp cuts
 _CUT = {
     "colwise": 0,
     "sharded_logits": 0,
     "gather_output": 0,
     "rowwise": 1,
-}  # dim of the weight that tp cuts
+}
 
 
 class Float8Row(NamedTuple):

@@ -83,6 +83,7 @@ def global_grad_norm(
     local = _local_norm(gradients, norm_type, device, group)
     extra = torch.zeros(0, device=device) if sums is None else sums.detach().to(device)
     many = dist.is_initialized() and dist.get_world_size(group) > 1
+    # two branches, as a maximum and the sums cannot share a reduction
     if norm_type == math.inf:
         both = extra.double()
         if many:

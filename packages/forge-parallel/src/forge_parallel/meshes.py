@@ -190,6 +190,7 @@ def _axis_group(config: ParallelConfig, layout: Layout, axis: str) -> Axis:
 
 def _host_group(config: ParallelConfig) -> Any:
     timeout = timedelta(seconds=config.timeout_seconds)
+    # fake: one process stands for all ranks
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     return dist.new_group(backend=backend, timeout=timeout)
 

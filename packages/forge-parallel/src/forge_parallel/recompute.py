@@ -102,6 +102,7 @@ class TrainingForward:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         kwargs = {name: self._without_cache(name, value) for name, value in kwargs.items()}
+        # inside of the checkpoint, which then calls compiled code twice
         if self.compiled is not None:
             run = partial(self.compiled, self)
         if self.recompute_contexts is None:
@@ -174,8 +175,9 @@ class _SaveOutputs(DispatchMode):
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for call, name in mutated_arguments(operator):
-            target = args[call] if call < len(args) else kwargs.get(name)
+        # a saved output is an alias: an in-place change would reach it and give silently wrong gradients
+        for position, name in mutated_arguments(operator):
+            target = args[position] if position < len(args) else kwargs.get(name)
             if any(storage_id(t) in self.memory for t in tensors_in(target)):
                 raise RuntimeError(_CHANGED.format(operator))
         out = operator(*args, **kwargs)

@@ -61,6 +61,9 @@ def blockwise_attention(
 
 
 class _Blockwise(torch.autograd.Function):
+    """One function for all tiles. Autograd over the single kernels would save the output of each of them; with the
+    merged output and log-sum-exp the backward computes the gradients of every tile anew from its keys."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, exchange: KeyExchange | None

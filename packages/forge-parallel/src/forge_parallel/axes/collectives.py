@@ -118,9 +118,8 @@ def _join(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     if dim == 0:
         return whole
     if x.shape[:dim].numel() == 1 and not torch.compiler.is_compiling():
-        return whole.view(
-            *x.shape[:dim], -1, *x.shape[dim + 1 :]
-        )  # a view: with one row, parts on dim 0 are in order
+        # a view: with one row, parts on dim 0 are in order
+        return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return torch.cat(whole.chunk(group.size), dim)  # the form that async tp looks for
 
 

@@ -191,7 +191,7 @@ class ContextAttention:
             )
         else:
             tiling = self._tiling(ctx, q.device)
-        if self.scale is not None:  # kernels scale by D ** -0.5
+        if self.scale is not None:  # kernels scale by D ** -0.5, so q takes the rest of the factor
             q = q * (self.scale * q.size(-1) ** 0.5)
         return blockwise_attention(q, k, v, tiling, self.exchange)
 

@@ -100,9 +100,8 @@ def apply_fsdp(
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for module, unit_mesh in units.items():
         reshards = reshard_after_forward and module not in (head, model)
-        if (
-            unit_mesh.size() == 1
-        ):  # nothing to free but the copies of parameters that have no master
+        # nothing to free but the copies of parameters that have no master
+        if unit_mesh.size() == 1:
             reshards = any(map(is_frozen_half, owned[module]))
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,

@@ -143,6 +143,7 @@ class Rowwise(nn.Module):
     tp: TPRegion
     tp_summing = False
 
+    # Hidden from the layer's own forward: each rank would add the bias, and the sum would contain it n times.
     @property
     def bias(self) -> Tensor | None:
         if self.tp_summing:

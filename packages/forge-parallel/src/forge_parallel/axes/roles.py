@@ -222,9 +222,8 @@ def dropout_problems(model: nn.Module) -> list[str]:
         }
         if isinstance(module, nn.modules.dropout._DropoutNd):
             found[f"{dot}p"] = module.p
-    if not any(
-        _drops(value) for value in found.values()
-    ):  # in a function that reads the model's config
+    # in a function that reads the model's config
+    if not any(_drops(value) for value in found.values()):
         config = getattr(model, "config", None)
         names = ("attention_dropout", "attn_pdrop")
         found = {f"config.{name}": getattr(config, name, None) for name in names}

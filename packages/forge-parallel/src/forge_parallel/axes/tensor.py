@@ -148,6 +148,7 @@ def _shard_model(
         role = matched.leaves[name]
         tokens_cut = sequence_parallel or matched.is_routed(name)
         module.tp = TPRegion(group, tokens_cut, shared_inputs.get(name))
+        # more ranks than heads: a whole copy of the weights, of which the rank computes one head
         head = shared_head(model, name, role, group.size)
         _shard_parameters(
             module, "replicate_sum_grad" if head else role.name, tokens_cut, mesh, sharded
@@ -199,9 +200,8 @@ def _shard_parameters(
             local = whole.detach()
             if isinstance(placement, Shard):
                 parts = local.chunk(mesh.size(), placement.dim)
-                local = (
-                    parts[mesh.get_local_rank()].clone().contiguous()
-                )  # a view would keep the whole
+                # a view would keep the whole
+                local = parts[mesh.get_local_rank()].clone().contiguous()
             # shape and stride are explicit, as DTensor would infer wrong ones from uneven parts
             part = DTensor.from_local(
                 local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()

@@ -144,7 +144,7 @@ class Pipeline:
         self._inputs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
         self._targets, self._extras, self._loss, self._then = labels, extras or {}, loss_fn, then
         losses: list[Tensor] = []
-        rows = torch.arange(len(tokens))
+        rows = torch.arange(len(tokens))  # torch's schedule splits these numbers with the tokens
         first = (tokens,) if 0 in self.stages else ()
         last: dict[str, Any] = {"target": rows, "losses": losses} if self.has_last else {}
         try:

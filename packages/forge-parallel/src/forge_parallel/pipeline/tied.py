@@ -32,6 +32,7 @@ def sync_tied_gradients(model: nn.Module, meshes: Meshes) -> None:
             parameter.grad = torch.zeros_like(parameter)
     local = [local_tensor(parameter.grad) for parameter in tied]
     remote = [torch.empty_like(gradient) for gradient in local]
+    # the two ends exchange alone: an all-reduce would need a group, or all stages to take part
     peer, group = meshes.pp.size - 1 - meshes.pp.rank, meshes.pp.group
     ops = [dist.P2POp(dist.isend, t.contiguous(), group=group, group_peer=peer) for t in local]
     ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t in remote]

@@ -112,9 +112,8 @@ def _layouts(space: SearchSpace) -> Iterator[ParallelConfig]:
             sizes |= dict(pp_schedule=schedule, recompute=mode, memory_budget=None)
             if mode == config.recompute:
                 sizes["memory_budget"] = config.memory_budget
-            if (
-                config.compile and mode == "selective"
-            ):  # with compile a memory_budget takes its place
+            # with compile a memory_budget takes its place
+            if config.compile and mode == "selective":
                 sizes |= dict(recompute="none", memory_budget=BUDGET)
             try:
                 yield replace(config, **sizes)

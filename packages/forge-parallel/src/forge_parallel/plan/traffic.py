@@ -57,9 +57,8 @@ def _weights(candidate: Candidate, load: Load) -> tuple[float, float]:
     if not candidate.wrapped:
         return 0.0, 0.0
     m = candidate.num_micro_batches
-    once = (
-        candidate.layout.pp > 1
-    )  # torch's stages leave weights gathered and sum gradients at the end
+    # torch's stages leave weights gathered and sum gradients at the end
+    once = candidate.layout.pp > 1
     gathers = (m if candidate.reshards else 1) if once else m * (2 if candidate.reshards else 1)
     reduces = 1 if once or candidate.storage.sync_once else m
     wire = 1 if candidate.config.float8_all_gather else candidate.compute

@@ -265,9 +265,8 @@ def _token_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -
 @torch.no_grad()
 def _evaluate_others(model: nn.Module, batch: Batch) -> None:
     """A forward with other weights, put in and taken out in place as an average of them would be."""
-    parameters = list(
-        model.parameters()
-    )  # held, as an optimizer does: a forward shows others in their place
+    # held, as an optimizer does: a forward shows others in their place
+    parameters = list(model.parameters())
     own = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.mul_(2.0)

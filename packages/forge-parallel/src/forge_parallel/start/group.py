@@ -60,6 +60,7 @@ def start_process_group(
     try:
         store, rank_0 = rendezvous(world, device, start_timeout_seconds, facts)
         chosen = choose_interface(rank_0)
+        # gloo beside NCCL: collectives of host tensors (CPU offload, votes) need it on GPUs, too
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,

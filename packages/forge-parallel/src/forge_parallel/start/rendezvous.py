@@ -133,9 +133,8 @@ def _check_in(
     verdict = _read(store, "verdict", _DECISION)
     assert verdict is not None
     store.add("read", 1)
-    if (
-        verdict["world_size"] != world.world_size
-    ):  # with a larger world size rank 0 did not wait for this rank
+    # with a larger world size rank 0 did not wait for this rank
+    if verdict["world_size"] != world.world_size:
         raise StartError(
             f"rank 0 has world size {verdict['world_size']}, this rank {world.world_size}"
         )
