@@ -6,8 +6,6 @@ Heavy modules are imported by the verb that needs them: help and refusals come a
 from __future__ import annotations
 
 import contextlib
-import errno
-import gc
 import io
 import os
 import signal
@@ -21,75 +19,25 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import tyro
 from rich.console import Console
 
-from forge_resilience import ExitCode, StopSignal
+from forge_resilience import ExitCode
+from forge_train import process
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Layers
     from forge_train.config.resolve import ResolvedJob
-    from forge_train.errors import JobError
 
-_LONGEST = 4000  # characters of a sentence: what a user gave may be a megabyte
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and leave with its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    _prepare_process(args)
+    is_run = args[:1] == ["run"]
+    process.prepare(is_run)
     code: int = ExitCode.DONE
     with contextlib.suppress(BrokenPipeError):  # `forge-train --help | head` has seen enough
         code = int(_dispatch(args))
-    for descriptor, stream in enumerate((sys.stdout, sys.stderr), start=1):
-        try:
-            stream.flush()
-        except OSError as error:
-            if not _reader_left(error):
-                raise
-            # Python's own flush at exit would fail again and change the exit code to 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    if args[:1] == ["run"] and _is_rank_of_many():
-        from forge_parallel import leave
-
-        leave(code)
-    gc.freeze()  # at exit Python looks for cycles in all that torch imported: 0.6 s of a refusal
-    sys.exit(code)
-
-
-def _reader_left(error: OSError) -> bool:
-    """Output failed because a pipe is closed (EPIPE) or a terminal is gone (EIO)."""
-    return error.errno in (errno.EPIPE, errno.EIO)
-
-
-def _is_rank_of_many() -> bool:
-    """What a launcher left in the environment, read before anything heavy is imported."""
-    worlds = (os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
-    return any(world.isdecimal() and int(world) > 1 for world in worlds)
-
-
-#: Opened as early as can be in a rank of many, where a stop is for all ranks to agree on.
-_early_stop = StopSignal(
-    announce=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-)
-
-
-def _prepare_process(args: Sequence[str]) -> None:
-    """Closed streams, odd encodings and early signals must not decide how a run ends."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    with contextlib.suppress(OSError):  # a folder that is gone
-        # import paths of a configuration find modules in the working folder, after all that is installed
-        sys.path.append(os.getcwd())
-    if args[:1] != ["run"]:
-        return
-    if _is_rank_of_many():
-        _early_stop.__enter__()
-    else:  # until the loop has a handler of its own: nothing is lost yet, so the job is requeued
-        # Not by an exception: torch and numpy import from C code, which drops it or keeps a lock.
-        _leave_on_signal(ExitCode.REQUEUE, signal.SIGINT)
+    process.end(code, is_run)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -103,23 +51,23 @@ def _dispatch(args: list[str]) -> int:
         if verb in mounted:
             return int(mounted[verb].load()(rest))
         near = ", ".join([*VERBS, *mounted])
-        return _fail(
+        return process.fail(
             [f"{verb!r} is not a verb of forge-train; use one of {near}"], ExitCode.CONFIG_ERROR
         )
     try:
         _refuse_doubles(rest)
         return VERBS[verb](rest)
     except JobError as error:
-        return _fail(_of_this_rank(error), error.exit_code)
+        return process.fail(process.problems_of_this_rank(error), error.exit_code)
     except SystemExit as stop:  # tyro: 0 after help, 2 after a bad flag
         return ExitCode.CONFIG_ERROR if stop.code == 2 else stop.code  # type: ignore[return-value]
     except KeyboardInterrupt:  # outside the loop, which has a handler of its own
-        return _fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
+        return process.fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
     except RuntimeError as error:
-        cause = _lost_rank(error)
+        cause = process.problems_of_a_lost_rank(error)
         if cause is None:
             raise
-        return _fail(cause, ExitCode.ERROR)
+        return process.fail(cause, ExitCode.ERROR)
 
 
 def run(args: list[str]) -> int:
@@ -140,18 +88,18 @@ def run(args: list[str]) -> int:
     trainer = Trainer(job)
     try:
         with launch(job.config.parallel, {"configuration": job.digest()}) as meshes:
-            result = trainer.fit(meshes, _early_stop if _is_rank_of_many() else None)
+            result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
             # the run is over: a signal during the sample ends the process with the run's code at once
-            _leave_on_signal(result.exit_code)
+            process.leave_on_signal(result.exit_code)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 print_summary(trainer, result, rest)
             except KeyboardInterrupt:
                 pass
-            except (
-                OSError
-            ) as error:  # the run is saved: a closed pipe does not change its exit code
-                if not _reader_left(error):
+            except OSError as error:
+                if not process.reader_left(
+                    error
+                ):  # a closed pipe changes no exit code of a saved run
                     raise
             except RuntimeError as error:  # a rank that is gone, no memory for the sample
                 if meshes.rank == 0:
@@ -161,16 +109,6 @@ def run(args: list[str]) -> int:
         failure.shared = error.shared
         raise failure from error
     return result.exit_code
-
-
-def _leave_on_signal(code: int, *more: signal.Signals) -> None:
-    """End this process with `code` on SIGTERM, SIGUSR1 and `more`, at once: nothing is flushed."""
-    ignored = (
-        signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    )  # nohup: the run outlives its terminal
-    hang_up = () if ignored else (signal.SIGHUP,)
-    for number in (signal.SIGTERM, signal.SIGUSR1, *hang_up, *more):
-        signal.signal(number, lambda *_: os._exit(code))
 
 
 def _refuse_doubles(args: Sequence[str]) -> None:
@@ -199,7 +137,7 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
         del rest[i : i + (1 if equals else 2)]
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError([f"--nproc {value!r} must be a number of processes; use --nproc 2"])
-        if _is_rank_of_many():
+        if process.is_rank_of_many():
             raise ConfigError(
                 [f"--nproc {value} starts processes, but this process is already one of several that "
                  "a launcher started; leave it out"]
@@ -341,7 +279,11 @@ def _layers(
     prog = f"forge-train {verb} CONFIG.toml"
     errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors) if _is_rank_of_many() else contextlib.nullcontext():
+        with (
+            contextlib.redirect_stderr(errors)
+            if process.is_rank_of_many()
+            else contextlib.nullcontext()
+        ):
             parsed = parse_flags(layers.values, flags, prog, description, own)
     except SystemExit as stop:
         if stop.code and errors.getvalue():  # every rank finds it, one prints it
@@ -372,52 +314,3 @@ def _help() -> int:
     print("\nkeys of a configuration file, each also a flag of run and explain")
     print_keys(console)
     return ExitCode.DONE
-
-
-def _of_this_rank(error: JobError) -> Sequence[str]:
-    """The problems that this process prints: rank 0 prints errors of all ranks, and each rank its own, with its number.
-
-    Configuration and data are read before the ranks have met: one rank of each host prints those problems, as
-    another host may have other files.
-    """
-    if not _is_rank_of_many():
-        return error.problems
-    from forge_parallel import find_world
-    from forge_train.errors import ConfigError, DataError
-
-    try:
-        world = find_world()
-    except ValueError:  # the environment was the problem
-        return error.problems
-    of_the_host = isinstance(error, ConfigError | DataError)
-    if world.rank == 0 and (error.shared or of_the_host):
-        return error.problems
-    if error.shared or (of_the_host and world.local_rank > 0):
-        return ()
-    return [f"rank {world.rank}: {problem}" for problem in error.problems]
-
-
-def _lost_rank(error: RuntimeError) -> Sequence[str] | None:
-    """The problems that a rank prints when another rank is gone; None for any other error.
-
-    Rank 0 prints a line, and the launcher names the rank that is gone; without a launcher every rank prints one.
-    """
-    if not _is_rank_of_many():
-        return None
-    from forge_parallel import find_world
-    from forge_parallel.start import lost_rank
-
-    cause = lost_rank(error)
-    if cause is None:
-        return None
-    world = find_world()
-    if world.rank > 0 and (world.launcher != "environment" or "FORGE_NPROC" in os.environ):
-        return ()
-    return [f"rank {world.rank}: another rank is gone ({cause}); what was saved before is intact"]
-
-
-def _fail(problems: Sequence[str], code: int) -> int:
-    with contextlib.suppress(OSError):  # a terminal that is gone changes no code
-        for problem in problems:
-            print(f"forge-train: {problem[:_LONGEST]}", file=sys.stderr)
-    return code

@@ -12,11 +12,12 @@ from typing import Any
 import tomlkit
 
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
+from forge_data.protocols import Source
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import structure
-from forge_train.errors import ConfigError, DataError
+from forge_train.errors import ConfigError, DataError, refuse
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,10 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
 
 def _derive(layers: Layers, data: DataConfig) -> list[str]:
     """Derive keys from the data: the vocabulary size, and the validation split."""
-    problems = []
+    problems: list[str] = []
     for name, config in data.sources.items():
-        try:
-            source = open_source(config)
-        except (ValueError, OSError) as error:
-            problems.append(f"data.sources.{name}: {_sentence(error)}")
+        source = _open(f"data.sources.{name}", config, problems)
+        if source is None:
             continue
         model = layers.values.setdefault("model", {})
         if isinstance(model, dict) and "vocab_size" not in model and source.vocab_size is not None:
@@ -101,86 +100,120 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
 
 def _check_combination(config: JobConfig, with_data: bool) -> None:
     """The rules that span sections; each section's own dataclass checks the others."""
-    problems = name_problems(config)
+    refuse([*name_problems(config), *_section_problems(config), *_generation_problems(config)])
+    if with_data:
+        _check_data(config)
+
+
+def _section_problems(config: JobConfig) -> list[str]:
+    """Keys of two sections that contradict each other, and a package that a key needs."""
+    problems = []
     limit = getattr(config.model, "max_seq_len", None)
     if limit is not None and config.data.seq_len > limit:
         problems.append(
             f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
             f"set model.max_seq_len = {config.data.seq_len}"
         )
-    board = config.metrics.tensorboard or "tensorboard" in {
-        sink.name for sink in config.metrics.sinks.values()
-    }
-    if board and importlib.util.find_spec("tensorboard") is None:
+    sinks = {sink.name for sink in config.metrics.sinks.values()}
+    needs_tensorboard = config.metrics.tensorboard or "tensorboard" in sinks
+    if needs_tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append(
             "metrics: the sink 'tensorboard' needs the package tensorboard, which is not installed; "
             "pip install 'forge-train[track]' or leave it out"
-        )
-    moe = getattr(config.model, "moe", None)
-    if moe and moe.router == "expert_choice" and config.sample.max_new_tokens:
-        problems.append(
-            "model.moe.router 'expert_choice' chooses among all tokens of a row and cannot generate, and "
-            f"sample.max_new_tokens {config.sample.max_new_tokens} does; set sample.max_new_tokens = 0"
-        )
-    spec = getattr(config.model, "attention", None)
-    if spec and spec.mask != "causal" and config.sample.max_new_tokens:
-        problems.append(
-            f"model.attention.mask {spec.mask!r} is not computed with a KV cache and cannot generate, and "
-            f"sample.max_new_tokens {config.sample.max_new_tokens} does; set sample.max_new_tokens = 0"
         )
     if config.eval.every_steps == 0 and config.data.validation is not None:
         problems.append(
             "data.validation is given but eval.every_steps 0 never reads it; set "
             "eval.every_steps = 100 or remove [data.validation]"
         )
-    if problems:
-        raise ConfigError(problems)
-    if with_data:
-        _check_data(config)
+    return problems
+
+
+def _generation_problems(config: JobConfig) -> list[str]:
+    """Parts of the model that cannot write the sample at the end of the run."""
+    if not config.sample.max_new_tokens:
+        return []
+    fix = (
+        f"sample.max_new_tokens {config.sample.max_new_tokens} does; set sample.max_new_tokens = 0"
+    )
+    problems = []
+    moe = getattr(config.model, "moe", None)
+    if moe and moe.router == "expert_choice":
+        problems.append(
+            "model.moe.router 'expert_choice' chooses among all tokens of a row and cannot generate, and "
+            + fix
+        )
+    spec = getattr(config.model, "attention", None)
+    if spec and spec.mask != "causal":
+        problems.append(
+            f"model.attention.mask {spec.mask!r} is not computed with a KV cache and cannot generate, and "
+            + fix
+        )
+    return problems
 
 
 def _check_data(config: JobConfig) -> None:
-    """Vocabulary, tokenizer and splits, from the sources' headers."""
+    """Vocabulary, tokenizer and splits, from the sources' headers; DataError with all problems."""
     problems: list[str] = []
-    sources = {f"data.sources.{name}": c for name, c in config.data.sources.items()}
-    if config.data.validation is not None:
-        sources["data.validation"] = config.data.validation
-    for key, source_config in sources.items():
-        try:
-            source = open_source(source_config)
-        except (ValueError, OSError) as error:
-            fix = "; or set eval.every_steps = 0" if key == "data.validation" else ""
-            problems.append(f"{key}: {_sentence(error)}{fix}")
-            continue
-        if source.max_token_id >= config.model.vocab_size:
-            problems.append(
-                f"{key}: token id {source.max_token_id} must be below model.vocab_size "
-                f"{config.model.vocab_size}; set model.vocab_size = "
-                f"{max(source.max_token_id + 1, source.vocab_size or 0)} or prepare the data with "
-                "the model's tokenizer"
-            )
-        if key != "data.validation" and config.sample.max_new_tokens and source.tokenizer is None:
-            problems.append(
-                f"{key}: has no tokenizer, but sample.max_new_tokens "
-                f"{config.sample.max_new_tokens} needs one; set sample.max_new_tokens = 0 or "
-                "prepare the data with forge-data"
-            )
-        limit = getattr(config.model, "max_seq_len", None)
-        if key != "data.validation" and source.tokenizer and limit and config.sample.max_new_tokens:
-            length = max(1, len(load_tokenizer(source.tokenizer).encode(config.sample.prompt)))
-            if length + config.sample.max_new_tokens > limit:
-                problems.append(
-                    f"sample.max_new_tokens {config.sample.max_new_tokens} after a prompt of {length} "
-                    f"tokens must stay within model.max_seq_len {limit}; use "
-                    f"{max(limit - length, 0)} or fewer"
-                )
-        if key != "data.validation" and source_config == config.data.validation:
+    validation = config.data.validation
+    for name, table in config.data.sources.items():
+        key = f"data.sources.{name}"
+        source = _open(key, table, problems)
+        if source is not None:
+            problems += _vocabulary_problems(key, source, config.model.vocab_size)
+            problems += _sample_problems(key, source, config)
+        if source is not None and table == validation:
             problems.append(
                 f"{key} and data.validation are the same data; validation must be held out: use "
                 "split = 'validation' or another path"
             )
+    if validation is not None:
+        fix = "; or set eval.every_steps = 0"
+        source = _open("data.validation", validation, problems, fix)
+        if source is not None:
+            problems += _vocabulary_problems("data.validation", source, config.model.vocab_size)
     if problems:
         raise DataError(problems)
+
+
+def _open(key: str, table: SourceConfig, problems: list[str], fix: str = "") -> Any:
+    """The source of a table; None if it cannot be opened, with the problem added to the list."""
+    try:
+        return open_source(table)
+    except (ValueError, OSError) as error:
+        problems.append(f"{key}: {_sentence(error)}{fix}")
+        return None
+
+
+def _vocabulary_problems(key: str, source: Source, vocab_size: int) -> list[str]:
+    if source.max_token_id < vocab_size:
+        return []
+    return [
+        f"{key}: token id {source.max_token_id} must be below model.vocab_size {vocab_size}; set "
+        f"model.vocab_size = {max(source.max_token_id + 1, source.vocab_size or 0)} or prepare the data with "
+        "the model's tokenizer"
+    ]
+
+
+def _sample_problems(key: str, source: Source, config: JobConfig) -> list[str]:
+    """Why the text of the sample cannot be written with the tokenizer of the data, or is too long."""
+    sample, limit = config.sample, getattr(config.model, "max_seq_len", None)
+    if not sample.max_new_tokens:
+        return []
+    if source.tokenizer is None:
+        return [
+            f"{key}: has no tokenizer, but sample.max_new_tokens {sample.max_new_tokens} needs one; set "
+            "sample.max_new_tokens = 0 or prepare the data with forge-data"
+        ]
+    if not limit:
+        return []
+    length = max(1, len(load_tokenizer(source.tokenizer).encode(sample.prompt)))
+    if length + sample.max_new_tokens <= limit:
+        return []
+    return [
+        f"sample.max_new_tokens {sample.max_new_tokens} after a prompt of {length} tokens must stay within "
+        f"model.max_seq_len {limit}; use {max(limit - length, 0)} or fewer"
+    ]
 
 
 def _sentence(error: BaseException) -> str:

@@ -1,0 +1,131 @@
+"""How the process of a command begins and ends: streams, signals, and who prints an error of many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from forge_resilience import ExitCode, StopSignal
+
+if TYPE_CHECKING:
+    from forge_train.errors import JobError
+
+_LONGEST = 4000  # characters of a sentence: a user's value may have a megabyte
+
+
+def is_rank_of_many() -> bool:
+    """What a launcher left in the environment, read before anything heavy is imported."""
+    worlds = (os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return any(world.isdecimal() and int(world) > 1 for world in worlds)
+
+
+#: Opened as early as can be in a rank of many, where a stop is for all ranks to agree on.
+early_stop = StopSignal(announce=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0")
+
+
+def prepare(is_run: bool) -> None:
+    """Prepare for closed streams, odd encodings, and signals that come before the training loop handles them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    with contextlib.suppress(OSError):  # a folder that is gone
+        # import paths of a configuration find modules in the working folder, after all that is installed
+        sys.path.append(os.getcwd())
+    if not is_run:
+        return
+    if is_rank_of_many():
+        early_stop.__enter__()
+    else:  # until the loop has a handler of its own: nothing is lost yet, so the job is requeued
+        # Not by an exception: torch and numpy import from C code, which drops it or keeps a lock.
+        leave_on_signal(ExitCode.REQUEUE, signal.SIGINT)
+
+
+def end(code: int, is_run: bool) -> NoReturn:
+    """Flush the output and leave with `code`."""
+    for descriptor, stream in enumerate((sys.stdout, sys.stderr), start=1):
+        try:
+            stream.flush()
+        except OSError as error:
+            if not reader_left(error):
+                raise
+            # Python's own flush at exit would fail again and change the exit code to 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    if is_run and is_rank_of_many():
+        from forge_parallel import leave
+
+        leave(code)
+    gc.freeze()  # at exit Python looks for cycles in all that torch imported: 0.6 s of a refusal
+    sys.exit(code)
+
+
+def leave_on_signal(code: int, *more: signal.Signals) -> None:
+    """End this process with `code` on SIGTERM, SIGUSR1 and `more`, at once: nothing is flushed."""
+    # under nohup the run outlives its terminal
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    hang_up = () if ignored else (signal.SIGHUP,)
+    for number in (signal.SIGTERM, signal.SIGUSR1, *hang_up, *more):
+        signal.signal(number, lambda *_: os._exit(code))
+
+
+def reader_left(error: OSError) -> bool:
+    """Output failed because a pipe is closed (EPIPE) or a terminal is gone (EIO)."""
+    return error.errno in (errno.EPIPE, errno.EIO)
+
+
+def problems_of_this_rank(error: JobError) -> Sequence[str]:
+    """The problems that this process prints: rank 0 prints errors of all ranks, and each rank its own, with its number.
+
+    Configuration and data are read before the ranks have met: one rank of each host prints those problems, as
+    another host may have other files.
+    """
+    if not is_rank_of_many():
+        return error.problems
+    from forge_parallel import find_world
+    from forge_train.errors import ConfigError, DataError
+
+    try:
+        world = find_world()
+    except ValueError:  # the environment was the problem
+        return error.problems
+    of_the_host = isinstance(error, ConfigError | DataError)
+    if world.rank == 0 and (error.shared or of_the_host):
+        return error.problems
+    if error.shared or (of_the_host and world.local_rank > 0):
+        return ()
+    return [f"rank {world.rank}: {problem}" for problem in error.problems]
+
+
+def problems_of_a_lost_rank(error: RuntimeError) -> Sequence[str] | None:
+    """The problems that a rank prints when another rank is gone; None for any other error.
+
+    Rank 0 prints a line, and the launcher names the rank that is gone; without a launcher every rank prints one.
+    """
+    if not is_rank_of_many():
+        return None
+    from forge_parallel import find_world
+    from forge_parallel.start import lost_rank
+
+    cause = lost_rank(error)
+    if cause is None:
+        return None
+    world = find_world()
+    if world.rank > 0 and (world.launcher != "environment" or "FORGE_NPROC" in os.environ):
+        return ()
+    return [f"rank {world.rank}: another rank is gone ({cause}); what was saved before is intact"]
+
+
+def fail(problems: Sequence[str], code: int) -> int:
+    """Print problems to stderr; returns `code`."""
+    with contextlib.suppress(OSError):  # a terminal that is gone changes no code
+        for problem in problems:
+            print(f"forge-train: {problem[:_LONGEST]}", file=sys.stderr)
+    return code
