@@ -616,7 +616,7 @@ def test_verify_decides_whether_damage_is_seen(tmp_path: Path) -> None:
             seen[mode] = "trained on it"
         except DataError as error:
             seen[mode] = f"refused: {error}"
-        except forge_data.DataError as error:
+        except forge_data.InvalidData as error:
             seen[mode] = f"first batch: {error}"
     assert seen["off"] == "trained on it"
     assert "first batch" in seen["touch"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forge_data import (
-    DataError,
+    InvalidData,
     Loader,
     PackedStream,
     SourceConfig,
@@ -76,14 +76,14 @@ def test_F93_offsets_that_do_not_rise_are_refused_when_opened(folder, damage, me
     path = folder / "documents.bin"
     damage(np.fromfile(path, "<i8")).astype("<i8").tofile(path)
     with pytest.raises(
-        DataError, match=rf"documents.bin must hold rising offsets from 0.*{message}"
+        InvalidData, match=rf"documents.bin must hold rising offsets from 0.*{message}"
     ):
         TokenFiles(folder, verify=mode)
 
 
 def test_F93_offsets_that_rise_and_are_others_are_refused(folder):
     flip(folder / "documents.bin", 8)
-    with pytest.raises(DataError, match=r"documents.bin is not the file of its sidecar"):
+    with pytest.raises(InvalidData, match=r"documents.bin is not the file of its sidecar"):
         TokenFiles(folder)
 
 
@@ -93,11 +93,11 @@ def test_F93_a_flipped_bit_is_named_when_its_block_is_first_touched(folder):
     assert len(source.read(0, BLOCK // 2)) == BLOCK // 2  # the block before
     message = rf"tokens.bin block 1 \(bytes {BLOCK}..{2 * BLOCK - 1}\) must .*; copy the file again"
     for _ in range(2):  # it does not pass for sound after it was named once
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(InvalidData, match=message):
             source.read(BLOCK // 2, BLOCK // 2 + 1)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(InvalidData, match=message):
         source.read(0, source.num_tokens)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(InvalidData, match=message):
         verify(folder)
     assert len(source.read(BLOCK, source.num_tokens))  # the block after
 
@@ -105,7 +105,7 @@ def test_F93_a_flipped_bit_is_named_when_its_block_is_first_touched(folder):
 def test_F93_the_last_block_is_checked_too(folder):
     flip(folder / "tokens.bin", (folder / "tokens.bin").stat().st_size - 4)
     source = TokenFiles(folder)
-    with pytest.raises(DataError, match="block 2"):
+    with pytest.raises(InvalidData, match="block 2"):
         source.read(source.num_tokens - 1, source.num_tokens)
 
 
@@ -123,9 +123,9 @@ def test_a_block_is_read_and_hashed_once(folder, monkeypatch):
 
 def test_F93_full_names_the_block_when_opened_and_off_does_not_look(folder):
     flip(folder / "tokens.bin", 2 * BLOCK + 2)
-    with pytest.raises(DataError, match=r"tokens.bin block 2"):
+    with pytest.raises(InvalidData, match=r"tokens.bin block 2"):
         TokenFiles(folder, verify="full")
-    with pytest.raises(DataError, match=r"tokens.bin block 2"):
+    with pytest.raises(InvalidData, match=r"tokens.bin block 2"):
         open_source(SourceConfig(name="tokens", path=str(folder), verify="full"))
     ids = TokenFiles(folder, verify="off").read(0, 10)
     assert ids.tolist() == [*b"00000xxxxx"]
@@ -136,7 +136,7 @@ def test_F93_folders_without_block_digests_are_verified_whole_when_opened(old_fo
     assert verify(old_folder) == 60 * 2501
     flip(old_folder / "tokens.bin", 40)
     for mode in ("touch", "full"):
-        with pytest.raises(DataError, match=r"tokens.bin is not the file of its sidecar"):
+        with pytest.raises(InvalidData, match=r"tokens.bin is not the file of its sidecar"):
             TokenFiles(old_folder, verify=mode)
     TokenFiles(old_folder, verify="off")
 
@@ -159,13 +159,13 @@ def test_a_job_that_opens_a_source_often_reads_it_once(old_folder, monkeypatch):
 
 def test_damaged_digests_are_named_themselves(folder):
     flip(folder / "blocks.bin", 33)
-    with pytest.raises(DataError, match=r"blocks.bin is not the file of its sidecar"):
+    with pytest.raises(InvalidData, match=r"blocks.bin is not the file of its sidecar"):
         TokenFiles(folder)
     (folder / "blocks.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"blocks.bin has 0 bytes"):
+    with pytest.raises(InvalidData, match=r"blocks.bin has 0 bytes"):
         TokenFiles(folder)
     (folder / "blocks.bin").unlink()
-    with pytest.raises(DataError, match=r"blocks.bin is missing"):
+    with pytest.raises(InvalidData, match=r"blocks.bin is missing"):
         TokenFiles(folder)
 
 
@@ -182,7 +182,7 @@ def test_F93_a_loader_raises_it_at_the_batch_also_at_a_resume(folder, num_worker
     flip(folder / "tokens.bin", 80_002)  # block 0, which the next batch reads from
     resumed = loader()
     resumed.load_state_dict(state)
-    with pytest.raises(DataError, match=r"tokens.bin block 0"):
+    with pytest.raises(InvalidData, match=r"tokens.bin block 0"):
         next(resumed)
     assert resumed.cursor == 32
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge_data import Batch, BuiltinCorpus, DataError, Loader, PackedStream, filler_batch
+from forge_data import Batch, BuiltinCorpus, InvalidData, Loader, PackedStream, filler_batch
 
 TENSORS = ("tokens", "labels", "positions", "document_ids", "instance_ids")
 
@@ -148,7 +148,7 @@ def test_changed_data_at_resume_is_refused_with_a_diff(stream):
     state = Loader(PackedStream(BuiltinCorpus("validation"), 32, seed=3), 4).state_dict()
     loader = Loader(stream, 4)
     next(loader)
-    with pytest.raises(DataError, match=r"packing.seq_len: checkpoint 32, now 64") as error:
+    with pytest.raises(InvalidData, match=r"packing.seq_len: checkpoint 32, now 64") as error:
         loader.load_state_dict(state)
     assert "order.seed" not in str(error.value)
     assert loader.cursor == 4
@@ -179,7 +179,7 @@ def test_F97_a_cursor_that_is_not_where_the_chain_of_digests_ends(stream, name):
     before = loader.state_dict()
     with pytest.raises(ValueError, match=r"not come from Loader.state_dict\(\); load an") as error:
         loader.load_state_dict({**source.state_dict(), **OFF[name]})
-    assert not isinstance(error.value, DataError)
+    assert not isinstance(error.value, InvalidData)
     assert len(str(error.value)) < 250
     assert loader.state_dict() == before
 
@@ -215,7 +215,7 @@ def test_F102_what_is_no_state_is_refused(stream, bad):
     for load in (loader.load_checks, loader.load_state_dict):
         with pytest.raises(ValueError, match=r"Loader.state_dict") as caught:
             load(state)
-        assert not isinstance(caught.value, DataError), "damaged, and not of other data"
+        assert not isinstance(caught.value, InvalidData), "damaged, and not of other data"
     assert loader.cursor == 0
 
 
@@ -272,7 +272,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("error", [DataError("block 7 is gone"), RuntimeError("no such tape")])
+@pytest.mark.parametrize("error", [InvalidData("block 7 is gone"), RuntimeError("no such tape")])
 def test_an_error_while_reading_surfaces_with_its_message(num_workers, error):
     loader = Loader(Failing(error), 4, num_workers=num_workers)
     take(loader, 2)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from forge_data import DataError, JsonTokenizer, SourceConfig, TokenFiles, load_tokenizer
+from forge_data import InvalidData, JsonTokenizer, SourceConfig, TokenFiles, load_tokenizer
 from forge_data.prepare import prepare
 
 
@@ -68,7 +68,7 @@ SIDECARS = {
 def test_F107_a_sidecar_that_is_something_else(folder, name):
     make, message = SIDECARS[name]
     make(folder / "tokens.json")
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(InvalidData, match=message) as error:
         TokenFiles(folder)
     assert "tokens.json" in str(error.value)
     assert len(str(error.value)) < 500
@@ -77,11 +77,11 @@ def test_F107_a_sidecar_that_is_something_else(folder, name):
 @pytest.mark.parametrize("make", [os.mkfifo, lambda p: p.symlink_to("/dev/zero")])
 def test_F107_a_path_that_is_no_file(tmp_path, make):
     make(tmp_path / "x")
-    with pytest.raises(DataError, match="must be a folder of token files or a regular file"):
+    with pytest.raises(InvalidData, match="must be a folder of token files or a regular file"):
         TokenFiles(tmp_path / "x", dtype="uint8")
-    with pytest.raises(DataError, match="must be a file or a folder"):
+    with pytest.raises(InvalidData, match="must be a file or a folder"):
         prepare(tmp_path / "x", tmp_path / "out")
-    with pytest.raises(DataError, match="must be a JSON file"):
+    with pytest.raises(InvalidData, match="must be a JSON file"):
         JsonTokenizer(tmp_path / "x")
 
 
@@ -100,10 +100,10 @@ def test_F107_a_path_that_no_file_can_have(text, tmp_path, path):
 def test_F107_json_that_is_no_tokenizer(tmp_path, content):
     pytest.importorskip("tokenizers")
     (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"t.json must be a JSON file of the tokenizers library"):
+    with pytest.raises(InvalidData, match=r"t.json must be a JSON file of the tokenizers library"):
         load_tokenizer(str(tmp_path / "t.json"))
     sparse(tmp_path / "t.json")
-    with pytest.raises(DataError, match="such a file has at most 268435456"):
+    with pytest.raises(InvalidData, match="such a file has at most 268435456"):
         load_tokenizer(str(tmp_path / "t.json"))
 
 
@@ -120,7 +120,7 @@ FORMATS = {
 def test_F111_formats_that_are_not_read_are_named(tmp_path, name):
     content, message = FORMATS[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(InvalidData, match=message) as error:
         prepare([tmp_path / name], tmp_path / "out")
     assert "UTF-8" not in str(error.value)
 
@@ -146,7 +146,7 @@ def test_F111_one_path_is_one_input(text, tmp_path, monkeypatch):
 )
 def test_F111_what_stands_in_a_line_is_said(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text(line + "\n")
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(InvalidData, match=message) as error:
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert len(str(error.value)) < 400
 

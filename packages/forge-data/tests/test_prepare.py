@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from forge_data import ByteTokenizer, DataError, TokenFiles, verify
+from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
 from forge_data.prepare import prepare, readers
 from forge_data.prepare.token_writer import smallest_dtype
 
@@ -119,7 +119,7 @@ BAD_INPUT = {
 def test_bad_text_is_refused_and_leaves_nothing(tmp_path, name):
     content, arguments, message = BAD_INPUT[name]
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(InvalidData, match=message):
         prepare([tmp_path / "a.txt"], tmp_path / "out", **arguments)
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
@@ -127,7 +127,7 @@ def test_bad_text_is_refused_and_leaves_nothing(tmp_path, name):
 def test_where_a_byte_is_wrong_far_into_a_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abc\n" * 50_000 + b"\xff" + b"abc\n" * 50_000)
     for kind in ("file", "line", "blank_line"):
-        with pytest.raises(DataError, match="byte 200000 is not"):
+        with pytest.raises(InvalidData, match="byte 200000 is not"):
             prepare([tmp_path / "a.txt"], tmp_path / "out", document=kind)
 
 
@@ -142,7 +142,7 @@ def test_where_a_byte_is_wrong_far_into_a_file(tmp_path):
 )
 def test_bad_jsonl_is_refused_by_line(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(InvalidData, match=message):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out")
 
 
@@ -160,14 +160,14 @@ def test_bad_arguments_are_refused(tmp_path, arguments, message):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=message) as error:
         prepare(**{"inputs": [tmp_path / "a.txt"], "output": tmp_path / "out", **arguments})
-    assert not isinstance(error.value, DataError)
+    assert not isinstance(error.value, InvalidData)
 
 
 def test_missing_inputs_are_named(tmp_path):
-    with pytest.raises(DataError, match="nowhere must be a file or a folder"):
+    with pytest.raises(InvalidData, match="nowhere must be a file or a folder"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     (tmp_path / "in").mkdir()
-    with pytest.raises(DataError, match=r"must hold .txt, .md, .jsonl files"):
+    with pytest.raises(InvalidData, match=r"must hold .txt, .md, .jsonl files"):
         prepare([tmp_path / "in"], tmp_path / "out")
 
 
@@ -179,7 +179,7 @@ def test_an_existing_output_is_only_replaced_when_asked_and_when_the_new_one_is_
         ValueError, match="must not exist yet; choose another, or replace it with overwrite=True"
     ):
         prepare([tmp_path / "a.txt"], tmp_path / "out")
-    with pytest.raises(DataError, match="UTF-8"):
+    with pytest.raises(InvalidData, match="UTF-8"):
         prepare([tmp_path / "bad.txt"], tmp_path / "out", overwrite=True)
     assert documents(tmp_path / "out") == ["old"]
     (tmp_path / "a.txt").write_text("new")

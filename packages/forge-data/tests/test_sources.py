@@ -9,7 +9,7 @@ import pytest
 
 from forge_data import (
     BuiltinCorpus,
-    DataError,
+    InvalidData,
     PackedStream,
     SourceConfig,
     TokenFiles,
@@ -104,10 +104,10 @@ def test_raw_files_of_every_dtype(tmp_path):
 def test_raw_file_problems(tmp_path):
     raw = tmp_path / "x.bin"
     raw.write_bytes(b"abc")
-    with pytest.raises(DataError, match="has 3 bytes, which must be a positive multiple of 2"):
+    with pytest.raises(InvalidData, match="has 3 bytes, which must be a positive multiple of 2"):
         TokenFiles(raw, dtype="uint16")
     raw.write_bytes(np.array([1, -5], "<i4").tobytes())
-    with pytest.raises(DataError, match="holds id -5"):
+    with pytest.raises(InvalidData, match="holds id -5"):
         _ = TokenFiles(raw, dtype="int32").max_token_id
     with pytest.raises(ValueError, match="dtype 'float32' must be one of"):
         TokenFiles(raw, dtype="float32")
@@ -123,7 +123,7 @@ def test_truncated_and_grown_files_are_refused_at_once(folder, name, change, sta
     path = folder / name
     content = path.read_bytes()
     path.write_bytes(content[:change] if change < 0 else content + bytes(change))
-    with pytest.raises(DataError, match=rf"{name} has {len(content) + change} bytes.*{state}"):
+    with pytest.raises(InvalidData, match=rf"{name} has {len(content) + change} bytes.*{state}"):
         TokenFiles(folder)
 
 
@@ -133,7 +133,7 @@ def test_truncated_and_grown_files_are_refused_at_once(folder, name, change, sta
 )
 def test_a_sidecar_without_a_key_is_refused_by_its_name(folder, key):
     edit(folder, **{key: "drop"})
-    with pytest.raises(DataError, match=rf"tokens.json must have a valid {key}"):
+    with pytest.raises(InvalidData, match=rf"tokens.json must have a valid {key}"):
         TokenFiles(folder)
 
 
@@ -150,25 +150,27 @@ def test_a_sidecar_without_a_key_is_refused_by_its_name(folder, key):
 )
 def test_a_wrong_sidecar_is_refused(folder, changes, message):
     edit(folder, **changes)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(InvalidData, match=message):
         TokenFiles(folder)
 
 
 def test_missing_things_are_named(folder, tmp_path):
-    with pytest.raises(DataError, match="nothing is there"):
+    with pytest.raises(InvalidData, match="nothing is there"):
         TokenFiles(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"tokens.json is missing"):
+    with pytest.raises(InvalidData, match=r"tokens.json is missing"):
         TokenFiles(tmp_path)
     with pytest.raises(ValueError, match="dtype 'int64' must agree with the sidecar"):
         TokenFiles(folder, dtype="int64")
     (folder / "tokens.json").write_text("{")
-    with pytest.raises(DataError, match="must be JSON"):
+    with pytest.raises(InvalidData, match="must be JSON"):
         TokenFiles(folder)
     (folder / "documents.bin").unlink()
 
 
 def test_splits(tmp_path, folder):
-    with pytest.raises(DataError, match=r"must hold train/ and validation/.*--validation_every 20"):
+    with pytest.raises(
+        InvalidData, match=r"must hold train/ and validation/.*--validation_every 20"
+    ):
         TokenFiles(folder, split="validation")
     prepare([tmp_path / "text.txt"], tmp_path / "two", document="line", validation_every=4)
     train, held_out = (TokenFiles(tmp_path / "two", split=s) for s in ("train", "validation"))
@@ -185,7 +187,7 @@ def test_a_changed_byte_is_found_by_verify(folder):
     content[40] ^= 1
     path.write_bytes(content)
     TokenFiles(folder)  # no token was read yet
-    with pytest.raises(DataError, match=r"tokens.bin block 0 "):
+    with pytest.raises(InvalidData, match=r"tokens.bin block 0 "):
         verify(folder)
 
 
@@ -194,7 +196,7 @@ def test_F49_an_id_over_the_recorded_largest_is_named_when_read(folder):
     content = bytearray(path.read_bytes())
     content[41] = 0xFF
     path.write_bytes(content)
-    with pytest.raises(DataError, match="over the recorded largest 256: it was damaged"):
+    with pytest.raises(InvalidData, match="over the recorded largest 256: it was damaged"):
         PackedStream(TokenFiles(folder, verify="off"), 64, shuffle=False).instance(0)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from forge_data import ByteTokenizer, DataError, JsonTokenizer, load_tokenizer
+from forge_data import ByteTokenizer, InvalidData, JsonTokenizer, load_tokenizer
 
 
 def test_bytes_go_there_and_back():
@@ -30,9 +30,11 @@ def test_specs():
     assert load_tokenizer("byte").spec() == load_tokenizer(ByteTokenizer().spec()).spec()
     with pytest.raises(ValueError, match=r'must have the name "byte"'):
         load_tokenizer({"name": "words"})
-    with pytest.raises(DataError, match="fingerprint byte-1, but the tokens were made with byte-0"):
+    with pytest.raises(
+        InvalidData, match="fingerprint byte-1, but the tokens were made with byte-0"
+    ):
         load_tokenizer({"name": "byte", "fingerprint": "byte-0"})
-    with pytest.raises(DataError, match="must be a JSON file; check the path"):
+    with pytest.raises(InvalidData, match="must be a JSON file; check the path"):
         load_tokenizer("nowhere.json")
 
 
@@ -78,8 +80,8 @@ def test_another_file_under_the_same_name_is_refused(tmp_path):
     path = write_words(tmp_path / "t.json", "<unk>", "a")
     spec = JsonTokenizer(path).spec()
     write_words(path, "<unk>", "b")
-    with pytest.raises(DataError, match="but the tokens were made with"):
+    with pytest.raises(InvalidData, match="but the tokens were made with"):
         load_tokenizer(spec)
     path.write_text("{}")
-    with pytest.raises(DataError, match="must be a JSON file of the tokenizers library"):
+    with pytest.raises(InvalidData, match="must be a JSON file of the tokenizers library"):
         JsonTokenizer(path)

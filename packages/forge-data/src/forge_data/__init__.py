@@ -3,7 +3,7 @@
 from forge_data.batch import Batch, Ragged, filler_batch
 from forge_data.collate import batch_of
 from forge_data.config import DataConfig, SourceConfig
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 from forge_data.loader import Loader
 from forge_data.order import Permutation
 from forge_data.packing import PackedStream
@@ -18,7 +18,7 @@ __all__ = [
     "BuiltinCorpus",
     "ByteTokenizer",
     "DataConfig",
-    "DataError",
+    "InvalidData",
     "JsonTokenizer",
     "Loader",
     "PackedStream",

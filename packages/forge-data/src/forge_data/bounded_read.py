@@ -6,13 +6,13 @@ import os
 import stat
 from pathlib import Path
 
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
-    Raises DataError for a larger file and for one that is not regular: a FIFO without a writer would
+    Raises InvalidData for a larger file and for one that is not regular: a FIFO without a writer would
     block for ever, a device has no end. Raises OSError like `open`.
     """
     # O_NONBLOCK: the open of a FIFO without a writer would block before fstat can tell that it is one.
@@ -20,11 +20,11 @@ def read_bounded(path: Path, limit: int) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise DataError(
+            raise InvalidData(
                 f"{path} must be a regular file, not a folder, FIFO or device; replace it"
             )
         if status.st_size > limit:
-            raise DataError(
+            raise InvalidData(
                 f"{path} has {status.st_size} bytes, and such a file has at most {limit}; "
                 "put the right file there"
             )

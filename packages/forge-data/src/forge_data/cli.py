@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(arguments)
     except SystemExit as stop:  # tyro: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else ARGUMENT_ERROR
-    except DataError as error:
+    except InvalidData as error:
         return _fail(error, DATA_ERROR)
     except ValueError as error:
         return _fail(error, ARGUMENT_ERROR)

@@ -40,7 +40,7 @@ def prepare(
         tokenizer: "byte", or the path of a JSON file of the tokenizers library.
         eos: Token that ends a document; left out, the usual names are tried.
         validation_every: Every N-th document is held out for validation; 0 for none.
-        document: What one document is in .txt and .md files.
+        document: Unit of a document in .txt and .md files.
         text_field: Key of the text in .jsonl records.
         overwrite: Replace token files at the output, once the new ones are complete.
     """

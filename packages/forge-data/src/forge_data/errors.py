@@ -1,7 +1,7 @@
 """The one exception type of this package."""
 
 
-class DataError(ValueError):
+class InvalidData(ValueError):
     """Data on disk is missing, truncated, changed, damaged or not text.
 
     It is a ValueError, so that one `except` also catches bad arguments, and a class of its own, so

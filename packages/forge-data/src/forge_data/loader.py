@@ -16,7 +16,7 @@ import numpy as np
 from forge_data.batch import Batch
 from forge_data.collate import digest_of_ids, make_batch
 from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 from forge_data.protocols import Stream
 from forge_data.workers import Workers
 
@@ -156,7 +156,7 @@ class Loader:
 
     def load_checks(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` comes from a loader and its digest chain ends at its cursor, and
-        DataError with all differences if it was made from another stream. Changes nothing."""
+        InvalidData with all differences if it was made from another stream. Changes nothing."""
         problem = _state_problem(state)
         if problem is not None:
             raise ValueError(
@@ -235,7 +235,7 @@ def _refuse_other_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
         if saved.get(key) != current.get(key)
     ]
     if different:
-        raise DataError(
+        raise InvalidData(
             "the checkpoint was made from other data or another packing, so its position means "
             "nothing here; restore what differs, or start a new run:\n" + "\n".join(different)
         )

@@ -50,7 +50,7 @@ class Source(Protocol):
 
 
 class Stream(Protocol):
-    """Rows by instance id; what a `Loader` reads.
+    """Rows by instance id, the input of a `Loader`.
 
     `arrays(ids)` returns arrays or tensors with one row for each id: tokens, labels, positions,
     document_ids; optionally weights and source; and further inputs of a model by any other name, as

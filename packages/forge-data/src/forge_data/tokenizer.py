@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_data.bounded_read import read_bounded
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
 
 _MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
@@ -50,7 +50,7 @@ class JsonTokenizer:
     """A JSON file of the `tokenizers` library (extra `tokenizers`, imported here and not before).
 
     `eos` is the end-of-document token; without it the first of the usual names that is in the vocabulary
-    (`<|endoftext|>`, `</s>`, `<eos>`, `<|end_of_text|>`), and `eos_id` is None if none is. Raises DataError for a missing or broken file and ValueError for an unknown
+    (`<|endoftext|>`, `</s>`, `<eos>`, `<|end_of_text|>`), and `eos_id` is None if none is. Raises InvalidData for a missing or broken file and ValueError for an unknown
     `eos`. Usage: `JsonTokenizer("tokenizer.json").encode("hi")`.
     """
 
@@ -59,7 +59,7 @@ class JsonTokenizer:
     def __init__(self, path: str | Path, eos: str | None = None) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise DataError(
+            raise InvalidData(
                 f'tokenizer {self.path} must be a JSON file; check the path or use "byte"'
             )
         try:
@@ -73,7 +73,7 @@ class JsonTokenizer:
         try:
             self._tokenizer = Library.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise DataError(
+            raise InvalidData(
                 f"tokenizer {self.path} must be a JSON file of the tokenizers library ({error}); "
                 "save one with Tokenizer.save(path)"
             ) from None
@@ -109,7 +109,7 @@ class JsonTokenizer:
 def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     """The tokenizer of a spec, of `"byte"`, or of the path of a JSON file.
 
-    Raises ValueError for an unknown name, DataError if the file has another fingerprint than the
+    Raises ValueError for an unknown name, InvalidData if the file has another fingerprint than the
     spec. Usage: `load_tokenizer(source.tokenizer).decode(ids)`.
     """
     if isinstance(spec, str):
@@ -127,7 +127,7 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
         )
     expected = spec.get("fingerprint", tokenizer.fingerprint)
     if expected != tokenizer.fingerprint:
-        raise DataError(
+        raise InvalidData(
             f"tokenizer {spec.get('path', name)} has fingerprint {tokenizer.fingerprint[:16]}, "
             f"but the tokens were made with {str(expected)[:16]}; "
             "put the original file back or prepare the text again"

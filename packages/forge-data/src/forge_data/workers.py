@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from forge_data._torch_compat import end_workers
 from forge_data.collate import as_tensors
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 from forge_data.protocols import Stream
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -51,9 +51,9 @@ class Workers:
         atexit.register(self._end)
 
     def fetch(self) -> dict[str, Any]:
-        """The stream's arrays of the next step, as tensors; raises the DataError of a worker."""
+        """The stream's arrays of the next step, as tensors; raises the InvalidData of a worker."""
         arrays = next(self._iterator)
-        if isinstance(arrays, DataError):
+        if isinstance(arrays, InvalidData):
             raise arrays
         found: dict[str, Any] = arrays
         return found
@@ -86,7 +86,7 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, instance_ids: Any) -> Any:
         try:
             arrays = self._stream.arrays(instance_ids)
-        except DataError as error:
+        except InvalidData as error:
             # Returned, not raised: torch would wrap it with a traceback of the worker in its message.
             return error
         return as_tensors(arrays)

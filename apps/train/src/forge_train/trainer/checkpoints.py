@@ -108,7 +108,7 @@ def store_errors(checkpoints: Path, unusable: type[JobError]) -> Iterator[None]:
         ) from error
     except CorruptCheckpoint as error:
         raise StateError([str(error)]) from error
-    except forge_data.DataError as error:  # the checkpoint's data is not the run's
+    except forge_data.InvalidData as error:  # the checkpoint's data is not the run's
         raise DataError([f"{checkpoints}: {error}"]) from error
     except OSError as error:
         file = "" if error.filename is None else f" ({error.filename})"

@@ -34,7 +34,7 @@ def share_of_rows(
                 _rows(stream, range(batch * batch_size, (batch + 1) * batch_size), rows)
                 for batch in range(first, first + each)
             ]
-        except (forge_data.DataError, OSError, ValueError) as error:
+        except (forge_data.InvalidData, OSError, ValueError) as error:
             raise DataError([f"validation data: {type(error).__name__}: {error}"]) from error
 
     return run_on_all_ranks(agreement, read)

@@ -17,7 +17,7 @@ def fault_code(fault: Exception | None) -> int:
     """The exit code of an error that kept a rank from reading its data; 0 for none."""
     if fault is None:
         return 0
-    known = isinstance(fault, forge_data.DataError | OSError)
+    known = isinstance(fault, forge_data.InvalidData | OSError)
     return ExitCode.DATA_ERROR if known else ExitCode.ERROR
 
 

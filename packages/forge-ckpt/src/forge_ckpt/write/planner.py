@@ -87,7 +87,7 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
         )
     if _WITHOUT_SIZE.fullmatch(objects.dtype_name(value.dtype)):
         raise ValueError(
-            f"{name}: {value.dtype}; torch does not say how many bytes its elements have: save a view of "
+            f"{name}: {value.dtype}; torch does not report the size of its elements: save a view of "
             "it as uint8"
         )
     return value

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forge_data._problems import path_problems
 from forge_data.config import SPLITS
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 from forge_data.prepare.output import check_output, replacing
 from forge_data.prepare.readers import DOCUMENT_KINDS, Piece, find_inputs, read_pieces
 from forge_data.prepare.token_writer import TokenWriter
@@ -40,11 +40,11 @@ def prepare(
     """Tokenize text files and folders (or one of them) into `output`, which appears complete or not at all.
 
     Each document is followed by the tokenizer's end-of-document token, where it has one. With
-    `validation_every` N, every N-th document goes to `output/validation`, the others to
+    `validation_every` N, every N-th document is written to `output/validation`, the others to
     `output/train`; with 0 all go to `output` itself. `document` is the unit in .txt and .md files:
     "file", "line" or "blank_line". `progress` is called with (bytes read, bytes in all). Memory is
     about a MB plus, for JSON tokenizers, the longest document. Raises ValueError for arguments and
-    DataError for the content of files; then nothing on disk has changed.
+    InvalidData for the content of files; then nothing on disk has changed.
     Usage: `prepare(["books"], "tokens/books", validation_every=20)`.
     """
     listed = [inputs] if isinstance(inputs, str | Path) else inputs
@@ -144,14 +144,14 @@ def _write(
 
 
 def _refuse_empty(writers: dict[str, TokenWriter], num_documents: int) -> None:
-    """Raise DataError for a split without a document."""
+    """Raise InvalidData for a split without a document."""
     for split, writer in writers.items():
         if writer.num_tokens == 0 and num_documents == 0:
-            raise DataError(
+            raise InvalidData(
                 "the input must hold text, but every document is empty; check the paths"
             )
         if writer.num_tokens == 0:
-            raise DataError(
+            raise InvalidData(
                 f"split {split} would be empty with {num_documents} documents; use a smaller "
                 "validation_every, or document line or blank_line for more documents"
             )

@@ -8,7 +8,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 
 DOCUMENT_KINDS = ("file", "line", "blank_line")
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 def find_inputs(inputs: Sequence[Path]) -> list[Path]:
     """The given files, and of each folder its .txt, .md and .jsonl files, sorted, without hidden ones.
 
-    Raises DataError for a path that does not exist and for a folder without such a file.
+    Raises InvalidData for a path that does not exist and for a folder without such a file.
     """
     files: list[Path] = []
     for path in inputs:
@@ -44,7 +44,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
             files.append(path)
             continue
         if not path.is_dir():
-            raise DataError(f"input {path} must be a file or a folder; check the path")
+            raise InvalidData(f"input {path} must be a file or a folder; check the path")
         found = sorted(
             p
             for p in path.rglob("*")
@@ -53,7 +53,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
             and not any(part.startswith(".") for part in p.relative_to(path).parts)
         )
         if not found:
-            raise DataError(
+            raise InvalidData(
                 f"input folder {path} must hold {', '.join(SUFFIXES)} files; "
                 "name other files one by one"
             )
@@ -68,7 +68,7 @@ def read_pieces(
 
     `document` is "file", "line" or "blank_line" (paragraphs); a .jsonl file has one document a line,
     in `text_field`. Line ends inside a document do not change. Documents of white space alone are
-    skipped. Raises DataError for bytes that are not UTF-8, for formats that are not read (parquet,
+    skipped. Raises InvalidData for bytes that are not UTF-8, for formats that are not read (parquet,
     compressed files) and for lines that are not JSON objects with a text.
     """
     with path.open("rb") as raw:
@@ -84,7 +84,7 @@ def read_pieces(
                 yield piece
                 report(raw.tell())
         except UnicodeDecodeError as error:
-            raise DataError(
+            raise InvalidData(
                 f"{path} must be UTF-8, but byte {_offset(raw, error)} is not "
                 f"({error.reason}); convert it, for example with iconv"
             ) from None
@@ -94,7 +94,7 @@ def _refuse_other_formats(path: Path, raw: BufferedReader) -> None:
     first = raw.peek(8)
     for magic, (name, fix) in _FORMATS.items():
         if first.startswith(magic):
-            raise DataError(
+            raise InvalidData(
                 f"{path} is a {name} file, which forge-data does not read yet; {fix} and prepare that"
             )
 
@@ -143,16 +143,16 @@ def _records(path: Path, text: TextIOWrapper, text_field: str) -> Iterator[Piece
         try:
             record = json.loads(line)
         except RecursionError:
-            raise DataError(
+            raise InvalidData(
                 f"{path} line {number} must be JSON of a few levels, not nested deep; correct the line"
             ) from None
         except ValueError as error:  # no JSON, or an integer of thousands of digits
-            raise DataError(
+            raise InvalidData(
                 f"{path} line {number} must be JSON ({error}); correct the line"
             ) from None
         value = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            raise DataError(f"{path} line {number} {_no_text(record, text_field)}")
+            raise InvalidData(f"{path} line {number} {_no_text(record, text_field)}")
         if value.strip():
             yield Piece(value, last=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 from forge_data.sources.checks import check_range, check_split
 from forge_data.tokenizer import ByteTokenizer
 
@@ -76,7 +76,7 @@ def _texts() -> list[bytes]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
-        raise DataError(
+        raise InvalidData(
             "the built-in text pydoc_data.topics is missing from this Python, which should have it; "
             'install the complete standard library, or prepare files and use name = "tokens"'
         ) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 
 BLOCK_BYTES = 1 << 17  # Linux's readahead reads as much; 256 bytes of digests per MiB of tokens
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -32,7 +32,7 @@ class VerifiedBlocks:
         self._verified = bytearray(len(self._digests))
 
     def touch(self, start: int, stop: int) -> None:
-        """Check the blocks of bytes start..stop-1. Raises DataError naming the first damaged one."""
+        """Check the blocks of bytes start..stop-1. Raises InvalidData naming the first damaged one."""
         last = -(-stop // self.block_bytes)
         block = self._verified.find(0, start // self.block_bytes, last)
         if block < 0:
@@ -45,7 +45,7 @@ class VerifiedBlocks:
                 content = file.read(self.block_bytes)
                 if hashlib.sha256(content).digest() != self._digests[block].tobytes():
                     begin = block * self.block_bytes
-                    raise DataError(
+                    raise InvalidData(
                         f"{self.path} block {block} (bytes {begin}..{begin + len(content) - 1}) must "
                         "have the sha256 that was recorded when it was written: it was damaged; "
                         "copy the file again"
@@ -59,13 +59,13 @@ class VerifiedBlocks:
 
 
 def check_whole(path: Path, recorded: str) -> None:
-    """Raise DataError unless the file has the recorded sha256. Reads it once in a process."""
+    """Raise InvalidData unless the file has the recorded sha256. Reads it once in a process."""
     status = path.stat()
     # A file that changed just now may change again within the same time stamp: do not cache its digest.
     settled = time.time_ns() - status.st_ctime_ns > _SETTLED_NS
     state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if (_digest_once(path, state) if settled else digest_of(path)) != recorded:
-        raise DataError(f"{path} is not the file of its sidecar (sha256); copy it again")
+        raise InvalidData(f"{path} is not the file of its sidecar (sha256); copy it again")
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,7 +81,7 @@ def digest_of(path: Path) -> str:
 
 
 def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
-    """Raise DataError unless documents (num_documents,) rise from 0 to under `num_tokens`."""
+    """Raise InvalidData unless documents (num_documents,) rise from 0 to under `num_tokens`."""
     problem = ""
     if documents[0] != 0:
         problem = f"document 0 starts at {documents[0]}"
@@ -94,7 +94,7 @@ def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
     if documents[-1] >= num_tokens and not problem:
         problem = f"the last starts at {documents[-1]} of {num_tokens} tokens"
     if problem:
-        raise DataError(
+        raise InvalidData(
             f"{path} must hold rising offsets from 0, but {problem}: it was damaged; "
             "copy the file again"
         )

@@ -25,7 +25,7 @@ def open_source(config: SourceConfig) -> Any:
     instead of `num_tokens`, `num_documents`, `documents` and `read`.
 
     Opening token files reads sizes, sidecar and document offsets, and tokens according to `verify`.
-    Raises DataError for missing or damaged files, ValueError for a name that cannot be imported and for
+    Raises InvalidData for missing or damaged files, ValueError for a name that cannot be imported and for
     options that the source does not take.
     Usage: `open_source(SourceConfig(name="tokens", path="tokens/books"))`.
     """

@@ -17,7 +17,7 @@ from typing import Any
 
 from forge_data.bounded_read import read_bounded
 from forge_data.config import DTYPES
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 
 FORMAT = "forge-tokens"
 VERSION = 1
@@ -71,13 +71,13 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def read_sidecar(folder: Path) -> Sidecar:
-    """The sidecar of a folder, with every key checked. Raises DataError naming the wrong ones."""
+    """The sidecar of a folder, with every key checked. Raises InvalidData naming the wrong ones."""
     path = folder / SIDECAR
     content = _read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f'{path} must have "format": "{FORMAT}"; {PREPARE_AGAIN}')
+        raise InvalidData(f'{path} must have "format": "{FORMAT}"; {PREPARE_AGAIN}')
     if content.get("version") != VERSION:
-        raise DataError(
+        raise InvalidData(
             f"{path} has version {str(content.get('version'))[:40]}, this forge-data reads {VERSION}; "
             f"update forge-data or {PREPARE_AGAIN}"
         )
@@ -87,12 +87,12 @@ def read_sidecar(folder: Path) -> Sidecar:
         if not isinstance(content.get(k, ...), t) or isinstance(content[k], bool)
     ]
     if wrong:
-        raise DataError(f"{path} must have a valid {', '.join(wrong)}; {PREPARE_AGAIN}")
+        raise InvalidData(f"{path} must have a valid {', '.join(wrong)}; {PREPARE_AGAIN}")
     sidecar = Sidecar(
         **{key: content[key] for key in _TYPES}, block_bytes=content.get("block_bytes")
     )
     for problem in _problems(sidecar):
-        raise DataError(f"{path} {problem}; {PREPARE_AGAIN}")
+        raise InvalidData(f"{path} {problem}; {PREPARE_AGAIN}")
     return sidecar
 
 
@@ -100,17 +100,17 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_bounded(path, _MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
-        raise DataError(
-            f"{path} is missing, and only it says what {TOKENS} holds; {PREPARE_AGAIN}"
+        raise InvalidData(
+            f"{path} is missing, and {TOKENS} cannot be read without it; {PREPARE_AGAIN}"
         ) from None
     except RecursionError:
-        raise DataError(
+        raise InvalidData(
             f"{path} must be JSON of a few levels, not nested deep; {PREPARE_AGAIN}"
         ) from None
-    except DataError:
+    except InvalidData:
         raise
     except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
-        raise DataError(f"{path} must be JSON ({error}); {PREPARE_AGAIN}") from None
+        raise InvalidData(f"{path} must be JSON ({error}); {PREPARE_AGAIN}") from None
 
 
 def _problems(sidecar: Sidecar) -> Iterator[str]:
@@ -140,13 +140,13 @@ def _problems(sidecar: Sidecar) -> Iterator[str]:
 
 
 def check_size(path: Path, count: int, item_size: int) -> None:
-    """Raise DataError for a missing, truncated or grown file; costs one stat."""
+    """Raise InvalidData for a missing, truncated or grown file; costs one stat."""
     if not path.is_file():
-        raise DataError(f"{path} is missing; copy it again or {PREPARE_AGAIN}")
+        raise InvalidData(f"{path} is missing; copy it again or {PREPARE_AGAIN}")
     size, expected = path.stat().st_size, count * item_size
     if size != expected:
         state = "truncated" if size < expected else "grown"
-        raise DataError(
-            f"{path} has {size} bytes, but its sidecar says {count} items of {item_size} "
+        raise InvalidData(
+            f"{path} has {size} bytes, but its sidecar records {count} items of {item_size} "
             f"({expected} bytes): it was {state}; copy it again or {PREPARE_AGAIN}"
         )

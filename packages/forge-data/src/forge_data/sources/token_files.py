@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge_data.config import DTYPES, SPLITS, VERIFY
-from forge_data.errors import DataError
+from forge_data.errors import InvalidData
 from forge_data.sources.checks import check_range, check_split
 from forge_data.sources.integrity import DIGEST_BYTES, VerifiedBlocks, check_offsets, check_whole
 from forge_data.sources.sidecar import (
@@ -40,7 +40,7 @@ class TokenFiles:
     Opening a folder checks sizes and that the document offsets rise. `verify` is the time when contents are
     compared with the digests that `prepare` recorded: "touch", offsets now and a block of tokens when
     it is first read (folders without block digests: all tokens now); "full", all now; "off", never.
-    Raises DataError for missing or damaged files, ValueError for a missing dtype.
+    Raises InvalidData for missing or damaged files, ValueError for a missing dtype.
     Usage: `TokenFiles("tokens/books").read(0, 100)`.
     """
 
@@ -78,7 +78,7 @@ class TokenFiles:
             )
         size = self.path.stat().st_size
         if size == 0 or size % ITEM_SIZE[dtype]:
-            raise DataError(
+            raise InvalidData(
                 f"{self.path} has {size} bytes, which must be a positive multiple of "
                 f"{ITEM_SIZE[dtype]} for dtype {dtype}; give the dtype it was written with"
             )
@@ -90,7 +90,7 @@ class TokenFiles:
     def _open_folder(self, sidecar: Sidecar, dtype: str | None) -> None:
         if dtype is not None and dtype != sidecar.dtype:
             raise ValueError(
-                f"dtype {dtype!r} must agree with the sidecar of {self.path}, which says "
+                f"dtype {dtype!r} must agree with the sidecar of {self.path}, which records "
                 f"{sidecar.dtype!r}; remove dtype"
             )
         check_size(self.path / TOKENS, sidecar.num_tokens, ITEM_SIZE[sidecar.dtype])
@@ -116,9 +116,9 @@ class TokenFiles:
                 return
         try:
             check_whole(tokens, sidecar.sha256[TOKENS])
-        except DataError:
+        except InvalidData:
             if self._blocks is not None:
-                self._blocks.touch_all()  # raises DataError with the damaged block
+                self._blocks.touch_all()  # raises InvalidData with the damaged block
             raise
         self._blocks = None
 
@@ -138,7 +138,7 @@ class TokenFiles:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids of tokens start..stop-1, a read-only view of the file.
 
-        Raises ValueError outside the file, and DataError for a damaged block and for an id over the
+        Raises ValueError outside the file, and InvalidData for a damaged block and for an id over the
         recorded largest: in an embedding it would be an index error on a device, without a file name.
         """
         check_range(start, stop, self.num_tokens)
@@ -146,7 +146,7 @@ class TokenFiles:
         if self._blocks is not None:
             self._blocks.touch(start * ids.itemsize, stop * ids.itemsize)
         if self._sidecar and stop > start and int(ids.max()) > self._sidecar.max_token_id:
-            raise DataError(
+            raise InvalidData(
                 f"{self.path / TOKENS} holds id {ids.max()} between {start} and {stop}, over the "
                 f"recorded largest {self._sidecar.max_token_id}: it was damaged; "
                 "run `forge-data verify` on it and copy it again"
@@ -175,7 +175,7 @@ class TokenFiles:
             digest.update(block.data)
             low, high = min(low, int(block.min())), max(high, int(block.max()))
         if low < 0:
-            raise DataError(
+            raise InvalidData(
                 f"{self.path} holds id {low} when read as {self._tokens.dtype}, and ids must not be "
                 "negative; give the dtype it was written with"
             )
@@ -191,7 +191,7 @@ class TokenFiles:
 def verify(path: str | Path) -> int:
     """Read a prepared folder (with all its splits) and check every digest and count.
 
-    Returns the number of tokens checked, raises DataError at the first difference. Costs one read of
+    Returns the number of tokens checked, raises InvalidData at the first difference. Costs one read of
     everything. Usage: `verify("tokens/books")`.
     """
     path = Path(path)
@@ -210,15 +210,15 @@ def _verify_folder(folder: Path) -> int:
         )
     for name, recorded in sidecar.sha256.items():
         if Path(name).name != name:
-            raise DataError(
+            raise InvalidData(
                 f"{folder / SIDECAR} names {name!r}, which leaves the folder; {PREPARE_AGAIN}"
             )
         if not (folder / name).is_file():
-            raise DataError(f"{folder / name} is missing; copy it again or {PREPARE_AGAIN}")
+            raise InvalidData(f"{folder / name} is missing; copy it again or {PREPARE_AGAIN}")
         check_whole(folder / name, recorded)
     if highest != sidecar.max_token_id:
-        raise DataError(
-            f"{folder / TOKENS} has largest id {highest}, its sidecar says {sidecar.max_token_id}; "
+        raise InvalidData(
+            f"{folder / TOKENS} has largest id {highest}, its sidecar records {sidecar.max_token_id}; "
             f"{PREPARE_AGAIN}"
         )
     return source.num_tokens
@@ -228,20 +228,22 @@ def resolve_split(path: Path, split: str) -> Path:
     """The folder or raw file of `split` below `path`."""
     check_split(split)
     if not path.exists():
-        raise DataError(
+        raise InvalidData(
             f"path {path} must be a folder of token files or a raw file, but nothing is there; "
             "check it, or write it with `forge-data prepare`"
         )
     if not (path.is_file() or path.is_dir()):
-        raise DataError(f"path {path} must be a folder of token files or a regular file; check it")
+        raise InvalidData(
+            f"path {path} must be a folder of token files or a regular file; check it"
+        )
     if any((path / name).is_dir() for name in SPLITS):
         if not (path / split).is_dir():
-            raise DataError(
+            raise InvalidData(
                 f"path {path} must hold a folder {split}/; {PREPARE_AGAIN} --validation_every 20"
             )
         return path / split
     if split == "validation":
-        raise DataError(
+        raise InvalidData(
             f"path {path} must hold train/ and validation/ for split validation; "
             f"{PREPARE_AGAIN} --validation_every 20, or give validation a path of its own with split train"
         )
