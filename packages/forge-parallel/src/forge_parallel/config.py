@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from forge_parallel._problems import raise_problems
 
@@ -213,15 +213,17 @@ class ParallelConfig:
                 )
 
 
+_TYPES = get_type_hints(ParallelConfig)
+#: Keys with named choices (their Literal), and the fix for another value.
 _CHOICES = {
-    "device": (DEVICES, "use auto"),
-    "precision": (("bf16", "fp32"), "use bf16 (fp32 weights, bf16 compute) or fp32"),
-    "reduce_dtype": (("bf16", "fp32"), "use fp32"),
-    "layout": (("manual", "auto"), "use manual and set the axes, or auto"),
-    "cp_exchange": (("all_gather", "ring"), "use all_gather, or ring for long contexts"),
-    "pp_schedule": (tuple(SCHEDULES), "use 1f1b"),
-    "float8": (("none", "tensorwise", "rowwise"), "use none"),
-    "recompute": (("none", "full", "selective"), "use none, or full to save the most memory"),
+    "device": "use auto",
+    "precision": "use bf16 (fp32 weights, bf16 compute) or fp32",
+    "reduce_dtype": "use fp32",
+    "layout": "use manual and set the axes, or auto",
+    "cp_exchange": "use all_gather, or ring for long contexts",
+    "pp_schedule": "use 1f1b",
+    "float8": "use none",
+    "recompute": "use none, or full to save the most memory",
 }
 _COUNTS = {
     "dp_replicate": "use 1 for plain FSDP",
@@ -237,7 +239,8 @@ _SECONDS = {"timeout_seconds": "use 600", "start_timeout_seconds": "use 300"}
 
 def _problems(c: ParallelConfig) -> Iterator[str]:
     """Every key by itself, then keys that need or exclude one another."""
-    for name, (known, fix) in _CHOICES.items():
+    for name, fix in _CHOICES.items():
+        known = get_args(_TYPES[name])
         if getattr(c, name) not in known:
             yield f"{name} {getattr(c, name)!r} must be one of {', '.join(known)}; {fix}"
     for name, fix in _COUNTS.items():
