@@ -36,6 +36,7 @@ from forge_parallel import protocols as parallel
 from forge_train import protocols as train
 from forge_train.metrics.console import ConsoleSink
 from forge_train.metrics.sinks import JsonlSink, TensorBoardSink
+from forge_train.trainer.objective import token_cross_entropy
 from forge_train.trainer.progress import Progress
 
 
@@ -104,4 +105,6 @@ def of_the_runner(
     model: Transformer,
 ) -> None:
     rows: list[train.Sink] = [*sinks]
+    makes_rows: train.SinkBuilder = TensorBoardSink
+    loss: train.TokenLoss = token_cross_entropy
     generating: train.Generates = model

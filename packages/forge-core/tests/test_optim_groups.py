@@ -306,7 +306,11 @@ def test_stages_are_entered_once_and_in_the_middle_of_a_run() -> None:
     stages = {"late": StageConfig(5, {"body": 1.0}), "cold": StageConfig(3, {"body": 0.0})}
     optimizer = build_optimizer(model, config)
     run = Stages(config, stages, optimizer)
-    seen = {step: run.enter(step) for step in range(1, 7)}
+    seen, trained = {}, {}
+    for step in range(1, 7):
+        seen[step] = run.enter(step)
+        trained[step] = model.body[0].weight.requires_grad
+    assert trained == {1: True, 2: True, 3: False, 4: False, 5: True, 6: True}
     changes = {step: change for step, change in seen.items() if change is not None}
     assert changes == {
         1: (None, {"body": 0.5}),

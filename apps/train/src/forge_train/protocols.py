@@ -8,7 +8,9 @@
 | `metrics.sinks.<name>.name` | `SinkBuilder`, which makes a `Sink` |
 | `callbacks.<name>.name` | a subclass of `forge_train.Callback`; `KeepsState` if it has state |
 
-Models, optimizers and schedules may offer more to the packages that use them: see their protocols.
+A table of options (`model.args`, `train.loss_options`, `train.objective_options`, `options` of a sink) is bound as
+keywords before the calls below. Models, optimizers and schedules may offer more to the packages that use them: see
+their protocols.
 Shapes: B rows, S tokens of a row, V vocabulary.
 """
 
@@ -41,10 +43,10 @@ Row = Mapping[str, Any]
 class ModelBuilder(Protocol):
     """Makes the model: `module:function` of `model.name`, or an entry point of forge.models."""
 
-    def __call__(self, *, vocab_size: int, **args: Any) -> nn.Module:
+    def __call__(self, *, vocab_size: int) -> nn.Module:
         """A module called as `model(tokens, positions=, document_ids=)`, (B, S) int64 -> logits (B, S, V).
 
-        Called on every rank, with the generators of torch, random and numpy seeded alike; `args` is [model.args].
+        Called on every rank, with the generators of torch, random and numpy seeded alike.
         """
         ...
 
@@ -60,9 +62,7 @@ class Generates(Protocol):
 class TokenLoss(Protocol):
     """The loss of logits."""
 
-    def __call__(
-        self, logits: Tensor, labels: Tensor, weights: Tensor | None, /, **options: Any
-    ) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor | None, /) -> Tensor:
         """logits (B, S, V), labels (B, S) int64, -100 for none, weights (B, S) fp32 -> 0-dim sum over the labels."""
         ...
 
@@ -70,7 +70,7 @@ class TokenLoss(Protocol):
 class ObjectiveFunction(Protocol):
     """A step of its own in place of the loss of logits; it calls the model itself."""
 
-    def __call__(self, model: nn.Module, batch: Batch, /, **options: Any) -> dict[str, Tensor]:
+    def __call__(self, model: nn.Module, batch: Batch, /) -> dict[str, Tensor]:
         """0-dim sums over a micro-batch by name: the first is trained, the others are columns of metrics."""
         ...
 
@@ -102,7 +102,7 @@ class Sink(Protocol):
 class SinkBuilder(Protocol):
     """Makes a sink."""
 
-    def __call__(self, directory: Path, resume_step: int, /, **options: Any) -> Sink:
+    def __call__(self, directory: Path, resume_step: int, /) -> Sink:
         """`directory` is the run's; `resume_step` is 0 for a new run.
 
         After a kill the sink gets the rows after `resume_step` again: dropping the old ones is its own task.

@@ -18,6 +18,7 @@ from forge_parallel.axes import (
     cut_sequence,
     width_of_cut_logits,
 )
+from forge_parallel.axes.fsdp import reshard
 from forge_parallel.config import Layout, ParallelConfig
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline import (
@@ -29,7 +30,7 @@ from forge_parallel.pipeline import (
 )
 from forge_parallel.protocols import BatchLike
 
-__all__ = ["AFTER_EMBEDDING", "Compute", "extra_problems"]
+__all__ = ["AFTER_EMBEDDING", "Compute", "evaluate", "extra_problems"]
 
 #: An extra input that is not data: a function that the model calls on its stream (B, S, D), to split it over cp.
 AFTER_EMBEDDING = "after_embedding"
@@ -239,6 +240,33 @@ class Compute:
         """A number that is equal on all ranks of a tp group counts on the first of them."""
         alone = self.meshes.tp.rank == 0 or self._head_shares_tokens
         return value if alone else torch.zeros_like(value)
+
+
+def evaluate(
+    compute: Compute,
+    parts: Sequence[BatchLike],
+    count: Callable[[Any], float],
+    gather: Callable[[list[float]], list[list[float]]],
+) -> float:
+    """Mean loss in nats per label over the parts of all ranks, without gradients; the same bits on every rank.
+
+        evaluate(compute, parts, lambda part: part.label_weight, agreement.exchange)
+
+    Each part has `compute.rows_at_once` rows, and every rank has as many parts. `count` weighs the labels of a
+    part, 0.0 on a rank whose rows another one counts. `gather(value)` returns the values of all ranks, on the
+    host. Restores the model's mode and leaves its weights sharded, so that weights swapped in for the
+    evaluation can be swapped back. Costs one host read and one `gather`.
+    """
+    model, device = compute.model, compute.meshes.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    training = model.training
+    model.eval()
+    for part in parts:
+        total += compute.losses(part).double()
+    model.train(training)
+    reshard(model)
+    shares = gather([float(total), sum(count(part) for part in parts)])
+    return sum(loss for loss, _ in shares) / (sum(weight for _, weight in shares) or 1.0)
 
 
 def extra_problems(

@@ -8,7 +8,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class BackgroundSink:
         self.name = name
         self.dropped = 0
         self._open = open_sink
+        self._sink: Sink | None = None  # of the thread; None when off
         self._last_flush: threading.Event | None = None  # set once the sink has answered
         self._queue: queue.Queue[Row | threading.Event | None] = queue.Queue(max_rows)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
@@ -113,23 +114,29 @@ class BackgroundSink:
             _warn(f"{self.name}: {self.dropped} rows dropped because the sink was too slow")
 
     def _run(self) -> None:
-        sink = self._guard(self._open)
+        """The thread: it answers flushes and drains the queue also when the sink is off."""
+        with self._off_on_error():
+            self._sink = self._open()
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
-            elif sink is not None and self._guard(lambda: (sink.write(item), sink)[1]) is None:  # noqa: B023
-                sink = None
-        if sink is not None:
-            self._guard(sink.close)
+            elif self._sink is not None:
+                with self._off_on_error():
+                    self._sink.write(item)
+        if self._sink is not None:
+            with self._off_on_error():
+                self._sink.close()
 
-    def _guard(self, call: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _off_on_error(self) -> Iterator[None]:
+        """Switch the sink off at an exception: an observer must not end a run."""
         try:
-            return call()
+            yield
         except Exception as error:
+            self._sink = None
             _warn(
                 f"{self.name}: {type(error).__name__}: {error}; this sink is off, training goes on"
             )
-            return None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from forge_parallel import (
     reshard,
     select_device,
 )
+from forge_parallel.compute import evaluate
 from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote, nonfinite
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import (
@@ -40,12 +41,12 @@ from forge_train.trainer.build import build_model, freeze_groups, open_data, tot
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
-from forge_train.trainer.evaluate import evaluate, share_of_rows
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.skips import SkipPolicy
+from forge_train.trainer.validation import share_of_rows
 from forge_train.trainer.vote import PendingCount, fault_code
 
 
@@ -357,7 +358,8 @@ class Trainer:
             parts = share_of_rows(
                 self.validation, sequences, rows_at_once, self.meshes, self.agreement
             )
-            self.val_loss = evaluate(self.model, self.compute, self._count, parts, self.agreement)
+            gather = self.agreement.exchange
+            self.val_loss = evaluate(self.compute, parts, self._count, gather)
         self.moe.forget()
         self._last_evaluated = self.progress.step
         self.rows.amend(val_loss=self.val_loss)

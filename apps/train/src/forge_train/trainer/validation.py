@@ -1,16 +1,10 @@
-"""Validation loss: the same sequences each time, each label once, whatever the number of ranks."""
+"""The rows of an evaluation: the same ones each time, each label once, whatever the number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
-from torch import nn
-
 import forge_data
 from forge_data import Batch, Stream, batch_of
-from forge_parallel import Meshes, reshard
-from forge_parallel.compute import Compute
+from forge_parallel import Meshes
 from forge_resilience import Agreement
 from forge_train.errors import DataError, run_on_all_ranks
 
@@ -38,31 +32,6 @@ def share_of_rows(
             raise DataError([f"validation data: {type(error).__name__}: {error}"]) from error
 
     return run_on_all_ranks(agreement, read)
-
-
-def evaluate(
-    model: nn.Module,
-    compute: Compute,
-    count: Callable[[Batch], float],
-    parts: Sequence[Batch],
-    agreement: Agreement,
-) -> float:
-    """Mean loss in nats per token over the parts of all ranks, as many on each; `count` weighs a part's labels.
-
-    One host read and one exchange at the end; every rank returns the same bits. Restores the
-    model's mode and leaves its weights sharded, so that weights swapped in for the evaluation can be swapped back.
-    """
-    device = compute.meshes.device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    training = model.training
-    model.eval()
-    for part in parts:
-        total += compute.losses(part).double()
-    model.train(training)
-    reshard(model)
-    weight = sum(count(part) for part in parts)
-    shares = agreement.exchange([float(total), weight])
-    return sum(loss for loss, _ in shares) / (sum(weight for _, weight in shares) or 1.0)
 
 
 def _rows(stream: Stream, ids: range, rows: int) -> Batch:
