@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from forge_ckpt import RNGState
 from forge_ckpt import protocols as ckpt
 from forge_ckpt.stage_state import NamedState, StageState
 from forge_core import Attention, FeedForward, Transformer
@@ -89,11 +90,18 @@ def of_data(
 
 
 def of_states(
-    module: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, adamw: AdamW
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    adamw: AdamW,
+    rng: RNGState,
 ) -> None:
     states: list[ckpt.Stateful] = [module, optimizer, loader, adamw]
     stages: list[ckpt.SelectsState] = [StageState(module, set()), NamedState(adamw, set(), set())]
-    checked: list[ckpt.ChecksState] = [NamedState(adamw, set(), set()), Progress()]
+    checked: list[ckpt.ChecksState] = [NamedState(adamw, set(), set()), Progress(), loader, rng]
+    filled: list[ckpt.FillsState] = [StageState(module, set()), NamedState(adamw, set(), set())]
+    replaced: ckpt.ReplacesState = rng
+    selected: ckpt.SelectsState = rng
 
 
 def of_schedules(schedule: Callable[[int], float]) -> None:

@@ -131,7 +131,7 @@ def test_an_existing_path_is_never_written(tmp_path):
 
 
 def test_a_part_of_a_chunk_is_read_by_its_span(tmp_path):
-    """What resharding asks for: boxes inside a saved chunk, strided in its rows."""
+    """Resharding reads boxes inside a saved chunk, strided in its rows."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other: how often, in what form, through which group."""
+"""Communication between ranks: how often, in which form, through which group."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
-_SPOKEN = ("all_gather", "gather", "broadcast")
+_ALLOWED = ("all_gather", "gather", "broadcast")
 _FORBIDDEN = (
     "all_gather_object",
     "gather_object",
@@ -28,14 +28,16 @@ _FORBIDDEN = (
 
 def counted(root):
     """Collectives and their bytes in a save (no retention yet) and in a load; pickling is an error."""
-    heard: list[tuple[str, int]] = []
-    kept = {name: getattr(dist, name) for name in _SPOKEN + _FORBIDDEN} | {"dumps": pickle.dumps}
+    calls: list[tuple[str, int]] = []
+    originals = {name: getattr(dist, name) for name in _ALLOWED + _FORBIDDEN} | {
+        "dumps": pickle.dumps
+    }
 
     def count(name):
         def call(*args, **kwargs):
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            heard.append((name, tensors[-1].numel() * tensors[-1].element_size()))
-            return kept[name](*args, **kwargs)
+            calls.append((name, tensors[-1].numel() * tensors[-1].element_size()))
+            return originals[name](*args, **kwargs)
 
         return call
 
@@ -45,18 +47,18 @@ def counted(root):
     state = {"w": torch.ones(1000, 1000), "n": {"cursor": 5}, "rng": RNGState()}
     with Store(root) as store:
         try:
-            for name in _SPOKEN:
+            for name in _ALLOWED:
                 setattr(dist, name, count(name))
             for name in _FORBIDDEN:
                 setattr(dist, name, refuse)
             pickle.dumps = refuse
             store.save(1, state)
-            saved, heard[:] = list(heard), []
+            saved, calls[:] = list(calls), []
             store.load(state)
-            return saved, list(heard)
+            return saved, list(calls)
         finally:
-            pickle.dumps = kept.pop("dumps")
-            for name, real in kept.items():
+            pickle.dumps = originals.pop("dumps")
+            for name, real in originals.items():
                 setattr(dist, name, real)
 
 
@@ -68,21 +70,21 @@ def test_collectives_of_a_save_and_of_a_load(tmp_path):
         assert sum(size for _, size in saved + loaded) < 100_000
 
 
-def _tally(heard):
-    names = [name for name, _ in heard]
+def _tally(calls):
+    names = [name for name, _ in calls]
     return {name: names.count(name) for name in set(names)}
 
 
 def errors():
-    ranks = RankGroup()
+    group = RankGroup()
     results = []
     for run in (
-        lambda: ranks.run_on_all_ranks(lambda: int("x")),
-        lambda: ranks.run_on_all_ranks(lambda: 1 // (ranks.rank != 1)),
-        lambda: ranks.run_on_rank_0(lambda: 1 // 0),
-        lambda: ranks.map_reduce(lambda: ranks.rank, lambda found: found),
-        lambda: ranks.map_reduce(lambda: os.stat(f"/none/{ranks.rank}"), lambda found: found),
-        lambda: ranks.map_reduce(lambda: 1, lambda found: int("y")),
+        lambda: group.run_on_all_ranks(lambda: int("x")),
+        lambda: group.run_on_all_ranks(lambda: 1 // (group.rank != 1)),
+        lambda: group.run_on_rank_0(lambda: 1 // 0),
+        lambda: group.map_reduce(lambda: group.rank, lambda found: found),
+        lambda: group.map_reduce(lambda: os.stat(f"/none/{group.rank}"), lambda found: found),
+        lambda: group.map_reduce(lambda: 1, lambda found: int("y")),
     ):
         try:
             results.append(run())
@@ -91,7 +93,7 @@ def errors():
     return results
 
 
-def test_everybody_succeeds_or_everybody_raises():
+def test_all_ranks_succeed_or_all_raise():
     results = run_on_ranks(3, errors)
     alike = "invalid literal for int() with base 10: 'x'"
     missing = "[Errno 2] ranks 0, 1, 2: No such file or directory: /none/0"
@@ -106,20 +108,20 @@ def test_everybody_succeeds_or_everybody_raises():
 
 
 def interrupted():
-    ranks = RankGroup()
+    group = RankGroup()
 
     def run():
-        if ranks.rank == 1:
+        if group.rank == 1:
             raise KeyboardInterrupt
         return 1
 
     try:
-        ranks.run_on_all_ranks(run)
+        group.run_on_all_ranks(run)
     except BaseException as error:
         return type(error).__name__
 
 
-def test_an_interrupt_is_told_to_the_others():
+def test_an_interrupt_raises_on_the_other_ranks():
     assert run_on_ranks(2, interrupted) == ["RuntimeError", "KeyboardInterrupt"]
 
 
@@ -153,7 +155,7 @@ def test_the_group_carries_cpu_tensors(tmp_path):
 
 
 def test_a_mixed_default_group_serves(monkeypatch):
-    """What a CUDA job starts with: gloo for the host's tensors, NCCL for the device's."""
+    """The default group of a CUDA job: gloo for tensors of the host, NCCL for those of the device."""
     monkeypatch.setattr(
         forge_ckpt.rank_group,
         "dist",

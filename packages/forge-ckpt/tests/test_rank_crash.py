@@ -83,7 +83,7 @@ while not done:
         step = store.load(got)
         assert step == (3 if there else 2) and got["n"] == step, (point, step)
         assert torch.equal(got["w"], torch.arange(40.0) + step), (point, step)
-        assert there or RETURNED not in ends, "somebody returned from a save that is not there"
+        assert there or RETURNED not in ends, "a rank returned from a save that is not on disk"
         assert not os.path.exists(root + "/quarantine"), "a crash is no corruption"
     done = ends.count(RETURNED) == world - 1  # killed after the save
 print(point, sorted(kinds))
@@ -98,7 +98,7 @@ def test_F53_a_rank_killed_at_every_disk_call_of_a_save(tmp_path, victim, calls)
     assert run.returncode == 0, run.stderr[-3000:]
     points, kinds = run.stdout.split(maxsplit=1)
     assert int(points) > calls, "mkdir, files, syncs, rename, and the removal of the oldest"
-    if victim == 0:  # (a left-over, the step is there, somebody's save returned)
+    if victim == 0:  # (a temporary directory is left, the step exists, a rank's save returned)
         assert "(True, False, False)" in kinds, "died before the commit"
         assert "(False, True, False)" in kinds, "died after the commit, before its word"
     else:

@@ -41,7 +41,7 @@ def values(state):
 
 
 class Lines(logging.Handler):
-    """What this rank logs."""
+    """The log messages of this rank."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def load_state_dict_raises(root, rank):
 def test_a_load_state_dict_that_raises_on_one_rank_stops_all(tmp_path):
     results = run_on_ranks(WORLD, load_state_dict_raises, str(tmp_path), 2)
     assert results[0] == results[1] == ("RuntimeError", "rank 2: KeyError: 'mine'")
-    assert results[2] == ("KeyError", "'mine'")  # its own class goes on where it is known
+    assert results[2] == ("KeyError", "'mine'")  # raised unchanged on the rank that raised it
 
 
 def full_disk(root, victim, limit):
@@ -332,11 +332,11 @@ def test_F53_many_ranks_read_back_before_an_old_one_goes(root, damaged):
 
 def slow_commit(root, signals):
     """Rank 0 commits late: a rank that returns before has all the time to be seen."""
-    told, real = dist.FileStore(signals, WORLD), forge_ckpt.directories.commit
+    signal, real = dist.FileStore(signals, WORLD), forge_ckpt.directories.commit
 
     def commit(written, target):
         with contextlib.suppress(RuntimeError):
-            told.wait(["returned"], timedelta(seconds=0.5))
+            signal.wait(["returned"], timedelta(seconds=0.5))
         real(written, target)
 
     forge_ckpt.directories.commit = commit
@@ -344,7 +344,7 @@ def slow_commit(root, signals):
         with Store(root) as store:
             store.save(3, state_of(3))
             there = os.path.exists(os.path.join(root, "step-00000003", "manifest.json"))
-            told.set("returned", "")
+            signal.set("returned", "")
             return there
     finally:
         forge_ckpt.directories.commit = real

@@ -1,4 +1,4 @@
-"""What a store promises when nothing goes wrong: contents, names, retention, refusals."""
+"""A store without faults: contents, names, retention, refusals."""
 
 import pickle
 import random

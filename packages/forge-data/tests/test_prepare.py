@@ -97,14 +97,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 def test_progress_ends_at_the_total(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("word\n" * 1000)
-    told = []
+    reports = []
     prepare(
         [tmp_path / "a.txt", tmp_path / "b.txt"],
         tmp_path / "out",
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda done, total: reports.append((done, total)),
     )
-    assert told[-1] == (10_000, 10_000)
-    assert told == sorted(told)
+    assert reports[-1] == (10_000, 10_000)
+    assert reports == sorted(reports)
 
 
 BAD_INPUT = {

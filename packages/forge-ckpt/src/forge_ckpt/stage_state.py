@@ -1,4 +1,4 @@
-"""State of a rank that has a part of a model, such as a pipeline stage, in a checkpoint of the whole model."""
+"""The state of a rank with a part of a model, such as a pipeline stage, in a checkpoint of the whole model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Set
 from typing import Any
 
 from torch import Tensor, nn
+
+from forge_ckpt.protocols import Path
 
 __all__ = ["NamedState", "StageState", "tensor_names"]
 
@@ -44,14 +46,14 @@ class NamedState:
                     raise ValueError(f"{name}.{slot} {value!r:.80} must be a {type(own).__name__}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load it; parameters that `state` lacks keep their own."""
+        """Load `state`; parameters that are not in it keep their current state."""
         self._optimizer.load_named_state({**self.state_dict(), **state})
 
-    def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def load_selects(self, saved: list[Path]) -> list[Path]:
         """The saved paths, without those of frozen parameters."""
         return [path for path in saved if not self._frozen.intersection(path[:1])]
 
-    def load_fills(self, saved: list[tuple[Any, ...]]) -> dict[str, Any]:
+    def load_fills(self, saved: list[Path]) -> dict[str, Any]:
         """The state of those parameters that had one when it was saved."""
         names, own = {path[0] for path in saved if path}, self.state_dict()
         # State of another optimizer: ask for everything, so that the error names all that is missing.
@@ -72,27 +74,27 @@ class StageState:
         self._others = frozenset(others)
 
     def state_dict(self) -> dict[str, Any]:
-        """The owner's."""
+        """The state of the owner."""
         found: dict[str, Any] = self._owner.state_dict()
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Into the owner."""
+        """Load `state` into the owner."""
         self._owner.load_state_dict(state)
 
     def load_checks(self, state: dict[str, Any]) -> None:
-        """The owner's, if it has any."""
+        """The checks of the owner, if it has any."""
         checks = getattr(self._owner, "load_checks", None)
         if checks is not None:
             checks(state)
 
-    def load_selects(self, saved: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def load_selects(self, saved: list[Path]) -> list[Path]:
         """The saved paths that the owner selects, without those of other ranks."""
         select = getattr(self._owner, "load_selects", list)
         return [path for path in select(saved) if not self._others.intersection(path)]
 
-    def load_fills(self, saved: list[tuple[Any, ...]]) -> dict[str, Any]:
-        """As much of the owner's state as the saved paths can fill; all of it if the owner does not tell."""
+    def load_fills(self, saved: list[Path]) -> dict[str, Any]:
+        """The part of the owner's state that the saved paths can fill; all of it if the owner has no `load_fills`."""
         fills = getattr(self._owner, "load_fills", None)
         found: dict[str, Any] = self.state_dict() if fills is None else fills(saved)
         return found
