@@ -18,10 +18,7 @@ from forge_core.optim import (
 )
 from forge_moe.routers import find_rule
 from forge_train.config.model_builder import model_builder
-from forge_train.config.schema import (
-    DenseModelConfig,
-    JobConfig,
-)
+from forge_train.config.schema import DenseModelConfig, JobConfig
 from forge_train.errors import ConfigError
 from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.callbacks import find_callbacks
@@ -37,72 +34,64 @@ def name_problems(config: JobConfig) -> list[str]:
     """
     return [
         *_model_problems(config),
-        *_refusal("", lambda: find_loss(config.train)),
-        *_refusal("", lambda: find_objective(config.train)),
-        *_refusal("", lambda: find_sinks(config.metrics)),
+        *_refusal(find_loss, config.train),
+        *_refusal(find_objective, config.train),
+        *_refusal(find_sinks, config.metrics),
         *_optimizer_problems(config),
         *_schedule_problems(config),
-        *_refusal("", lambda: find_callbacks(config.callbacks)),
+        *_refusal(find_callbacks, config.callbacks),
     ]
 
 
 def _model_problems(config: JobConfig) -> list[str]:
     model = config.model
     if isinstance(model, DenseModelConfig):
-        parts = _refusal("", lambda: check_parts(model))
+        parts = _refusal(check_parts, model)
         if not model.moe.num_experts:
             return parts
-        return [*parts, *_refusal("model.moe.", lambda: find_rule(model.moe.router))]
-    return _refusal("", lambda: model_builder(model))
+        return [*parts, *_refusal(find_rule, model.moe.router, key="model.moe.")]
+    return _refusal(model_builder, model)
 
 
 def _optimizer_problems(config: JobConfig) -> list[str]:
     """Of the optimizer, its groups and the stages; patterns are tried on models of ours, built without values."""
     optimizer, stages = config.optimizer, config.train.stages
+    # a matrix without values: an optimizer checks some options only with parameters
+    stand_in = nn.Linear(1, 1, device="meta")
     alone = [{name: replace(own, patterns=("*",))} for name, own in optimizer.groups.items()]
     found = [
         problem
         for groups in alone or [{}]
-        for problem in _refusal(
-            "",
-            lambda: check_optimizer(_stand_in(), replace(optimizer, groups=groups)),  # noqa: B023
-        )
+        for problem in _refusal(check_optimizer, stand_in, replace(optimizer, groups=groups))
     ]
     found += stage_problems(optimizer, stages, config.train.steps)
     ours = config.model.is_built_in and not _model_problems(config)
     if found or not optimizer.groups or not ours:
         return list(dict.fromkeys(found))
-    from forge_train.trainer.build import (
-        build_model,  # half a second, which other refusals do not need
-    )
+    # imported here: half a second, which other refusals do not need
+    from forge_train.trainer.build import build_model
 
     model = build_model(config.model, config.run.seed)
-    return _refusal("", lambda: check_something_trains(model, optimizer, stages))
-
-
-def _stand_in() -> nn.Module:
-    """A matrix and a vector without values: an optimizer checks some options only with parameters."""
-    return nn.Linear(1, 1, device="meta")
+    return _refusal(check_something_trains, model, optimizer, stages)
 
 
 def _schedule_problems(config: JobConfig) -> list[str]:
-    from forge_train.trainer.build import (  # half a second, which other refusals do not need
-        build_model,
-        total_steps,
-    )
+    # imported here: half a second, which other refusals do not need
+    from forge_train.trainer.build import build_model, total_steps
 
     by_size = config.train.tokens_per_parameter is not None
-    unknown = _refusal("", lambda: check_schedule(config.schedule))
+    unknown = _refusal(check_schedule, config.schedule)
     parts = by_size and bool(_model_problems(config))
     if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown
     model = build_model(config.model, config.run.seed) if by_size else None
-    return _refusal("", lambda: build_schedule(config.schedule, total_steps(config, model)))
+    return _refusal(build_schedule, config.schedule, total_steps(config, model))
 
 
-def _refusal(key: str, find_it: Callable[[], Any]) -> list[str]:
+def _refusal(check: Callable[..., Any], *args: Any, key: str = "") -> list[str]:
+    """The sentences with which `check(*args)` refuses its arguments, behind `key`; empty if it does not."""
     try:
-        find_it()
+        check(*args)
     except ConfigError as error:
         return list(error.problems)
     except (ValueError, ImportError) as error:
