@@ -39,6 +39,7 @@ _CLASSES: dict[str, type[Exception]] = {
     )
 }
 _Failure = dict[str, Any]  # {"kind", "text", "errno"} of one exception
+_Outcome = dict[str, Any]  # {"value": result} or {"failure": _Failure} of one call
 
 
 class RankGroup:
@@ -59,7 +60,7 @@ class RankGroup:
         self.size = 1 if self._group is None else dist.get_world_size(self._group)
 
     def run_on_all_ranks(self, run: Callable[[], T]) -> T:
-        """``run`` on every rank; if it raises on any, all raise that class, naming the rank.
+        """Call ``run`` on every rank; if it raises on one, all raise that class, with the rank in the message.
 
         Cost: 8 bytes a rank in one all-gather when it succeeds everywhere.
         """
@@ -75,72 +76,66 @@ class RankGroup:
         return value  # type: ignore[return-value]
 
     def run_on_rank_0(self, run: Callable[[], Any]) -> Any:
-        """``run`` on rank 0; its result, plain JSON, on every rank, or its exception.
+        """Call ``run`` on rank 0; every rank returns its result, plain JSON, or raises its exception.
 
         Cost: a broadcast of 8 bytes and one of the result.
         """
         if self.size == 1:
             return run()
-        return self._broadcast_result(run if self.rank == 0 else None)
+        outcome, own = _outcome(run) if self.rank == 0 else (None, None)
+        return self._broadcast_outcome(outcome, own)
 
-    def map_reduce(self, map: Callable[[], Any], reduce: Callable[[list[Any]], Any]) -> Any:
-        """``reduce([map of each rank])`` on rank 0; its result on every rank. Results are plain JSON.
+    def map_reduce(self, of_rank: Callable[[], Any], reduce: Callable[[list[Any]], Any]) -> Any:
+        """Call ``of_rank`` on every rank and ``reduce``, with the list of results, on rank 0; every rank
+        returns its result. All results are plain JSON.
 
-        If ``map`` raises on any rank, ``reduce`` does not run. All ranks raise an exception of either.
+        If ``of_rank`` raises on any rank, ``reduce`` does not run. All ranks raise an exception of either.
         Cost: an all-gather of 8 bytes a rank, a gather to rank 0, the broadcasts of run_on_rank_0.
         """
         if self.size == 1:
-            return reduce([map()])
-        value, error = _attempt(map)
-        report = {"value": value} if error is None else {"failure": _failure(error)}
+            return reduce([of_rank()])
+        outcome, own = _outcome(of_rank)
         with _lost_ranks_explained():
-            reports = [_unpack(report) for report in self._gather(_pack(report))]
-        failures = {rank: r["failure"] for rank, r in enumerate(reports) if "failure" in r}
-        if failures:
-            return self._broadcast_result(None, list(failures.items()), error)
-        return self._broadcast_result(
-            lambda: reduce([report["value"] for report in reports]), own=error
-        )
-
-    def _broadcast_result(
-        self,
-        run: Callable[[], Any] | None,
-        failures: list[tuple[int, _Failure]] | None = None,
-        own: BaseException | None = None,
-    ) -> Any:
-        """Rank 0 runs ``run``, or has ``failures`` of other ranks; all ranks return the result or raise."""
-        answer: dict[str, Any] = {}
+            outcomes = [_unpack(data) for data in self._gather(_pack(outcome))]
         if self.rank == 0:
+            failures = [(rank, o["failure"]) for rank, o in enumerate(outcomes) if "failure" in o]
             if failures:
-                answer = {"failures": failures}
+                outcome = {"failures": failures}
             else:
-                assert run is not None
-                value, own = _attempt(run)
-                answer = {"value": value} if own is None else {"first": _failure(own)}
+                outcome, own = _outcome(lambda: reduce([o["value"] for o in outcomes]))
+        return self._broadcast_outcome(outcome, own)
+
+    def _broadcast_outcome(self, outcome: _Outcome | None, own: BaseException | None) -> Any:
+        """Return the value of rank 0's outcome on every rank, or raise its exception.
+
+        An outcome with "failures" has those of several ranks, by rank. ``own``: this rank's exception.
+        """
         with _lost_ranks_explained():
-            answer = _unpack(self._broadcast(_pack(answer) if self.rank == 0 else b""))
-        if "failures" in answer:
-            self._raise(dict(answer["failures"]), own)
-        if "first" in answer:
-            self._raise({0: answer["first"]}, own, where="")
-        return answer["value"]
+            outcome = _unpack(self._broadcast(_pack(outcome) if self.rank == 0 else b""))
+        assert outcome is not None
+        if "failures" in outcome:
+            self._raise(dict(outcome["failures"]), own)
+        if "failure" in outcome:
+            # rank 0 alone ran: its number would tell nothing
+            self._raise({0: outcome["failure"]}, own, name_ranks=False)
+        return outcome["value"]
 
     def _raise(
-        self, failures: dict[int, _Failure], own: BaseException | None, where: str | None = None
+        self, failures: dict[int, _Failure], own: BaseException | None, name_ranks: bool = True
     ) -> None:
         """Raise the failure of the lowest failed rank, with the same class and message on all ranks.
 
-        An exception of another class than ``_CLASSES`` is raised unchanged on that rank, because its
-        caller may catch that class; on every rank when all failed alike, and on an interrupted one.
+        ``own``, this rank's exception, is raised unchanged if its class is not in ``_CLASSES`` and this is the
+        lowest failed rank, whose caller may catch that class; or all ranks failed alike; or it is an interrupt.
         """
         lowest, report = next(iter(failures.items()))
         alike = len(failures) == self.size and all(f == report for f in failures.values())
-        if where is None:
-            where = "" if alike else f"{_names(list(failures))}: "
-        ours = own is None or isinstance(own, OSError) or type(own) in _CLASSES.values()
-        if not ours and (alike or self.rank == lowest or not isinstance(own, Exception)):
+        raised_anew = own is None or isinstance(own, OSError) or type(own) in _CLASSES.values()
+        interrupted = not isinstance(own, Exception)
+        if not raised_anew and (alike or self.rank == lowest or interrupted):
             raise own  # type: ignore[misc]
-        text = where + report["text"]
+        ranks = f"{_rank_names(list(failures))}: " if name_ranks and not alike else ""
+        text = ranks + report["text"]
         if report["errno"] is not None:
             raise OSError(report["errno"], text) from own
         raise _CLASSES[report["kind"]](text) from own
@@ -155,7 +150,7 @@ class RankGroup:
         return [_bytes(tensor, size) for tensor, size in zip(found, sizes)]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """The data of every rank, on rank 0; an empty list on the others."""
+        """The data of every rank on rank 0; an empty list on the others."""
         sizes = self._sizes(data)
         longest = max(sizes)
         found = None
@@ -196,6 +191,12 @@ def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo")
 
 
+def _outcome(run: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
+    """The outcome of ``run`` as JSON, and its exception."""
+    value, error = _attempt(run)
+    return {"value": value} if error is None else {"failure": _failure(error)}, error
+
+
 def _attempt(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return run(), None
@@ -204,6 +205,7 @@ def _attempt(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _failure(error: BaseException) -> _Failure:
+    """An exception as JSON: its nearest class in ``_CLASSES``, its message, and the errno of an OSError."""
     kind = next((k.__name__ for k in type(error).__mro__ if _CLASSES.get(k.__name__) is k), None)
     if isinstance(error, OSError) and error.errno is not None:
         name = f": {error.filename}" if error.filename is not None else ""
@@ -213,7 +215,7 @@ def _failure(error: BaseException) -> _Failure:
     return {"kind": kind or "RuntimeError", "errno": None, "text": text}
 
 
-def _names(ranks: list[int]) -> str:
+def _rank_names(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:4])
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

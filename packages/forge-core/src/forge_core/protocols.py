@@ -1,4 +1,4 @@
-"""What parts of yours may offer to forge_core, as plain methods and attributes; there is nothing to subclass.
+"""Methods and attributes that your own parts may offer to forge_core; there is nothing to subclass.
 
 Methods marked optional are looked up by name (`getattr`), so a wrapper that forwards attributes offers them too.
 """
@@ -76,7 +76,7 @@ class PreparesContext(Protocol):
 
 
 class OptimizerLike(Protocol):
-    """What `build_optimizer` accepts of a builder; torch's optimizers do without `set_lr`."""
+    """An optimizer that `build_optimizer` accepts from a builder; torch's optimizers need no `set_lr`."""
 
     def step(self) -> Any:
         """Update. One that takes `skip`, a 0-dim flag on the device, masks the whole update without a host sync."""

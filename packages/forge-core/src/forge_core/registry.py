@@ -26,7 +26,7 @@ class Registry(NamedTuple):
     built_in: Mapping[str, Callable[..., Any]]
 
     def find(self, name: str) -> Any:
-        """What `name` stands for: a built-in name, an entry point, or an import path `module:attr`.
+        """The part that `name` names: a built-in name, an entry point, or an import path `module:attr`.
 
         Entry points are read only for a name that is not built in. Raises ValueError for an unknown name
         (with the nearest known one) and for a path that leads nowhere.
@@ -49,7 +49,7 @@ class Registry(NamedTuple):
     def bound(
         self, tables: Mapping[str, tuple[str, Mapping[str, Any]]]
     ) -> dict[str, Callable[..., Any]]:
-        """What each of several tables stands for, given as {table: (name, options)}, with its options bound.
+        """The parts of several tables, {table: (name, options)}, each with its options bound.
 
         The table's name replaces `<name>` in the key. ValueError with all problems of all tables.
         """
@@ -66,7 +66,7 @@ class Registry(NamedTuple):
         return found
 
     def checked(self, name: str, options: Mapping[str, Any]) -> Any:
-        """What `name` stands for, if it takes `options`; ValueError with all problems. Nothing is called."""
+        """The part that `name` names, not called; ValueError with all problems unless it takes `options`."""
         part = self.find(name)
         self.check(part, name, options)
         return part
@@ -74,7 +74,7 @@ class Registry(NamedTuple):
     def check(
         self, part: Any, name: str, options: Mapping[str, Any], given: Collection[str] = ()
     ) -> None:
-        """Compare options with the signature of what `name` stands for; ValueError with all problems.
+        """Compare options with the signature of the part that `name` names; ValueError with all problems.
 
         `given` are keywords that the part is called with beside its options. A built-in part takes none:
         its options are keys of its section.

@@ -4,8 +4,8 @@
 |---|---|---|
 | `moe.dispatcher` | `Dispatcher`, or `OverlappingDispatcher` | `LocalDispatch`, `AllToAllDispatch`, `HierarchicalDispatch` |
 | fields of a `RoutingRule` (entry points of `forge.routers`) | `Score`, `Choose`, `Weigh` | the rules in `forge_moe.routers` |
-| `ctx` of `MoE.forward` | `TokenContext`, `CachingContext` | none; a SimpleNamespace will do |
-| `dense` of `upcycle` | `DenseFeedForward` | none; feed-forwards of Llama and Qwen fit |
+| `ctx` of `MoE.forward` | `TokenContext`, `CachingContext` | none; for example a SimpleNamespace |
+| `dense` of `upcycle` | `DenseFeedForward` | none; for example a feed-forward of Llama or Qwen |
 
 Shapes: B rows, S tokens of a row, T tokens, K slots per token, R rows sorted by expert, E experts, D width.
 """
@@ -37,8 +37,8 @@ V = TypeVar("V")
 class Dispatched(NamedTuple):
     """Rows for the experts of this process.
 
-    rows (R, D) sorted by expert; counts (E,) int64 on the device, rows of each local expert; `meta`, an
-    object that `combine` of the same dispatcher takes.
+    rows (R, D) sorted by expert; counts (E,) int64 on the device, the number of rows of each local expert;
+    meta, an object that `combine` of the same dispatcher takes.
     """
 
     rows: Tensor
@@ -50,14 +50,14 @@ class Dispatcher(Protocol):
     """Moves tokens to experts and the experts' outputs back."""
 
     def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:
-        """Rows for the experts, of x (T, D), weights (T, K) fp32, ids (T, K) int64 in 0..E, E for nowhere."""
+        """Send x (T, D) with weights (T, K) fp32 to experts ids (T, K) int64 in 0..E-1; E sends a slot nowhere."""
 
     def combine(self, rows: Tensor, meta: Any) -> Tensor:
         """Weighted sums (T, D) fp32 of the experts' outputs rows (R, D)."""
 
 
 class OverlappingDispatcher(Dispatcher, Protocol):
-    """A dispatcher that computes while rows are in transfer; `MoE` then calls `run` alone."""
+    """A dispatcher that computes while rows are in transfer: `MoE` calls only its `run`."""
 
     def run(
         self,
@@ -67,34 +67,37 @@ class OverlappingDispatcher(Dispatcher, Protocol):
         experts: Callable[..., Tensor],
         overlapped: Callable[[], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """dispatch, `experts(rows, counts, full=...)`, combine: (T, D) fp32; and the result of `overlapped()`,
-        which is called during the first transfer (None without it)."""
+        """Dispatch, call `experts(rows, counts, full=...)` and combine: (T, D) fp32, and the result of `overlapped`.
+
+        `full=True` promises that counts.sum() is R. `overlapped()` is called during the first transfer; without
+        it the second result is None.
+        """
 
 
 class Score(Protocol):
-    """Scores at or above 0 of logits."""
+    """Turns logits into scores of at least 0."""
 
     def __call__(self, logits: Tensor, /) -> Tensor:
         """(T, E) -> (T, E), differentiable."""
 
 
 class Choose(Protocol):
-    """The choice of experts; its result is recorded and replayed in a recomputation."""
+    """Chooses experts; the ids are recorded, and replayed when the layer is recomputed."""
 
     def __call__(self, scores: Tensor, config: RouterConfig, valid: Tensor, /) -> Tensor:
-        """Ids (T, K) int64 in 0..E of scores (T, E) with the expert bias added, without autograd.
+        """Scores (T, E), with the expert bias added and without autograd -> ids (T, K) int64 in 0..E-1.
 
-        valid (T,) bool is False on pads; E means nowhere.
+        valid (T,) bool is False on pads. The id E sends a slot nowhere.
         """
 
 
 class Weigh(Protocol):
-    """The weights of chosen experts, from scores without the expert bias."""
+    """Weighs the chosen experts by their scores, to which no expert bias is added."""
 
     def __call__(
         self, logits: Tensor, scores: Tensor, ids: Tensor, config: RouterConfig, /
     ) -> Tensor:
-        """Weights (T, K), differentiable, of ids (T, K) in 0..E-1."""
+        """logits and scores (T, E), ids (T, K) in 0..E-1 -> weights (T, K), differentiable."""
 
 
 class TokenContext(Protocol):

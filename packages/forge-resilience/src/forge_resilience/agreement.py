@@ -1,4 +1,4 @@
-"""What all ranks must do in the same step: one exchange of small numbers between hosts."""
+"""Decisions that all ranks take in the same step, by one exchange of small numbers between hosts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Vote:
     fault: int = 0
     """Exit code of an error with which this rank cannot go on (its data, say), 0 for none."""
     digest: int | str = 0
-    """What must be equal on all ranks, such as the digest of the global batch: 16 hex digits or an
-    integer. Kept as the signed integer of the same 64 bits."""
+    """A value that must be equal on all ranks, such as the digest of the global batch: 16 hex digits or an
+    integer. Stored as the signed integer of the same 64 bits."""
     count: float = 0.0
     """Added up over the ranks: the valid labels of this rank's share of the batch, or what they weigh."""
 
@@ -124,7 +124,7 @@ class Agreement:
         return group
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every rank brought, in the order of ranks: plain data that JSON can say.
+        """The values of all ranks, in the order of ranks; a value is plain data that JSON can hold.
 
         For start-up and other rare moments: two collectives, blocking. Usage:
         `problems = [p for p in agreement.exchange(problem) if p]`.

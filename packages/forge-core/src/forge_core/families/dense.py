@@ -1,10 +1,10 @@
 """Llama 3, Mistral, Qwen2/2.5 and Qwen3 (dense) as Hugging Face stores them.
 
-A row is (pattern there, pattern here, operations); `{i}` stands for the layer. Operations come
-from a closed reversible set, `("transpose", d0, d1)`, `("concat", dim, n)`, `("stack_experts", n)`,
-`("rope_permute", heads)`, and none is a rename, which is all that these families need: Forge keeps
-the half-rotation layout of rotary embeddings that Hugging Face has. Whoever moves tensors applies
-the rows; this file knows no storage.
+A row is (pattern of Hugging Face's names, pattern of Forge's names, operations); `{i}` stands for the layer.
+Operations come from a closed reversible set: `("transpose", d0, d1)`, `("concat", dim, n)`,
+`("stack_experts", n)`, `("rope_permute", heads)`. Rows of these families have no operations, they only rename:
+Forge has Hugging Face's half-rotation layout of rotary embeddings. The rows are data; the code that reads and
+writes checkpoints applies them. Rows of biases apply only to checkpoints that have these biases.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Row = tuple[str, str, tuple[tuple[Any, ...], ...]]
 
 
 class Family(NamedTuple):
-    """One family: rows of its tensors, and its configuration translated both ways.
+    """One family: rows for its tensors, and functions that translate its configuration both ways.
 
     LLAMA.config_from_hf(json.load(open("config.json")))   # -> TransformerConfig
     """
@@ -30,41 +30,42 @@ class Family(NamedTuple):
     config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
 
 
-def _linear(hf: str, forge: str, bias: bool) -> tuple[Row, ...]:
+def _layer_rows(hf: str, forge: str, *, bias: bool = False) -> tuple[Row, ...]:
+    """Rows that rename one module of every layer."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return tuple(
         (f"model.layers.{{i}}.{hf}.{kind}", f"layers.{{i}}.{forge}.{kind}", ()) for kind in kinds
     )
 
 
-_OUTER: tuple[Row, ...] = (
+_OUTSIDE_LAYERS: tuple[Row, ...] = (
     ("model.embed_tokens.weight", "embedding.weight", ()),
     ("model.norm.weight", "norm.weight", ()),
     ("lm_head.weight", "lm_head.weight", ()),
 )
 _NORMS: tuple[Row, ...] = (
-    *_linear("input_layernorm", "mixer_norm", False),
-    *_linear("post_attention_layernorm", "feed_forward_norm", False),
+    *_layer_rows("input_layernorm", "mixer_norm"),
+    *_layer_rows("post_attention_layernorm", "feed_forward_norm"),
 )
 _QK_NORMS: tuple[Row, ...] = (
-    *_linear("self_attn.q_norm", "mixer.q_norm", False),
-    *_linear("self_attn.k_norm", "mixer.k_norm", False),
+    *_layer_rows("self_attn.q_norm", "mixer.q_norm"),
+    *_layer_rows("self_attn.k_norm", "mixer.k_norm"),
 )
 
 
 def _sublayers(*, o_bias: bool, feed_forward_bias: bool) -> tuple[Row, ...]:
     return (
-        *_linear("self_attn.q_proj", "mixer.q_proj", True),
-        *_linear("self_attn.k_proj", "mixer.k_proj", True),
-        *_linear("self_attn.v_proj", "mixer.v_proj", True),
-        *_linear("self_attn.o_proj", "mixer.o_proj", o_bias),
-        *_linear("mlp.gate_proj", "feed_forward.gate_proj", feed_forward_bias),
-        *_linear("mlp.up_proj", "feed_forward.up_proj", feed_forward_bias),
-        *_linear("mlp.down_proj", "feed_forward.down_proj", feed_forward_bias),
+        *_layer_rows("self_attn.q_proj", "mixer.q_proj", bias=True),
+        *_layer_rows("self_attn.k_proj", "mixer.k_proj", bias=True),
+        *_layer_rows("self_attn.v_proj", "mixer.v_proj", bias=True),
+        *_layer_rows("self_attn.o_proj", "mixer.o_proj", bias=o_bias),
+        *_layer_rows("mlp.gate_proj", "feed_forward.gate_proj", bias=feed_forward_bias),
+        *_layer_rows("mlp.up_proj", "feed_forward.up_proj", bias=feed_forward_bias),
+        *_layer_rows("mlp.down_proj", "feed_forward.down_proj", bias=feed_forward_bias),
     )
 
 
-# Read by Qwen where use_sliding_window is true, which is refused.
+# Qwen reads these keys only if use_sliding_window is true, and `read_common` refuses that.
 _WINDOW_OFF = ("sliding_window", "max_window_layers")
 
 
@@ -81,9 +82,9 @@ def _llama_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _llama_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    wanted = {"qk_norm": False, "o_bias": config.qkv_bias}
+    fixed = {"qk_norm": False, "o_bias": config.qkv_bias}
     return {
-        **write_common(config, "llama", "LlamaForCausalLM", wanted),
+        **write_common(config, "llama", "LlamaForCausalLM", fixed),
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.feed_forward_bias,
     }
@@ -94,14 +95,14 @@ def _qwen2_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _qwen2_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    wanted = {"qk_norm": False, "qkv_bias": True, "o_bias": False, "feed_forward_bias": False}
-    hf = write_common(config, "qwen2", "Qwen2ForCausalLM", wanted)
+    fixed = {"qk_norm": False, "qkv_bias": True, "o_bias": False, "feed_forward_bias": False}
+    hf = write_common(config, "qwen2", "Qwen2ForCausalLM", fixed)
     return {**hf, "use_sliding_window": False}
 
 
 def _qwen3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     bias = bool(hf.get("attention_bias", False))
-    # Qwen3's own default is 128 whatever the width; a missing key does not mean dim / num_heads.
+    # Qwen3's default of head_dim is 128 at every width, not dim / num_heads.
     return read_common(
         {"head_dim": 128, **hf},
         "qwen3",
@@ -113,45 +114,46 @@ def _qwen3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _qwen3_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    wanted = {"qk_norm": True, "o_bias": config.qkv_bias, "feed_forward_bias": False}
-    hf = write_common(config, "qwen3", "Qwen3ForCausalLM", wanted)
+    fixed = {"qk_norm": True, "o_bias": config.qkv_bias, "feed_forward_bias": False}
+    hf = write_common(config, "qwen3", "Qwen3ForCausalLM", fixed)
     return {**hf, "attention_bias": config.qkv_bias, "use_sliding_window": False}
 
 
 def _mistral_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     window = hf.get("sliding_window", 4096)  # transformers' default where the key is missing
-    spec = AttentionSpec(window=window if is_size(window, 2**31) else None)  # the rest is refused
+    # null, or a window longer than any row: full attention. `read_common` refuses values of another kind.
+    spec = AttentionSpec(window=window if is_size(window, 2**31) else None)
     return read_common(hf, "mistral", ("sliding_window",), attention=spec)
 
 
 def _mistral_to_hf(config: TransformerConfig) -> dict[str, Any]:
     biases = ("qkv_bias", "o_bias", "feed_forward_bias")
-    wanted = {"qk_norm": False, **dict.fromkeys(biases, False)}
-    hf = write_common(config, "mistral", "MistralForCausalLM", wanted, ("window",))
+    fixed = {"qk_norm": False, **dict.fromkeys(biases, False)}
+    hf = write_common(config, "mistral", "MistralForCausalLM", fixed, ("window",))
     return {**hf, "sliding_window": config.attention.window}
 
 
 LLAMA = Family(
     "llama",
-    _OUTER + _NORMS + _sublayers(o_bias=True, feed_forward_bias=True),
+    _OUTSIDE_LAYERS + _NORMS + _sublayers(o_bias=True, feed_forward_bias=True),
     _llama_from_hf,
     _llama_to_hf,
 )
 MISTRAL = Family(
     "mistral",
-    _OUTER + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
+    _OUTSIDE_LAYERS + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
     _mistral_from_hf,
     _mistral_to_hf,
 )
 QWEN2 = Family(
     "qwen2",
-    _OUTER + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
+    _OUTSIDE_LAYERS + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
     _qwen2_from_hf,
     _qwen2_to_hf,
 )
 QWEN3 = Family(
     "qwen3",
-    _OUTER + _NORMS + _QK_NORMS + _sublayers(o_bias=True, feed_forward_bias=False),
+    _OUTSIDE_LAYERS + _NORMS + _QK_NORMS + _sublayers(o_bias=True, feed_forward_bias=False),
     _qwen3_from_hf,
     _qwen3_to_hf,
 )

@@ -41,8 +41,8 @@ _READ = {
     *("attention_dropout", "rope_scaling", "rope_parameters"),
 }
 
-# What transformers 4 and 5 write into every config.json, and files of these families besides. None of it
-# enters the forward pass of a dense decoder.
+# Keys that transformers 4 and 5 write into every config.json, and further ones in files of these families.
+# None of them enters the forward pass of a dense decoder.
 _HARMLESS = """
 _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention
 architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
@@ -74,10 +74,10 @@ def read_common(
     problems = [
         f"{key} is missing; give a complete config.json" for key in _REQUIRED if key not in hf
     ]
-    unsound = _unsound(hf)
-    problems += unsound + _unknown(hf, reads)
-    if not unsound:
-        problems += _unlike(hf, model_type) + _unlike_rope(_rope_keys(hf))
+    wrong = _wrong_kinds(hf)
+    problems += wrong + _unknown(hf, reads)
+    if not wrong:
+        problems += _unsupported(hf, model_type) + _unsupported_rope(_rope_keys(hf))
     if problems:
         raise ValueError("\n".join(f"{model_type}: {text}" for text in problems))
     rope = _rope_keys(hf)
@@ -100,7 +100,7 @@ def read_common(
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int | None:
-    """None where the width of a head is the usual one: a written default makes no other config."""
+    """None for heads of hidden_size / num_heads: a default that the file writes out gives the same config."""
     given: int | None = hf.get("head_dim")
     usual = given is not None and given * hf["num_attention_heads"] == hf["hidden_size"]
     return None if usual else given
@@ -110,22 +110,22 @@ def write_common(
     config: TransformerConfig,
     model_type: str,
     architecture: str,
-    wanted: Mapping[str, Any],
+    fixed: Mapping[str, Any],
     spec: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """The shared part of `config.json`, rotary keys in the forms of transformers 4 and 5.
 
-    `wanted` are fields that the family fixes, `spec` those of AttentionSpec that it writes itself. Raises ValueError with a line for each field whose
-    value the family cannot express.
+    `fixed` are the values of fields that the family requires, `spec` the fields of AttentionSpec that it
+    writes itself. Raises ValueError with a line for each field whose value the family cannot express.
     """
-    fixed = {
+    expected = {
         **{"mixer": "attention", "block": "pre_norm", "norm": "rms_norm", "feed_forward": "swiglu"},
-        **wanted,
+        **fixed,
     }
     problems = [
         f"{model_type}: {name} {getattr(config, name)!r} must be {value!r} in this family; "
         "choose another family"
-        for name, value in fixed.items()
+        for name, value in expected.items()
         if getattr(config, name) != value
     ]
     problems += [
@@ -165,7 +165,7 @@ def write_common(
 
 
 def _rope_entries(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rotary tables say, by dotted name."""
+    """Entries of the rotary tables, by dotted name."""
     tables = {where: hf.get(where) for where in ("rope_scaling", "rope_parameters")}
     return {
         f"{where}.{key}": value
@@ -175,8 +175,8 @@ def _rope_entries(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _unsound(hf: Mapping[str, Any]) -> list[str]:
-    """Values of another kind than their key needs; null stands for the default where there is one."""
+def _wrong_kinds(hf: Mapping[str, Any]) -> list[str]:
+    """Values of the wrong kind for their key; null stands for the default where there is one."""
     return [
         f"{name} {reprlib.repr(value)} must be {rule}; correct it"
         for name, value in {**hf, **_rope_entries(hf)}.items()
@@ -202,7 +202,7 @@ def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _unlike(hf: Mapping[str, Any], model_type: str) -> list[str]:
+def _unsupported(hf: Mapping[str, Any], model_type: str) -> list[str]:
     """Settings outside rotary embedding that Forge's transformer does not support."""
     layer_types = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
     refused = {
@@ -213,8 +213,8 @@ def _unlike(hf: Mapping[str, Any], model_type: str) -> list[str]:
         f"attention_dropout {hf.get('attention_dropout')}": bool(hf.get("attention_dropout")),
     }
     return [
-        f"{what} is not supported; use a dense {model_type} model with silu and full attention"
-        for what, broken in refused.items()
+        f"{setting} is not supported; use a dense {model_type} model with silu and full attention"
+        for setting, broken in refused.items()
         if broken
     ]
 
@@ -230,7 +230,7 @@ def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _unlike_rope(rope: Mapping[str, Any]) -> list[str]:
+def _unsupported_rope(rope: Mapping[str, Any]) -> list[str]:
     problems = []
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         problems.append(

@@ -1,4 +1,4 @@
-"""What an attention computes, apart from how."""
+"""The function that an attention computes, independent of its implementation."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
 
 
 def find_optimizer(name: str) -> Any:
-    """What an `optimizer.name` stands for; ValueError names the key."""
+    """The builder that `optimizer.name` names; ValueError with the key for an unknown name."""
     return OPTIMIZERS.find(name)
 
 

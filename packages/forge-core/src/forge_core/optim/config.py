@@ -1,4 +1,4 @@
-"""What an optimizer and a schedule are made from."""
+"""Configuration of optimizers and learning-rate schedules."""
 
 from __future__ import annotations
 
