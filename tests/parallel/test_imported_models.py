@@ -252,6 +252,22 @@ def crowded(vocab_size: int) -> nn.Module:
     return Transformer(sizes(vocab_size), feed_forward=lambda _: MoE(moe))
 
 
+def roomy(vocab_size: int) -> nn.Module:
+    """With a bias that the loop moves, and experts that ranks can share."""
+    moe = MoEConfig(
+        dim=D, hidden_dim=16, num_experts=4, top_k=2, bias_update_rate=1e-3, aux="attach"
+    )
+    return Transformer(sizes(vocab_size), feed_forward=lambda _: MoE(moe))
+
+
+def test_experts_of_an_imported_model_are_shared_over_ep(tmp_path: Path) -> None:
+    job, many = make_job(tmp_path / "one"), make_job(tmp_path / "many")
+    wanted = fit_alone(job, **keys("roomy")).weights
+    fitted = fit_on_ranks(2, many, **keys("roomy", {"ep": 2}))
+    assert_close(together(fitted), wanted)
+    assert_same_rows(columns(many), columns(job))
+
+
 def llama(vocab_size: int) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     small = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
@@ -273,6 +289,7 @@ def llama(vocab_size: int) -> nn.Module:
         ("tied", {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, "embedding is tied"),
         ("crowded", {"cp": 2}, "layers.0.feed_forward.capacity_factor 1.0 decides over the tokens"),
         ("forge_testing.models:bigram", {"tp": 2}, "parallel_roles"),
+        ("forge_testing.models:bigram", {"ep": 2}, "ep 2 must divide num_experts 0"),
     ],
 )  # fmt: skip
 def test_what_a_model_lacks_is_told_before_a_process_group_exists(

@@ -44,7 +44,7 @@ def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[
 
 
 def _layout_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[str]:
-    if layout.pp * layout.cp * layout.tp == 1:
+    if layout.pp * layout.cp * layout.tp * layout.ep == 1:
         return []
     try:
         structure = structure_of(model)

@@ -94,12 +94,13 @@ def _saves_by_name(optimizer: str) -> bool:
 
 def _facts(config: JobConfig, layout: Layout) -> Facts:
     """Facts about model and batch from the configuration; an imported model has its own once it is built."""
-    parts = micro_batches(config, layout)
+    parts, moe = micro_batches(config, layout), getattr(config.model, "moe", None)
     known = Facts(
         seq_len=config.data.seq_len,
         micro_batch=parts.size,
         num_micro_batches=parts.count,
-        num_experts=int(getattr(getattr(config.model, "moe", None), "num_experts", 0)),
+        # an imported model tells once it is built
+        num_experts=None if moe is None else moe.num_experts,
         names=NAMES,
     )
     return (
