@@ -11,7 +11,7 @@ __all__ = ["Source", "Stream", "Tokenizer"]
 
 
 class Source(Protocol):
-    """A stream of token ids cut into documents.
+    """Token ids in one sequence, divided into documents.
 
     `documents` holds the sorted int64 start offset of each document, the first 0; `tokenizer` is a
     spec for `load_tokenizer`; `vocab_size` and `tokenizer` are None if they were not recorded.
@@ -54,7 +54,7 @@ class Stream(Protocol):
 
     `arrays(ids)` returns arrays or tensors with one row for each id: tokens, labels, positions,
     document_ids; optionally weights and source; and further inputs of a model by any other name, as
-    tensors or Ragged (see Batch). For no ids it returns the same names without rows, and reads nothing.
+    tensors or Ragged (see Batch). For no ids it returns the same names with zero rows, and reads nothing.
     `len` is the number of instances of an epoch; evaluations use it.
     """
 
@@ -92,5 +92,5 @@ class Tokenizer(Protocol):
         ...
 
     def spec(self) -> dict[str, Any]:
-        """Plain data from which `load_tokenizer` makes it again."""
+        """Plain data from which `load_tokenizer` builds this tokenizer."""
         ...

@@ -12,14 +12,14 @@ from forge_data.errors import InvalidData
 from forge_data.sources.checks import check_range, check_split
 from forge_data.tokenizer import ByteTokenizer
 
-_EVERY = 16
+_EVERY = 16  # one topic of this many is held out
 
 
 class BuiltinCorpus:
     """`pydoc_data.topics` as bytes: a document per topic in sorted order, each ended by EOS.
 
-    Every 16th topic is the validation split. Topics differ in length by a factor of a hundred, so
-    the first one (of the first 16) is chosen to hold out the share of bytes that is nearest 1/16.
+    Every 16th topic is in the validation split. Topics differ in length by a factor of a hundred, so
+    the first of these topics, one of the first 16, is the one that holds out nearest to 1/16 of the bytes.
     Text and fingerprint differ a little between Python versions. Costs a few milliseconds and one MB.
     Usage: `BuiltinCorpus("train").read(0, 100)`.
     """
@@ -30,13 +30,11 @@ class BuiltinCorpus:
         self.split = split
         self.vocab_size: int | None = tokenizer.vocab_size
         self.tokenizer: dict[str, Any] | None = tokenizer.spec()
-        texts = _texts()
-        held_out = set(range(_first_held_out([len(t) for t in texts]), len(texts), _EVERY))
-        chosen = [t for i, t in enumerate(texts) if (i in held_out) == (split == "validation")]
+        texts = _texts_of(split)
         end = np.array([tokenizer.eos_id], np.uint16)
-        parts = [part for t in chosen for part in (np.frombuffer(t, np.uint8), end)]
+        parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
         self._tokens = np.concatenate(parts).astype(np.uint16)  # (num_tokens,)
-        lengths = np.array([len(t) + 1 for t in chosen], dtype=np.int64)
+        lengths = np.array([len(text) + 1 for text in texts], dtype=np.int64)
         self.documents = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
         for array in (self._tokens, self.documents):
             array.flags.writeable = False
@@ -72,7 +70,14 @@ class BuiltinCorpus:
         return BuiltinCorpus, (self.split,)  # a worker reads the text from its own Python
 
 
+def _texts_of(split: str) -> list[bytes]:
+    texts = _texts()
+    held_out = set(range(_first_held_out([len(text) for text in texts]), len(texts), _EVERY))
+    return [text for i, text in enumerate(texts) if (i in held_out) == (split == "validation")]
+
+
 def _texts() -> list[bytes]:
+    """All topics, in sorted order."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -84,6 +89,6 @@ def _texts() -> list[bytes]:
 
 
 def _first_held_out(lengths: list[int]) -> int:
-    """The first topic (under 16) whose share of bytes, with every 16th after it, is nearest 1/16."""
+    """The topic among the first 16 that holds out nearest to 1/16 of the bytes, with every 16th after it."""
     target = sum(lengths) / _EVERY
     return min(range(_EVERY), key=lambda first: abs(sum(lengths[first::_EVERY]) - target))
