@@ -417,6 +417,7 @@ CASES: dict[str, list[Case | Call]] = {
         Case("a list 20 deep", content("a = " + "[" * 20 + "]" * 20), CONFIG, ("odd.toml", "nested")),
         Case("a dotted key of 20,000", content("a." * 20_000 + "a = 1"), CONFIG, ("odd.toml", "fewer dots")),
         Case("a table name of 20,000", content("[" + "a." * 20_000 + "a]"), CONFIG, ("odd.toml", "fewer dots")),
+        Case("a dotted key of 20,000 quotes", content('"\\"".' * 20_000 + "a = 1"), CONFIG, ("odd.toml", "fewer dots")),
         Case("a folder", lambda f: ["run", f], CONFIG, ("is no regular file",)),
         Case("a pipe", lambda f: ["run", fifo(f)], CONFIG, ("pipe.toml", "is no regular file")),
         Case("a device without end", lambda f: ["run", "/dev/zero"], CONFIG, ("/dev/zero", "is no regular file")),

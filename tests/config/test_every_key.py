@@ -29,7 +29,7 @@ from forge_testing import run_on_ranks, write_job
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
-from forge_train.config.schema import DenseModelConfig
+from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import NonFiniteError
 from forge_train.metrics.console import console_mode
 from forge_train.trainer.auto_layout import with_layout
@@ -427,7 +427,7 @@ def test_the_device_is_used_or_refused(tmp_path: Path) -> None:
 def experts_of(options: dict[str, Any], moe: dict[str, Any]) -> Any:
     """Where the experts lie and how tokens reach them, on one rank of several."""
     config = ParallelConfig(device="cpu", **options)
-    section = DenseModelConfig(
+    section = BuiltInModelConfig(
         vocab_size=8, dim=8, num_layers=1, num_heads=1, moe=MoESection(num_experts=4, **moe)
     )
     with torch.device("meta"):
@@ -473,7 +473,7 @@ def test_a_layout_key_changes_what_fsdp_does(key: str, other: Any) -> None:
 
 def arranged(options: dict[str, Any]) -> Any:
     """What parallelize makes of a decoder of six layers: classes, placements, and names below."""
-    section = DenseModelConfig(vocab_size=64, dim=512, num_layers=6, num_heads=2, hidden_dim=4096)
+    section = BuiltInModelConfig(vocab_size=64, dim=512, num_layers=6, num_heads=2, hidden_dim=4096)
     with torch.device("meta"):
         model = Transformer(section)
     config = ParallelConfig(device="cpu", **options)

@@ -27,7 +27,7 @@ from forge_testing import run_on_ranks
 from forge_train import ConfigError, load_job
 from forge_train.cli import main
 from forge_train.config.experts import MoESection
-from forge_train.config.schema import DenseModelConfig
+from forge_train.config.schema import BuiltInModelConfig
 from forge_train.plan import choose_layout
 from forge_train.trainer.build import build_model
 from forge_train.trainer.experts import shard_experts
@@ -47,8 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def section(name: str) -> DenseModelConfig:
-    return DenseModelConfig(
+def section(name: str) -> BuiltInModelConfig:
+    return BuiltInModelConfig(
         vocab_size=256, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, **MODELS[name]
     )
 
@@ -250,7 +250,7 @@ MEASURED: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, float]] = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_F118_a_plan_is_not_below_the_allocators_peak(name: str) -> None:
     model, parallel, global_batch, micro_batch, measured = MEASURED[name]
-    section = DenseModelConfig(**{**LARGE, **model})
+    section = BuiltInModelConfig(**{**LARGE, **model})
     plan = estimate_layout(
         build_model(section, 0),
         ParallelConfig(**{"recompute": "none", **parallel}),

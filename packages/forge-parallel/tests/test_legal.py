@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, Facts, str]] = {
     "shards that torch misplaces": (
         {"tp": 2}, 16, Facts(vocab=[ShardedDim("257 ids", 257, width=36)]),
         "257 ids of width 36 over tp 2 and 8 shards must be divisible by 2, or the width by 8"),
-    "a whole that tp would cut": ({"tp": 2}, 2, Facts(whole={"sinks": "none"}), "must go without sinks"),
+    "a whole that tp would cut": ({"tp": 2}, 2, Facts(unshardable={"sinks": "none"}), "must go without sinks"),
     "what decides over a micro-batch": (
         {"cp": 2}, 2, Facts(whole_batch={"capacity 1.25": "no capacity"}), "capacity 1.25 decides over the tokens"),
     "tied ends": (
@@ -83,6 +83,14 @@ def test_parts_of_a_width_are_whole_units_and_those_of_a_table_are_not_empty() -
         assert (uneven_width(ShardedDim("w", size, unit), tp) is None) == (part % unit == 0)
         parts = [len(p) for p in torch.arange(size).chunk(tp)]
         assert (uneven_vocab(ShardedDim("v", size), tp) is None) == (len(parts) == tp)
+
+
+@pytest.mark.parametrize(("size", "unit"), [(64, 128), (100, 64)])
+def test_shared_units_must_be_whole(size: int, unit: int) -> None:
+    """Less than one head, and one head with a rest: ranks that share a head would leave rows out."""
+    broken = uneven_width(ShardedDim(f"{size} rows", size, unit, shared=True), 2)
+    assert broken is not None
+    assert "use tp 1" in broken
 
 
 def test_the_fix_that_is_offered_is_allowed() -> None:

@@ -71,7 +71,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Train what CONFIG describes, or resume from the newest checkpoint in its run directory.
+    """Train the job that CONFIG describes, or resume from the newest checkpoint in its run directory.
 
     `--nproc N` starts N processes on this machine; under torchrun, srun or RANK/WORLD_SIZE each
     process is one rank of the job.
@@ -195,7 +195,7 @@ def _refuse_layout(job: ResolvedJob, nproc: int) -> None:
 
 
 def plan(args: list[str]) -> int:
-    """Say what CONFIG needs on --gpus N [--gpu h200] [--nodes M], how long a step takes, what else there is.
+    """Print the memory and time that CONFIG needs on --gpus N [--gpu h200] [--nodes M], and alternatives.
 
     The data need not be there.
     """
@@ -215,7 +215,7 @@ def generate(args: list[str]) -> int:
 
 
 def doctor(args: list[str]) -> int:
-    """Say what this machine can do and what to install: 0 ready, 1 something missing, 2 broken."""
+    """Print the abilities of this machine and missing packages: 0 ready, 1 something missing, 2 broken."""
 
     def options(
         json: Annotated[

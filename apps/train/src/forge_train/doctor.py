@@ -1,4 +1,4 @@
-"""What this machine can do, in one screen; every probe is a real one, none assumes a GPU."""
+"""Abilities of this machine, on one screen; every probe computes or writes something, none assumes a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong, each with the exit code that the shell and the scheduler see."""
+"""Errors that a user can cause, each with the exit code that the shell and the scheduler see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge_resilience import Agreement, ExitCode
 
 T = TypeVar("T")
 Report = list[int | str] | None
-"""What a rank tells the others of its error: exit code and problems; None without one."""
+"""The error of a rank, for the others: exit code and problems; None without one."""
 
 
 class JobError(Exception):

@@ -46,7 +46,7 @@ class PlanFlags:
 
 
 def show_plan(config: JobConfig, flags: PlanFlags) -> None:
-    """Print what `config` needs on these GPUs, and alternatives. ConfigError if it cannot run there."""
+    """Print memory and time of `config` on these GPUs, and alternatives. ConfigError if it cannot run there."""
     gpu, per_node = _machine(config, flags)
     profile = _profile(config)
     space = _space(config, profile, flags.gpus, per_node, gpu)

@@ -1,4 +1,4 @@
-"""How the process of a command begins and ends: streams, signals, and who prints an error of many ranks."""
+"""Begin and end of a command's process: streams, signals, and the rank that prints an error of many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST = 4000  # characters of a sentence: a user's value may have a megabyte
 
 
 def is_rank_of_many() -> bool:
-    """What a launcher left in the environment, read before anything heavy is imported."""
+    """Whether a launcher started several ranks; read from the environment, before anything heavy is imported."""
     worlds = (os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     return any(world.isdecimal() and int(world) > 1 for world in worlds)
 

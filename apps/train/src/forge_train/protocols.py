@@ -1,4 +1,4 @@
-"""What objects of yours that a configuration names may offer to the runner; there is nothing to subclass.
+"""Methods and attributes of your objects that a configuration names; there is nothing to subclass.
 
 | named by | protocol |
 |---|---|
@@ -79,7 +79,7 @@ class CountsItsBatch(ObjectiveFunction, Protocol):
     """An objective that is not divided by the number of labels."""
 
     def count(self, batch: Batch, /) -> float:
-        """What `batch` adds to the divisor of the sums; known on the host, before the forward."""
+        """The number that `batch` adds to the divisor of the sums; known on the host, before the forward."""
         ...
 
 

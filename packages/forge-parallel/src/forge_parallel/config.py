@@ -142,7 +142,8 @@ class ParallelConfig:
         False, "FSDP2 sends weights in float8; tensorwise on CUDA only"
     )
     recompute: Literal["none", "full", "selective"] = _field(
-        "none", "activations computed again in the backward: none, all of a block, or what is cheap"
+        "none",
+        "activations computed again in the backward: none, all of a block, or the cheap ones",
     )
     recompute_every: int = _field(1, "recompute in every k-th block")
     memory_budget: float | None = _field(

@@ -1,10 +1,11 @@
-"""The rules for a configuration, a layout and a model together, each once: a sentence of value, rule and fix.
+"""Rules that a configuration, a layout and a model must satisfy together; a broken rule is a sentence with value,
+rule and fix.
 
     broken = problems(config, config.axes(8), Facts(seq_len=2048, num_layers=12, num_experts=0))
 
 The runner calls `problems` before any process starts, the planner for each layout, `parallelize` and `prove` with
-the model; each passes the facts that it has. A function that checks a tensor or its own arguments calls the
-function of that rule. The module `micro_batches` divides a global batch.
+the model; each passes the facts that it has. Code that checks a single tensor or argument calls the function of one
+rule, such as `uneven_sequence`.
 """
 
 from __future__ import annotations
@@ -33,29 +34,32 @@ __all__ = [
 
 
 class ShardedDim(NamedTuple):
-    """A dim that tp shards: a label with its value for messages, its size, the unit of which a part must be a
-    multiple, whether more ranks than units may share them, and for a table of ids its width."""
+    """A dim that tp shards."""
 
     label: str
+    """Name and value, for messages."""
     size: int
     unit: int = 1
+    """The part of a rank must be a multiple of it: head_dim, for example."""
     shared: bool = False
+    """Several ranks may have the same unit, if there are more ranks than units."""
     width: int = 1
+    """The other dim, for a table sharded by ids."""
 
 
 @dataclass(frozen=True)
 class Facts:
     """Facts about a model and its batch. Rules about unknown ones (None, or empty) are skipped.
 
-    seq_len            tokens of a row before any cut
+    seq_len            tokens of a row, over all ranks
     micro_batch        rows of a micro-batch
-    num_micro_batches  those of a data rank in a step
+    num_micro_batches  micro-batches of a data rank in a step
     num_layers         blocks that a pipeline distributes over stages
     num_blocks         blocks that recomputation can use
-    num_experts        of a mixture; 0 for a dense model
+    num_experts        experts of a layer; 0 for a dense model
     widths, vocab      dims that tp shards evenly (heads, hidden widths), and tables sharded by ids
     tied               names of modules at both ends of the model
-    whole              features that tp cannot shard: {feature with its value: alternative}
+    unshardable        features that tp cannot shard: {feature with its value: alternative}
     whole_batch        features that need all tokens of a micro-batch: {feature with its value: alternative}
     obstacles          {axis: sentences on why this model cannot be parallelized over it}
     model, names       for messages: the model's name, and {key: name in the configuration}, as "data.seq_len"
@@ -70,7 +74,7 @@ class Facts:
     widths: Sequence[ShardedDim] = ()
     vocab: Sequence[ShardedDim] = ()
     tied: Sequence[str] = ()
-    whole: Mapping[str, str] = field(default_factory=dict)
+    unshardable: Mapping[str, str] = field(default_factory=dict)
     whole_batch: Mapping[str, str] = field(default_factory=dict)
     obstacles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     model: str = "the model"
@@ -91,7 +95,7 @@ def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[str]:
 
 
 def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
-    """Mixtures get a part of the tokens on each tp rank, whatever the rest of the stream does."""
+    """A mixture of experts cuts its tokens over tp, with and without sequence_parallel."""
     sharded = config.sequence_parallel or bool(facts.num_experts)
     if facts.seq_len is not None:
         tp = layout.tp if sharded else 1
@@ -100,11 +104,11 @@ def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[
 
 
 def _float8(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
-    """Float8 kernels sum gradients of weights over the tokens of a rank in pieces of 16; emulation does not."""
+    """Float8 kernels sum weight gradients over tokens in pieces of 16; the emulation on the CPU does not."""
     micro, length = facts.micro_batch, facts.seq_len
     if config.float8 == "none" or config.device == "cpu" or micro is None or length is None:
         return
-    # shared experts see a tp rank's part
+    # under tp, shared experts compute a rank's part of the tokens, other layers all of them
     ranks = layout.cp * (layout.tp if facts.num_experts else 1)
     tokens = micro * length // ranks
     if tokens % 16:
@@ -141,7 +145,7 @@ def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[st
     if tp == 1:
         return
     yield from facts.obstacles.get("tp", ())
-    for feature, other in facts.whole.items():
+    for feature, other in facts.unshardable.items():
         yield f"{facts.name('tp')} {tp} must go without {feature}, which it cannot cut; use tp = 1, or {other}"
     for dim in facts.widths:
         if wrong := uneven_width(dim, tp, facts.names):
@@ -174,8 +178,11 @@ def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator
 def uneven_sequence(
     seq_len: int, cp: int = 1, tp: int = 1, names: Mapping[str, str] = {}
 ) -> str | None:
-    """Why rows of `seq_len` tokens cannot be divided, or None: into 2 cp chunks, of which a cp rank has two, and a cp
-    rank's tokens by tp."""
+    """Why rows of `seq_len` tokens cannot be divided, or None.
+
+    Ring attention needs 2 cp equal chunks, two for each cp rank; tp divides the tokens of a cp rank.
+    """
+    # the least common multiple of 2 cp and cp tp
     pieces = tp if cp == 1 else cp * (tp if tp % 2 == 0 else 2 * tp)
     if seq_len % pieces == 0:
         return None
@@ -192,23 +199,23 @@ def uneven_sequence(
 
 def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] = {}) -> str | None:
     """Why `tp` ranks cannot have equal parts of whole units, or None."""
-    units = dim.size // dim.unit
-    if dim.size % (dim.unit * tp) == 0 or (dim.shared and tp % units == 0):
+    units, rest = divmod(dim.size, dim.unit)
+    if not rest and (units % tp == 0 or (dim.shared and tp % units == 0)):
         return None
     fits = [str(n) for n in range(1, tp) if dim.size % (dim.unit * n) == 0] or ["1"]
     name = names.get("tp", "tp")
-    rule = "divide it" if dim.shared else "no rank may share one"
-    return f"{dim.label} must be divisible by {name} {tp}, {'or ' * dim.shared}{rule}; use tp {', '.join(fits)}"
+    rule = "or divide it" if dim.shared else "no rank may share one"
+    return f"{dim.label} must be divisible by {name} {tp}, {rule}; use tp {', '.join(fits)}"
 
 
 def uneven_vocab(
     dim: ShardedDim, tp: int, shards: int = 1, names: Mapping[str, str] = {}
 ) -> str | None:
-    """Why a table (V, D), V of `dim.size` and D of `dim.width`, cannot be cut by ids over `tp` ranks and then over
-    `shards` of FSDP2, or None.
+    """Why a table (V, D), V = dim.size and D = dim.width, cannot be sharded by ids over `tp` ranks and then over
+    `shards` ranks of FSDP2, or None.
 
-    Parts of tp may be uneven, but none empty. FSDP2 shards a part by ids, or, if torch would compute wrong offsets for
-    such shards, by D (`axes.fsdp.shard_of`), which must then be divisible.
+    The tp ranks may have uneven parts, but none an empty one. FSDP2 shards a part by ids, or, if torch would compute
+    wrong offsets for such shards, by D (`axes.fsdp.shard_of`), which `shards` must then divide.
     """
     name = names.get("tp", "tp")
     if -(-dim.size // tp) * (tp - 1) >= dim.size:
@@ -240,7 +247,7 @@ def width_of(shape: Sequence[int]) -> int:
 def tied_on_one_rank(
     config: ParallelConfig, tied: Sequence[str], names: Mapping[str, str] = {}
 ) -> str | None:
-    """Why modules that are `tied` cannot go with the schedule, or None."""
+    """Why the schedule cannot run a model with `tied` ends, or None."""
     if not tied or config.pp == 1 or config.pp_schedule not in V_SCHEDULES:
         return None
     name = names.get("pp_schedule", "pp_schedule")
@@ -267,8 +274,10 @@ def schedule_problems(
     num_layers: int | None,
     names: Mapping[str, str] = {},
 ) -> list[str]:
-    """Reasons why a pipeline cannot run; empty without pp. `num_micro_batches` is that of one data rank in one step;
-    None skips its rule."""
+    """Reasons why a pipeline cannot run; empty without pp.
+
+    `num_micro_batches`: of one data rank in a step. None skips the rules about it, as it does for `num_layers`.
+    """
     if config.pp == 1:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""The order in which a model is prepared, kept by marks on its modules.
+"""The order in which a model is prepared, checked by marks on its modules.
 
 Steps in another order leave a model that runs and trains wrong numbers: float8 after tensor parallelism removes the
 communication, tensor parallelism after FSDP2 would shard shards.
@@ -32,7 +32,7 @@ def mark(model: nn.Module, step: str) -> None:
         mark(model, "tensor")
 
     Raises OrderError, and marks nothing, if a later step or the same one was done on any of them. The
-    mark is a plain attribute: not in the state dict, kept by copies. No cost beyond a walk.
+    mark is a plain attribute: not in the state dict, but in copies. No cost beyond a walk.
     """
     number = STEPS.index(step)
     # modules without parameters are not marked: stages that are prepared one after another may share them

@@ -1,4 +1,4 @@
-"""From a model's description to a model that trains: the order of the steps is the order of the code."""
+"""Prepare a model for the ranks that train it, in steps whose order is the order of the code."""
 
 from __future__ import annotations
 
@@ -37,29 +37,32 @@ def parallelize(
     compile_backend: str = "inductor",
     report: Callable[[str], None] | None = None,
 ) -> nn.Module:
-    """Bring `model` (plain, or on the meta device) to its ranks, device and precision; same object.
+    """Shard, wrap and compile `model` (plain, or on the meta device) in place, and move it to its device.
 
         with launch(config) as meshes:
             model = parallelize(model_on_meta, config, meshes)
             initialise(model, seed=0)             # storage of a meta model is not initialised yet
 
-    `meshes` are by default those of the running process group, or of one process. One process in fp32
-    is not wrapped; anything else is FSDP2, with its mixed precision in bf16. `blocks`, a pattern of names
-    ("encoder.layer.*") or a list of names, patterns and modules, are wrapped, recomputed and compiled one by
-    one; by default those of `structure_of`: `model.blocks()`, else the longest list of like modules, which is then
-    reported. tp needs a table of `roles` (default: `model.parallel_roles()`, or a Hugging Face model's own plan), pp
-    `model.pipeline_parts()`: a pipeline rank keeps its own part of the model, and `Pipeline` runs it. Shard experts
-    first (`forge_moe.expert_parallelize`). A model with values must have the same values on all ranks: each keeps
-    its share of them, nothing is sent. Trained parameters in 16 bits become fp32 masters; frozen ones keep their
-    dtype, and FSDP2 casts them to that of the forward unit by unit, in one process in fp32, too.
+    One process in fp32 is not wrapped; any other layout or precision uses FSDP2, and its mixed precision in bf16.
+    A model with values must have the same values on all ranks: each rank keeps its shard, nothing is sent. Trained
+    parameters in 16 bits become fp32 masters. Frozen ones keep their dtype: FSDP2, here also in one process in fp32,
+    casts them to the dtype of the forward, unit by unit. Shard experts first (`forge_moe.expert_parallelize`).
+
+    meshes              default: those of the running process group, or of one process
+    blocks              wrapped, recomputed and compiled one by one: a pattern of names ("encoder.layer.*"), or a list
+                        of names, patterns and modules. Default: `model.blocks()`, else the longest list of like
+                        modules, which is reported (see `structure_of`)
+    roles               the table that tp needs. Default: `model.parallel_roles()`, or a Hugging Face model's own plan
+    seq_len             tokens of a row, for the cost of attention when pp splits the depth. pp needs
+                        `model.pipeline_parts()`: a pipeline rank keeps its stages, and `Pipeline` runs them
+    recompute_contexts  makes the contexts that record decisions of a forward and replay them in its recomputation
+                        (forge_moe has one for routes)
+    compile_backend     of torch.compile
+    report              is called with a sentence on blocks that were chosen by default (without `report` a warning
+                        on rank 0), and with a table of the linear layers in float8 and the reasons for the others
 
     Raises ValueError, before any change, for a model that the layout would compute wrongly: experts that are not
     sharded over ep, a parameter in several blocks, recomputation without blocks, ambiguous blocks.
-
-    `seq_len` weighs attention when the depth is split; `recompute_contexts` makes the contexts that record and replay
-    decisions of a forward in its recomputation (forge_moe has one for routes). `compile_backend` is
-    torch.compile's. `report` gets a sentence on the chosen blocks, if nobody named them (without `report` it is a
-    warning on rank 0), and a table of the linear layers in float8 with the reasons for the others.
 
     Cost: memory as `materialise`; one collective to make the mesh if `meshes` is not given.
     """
@@ -67,6 +70,7 @@ def parallelize(
     meshes = make_meshes(config) if meshes is None else meshes
     if meshes.dense is None and any(is_frozen_half(p) for p in model.parameters()):
         meshes = with_one_rank(config, meshes)
+    # blocks are searched only for a step that needs them: the search refuses ambiguous ones
     by_block = meshes.dense is not None or config.recompute != "none" or config.compile
     structure = structure_of(model, blocks) if by_block or blocks is not None else Structure()
     matched = find_roles(model, roles, cut=meshes.tp.size > 1)
@@ -79,8 +83,8 @@ def parallelize(
     for stage in _stages(model, config, meshes, structure, seq_len):
         roles_here = matched.within(stage)
         _adapt(stage, config, meshes, structure, roles_here, recompute_contexts, compile_backend)
-    parameters = torch.device("cpu") if config.cpu_offload else meshes.device
-    return materialise(model, meshes.device, parameters)
+    parameter_device = torch.device("cpu") if config.cpu_offload else meshes.device
+    return materialise(model, meshes.device, parameter_device)
 
 
 def _make_masters(model: nn.Module) -> None:
@@ -91,7 +95,7 @@ def _make_masters(model: nn.Module) -> None:
         if not hasattr(parameter, "device_mesh"):
             parameter.data = parameter.data.float()
             continue
-        # experts that are sharded already: setting `.data` of a DTensor does not replace its local tensor
+        # an expert, sharded before: setting `.data` of a DTensor does not replace its local tensor
         whole = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
         whole.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, whole)
@@ -177,14 +181,14 @@ def _adapt(
             reshard_after_forward=config.reshard_after_forward and not keeps_gathered(config),
             cpu_offload=config.cpu_offload,
             sparse=None if meshes.sparse is None else meshes.fsdp(meshes.sparse),
-            experts=_experts(model, meshes, matched),
+            experts=_expert_modules(model, meshes, matched),
             structure=structure,
         )
         keep_on_host(model)
 
 
-def _experts(model: nn.Module, meshes: Meshes, matched: Matched) -> list[nn.Module]:
-    """Modules whose parameters have the role `expert`, if experts have a mesh of their own."""
+def _expert_modules(model: nn.Module, meshes: Meshes, matched: Matched) -> list[nn.Module]:
+    """Modules whose parameters have the role `expert`; none unless experts have a mesh of their own."""
     if meshes.sparse is None:
         return []
     owners = dict.fromkeys(name.rpartition(".")[0] for name in matched.expert_parameters)
@@ -196,8 +200,8 @@ def materialise(
 ) -> nn.Module:
     """Move to `device`; tensors on the meta device get storage there, with arbitrary content.
 
-    `parameter_device` is another device for the parameters (the host, with CPU offload). Values are kept, and a
-    parameter under several names stays one parameter.
+    `parameter_device` is another device for the parameters (the host, with CPU offload). Existing values do not
+    change, and a parameter under several names stays one parameter.
     """
     parameter_device = device if parameter_device is None else parameter_device
     parameters = {id(p) for p in model.parameters()}

@@ -43,7 +43,7 @@ _SAVED_OPERATORS = {
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 _CHANGED = (
-    "{} changed in place what selective recomputation has kept of a block's forward; use an operation that "
+    "{} changed in place a tensor that selective recomputation saved in a block's forward; use an operation that "
     "makes a new tensor, or recompute = 'full'"
 )
 

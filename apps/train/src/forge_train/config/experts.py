@@ -1,4 +1,4 @@
-"""[model.moe]: which feed-forwards are mixtures of experts, and what they are made of."""
+"""[model.moe]: the feed-forwards that are mixtures of experts, and their configuration."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class MoESection(MoEOptions):
 
 
 def _problems_of(section: MoESection) -> list[str]:
-    """What the layer refuses of its own keys; widths come from the model, which checks them."""
+    """Problems of the layer's own keys; widths come from the model, which checks them."""
     try:
         section.layer_config(1, 1)
     except ValueError as error:

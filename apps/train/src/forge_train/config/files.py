@@ -11,10 +11,18 @@ from typing import Any
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 16
-#: More names in a row than any table is deep; tomllib would need hours for thousands of them.
-_LONG_NAME = re.compile(
-    r"""(?<![\w.-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*)"""
-    rf"{{{MAX_DEPTH}}}"
+#: A dotted name with more parts than a table may be deep, in a text whose strings are empty. tomllib would need
+#: hours for thousands of parts, so it must not see them.
+_LONG_NAME = re.compile(rf'(?<![\w.-])(?:(?:[\w-]+|"")[ \t]*\.[ \t]*){{{MAX_DEPTH}}}')
+#: Strings, quoted names and comments, which may have any number of dots. No part backtracks (`*+`) or needs an end,
+#: so the search is linear in any text; tomllib refuses a string without an end.
+_STRING_OR_COMMENT = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?'
+    r"|'''(?:[^']|'(?!''))*+(?:''')?"
+    r'|"(?:[^"\\\n]|\\.)*+"?'
+    r"|'[^'\n]*+'?"
+    r"|#[^\n]*+",
+    re.DOTALL,
 )
 
 
@@ -53,7 +61,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The table of a TOML file. Raises ValueError as `read_text` does; cost: one read, linear parsing."""
     text = read_text(path)
-    if _LONG_NAME.search(text):
+    if _LONG_NAME.search(_STRING_OR_COMMENT.sub('""', text)):
         raise ValueError(f"has a name of more than {MAX_DEPTH} parts; write fewer dots")
     try:
         table: dict[str, Any] | None = tomllib.loads(text)
@@ -69,6 +77,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _is_deep(table: Any) -> bool:
+    """Whether values are more than MAX_DEPTH tables or lists deep; level by level, as recursion has a limit."""
     level = [table]
     for _ in range(MAX_DEPTH):
         inner = (

@@ -18,7 +18,7 @@ from forge_core.optim import (
 )
 from forge_moe.routers import find_rule
 from forge_train.config.model_builder import model_builder
-from forge_train.config.schema import DenseModelConfig, JobConfig
+from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.errors import ConfigError
 from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.callbacks import find_callbacks
@@ -45,7 +45,7 @@ def name_problems(config: JobConfig) -> list[str]:
 
 def _model_problems(config: JobConfig) -> list[str]:
     model = config.model
-    if isinstance(model, DenseModelConfig):
+    if isinstance(model, BuiltInModelConfig):
         parts = _refusal(check_parts, model)
         if not model.moe.num_experts:
             return parts

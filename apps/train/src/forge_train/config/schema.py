@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ def _require(problems: list[str]) -> None:
 
 
 def _within(low: float, high: float, **values: float | None) -> list[str]:
-    """Sentences for values out of range; `high` is far above every real job, so larger values are typing errors."""
+    """Sentences for values out of range. `high` is far above every real job: a larger value is a typing error."""
     return [
         f"{name} {value} must be from {low} to {high}; use "
         + (f"{low} or more" if value < low else "fewer zeros")
@@ -54,8 +55,8 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class DenseModelConfig(TransformerConfig):
-    """The built-in dense transformer, as the [model] table of a job."""
+class BuiltInModelConfig(TransformerConfig):
+    """The built-in transformer, dense or with mixtures of experts, as the [model] table of a job."""
 
     name: str = _field(
         "transformer",
@@ -75,7 +76,7 @@ class DenseModelConfig(TransformerConfig):
 
     @property
     def is_built_in(self) -> bool:
-        """Its initial values are a function of the seed; parts of a user in it declare theirs."""
+        """True: its initial values are a function of the seed, and a user's parts in it declare theirs."""
         return True
 
     @property
@@ -86,8 +87,8 @@ class DenseModelConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class ImportedModelConfig:
-    """A model from outside: `build(**args)` returns a module called as
-    `model(tokens, positions, document_ids)` on (B, S) integers that returns (B, S, V) logits."""
+    """A model from outside: `build(**args)` returns a module, which is called as
+    `model(tokens, positions, document_ids)` on (B, S) integers and returns logits (B, S, V)."""
 
     name: str = _field("", "import path 'package.module:function' of the model's builder")
     vocab_size: int = _field(0, "number of token ids the model accepts (default: that of the data)")
@@ -97,7 +98,7 @@ class ImportedModelConfig:
 
     @property
     def is_built_in(self) -> bool:
-        """Its initial values are those that the builder gave it, where it declares no table."""
+        """False: without a table of its own its initial values are those of the builder."""
         return False
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class ImportedModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how large a step, and what else runs with it."""
+    """Length of training, size of a step, loss and limits."""
 
     steps: int | None = _field(None, "length in optimizer steps (one of steps, tokens, "
                                      "tokens_per_parameter)")  # fmt: skip
@@ -161,41 +162,53 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        lengths = [k for k in LENGTH_KEYS if getattr(self, k) is not None]
-        problems = [
+        outside = [
             *_within(1, _MAX_STEPS, steps=self.steps),
             *_within(1, _MAX_TOKENS, tokens=self.tokens),
             *_within(1, _MAX_BATCH, global_batch=self.global_batch, micro_batch=self.micro_batch),
             *_within(0, _MAX_STEPS, max_skipped_steps=self.max_skipped_steps),
         ]
-        in_range = not problems
-        if len(lengths) != 1:
-            given = ", ".join(lengths) or "none"
-            problems.append(
-                f"length given by {given}: exactly one of {', '.join(LENGTH_KEYS)} must be set; "
-                "set train.steps = 400, for example"
-            )
-        if self.tokens_per_parameter is not None and not 0 < self.tokens_per_parameter <= 10**6:
-            problems.append(
-                f"tokens_per_parameter {self.tokens_per_parameter} must be above 0 and at most 10**6; "
-                "use 20.0"
-            )
-        if in_range and self.micro_batch and self.global_batch % self.micro_batch:
-            problems.append(
-                f"global_batch {self.global_batch} must be divisible by micro_batch "
-                f"{self.micro_batch}; use micro_batch {_divisors(self.global_batch)}"
-            )
-        if self.objective is not None and self.loss != "cross_entropy":
-            problems.append(
-                f"objective {self.objective!r} computes the loss itself, and loss is {self.loss!r}; give one of them"
-            )
-        if self.objective is None and self.objective_options:
-            problems.append(
-                f"objective_options {self.objective_options} belong to no objective; give objective"
-            )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            problems.append(f"max_grad_norm {self.max_grad_norm} must be above 0; use 1.0 or none")
-        _require(problems)
+        # divisors are listed only for a batch in range: there may be 10**18 candidates otherwise
+        division = [] if outside else _division_problems(self)
+        objective, clip = _objective_problems(self), _clip_problems(self)
+        _require([*outside, *_length_problems(self), *division, *objective, *clip])
+
+
+def _length_problems(c: TrainConfig) -> Iterator[str]:
+    lengths = [key for key in LENGTH_KEYS if getattr(c, key) is not None]
+    if len(lengths) != 1:
+        given = ", ".join(lengths) or "none"
+        yield (
+            f"length given by {given}: exactly one of {', '.join(LENGTH_KEYS)} must be set; "
+            "set train.steps = 400, for example"
+        )
+    if c.tokens_per_parameter is not None and not 0 < c.tokens_per_parameter <= 10**6:
+        yield (
+            f"tokens_per_parameter {c.tokens_per_parameter} must be above 0 and at most 10**6; "
+            "use 20.0"
+        )
+
+
+def _division_problems(c: TrainConfig) -> Iterator[str]:
+    if c.micro_batch and c.global_batch % c.micro_batch:
+        yield (
+            f"global_batch {c.global_batch} must be divisible by micro_batch "
+            f"{c.micro_batch}; use micro_batch {_divisors(c.global_batch)}"
+        )
+
+
+def _objective_problems(c: TrainConfig) -> Iterator[str]:
+    if c.objective is not None and c.loss != "cross_entropy":
+        yield (
+            f"objective {c.objective!r} computes the loss itself, and loss is {c.loss!r}; give one of them"
+        )
+    if c.objective is None and c.objective_options:
+        yield f"objective_options {c.objective_options} belong to no objective; give objective"
+
+
+def _clip_problems(c: TrainConfig) -> Iterator[str]:
+    if c.max_grad_norm is not None and not c.max_grad_norm > 0:
+        yield f"max_grad_norm {c.max_grad_norm} must be above 0; use 1.0 or none"
 
 
 @dataclass(frozen=True)
@@ -216,7 +229,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save; the last step and every stop are saved in any case."""
+    """Steps at which checkpoints are saved; the last step and every stop are saved in any case."""
 
     every_steps: int = _field(100, "steps between checkpoints; 0: only at the end and at a stop")
     keep_last: int = _field(
@@ -247,7 +260,7 @@ class SinkConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Which rows are logged, how often, and to which sinks."""
+    """Rows of metrics: the steps between them, and the sinks that get them."""
 
     every_steps: int = _field(10, "steps between rows in metrics.jsonl and on the console")
     console: Literal["auto", "live", "plain", "off"] = _field(
@@ -291,7 +304,7 @@ class SampleConfig:
     prompt: str = _field("The ", "text to continue")
     max_new_tokens: int = _field(200, "tokens to write; 0, or a model cut by tp, cp, pp: none")
     temperature: float = _field(
-        0.7, "0 takes the most likely token; 1 samples the model's own odds"
+        0.7, "0 takes the most likely token; 1 samples the model's own probabilities"
     )
 
     def __post_init__(self) -> None:
@@ -301,7 +314,7 @@ class SampleConfig:
         )
 
 
-ModelSection = DenseModelConfig | ImportedModelConfig
+ModelSection = BuiltInModelConfig | ImportedModelConfig
 
 
 @dataclass(frozen=True)

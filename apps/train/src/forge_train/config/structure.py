@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import cattrs
 from cattrs.errors import ClassValidationError, IterableValidationError
 
-from forge_train.config.schema import DenseModelConfig, ImportedModelConfig, JobConfig
+from forge_train.config.schema import BuiltInModelConfig, ImportedModelConfig, JobConfig
 
 
 def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -54,7 +54,7 @@ def section_types(values: Mapping[str, Any]) -> dict[str, Any]:
     hints = dict(get_type_hints(JobConfig))
     model = values.get("model", {})
     name = model.get("name", "transformer") if isinstance(model, dict) else "transformer"
-    hints["model"] = DenseModelConfig if name == "transformer" else ImportedModelConfig
+    hints["model"] = BuiltInModelConfig if name == "transformer" else ImportedModelConfig
     return hints
 
 

@@ -1,4 +1,4 @@
-"""Rows of metrics: made after a step, complete one step later, when the numbers have left the device."""
+"""Rows of metrics. A row is begun after a step and finished one step later, when its numbers are on the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ Columns = Callable[[list[float]], Mapping[str, float]]
 class MetricRows:
     """The row of the last logged step, which waits for its numbers, and the meter of the steps since.
 
-    The host reads a row's numbers one step after it was made: it waits for no step that is still queued.
-    flops_per_token: of the model. columns: functions that turn further numbers of a row, by name, into columns.
+    The host reads the numbers of a row one step later, so it does not wait for steps that are still queued.
+
+    flops_per_token  of the model
+    columns          functions from further numbers of a row, by their name, to columns
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class MetricRows:
         self._device, self._world_size, self._total_steps = device, world_size, total_steps
         self._flops_per_token, self._columns = flops_per_token, columns
         self._compiled = config.parallel.compile
-        # the known peaks are those of bf16
+        # `peak_flops` knows bf16 alone
         bf16 = config.parallel.precision == "bf16"
         self._peak = peak_flops(device, torch.bfloat16) if bf16 else None
         self._waiting: tuple[dict[str, Any], HostCopy] | None = None
@@ -47,28 +49,33 @@ class MetricRows:
     def begin(
         self, progress: Progress, lr: float, digest: str, numbers: Mapping[str, Tensor]
     ) -> None:
-        """Make the row of the step that is done, and start the copy of its numbers to the host.
+        """Make the row of the last step, start the copy of its numbers to the host, and start a new meter.
 
-        `numbers` are tensors by name: loss, grad_norm, skips, and those of `columns`.
+        Adds the seconds of the meter to `progress`. `numbers` are tensors by name: loss, grad_norm, skips, and those
+        of `columns`.
         """
-        self._waiting = self._row(progress, lr, digest), HostCopy(numbers)
+        meter, self.meter = self.meter, Meter()
+        seconds = meter.seconds
+        progress.seconds += seconds
+        row = self._row(meter, seconds, progress, lr, digest)
+        self._waiting = row, HostCopy(numbers)
 
-    def amend(self, **columns: Any) -> None:
+    def update(self, **columns: Any) -> None:
         """Set columns of the row that waits, if one does."""
         if self._waiting is not None:
             self._waiting[0].update(columns)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether a row waits for its numbers."""
         return self._waiting is not None
 
     def skips(self) -> list[float] | None:
-        """(steps skipped, longest run of them) up to the row that waits; None if none does."""
+        """(skipped steps, longest run of them) up to the row that waits; None without such a row."""
         return None if self._waiting is None else self._waiting[1].read()["skips"]
 
     def finish(self, skipped: int) -> dict[str, Any]:
-        """The row that waits, with its numbers; `skipped` are the steps without update since the last one."""
+        """The row that waits, with its numbers; `skipped`: steps without an update since the row before."""
         assert self._waiting is not None
         (row, copy), self._waiting = self._waiting, None
         numbers = copy.read()
@@ -78,10 +85,9 @@ class MetricRows:
             row |= {name: _finite(value) for name, value in columns(numbers[key]).items()}
         return row
 
-    def _row(self, progress: Progress, lr: float, digest: str) -> dict[str, Any]:
-        meter, self.meter = self.meter, Meter()
-        seconds = meter.seconds
-        progress.seconds += seconds
+    def _row(
+        self, meter: Meter, seconds: float, progress: Progress, lr: float, digest: str
+    ) -> dict[str, Any]:
         rate = meter.tokens / seconds
         peak = None if self._peak is None else self._peak * self._world_size
         row = {

@@ -59,7 +59,10 @@ def stream_text(
     max_new_tokens: Annotated[int, tyro.conf.arg(help="tokens to write")] = 400,
     temperature: Annotated[float, tyro.conf.arg(help="0: the most likely token each time")] = 0.8,
     top_k: Annotated[int | None, tyro.conf.arg(help="sample from the k most likely tokens")] = None,
-    top_p: Annotated[float | None, tyro.conf.arg(help="sample from this share of the odds")] = None,
+    top_p: Annotated[
+        float | None,
+        tyro.conf.arg(help="sample from the likeliest tokens of this total probability"),
+    ] = None,
     seed: Annotated[int, tyro.conf.arg(help="the same seed gives the same text")] = 0,
     device: Annotated[str, tyro.conf.arg(help="auto, cpu or cuda")] = "auto",
 ) -> int:

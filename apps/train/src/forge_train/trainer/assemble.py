@@ -28,7 +28,7 @@ from forge_train.trainer.objective import Objective, find_objective
 
 @dataclass(frozen=True)
 class Parts:
-    """What trains a model: `tensor_names` are those of the whole model, of which `model` may be a stage.
+    """The objects that train a model. `tensor_names` are those of the whole model, of which `model` may be a stage.
 
     `masks_update`: the optimizer's step takes `skip`, a flag on the device.
     """

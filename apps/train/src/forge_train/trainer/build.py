@@ -27,7 +27,7 @@ from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
 from forge_train.config.model_builder import model_builder
-from forge_train.config.schema import DenseModelConfig, JobConfig, ModelSection
+from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.trainer.experts import feed_forward_factory
 from forge_train.trainer.layout import micro_batches
@@ -39,7 +39,7 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     Buffers and initial values of an imported model exist only where its code computes them, so it runs
     for real, on the CPU, after the generators of torch, Python and numpy were seeded alike on all ranks.
     """
-    if isinstance(section, DenseModelConfig):
+    if isinstance(section, BuiltInModelConfig):
         with config_errors():
             return _build_transformer(section)
     build = model_builder(section)
@@ -51,7 +51,7 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     return model
 
 
-def _build_transformer(section: DenseModelConfig) -> nn.Module:
+def _build_transformer(section: BuiltInModelConfig) -> nn.Module:
     """On the meta device. Checks that a user's parts declare initial values and operations."""
     with torch.device("meta"):
         model = Transformer(section, feed_forward=feed_forward_factory(section))

@@ -30,7 +30,7 @@ def checkpoint_state(
     names: set[str],
     meshes: Meshes,
 ) -> dict[str, Any]:
-    """What a checkpoint holds, by name; `names` are the tensors of the whole model, of which this rank has some."""
+    """The objects of a checkpoint, by name; `names` are the tensors of the whole model, of which this rank has some."""
     others = names - tensor_names(model)
 
     def own(state: Any) -> Any:
@@ -97,7 +97,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def store_errors(checkpoints: Path, unusable: type[JobError]) -> Iterator[None]:
-    """Raise what forge_ckpt refuses as a JobError of one line; `unusable` where the disk or the values refuse."""
+    """Turn an exception of forge_ckpt into a JobError of one line; `unusable` if disk or values are the cause."""
     try:
         yield
     except StoreInUse as error:

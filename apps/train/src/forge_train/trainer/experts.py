@@ -13,10 +13,10 @@ from forge_moe import MoE, expert_parallelize
 from forge_moe.hooks import MoEHooks
 from forge_parallel import Meshes, find_world
 from forge_train.config.experts import MoESection
-from forge_train.config.schema import DenseModelConfig, JobConfig
+from forge_train.config.schema import BuiltInModelConfig, JobConfig
 
 
-def feed_forward_factory(config: DenseModelConfig) -> Callable[[int], nn.Module] | None:
+def feed_forward_factory(config: BuiltInModelConfig) -> Callable[[int], nn.Module] | None:
     """Makes the feed-forward of each layer, a mixture where [model.moe] asks for one; None for a dense model."""
     if not config.moe.num_experts:
         return None

@@ -10,7 +10,7 @@ from forge_parallel import ParallelConfig
 from forge_parallel.config import Layout
 from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
-from forge_train.config.schema import DenseModelConfig, JobConfig
+from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.trainer.objective import FUSED
 
 #: Keys of the runner by the names that they have in rules.
@@ -40,7 +40,7 @@ def micro_batches(config: JobConfig, layout: Layout) -> MicroBatches:
 
 
 def remarks(config: JobConfig, layout: Layout) -> list[str]:
-    """A line for each cost or change that the number of readers brings about; usually none."""
+    """A line for each cost or change that follows from the number of readers; usually none."""
     parts = micro_batches(config, layout)
     lines = [parts.cost] if parts.cost else []
     moe = getattr(config.model, "moe", None)
@@ -105,12 +105,12 @@ def _facts(config: JobConfig, layout: Layout) -> Facts:
     )
     return (
         replace(known, **_of_model(config.model))
-        if isinstance(config.model, DenseModelConfig)
+        if isinstance(config.model, BuiltInModelConfig)
         else known
     )
 
 
-def _of_model(model: DenseModelConfig) -> dict[str, Any]:
+def _of_model(model: BuiltInModelConfig) -> dict[str, Any]:
     """Facts about the built-in model, before it is built."""
     return {
         "num_layers": model.num_layers,
@@ -122,14 +122,14 @@ def _of_model(model: DenseModelConfig) -> dict[str, Any]:
         "vocab": [
             ShardedDim(f"model.vocab_size {model.vocab_size}", model.vocab_size, width=model.dim)
         ],
-        "whole": {"model.attention.sinks, a logit per head": "sinks = false"}
+        "unshardable": {"model.attention.sinks, a logit per head": "sinks = false"}
         if model.attention.sinks
         else {},
         "whole_batch": _whole_batch(model),
     }
 
 
-def _widths(model: DenseModelConfig) -> dict[str, int]:
+def _widths(model: BuiltInModelConfig) -> dict[str, int]:
     """Widths that tp must divide; routed experts are not sharded by it."""
     widths = {"num_heads": model.num_heads, "num_kv_heads": model.resolved_num_kv_heads}
     if len(model.moe_layers) < model.num_layers:
@@ -140,8 +140,8 @@ def _widths(model: DenseModelConfig) -> dict[str, int]:
     return widths
 
 
-def _whole_batch(model: DenseModelConfig) -> dict[str, str]:
-    """Options that need all tokens of a micro-batch on one rank, with what to use instead."""
+def _whole_batch(model: BuiltInModelConfig) -> dict[str, str]:
+    """Options that need all tokens of a micro-batch on one rank, with the alternative to each."""
     moe, found = model.moe, dict[str, str]()
     if moe.num_experts and moe.capacity_factor is not None:
         found[f"model.moe.capacity_factor {moe.capacity_factor}"] = "no capacity"

@@ -78,7 +78,7 @@ class Objective:
         return values
 
     def count(self, batch: Batch) -> float:
-        """What this batch adds to the normaliser."""
+        """The number that this batch adds to the normaliser."""
         offered = getattr(self._function, "count", None)
         return batch.label_weight if offered is None else float(offered(batch))
 

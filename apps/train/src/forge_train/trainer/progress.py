@@ -19,7 +19,7 @@ class Progress:
         return asdict(self)
 
     def load_checks(self, state: Any) -> None:
-        """Raise ValueError for what no run can have saved."""
+        """Raise ValueError for values that no run can have saved."""
         values = [state.get(name) for name in asdict(self)] if isinstance(state, dict) else []
         counts = [value for value in values[:2] if type(value) is int and value >= 0]
         seconds = values[2] if values else None

@@ -60,7 +60,7 @@ class RunResult:
 
 
 class Trainer:
-    """Trains what a resolved job describes, from the newest checkpoint of its run directory.
+    """Trains a resolved job, from the newest checkpoint of its run directory.
 
         job = forge_train.load_job("config.toml")
         result = Trainer(job, callbacks=[MyCallback()]).fit()
@@ -153,7 +153,7 @@ class Trainer:
         self.agreement = Agreement(meshes.host_group)
 
     def _open_and_fit(self, stop: StopSignal | None) -> RunResult:
-        """Open what must be closed whatever happens, and refuse another experiment's folder."""
+        """Open the objects that `close` closes after any error, and refuse another experiment's folder."""
         rank = self.meshes.rank
         run_on_all_ranks(self.agreement, lambda: self.paths.create(rank))
         with contextlib.ExitStack() as stack:
@@ -248,7 +248,7 @@ class Trainer:
         assert sums is not None
         loss = sums[0]  # of the global batch, on every rank
         clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
-        if self.rows.waits:
+        if self.rows.is_waiting:
             self._check_skips()  # up to the row's step, before weights change once more
         set_lr(self.optimizer, lr)
         bad = nonfinite(loss, grad_norm)
@@ -362,7 +362,7 @@ class Trainer:
             self.val_loss = evaluate(self.compute, parts, self._count, gather)
         self.moe.forget()
         self._last_evaluated = self.progress.step
-        self.rows.amend(val_loss=self.val_loss)
+        self.rows.update(val_loss=self.val_loss)
         self._record("evaluation", step=self.progress.step, val_loss=self.val_loss)
         self._call("on_evaluation", "validation", self.val_loss)
 
@@ -410,7 +410,7 @@ class Trainer:
 
     def _send_row(self) -> None:
         """Read the last logged step's values, which have arrived, and send the row."""
-        if self.rows.waits:
+        if self.rows.is_waiting:
             row = self.rows.finish(self.skips.take_since_row())
             self.recorder.write(row)
             self._call("on_log", row)

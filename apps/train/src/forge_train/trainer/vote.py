@@ -1,4 +1,4 @@
-"""The host lane of a step: this rank's vote on its way to the others, and what all ranks decide."""
+"""The host lane of a step: this rank's vote on its way to the others, and the decision of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FP32 = torch.finfo(torch.float32)
 
 
 def fault_code(fault: Exception | None) -> int:
-    """The exit code of an error that kept a rank from reading its data; 0 for none."""
+    """The exit code of an error in reading this rank's data; 0 for none."""
     if fault is None:
         return 0
     known = isinstance(fault, forge_data.InvalidData | OSError)

@@ -1,4 +1,4 @@
-"""A block of the decoder, and what it calls its parts with.
+"""A block of the decoder, and the arguments with which it calls its parts.
 
 Shapes: B rows, S tokens, D width of the residual stream.
 """

@@ -134,7 +134,7 @@ class LayerCache:
         spec: AttentionSpec = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store k, v (B, S, K, D) and attend q (B, S, H, D) to what each token may see -> like q.
+        """Store k, v (B, S, K, D) and attend q (B, S, H, D) to the tokens that each may see -> like q.
 
         Keys outside of a window stay stored. ValueError for a mask of its own: a token cannot see later ones.
         """
@@ -157,7 +157,7 @@ class LayerCache:
 
 
 def refuse_mask(spec: AttentionSpec) -> None:
-    """ValueError for what a cache cannot compute."""
+    """ValueError for an attention that a cache cannot compute."""
     if spec.mask != "causal":
         raise ValueError(
             f"attention.mask {spec.mask!r} is not computed with a KV cache, where a token sees earlier ones "

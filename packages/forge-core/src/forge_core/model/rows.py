@@ -41,7 +41,7 @@ def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Attention to what a mask (..., S, T) lets through: q (B, H, S, D), k, v (B, K, T, D) -> like q."""
+    """Attention to the tokens that a mask (..., S, T) allows: q (B, H, S, D), k, v (B, K, T, D) -> like q."""
     if spec.needs_scores:
         return attend_scores(q, k, v, mask, spec, sinks)
     return sdpa(q, k, v, attn_mask=mask, scale=spec.scale)

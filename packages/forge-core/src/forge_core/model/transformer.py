@@ -27,7 +27,7 @@ Then = Callable[[Tensor, Tensor], Tensor]
 
 
 class Head(nn.Linear):
-    """The output projection: (B, S, D) -> (B, S, V), or what `then` makes of x and the weight (V, D)."""
+    """The output projection: (B, S, D) -> (B, S, V), or the result of `then(x, weight (V, D))`."""
 
     def forward(self, x: Tensor, then: Then | None = None) -> Tensor:
         return super().forward(x) if then is None else then(x, self.weight)

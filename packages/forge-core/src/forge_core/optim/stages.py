@@ -15,7 +15,7 @@ from forge_core.optim.groups import match_groups, set_multipliers
 
 @dataclass(frozen=True)
 class StageConfig:
-    """What changes at a step: `StageConfig(start_step=1001, lr_multipliers={"vision": 0.1})`.
+    """Settings that change at a step: `StageConfig(start_step=1001, lr_multipliers={"vision": 0.1})`.
 
     Raises ValueError for a step below 1 and for multipliers that are negative or not finite.
     """
@@ -71,7 +71,7 @@ def in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
 def stage_problems(
     config: OptimizerConfig, stages: Mapping[str, StageConfig], total_steps: int | None = None
 ) -> list[str]:
-    """What of stages does not fit the groups, each other or a run's length, as sentences."""
+    """Sentences on stages that contradict the groups, each other or a run's length."""
     problems = []
     ordered = in_order(stages)
     for before, after in zip(ordered, list(ordered)[1:]):

@@ -262,7 +262,7 @@ def follow_requires_grad(model: nn.Module) -> None:
     for name in model.__dict__.get(FROZEN_HALF, ()):
         if name in trained:
             raise ValueError(
-                f"{name} came frozen and in 16 bits, is kept so, and must stay frozen: updates would be rounded away; "
+                f"{name} was frozen and in 16 bits at parallelize, and must stay frozen: updates would be rounded away; "
                 "to train it later give it in fp32, or freeze it after parallelize"
             )
     reshard(model)
@@ -288,7 +288,7 @@ def accumulate(model: Any, last: bool) -> None:
 
 
 class _HostTensor:
-    """Hides a tensor from FSDP2's root, which moves to the device what it finds in tuples, lists and dicts."""
+    """Hides a tensor from FSDP2's root, which moves the tensors in tuples, lists and dicts to the device."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -97,7 +97,7 @@ class Ring:
         return incoming()
 
     def _send_on(self, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
-        """Start to send to the next rank; the returned function waits for what the one before sent."""
+        """Start to send to the next rank; the returned function waits for the tensors of the rank before."""
         rank, size, group = self.axis.rank, self.axis.size, self.axis.group
         ranks, pending = dist.get_process_group_ranks(group), torch.empty_like(tensor)
         works = dist.batch_isend_irecv(

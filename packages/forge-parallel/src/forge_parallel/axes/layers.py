@@ -1,6 +1,7 @@
 """Forwards of modules under tensor parallelism: mixins for `add_mixin`, each around the module's own forward.
 
-Shapes: B rows, S tokens of a row, T tokens in a list, D width of the residual stream, n ranks of tp.
+Shapes: B rows, S tokens of a row, T tokens in a flat list, D width of the residual stream, n ranks of tp.
+`tokens_cut`: a rank has S/n tokens of the residual stream (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -28,30 +29,34 @@ from forge_parallel.axes.local import local_part
 
 
 class SharedInputs:
-    """The gathered tokens that sibling layers (q, k, v) share while their parent runs: one all-gather for all."""
+    """A cache of one gathered tensor, which sibling layers (q, k, v) share: one all-gather for all of them.
+
+    `open`: the parent of the siblings runs; otherwise layers gather for themselves.
+    """
 
     def __init__(self) -> None:
         self.open = False
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing."""
-        self.given: Tensor | None = None
-        self.whole: Tensor | None = None
-        self.state: tuple[int, bool] | None = None
+        """Forget the tensor."""
+        self._input: Tensor | None = None
+        self._gathered: Tensor | None = None
+        self._state: tuple[int, bool] | None = None
 
-    def of(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
-        """`enter(x)`, or its result for the last sibling, if that had the same x, unchanged since, in the same grad mode."""
-        untold = torch.compiler.is_compiling() or x.is_inference()
-        state = (0 if untold else x._version, torch.is_grad_enabled())
-        if self.whole is None or self.given is not x or self.state != state:
-            self.given, self.whole, self.state = x, enter(x), state
-        return self.whole
+    def get(self, x: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """`gather(x)`, computed anew if x is another tensor, was changed in place, or the grad mode is another."""
+        # inference tensors have no version, and compiled code cannot read it
+        no_version = torch.compiler.is_compiling() or x.is_inference()
+        state = (0 if no_version else x._version, torch.is_grad_enabled())
+        if self._gathered is None or self._input is not x or self._state != state:
+            self._input, self._gathered, self._state = x, gather(x), state
+        return self._gathered
 
 
 @dataclasses.dataclass(frozen=True)
 class TPRegion:
-    """The entry to and exit from a sharded layer. tokens_cut: outside of it the stream has S/n tokens."""
+    """Collectives at the entry to and the exit from a sharded layer. inputs: the cache of its siblings, if any."""
 
     group: NamedGroup
     tokens_cut: bool
@@ -60,18 +65,19 @@ class TPRegion:
     def enter(self, x: Tensor) -> Tensor:
         """All tokens, for a layer sharded by outputs."""
         shared = self.inputs
-        return shared.of(x, self._enter) if shared is not None and shared.open else self._enter(x)
+        return shared.get(x, self._enter) if shared is not None and shared.open else self._enter(x)
 
     def _enter(self, x: Tensor) -> Tensor:
         return gather(x, self.group, token_dim(x)) if self.tokens_cut else copy(x, self.group)
 
     def exit(self, x: Tensor) -> Tensor:
-        """The sum over ranks; with `tokens_cut` of this rank's tokens only."""
+        """The sum over ranks, with `tokens_cut` for this rank's tokens only."""
         return scatter(x, self.group, token_dim(x)) if self.tokens_cut else reduce(x, self.group)
 
 
 class Colwise(nn.Module):
-    """All tokens in, this rank's outputs out; a sharded weight among its arguments (a tied head) is used by its local part."""
+    """Takes all tokens, returns this rank's outputs. Of a sharded weight among its arguments (a tied head) it uses the
+    local part."""
 
     tp: TPRegion
 
@@ -83,8 +89,10 @@ class Colwise(nn.Module):
 
 
 class SharedHeads(Colwise):
-    """More ranks than heads: each rank has a whole copy of the weights and computes one head, which it shares with
-    others. Gradients of the copies are partial sums."""
+    """A layer of fewer heads than ranks: each rank has all weights and computes one head, as other ranks do.
+
+    Gradients of the weights are partial sums.
+    """
 
     tp_rows: slice
 
@@ -102,12 +110,12 @@ class SharedHeads(Colwise):
 
 
 class ShardedLogits(Colwise):
-    """A rank's logits; an uneven vocabulary is padded with -inf, so that all ranks have the same width.
+    """A rank's logits; those of an uneven vocabulary are padded with -inf to the same width on all ranks.
 
-    A head that takes a function `then` returns its result instead, unchanged.
+    A head that is called with a function `then` (a loss) returns the function's result, which stays as it is.
     """
 
-    tp_width: int
+    tp_width: int  # logits of a rank, padded
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = super().forward(*args, **kwargs)
@@ -125,8 +133,8 @@ class ShardedLogits(Colwise):
 class GatheredLogits(ShardedLogits):
     """A rank's logits in training, for `vocab_cross_entropy`; otherwise those of all ids, by one all-gather."""
 
-    tp_ids: int
-    tp_whole = False  # set while the model computes a loss of its own
+    tp_ids: int  # ids of the whole vocabulary
+    tp_whole = False  # set while the model computes a loss of its own, which needs all logits
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = super().forward(*args, **kwargs)
@@ -138,12 +146,12 @@ class GatheredLogits(ShardedLogits):
 
 
 class Rowwise(nn.Module):
-    """This rank's inputs in, the sum over ranks out; the bias is added once, to the sum."""
+    """Takes this rank's inputs, returns the sum over ranks; the bias is added once, to the sum."""
 
     tp: TPRegion
     tp_summing = False
 
-    # Hidden from the layer's own forward: each rank would add the bias, and the sum would contain it n times.
+    # The layer's own forward must not see the bias: each rank would add it, and the sum would contain it n times.
     @property
     def bias(self) -> Tensor | None:
         if self.tp_summing:
@@ -172,14 +180,14 @@ class VocabEmbedding(nn.Module):
         begin, end = self.tp_rows
         last = self.tp.group.rank == self.tp.group.size - 1
         # An id beyond the vocabulary is looked up on the last rank, a negative one on the first, so that both raise.
-        other = torch.zeros_like(ids, dtype=torch.bool) if last else ids >= end
-        other = other | (ids < begin) if begin else other
-        out = super().forward((ids - begin).masked_fill(other, 0))
-        return self.tp.exit(out.masked_fill(other.unsqueeze(-1), 0.0))
+        foreign = torch.zeros_like(ids, dtype=torch.bool) if last else ids >= end
+        foreign = foreign | (ids < begin) if begin else foreign
+        out = super().forward((ids - begin).masked_fill(foreign, 0))
+        return self.tp.exit(out.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
 class Siblings(nn.Module):
-    """The parent of layers with the same input: the first gathers it for all."""
+    """The parent of layers with the same input: the first layer gathers it for all of them."""
 
     tp_inputs: SharedInputs
 
@@ -213,12 +221,13 @@ class Opaque(nn.Module):
 
 
 class Routed(nn.Module):
-    """The parent of experts: takes disjoint tokens on each rank, and its contexts split likewise."""
+    """The parent of experts: gives each rank disjoint tokens, and the same part of the contexts."""
 
     tp: TPRegion
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         region, dim = self.tp, token_dim(x)
+        # of all ranks: contexts have them all, in both cases
         tokens = x.size(dim) * (region.group.size if region.tokens_cut else 1)
         args = tuple(_cut_context(a, region.group, tokens) for a in args)
         kwargs = {k: _cut_context(a, region.group, tokens) for k, a in kwargs.items()}
@@ -231,7 +240,7 @@ class Routed(nn.Module):
 class Root(nn.Module):
     """The model itself: gathers logits for the model's own loss, and explains torch's error about mixed tensors."""
 
-    tp_heads: tuple[Any, ...] = ()  # a tuple, as modules would be registered a second time
+    tp_heads: tuple[Any, ...] = ()  # a tuple: nn.Module would register its modules a second time
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for head in self.tp_heads:
@@ -251,7 +260,7 @@ class Root(nn.Module):
 def _on_first(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with the first of them changed, however it is given."""
+    """The arguments of a call, of which the first, positional or keyword, is changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = next(iter(kwargs))
@@ -273,7 +282,10 @@ def _join_streams(values: tuple[Any, ...], group: NamedGroup) -> dict[int, Tenso
 
 
 def _cut_context(value: Any, group: NamedGroup, tokens: int) -> Any:
-    """A dataclass with its (B or 1, S) tensors cut along S; cut once where it has `once`."""
+    """A copy of a dataclass with its (B or 1, S) tensors cut along S; any other value unchanged.
+
+    A context with `once` caches the copy for all layers of a forward.
+    """
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
 

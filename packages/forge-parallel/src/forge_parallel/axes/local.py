@@ -21,10 +21,10 @@ def add_mixin(module: nn.Module, mixin: type) -> None:
         class Twice:
             def forward(self, x):
                 return 2 * super().forward(x)
-        swap(linear, Twice)
+        add_mixin(linear, Twice)
 
-    `super()` in the mixin is the old class, and its forward shows the old one's signature. One class is made for
-    each pair and kept.
+    `super()` in the mixin is the old class, and its forward shows the old one's signature. Modules of
+    one class share the subclass.
     """
     cls: Any = type(module)  # Any: mypy takes a class for an instance here
     module.__class__ = _mixed_class(mixin, cls)

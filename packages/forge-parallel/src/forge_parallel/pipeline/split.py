@@ -75,7 +75,7 @@ def follow_mode(model: nn.Module) -> None:
 
 
 def _ends(parts: Structure, stage: int, count: int) -> set[str]:
-    """What a stage holds besides blocks."""
+    """Names of the modules that a stage has besides blocks."""
     return {*(parts.first if stage == 0 else ()), *(parts.last if stage == count - 1 else ())}
 
 

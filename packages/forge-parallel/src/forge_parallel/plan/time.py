@@ -44,7 +44,7 @@ class Time:
 def step_time(
     candidate: Candidate, memory: Sequence[Memory], traffic: Sequence[Sequence[Traffic]]
 ) -> Time:
-    """The step as the slowest pipeline rank sees it, from what each of them holds and sends."""
+    """The step of the slowest pipeline rank, from the blocks and the traffic of each rank."""
     ranks = []
     for rank, (stored, sent) in enumerate(zip(memory, traffic)):
         products = _products(candidate, candidate.load(rank))

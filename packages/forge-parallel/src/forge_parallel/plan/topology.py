@@ -13,10 +13,16 @@ from forge_parallel.config import Layout
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU. `peak` dense bf16 FLOP/s and `memory` bytes are the datasheet's; `compiled` and
-    `eager` the part of the peak that a whole training step's products reach; `intra` and `inter` what
-    collectives reach on NVLink and on the GPU's share of the network; `memory_speed` a copy's bytes/s;
-    `usable` the part of the memory that a plan may fill (the rest: context, fragments, what is not known)."""
+    """One kind of GPU.
+
+    peak             dense bf16 FLOP/s of the datasheet
+    memory           bytes of the datasheet
+    memory_speed     bytes/s of a copy
+    intra, inter     bytes/s of collectives over NVLink, and over the GPU's share of the network
+    compiled, eager  fraction of the peak that the matrix products of a training step reach
+    usable           fraction of the memory that a plan may fill; the rest is for the CUDA context, fragmentation
+                     and errors of the estimate
+    """
 
     name: str
     peak: float
@@ -34,10 +40,10 @@ class Hardware:
         return self.memory * self.usable
 
 
-#: Peaks, memory and link speeds are NVIDIA's datasheets (dense, SXM; NVLink 4: 450 GB/s a direction,
-#: NVLink 5: 900, NVLink 3: 300; NDR: 400 Gb/s = 50 GB/s, HDR: 25). Of the links 60 % inside and 80 % between
-#: nodes are taken, and of the peak what stands in Hardware: fitted on the h200 to the published sweep in
-#: test_plan_calibration.py. For the other cards they are guesses that nobody measured.
+#: Peaks, memory and link speeds are those of NVIDIA's datasheets (dense, SXM; NVLink 3: 300 GB/s a direction,
+#: NVLink 4: 450, NVLink 5: 900; HDR: 200 Gb/s = 25 GB/s, NDR: 50). `intra` is 60 % and `inter` 80 % of a link.
+#: These fractions, `compiled` and `eager` were fitted on the h200 to the published sweep in
+#: test_plan_calibration.py; for the other GPUs they are guesses without a measurement.
 HARDWARE: dict[str, Hardware] = {
     h.name: h
     for h in (
@@ -59,25 +65,26 @@ def find_hardware(name: str) -> Hardware:
     return found
 
 
-_SENT_OVER = ("tp", "cp", "fsdp", "ep", "efsdp", "dp_replicate", "pp")
+_COLLECTIVE_AXES = ("tp", "cp", "fsdp", "ep", "efsdp", "dp_replicate", "pp")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a layout (see `Layout.axes`), `gpus_per_node` to a node."""
+    """The ranks of a layout (see `Layout.axes`) on nodes of `gpus_per_node` GPUs."""
 
     layout: Layout
     gpus_per_node: int
 
     @property
     def nodes(self) -> int:
+        """Number of nodes; the last may be used in part."""
         *axes, _ = self.layout  # ep borrows its ranks from them
         return -(-prod(axes) // self.gpus_per_node)
 
     def axes(self) -> dict[str, tuple[int, int]]:
-        """name -> (ranks of a group, distance between neighbours in it) of what collectives run over."""
+        """name -> (ranks of a group, distance between neighbours in it) of the axes that have collectives."""
         axes = self.layout.axes()
-        return {name: axes[name] for name in _SENT_OVER}
+        return {name: axes[name] for name in _COLLECTIVE_AXES}
 
     def crosses(self, axis: str) -> bool:
         """Whether a group of `axis` spans nodes."""
@@ -87,17 +94,17 @@ class Topology:
     def seconds(self, axis: str, whole: float, hardware: Hardware) -> float:
         """Time of an all-gather or reduce-scatter of `whole` bytes over a group of `axis`.
 
-        Inside a node each rank moves (n - 1) / n of them over NVLink. Bytes of other nodes arrive over the network
-        cards of all members of the group in this node.
+        Each of the n members in one node moves (n - 1) / n of the bytes over NVLink. Bytes of other nodes arrive
+        over the network cards of all n. The two overlap.
         """
         size, step = self.axes()[axis]
-        together = max(1, min(size, self.gpus_per_node // step))
-        near = whole * (together - 1) / together / hardware.intra
-        far = whole * (1 - together / size) / (together * hardware.inter)
-        return max(near, far)
+        members = max(1, min(size, self.gpus_per_node // step))
+        inside = whole * (members - 1) / members / hardware.intra
+        between = whole * (1 - members / size) / (members * hardware.inter)
+        return max(inside, between)
 
     def placement(self, experts: bool = True) -> list[str]:
-        """A line per axis larger than 1: its first ranks, and whether it leaves a node."""
+        """A line for each axis larger than 1: the ranks of its first group, and whether groups span nodes."""
         lines = []
         for name, (size, step) in self.axes().items():
             if size == 1 or (name == "efsdp" and not experts):

@@ -120,7 +120,7 @@ def _part_of_a_rank(profile: Profile, tp: int, dtype: torch.dtype) -> nn.Module:
 
 
 class _Resize(torch.autograd.Function):
-    """A collective without values: dim -2 has another size, nothing is kept. No backward ever runs."""
+    """A collective without values: it changes the size of dim -2, and saves nothing, as no backward runs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:

@@ -122,7 +122,7 @@ def _import(name: str) -> Callable[..., nn.Module]:
 
 
 def _reference(task: Task, timeout: float) -> tuple[Reference, list[str]]:
-    """What one process sees, and the modules that it had to import for it, in their order."""
+    """The values of one process, and the modules that it imported for them, in their order."""
     known = set(sys.modules)
 
     def run() -> tuple[Reference, list[str]]:

@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 class Reference(NamedTuple):
-    """What one process saw: weights at the start, and in the order of their computation `values` by step and
+    """Values of one process: weights at the start, and in the order of their computation `values` by step and
     quantity: the stream (B, S, D) behind each layer in the first step, of each step loss, gradients and norm,
     weights at the end."""
 
@@ -190,7 +190,7 @@ class _LayoutRun:
         return cut_sequence(rows, self.meshes.cp)
 
     def stream_error(self, parts: list[Tensor], whole: Tensor) -> float:
-        """Of what a layer gave in each micro-batch; 0 where shapes do not say which part it is."""
+        """Of a layer's outputs in the micro-batches; 0 if their shapes do not determine it."""
         tp, worst = self.meshes.tp, 0.0
         for part, right in zip(parts, self._tokens(self._rows(whole)).split(self.rows)):
             if part.size(1) * tp.size == right.size(1):
@@ -211,7 +211,7 @@ def _width_of(reference: Reference) -> int:
 
 @contextmanager
 def _watching(model: nn.Module, structure: Structure) -> Iterator[dict[str, list[Tensor]]]:
-    """What each layer hands on in the block, (B, S, D), by name; one for each forward, not for recomputations."""
+    """Outputs (B, S, D) of each layer inside the `with` block, by name; one for each forward, none for recomputations."""
     seen: dict[str, list[Tensor]] = {}
 
     def note(name: str, layer: nn.Module, args: Any, output: Any) -> None:

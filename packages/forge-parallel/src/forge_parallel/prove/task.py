@@ -55,7 +55,7 @@ CELLS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows as `Compute` takes them, (B, S) int64 each; None for what the model does not take."""
+    """Rows as `Compute` takes them, (B, S) int64 each; None for inputs that the model does not take."""
 
     tokens: Tensor
     labels: Tensor
@@ -66,12 +66,12 @@ class Batch:
 
     @property
     def keywords(self) -> dict[str, Tensor]:
-        """What the model is called with besides its tokens."""
+        """Keyword arguments of the model, besides its tokens."""
         named = {"positions": self.positions, "document_ids": self.document_ids}
         return {name: value for name, value in named.items() if value is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """With every tensor changed."""
+        """A batch of `change` of every tensor."""
         named: dict[str, Any] = {name: change(value) for name, value in self.keywords.items()}
         return Batch(change(self.tokens), change(self.labels), **named)
 

@@ -142,7 +142,7 @@ def _check_in(
 
 
 def _duplicate_rank(world: World, store: Store, deadline: float) -> str:
-    """Who came under this process's rank before it. If it does not say so, all ranks are told to end."""
+    """A sentence on the process that took this rank before; if it did not describe itself, all ranks are told to end."""
     if _wait_until(lambda: _read(store, f"rank/{world.rank}", _DESCRIPTION) is not None, deadline):
         other = _read(store, f"rank/{world.rank}", _DESCRIPTION) or {}
         return (
@@ -188,7 +188,7 @@ def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
 
 
 def _read(store: Store, key: str, names: set[str]) -> dict[str, Any] | None:
-    """What a rank wrote under `key`, an object of `names`; None if nothing is there, or something else."""
+    """The object with keys `names` that a rank wrote under `key`; None without one."""
     if not store.check([key]):
         return None
     try:
@@ -203,7 +203,7 @@ def _absence(absent: list[int], world: World) -> str:
 
 
 def mismatches(present: Mapping[int, dict[str, Any]]) -> list[str]:
-    """What the ranks' words contradict, a line each.
+    """Contradictions between the descriptions of ranks, a line each.
 
     Everything is compared with rank 0; of each fact the first rank that differs is named.
     """
