@@ -134,4 +134,4 @@ def thawed(precision: str) -> str:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_kept_in_16_bits_is_not_thawed(precision: str) -> None:
     (said,) = run_on_ranks(1, thawed, precision)
-    assert "middle.0.weight came frozen and in 16 bits, is kept so, and must stay frozen" in said
+    assert "middle.0.weight was frozen and in 16 bits at parallelize, and must stay frozen" in said
