@@ -61,10 +61,11 @@ def clear_sharding_caches() -> None:
     Their keys are meshes that compare equal. A mesh of a later process group compares equal, too, although its
     groups have other names, and would get a cached result with the names of groups that have ended.
     """
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import DTensor
 
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
+    # as torch.distributed.tensor.debug does (2.11 to 2.13), which needs numpy and torch does not
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
 
 
 def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
