@@ -64,8 +64,8 @@ def clear_sharding_caches() -> None:
     from torch.distributed.tensor import DTensor
 
     # as torch.distributed.tensor.debug does (2.11 to 2.13), which needs numpy and torch does not
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-    torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
