@@ -104,7 +104,8 @@ def describe(name: str, node: ast.stmt) -> Iterator[str]:
         yield f"{name}{_signature(node)}"
     elif isinstance(node, ast.ClassDef):
         bases = ", ".join(map(ast.unparse, node.bases))
-        yield f"class {name}({bases})" if bases else f"class {name}"
+        marks = "".join(f"@{ast.unparse(d)} " for d in node.decorator_list)
+        yield f"{marks}class {name}({bases})" if bases else f"{marks}class {name}"
         for member in node.body:
             if isinstance(member, ast.FunctionDef) and _is_public(member.name):
                 marks = "".join(f"@{ast.unparse(d)} " for d in member.decorator_list)
@@ -129,10 +130,12 @@ def _signature(node: ast.FunctionDef) -> str:
 
 def _default(value: ast.expr | None) -> str:
     """` = default` of a field, without its help text."""
+    by_name = ""
     if isinstance(value, ast.Call) and ast.unparse(value.func) in _SETTINGS:
         named = {k.arg: k.value for k in value.keywords}
+        by_name = " (by name)" if "kw_only" in named else ""
         value = named.get("default", named.get("default_factory", next(iter(value.args), None)))
-    return "" if value is None else f" = {ast.unparse(value)}"
+    return by_name if value is None else f" = {ast.unparse(value)}{by_name}"
 
 
 def api_page(package: str) -> str:

@@ -94,3 +94,9 @@ def test_F109_every_field_has_a_type_that_is_checked_or_its_choices() -> None:
         for field in dataclasses.fields(config):
             with pytest.raises(ValueError, match=field.name):
                 dataclasses.replace(config, **{field.name: object()})
+
+
+def test_options_go_by_name() -> None:
+    """A fourth number by position was once top_k; it must not become another option."""
+    with pytest.raises(TypeError, match="positional arguments"):
+        MoEConfig(8, 16, 4, 2)  # type: ignore[misc]

@@ -36,7 +36,7 @@ ROUTERS = {
 
 def make(num_experts: int, top_k: int, **settings) -> MoE:
     torch.manual_seed(num_experts + 7 * top_k)
-    moe = MoE(MoEConfig(D, HIDDEN, num_experts, top_k, **settings))
+    moe = MoE(MoEConfig(D, HIDDEN, num_experts, top_k=top_k, **settings))
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.normal_(std=0.5)

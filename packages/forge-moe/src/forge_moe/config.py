@@ -103,8 +103,10 @@ class MoEConfig(MoEOptions):
     dim: int = field(metadata={"help": "width of a token"})
     hidden_dim: int = field(metadata={"help": "width inside one expert"})
     num_experts: int = field(metadata={"help": "routed experts"})
-    aux: Literal["return", "attach", "none"] = _field(
-        "return", "router losses: handed to the caller, or added to the gradient"
+    aux: Literal["return", "attach", "none"] = field(
+        default="return",
+        kw_only=True,
+        metadata={"help": "router losses: handed to the caller, or added to the gradient"},
     )
 
     def __post_init__(self) -> None:
