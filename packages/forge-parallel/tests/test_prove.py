@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,24 @@ from forge_parallel.prove.__main__ import main
 from forge_parallel.prove.task import Cell
 
 pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(autouse=True)
+def forks_that_can_run_a_backward() -> None:
+    """A CUDA build cannot run one in a fork of a process that ran one, as other files' tests do: prove refuses."""
+    if torch.version.cuda is None:
+        return
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        pytest.skip("an earlier test ran a backward on a CUDA build; run this file by itself")
+
+
 DIM, HEAD, VOCAB = 16, 4, 61
 ROLES = {
     "embedding.*": "vocab",
