@@ -1,8 +1,12 @@
-"""Ranks that forge_resilience starts form the group that forge_parallel makes."""
+"""Ranks that forge_resilience or torchrun starts form the group that forge_parallel makes."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +39,20 @@ def test_local_workers_form_a_group(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["environment 0/2 3.0", "environment 1/2 3.0"]
     assert "Traceback" not in err
+
+
+def test_torchrun_workers_form_a_group(tmp_path: Path) -> None:
+    torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
+    if torchrun is None:
+        pytest.skip("torchrun is not beside this Python")
+    script = tmp_path / "script.py"
+    script.write_text(_GLOO)
+    done = subprocess.run(
+        [torchrun, "--nproc-per-node=2", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0/2 3.0", "torchrun 1/2 3.0"]

@@ -392,3 +392,17 @@ def test_a_group_of_somebody_else_is_not_ended():
 
 if __name__ == "__main__":
     serve()
+
+
+def test_leave_runs_what_was_registered_and_keeps_the_code(tmp_path):
+    body = """
+import atexit, sys, threading
+from forge_parallel.start import leave
+atexit.register(lambda: sys.stdout.write("registered"))
+atexit.register(lambda: 1 / 0)
+threading.Thread(target=threading.Event().wait).start()  # would keep the interpreter for ever
+sys.stdout.write("said, ")
+leave(66)
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (66, "said, registered")
