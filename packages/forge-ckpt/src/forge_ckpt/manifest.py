@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,13 +70,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The table of one checkpoint. ``torch`` is the version that saved it, for information."""
+    """The table of one checkpoint. ``torch`` is the version that saved it, for information.
+
+    ``metrics``: the caller's numbers of the step, by which retention finds the best.
+    """
 
     step: int | None
     torch: str
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     objects: dict[str, ObjectEntry]
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def paths(self) -> dict[str, tree.Path]:
         """The path of every saved name."""
@@ -198,6 +202,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": manifest.step,
+        **({"metrics": manifest.metrics} if manifest.metrics else {}),
         "torch": manifest.torch,
         "block_bytes": BLOCK_BYTES,
         "files": {
@@ -224,13 +229,21 @@ def _from_json(table: dict[str, Any]) -> Manifest:
         name: ObjectEntry(tree.path_from_json(entry["path"]), entry["value"])
         for name, entry in table["objects"].items()
     }
-    manifest = Manifest(step, str(table["torch"]), files, tensors, object_entries)
+    metrics = _metrics(table.get("metrics", {}))
+    manifest = Manifest(step, str(table["torch"]), files, tensors, object_entries, metrics)
     if both := tensors.keys() & object_entries.keys():
         raise ValueError(f"{sorted(both)[0]!r} is a tensor and an object")
     for name, path in manifest.paths().items():
         if tree.dotted_name(path) != name:
             raise ValueError(f"name {name!r} does not belong to path {path}")
     return manifest
+
+
+def _metrics(table: dict[str, Any]) -> dict[str, float]:
+    for name, value in table.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"metrics.{name} {value!r} is no finite number")
+    return {name: float(value) for name, value in table.items()}
 
 
 def _file(name: str, entry: dict[str, Any]) -> FileEntry:
