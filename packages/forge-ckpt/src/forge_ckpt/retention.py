@@ -1,0 +1,104 @@
+"""Which checkpoints are kept: a pure function of steps, their metrics and a rule."""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Keep", "outdated"]
+
+_Milestones = Callable[[int], bool]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A step is kept if any rule keeps it; the newest one always is.
+
+    ``last``: so many of the newest. ``every``: multiples of it (0: none). ``best``: the name of a
+    metric; of the steps that were saved with a finite value of it, the one with the lowest (``mode``
+    "min") or highest ("max"), and of equal ones the newest. ``milestones``: "powers_of_2" (0, 1, 2,
+    4, 8, ...), or a function of the step, itself or as "module:attr".
+
+    Usage::
+
+        Keep(last=2, every=1000, best="val_loss", milestones="powers_of_2")
+
+    Raises ValueError that lists all problems.
+    """
+
+    last: int = 3
+    every: int = 0
+    best: str | None = None
+    mode: str = "min"
+    milestones: str | _Milestones | None = None
+    _is_milestone: _Milestones = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if type(self.last) is not int or self.last < 1:
+            problems.append(f"last {self.last!r} must be an integer of at least 1; use 3")
+        if type(self.every) is not int or self.every < 0:
+            problems.append(
+                f"every {self.every!r} must be an integer of at least 0; use 0 for none"
+            )
+        if self.best is not None and (type(self.best) is not str or not self.best):
+            problems.append(f"best {self.best!r} must be the name of a metric, such as 'val_loss'")
+        if self.mode not in ("min", "max"):
+            problems.append(f"mode {self.mode!r} must be 'min' or 'max'")
+        try:
+            object.__setattr__(self, "_is_milestone", _resolve(self.milestones))
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def is_milestone(self, step: int) -> bool:
+        """Whether ``milestones`` keeps ``step``."""
+        return bool(self._is_milestone(step))
+
+
+def outdated(
+    steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]], keep: Keep
+) -> list[int]:
+    """The steps to remove, oldest first; never the newest.
+
+    ``steps`` are the committed steps in any order, ``metrics`` the values of each step that was
+    saved with some: ``{step: {name: value}}``.
+    """
+    ordered = sorted(steps)
+    kept = set(ordered[-keep.last :])
+    kept |= {s for s in ordered if (keep.every and s % keep.every == 0) or keep.is_milestone(s)}
+    if keep.best is not None:
+        values = {s: metrics.get(s, {}).get(keep.best, math.nan) for s in ordered}
+        sign = 1 if keep.mode == "max" else -1
+        finite = [s for s in ordered if math.isfinite(values[s])]
+        if finite:
+            kept.add(max(finite, key=lambda step: (sign * values[step], step)))
+    return [step for step in ordered if step not in kept]
+
+
+def _is_power_of_2(step: int) -> bool:
+    return step & (step - 1) == 0  # also 0
+
+
+def _resolve(milestones: str | _Milestones | None) -> _Milestones:
+    """The function of the step; raises ValueError for a name that has none."""
+    if milestones is None:
+        return lambda step: False
+    if callable(milestones):
+        return milestones
+    if milestones == "powers_of_2":
+        return _is_power_of_2
+    rule = "must be 'powers_of_2', a function of the step, or its 'module:attr'"
+    module, colon, attribute = str(milestones).partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"milestones {milestones!r} {rule}")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"milestones {milestones!r} cannot be imported ({error}); it {rule}"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"milestones {milestones!r} is a {type(found).__name__}; it {rule}")
+    return found
