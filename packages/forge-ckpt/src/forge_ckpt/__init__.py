@@ -3,6 +3,7 @@
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists, StoreInUse
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader
+from forge_ckpt.read.tensors import read_tensors
 from forge_ckpt.rng import RNGState
 from forge_ckpt.store import Store
 from forge_ckpt.write.planner import ForgeSavePlanner
@@ -19,4 +20,5 @@ __all__ = [
     "StepExists",
     "Store",
     "StoreInUse",
+    "read_tensors",
 ]

@@ -70,6 +70,13 @@ class ForgeReader(StorageReader):
             self._manifest = manifest.read(self._directory, self.step)
         return self._manifest
 
+    @property
+    def directory(self) -> files.Directory:
+        """The open directory."""
+        self.open()
+        assert self._directory is not None
+        return self._directory
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[manifest.Manifest]:
         """:meth:`open` for a ``with`` block, closed at its end."""
@@ -118,10 +125,9 @@ class ForgeReader(StorageReader):
         Returns the content of the caller's tensors; the planner holds the replaced leaves.
         """
         table = self.open()
-        assert self._directory is not None
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         staged = [_stage(table, item) for item in tensors]
-        read_segments(self._directory, table, [segment for _, segment in staged], self.threads)
+        read_segments(self.directory, table, [segment for _, segment in staged], self.threads)
         for item in plan.items:  # decoding may raise, so no tensor has been filled yet
             if item.type == LoadItemType.BYTE_IO:
                 self._decode(table, item, planner)

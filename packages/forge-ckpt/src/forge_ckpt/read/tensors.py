@@ -1,0 +1,127 @@
+"""The tensors of a checkpoint, whole, one at a time: nothing is built and no state is needed."""
+
+import os
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_ckpt import directories, manifest, objects
+from forge_ckpt.files import byte_view
+from forge_ckpt.foreign import refuse_foreign
+from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
+from forge_ckpt.read.blocks import Segment, read_segments
+from forge_ckpt.read.reader import ForgeReader
+
+
+def read_tensors(
+    path: str | os.PathLike[str], patterns: Sequence[str] = ("*",)
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor on the CPU) of a checkpoint, whatever layout saved it, in saved order.
+
+        for name, tensor in read_tensors("runs/a/checkpoints", ["model.*"]): ...
+
+    ``path`` is a step (``.../step-00000100``) or a store, whose newest committed step is read.
+    ``patterns`` are those of fnmatch on dotted names. Each tensor is compared with its digests before it
+    is yielded, and nothing is kept of it: memory is one tensor, and one chunk where ranks cut it along
+    another dim than the first.
+
+    Raises CorruptCheckpoint for damaged bytes, ValueError for a path without a checkpoint and for
+    patterns that match nothing.
+    """
+    with SavedTensors(path) as saved:
+        names = saved.names(patterns)
+        if not names:
+            first = next(iter(saved.table.tensors), "none at all")
+            raise ValueError(
+                f"patterns {list(patterns)} match no tensor of {saved.path}; its names are like {first!r}"
+            )
+        for name in names:
+            yield name, saved.read(name)
+
+
+class SavedTensors:
+    """A checkpoint held open for reads of single tensors and objects, in any order.
+
+    with SavedTensors(path) as saved: saved.read("model.embedding.weight")
+    """
+
+    def __init__(self, path: str | os.PathLike[str], threads: int = 2) -> None:
+        self.path = _step_path(Path(path))
+        self._threads = threads
+        self._reader = ForgeReader(self.path)
+        self.table: Manifest = self._reader.open()
+
+    def names(self, patterns: Sequence[str] = ("*",)) -> list[str]:
+        """The saved tensors whose name matches one of ``patterns``."""
+        return [n for n in self.table.tensors if any(fnmatchcase(n, p) for p in patterns)]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, verified; raises CorruptCheckpoint and KeyError."""
+        entry = self.table.tensors[name]
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        inside = [chunk for chunk in entry.chunks if _is_contiguous(chunk, entry)]
+        flat = byte_view(whole)
+        self._fill(
+            [(chunk, flat[(at := _start(chunk, entry)) : at + chunk.length]) for chunk in inside]
+        )
+        for chunk in entry.chunks:
+            if chunk not in inside:
+                box = torch.empty(chunk.sizes, dtype=entry.dtype)
+                self._fill([(chunk, byte_view(box))])
+                where = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))
+                whole[where] = box
+        return whole
+
+    def read_object(self, name: str) -> Any:
+        """A saved object; raises KeyError, and ValueError where it cannot be decoded."""
+        return objects.decode(self.table.objects[name].value)
+
+    def _fill(self, chunks: list[tuple[Chunk, memoryview]]) -> None:
+        segments = [Segment(chunk.file, chunk.start, view) for chunk, view in chunks]
+        read_segments(self._reader.directory, self.table, segments, self._threads)
+
+    def __enter__(self) -> "SavedTensors":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._reader.close()
+
+
+def _is_contiguous(chunk: Chunk, entry: TensorEntry) -> bool:
+    """Whether its elements follow each other in the whole tensor: only the first dim with more than one
+    index is cut."""
+    first = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
+    return chunk.sizes[first + 1 :] == entry.shape[first + 1 :]
+
+
+def _start(chunk: Chunk, entry: TensorEntry) -> int:
+    """The byte of the whole tensor at which the chunk's first element is."""
+    position = 0
+    for offset, size in zip(chunk.offsets, entry.shape):
+        position = position * size + offset
+    return position * entry.dtype.itemsize
+
+
+def _step_path(path: Path) -> Path:
+    """``path`` if it is a step, else the newest committed step of the store there."""
+    if (path / manifest.NAME).is_file():
+        return path
+    if not path.is_dir():
+        raise ValueError(
+            f"{path} is not a directory; give a checkpoint (step-...) or a store of them"
+        )
+    refuse_foreign(path)
+    steps = directories.committed_steps(path)
+    if not steps:
+        raise ValueError(f"{path} holds no committed checkpoint; give a store that was saved to")
+    return directories.step_directory(path, steps[-1])
