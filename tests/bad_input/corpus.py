@@ -477,8 +477,8 @@ CASES: dict[str, list[Case | Call]] = {
     "Checkpoints and runs": [
         Case("checkpoint of another model", other_model, CONFIG, ("model.dim was 16", "32")),
         Case("no checkpoint verifies", damaged_store, CORRUPT, ("step-", "manifest")),
-        Case("a checkpoint of a newer format", resealed(lambda t: t.update(format=2)), CONFIG,
-             ("format 2", "use the version that wrote it")),
+        Case("a checkpoint of a newer format", resealed(lambda t: t.update(format=3)), CONFIG,
+             ("format 3", "use the version that wrote it")),
         Case("a manifest of 2**30 zeros", stored(lambda c: _sparse(_newest(c) / "manifest.json", 2**30)), CORRUPT,
              ("manifest.json", "does not match its own digest")),
         Case("a manifest that is a pipe", stored(lambda c: _replace_by_pipe(_newest(c) / "manifest.json")),

@@ -58,7 +58,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a block is read without a look at its digest",
         f"{_CKPT}/read/blocks.py",
-        "if hashlib.sha256(block).hexdigest() != entry.blocks[index]:",
+        "if digest_of(block) != entry.blocks[index]:",
         "if not entry.blocks[index]:",
         ("packages/forge-ckpt/tests/test_faults.py::test_F51_flipped_bit_in_a_data_file",),
     ),

@@ -260,9 +260,9 @@ def test_F97_chunks_that_tile_pass_whatever_their_order(root):
 
 
 def test_a_newer_format_is_no_corruption(root):
-    _forge(root, lambda table: table.update(format=2))
+    _forge(root, lambda table: table.update(format=3))
     with Store(root) as store:
-        with pytest.raises(ValueError, match="format 2, this forge-ckpt reads 1"):
+        with pytest.raises(ValueError, match="format 3, this forge-ckpt reads 1 and 2"):
             store.load(_zeros())
         assert store.steps() == [100, 200]
 

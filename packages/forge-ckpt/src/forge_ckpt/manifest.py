@@ -3,6 +3,9 @@
 The file is one JSON object, ``{"sha256": "<64 hex>", "manifest": {...}}``, with the digest over the
 exact bytes of the inner object. The frame around it is compared byte by byte, so a change of any
 byte of the file is found.
+
+Format 1 has sha256 for the blocks of the data files. Format 2 is format 1 with the name of another
+digest of them (``"digest": "blake3"``); it is written for those alone, so that older versions read all others.
 """
 
 import hashlib
@@ -16,12 +19,12 @@ from typing import Any
 
 import torch
 
-from forge_ckpt import objects, tree
+from forge_ckpt import digests, objects, tree
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint
 from forge_ckpt.files import Directory, read_at
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMATS = (1, 2)
 BLOCK_BYTES = 4 * 2**20
 MAX_BYTES = 2**30  # of a manifest; 2**30 bytes describe about 60 TB of tensors
 _MAX_DIMS = 64  # of a tensor that torch makes
@@ -57,22 +60,24 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """``blocks``: sha256 of each BLOCK_BYTES of the file; ``root``: sha256 of their concatenation."""
+    """``blocks``: digest of each BLOCK_BYTES of the file; ``root``: digest of their concatenation."""
 
     size: int
     root: str
     blocks: tuple[str, ...]
 
     @staticmethod
-    def of(size: int, blocks: tuple[str, ...]) -> "FileEntry":
-        return FileEntry(size, hashlib.sha256(bytes.fromhex("".join(blocks))).hexdigest(), blocks)
+    def of(size: int, blocks: tuple[str, ...], digest: str = digests.DEFAULT) -> "FileEntry":
+        root = digests.digest_function(digest)(bytes.fromhex("".join(blocks)))
+        return FileEntry(size, root, blocks)
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The table of one checkpoint. ``torch`` is the version that saved it, for information.
 
-    ``metrics``: the caller's numbers of the step, by which retention finds the best.
+    ``metrics``: the caller's numbers of the step, by which retention finds the best. ``digest``: the
+    name of the digest of ``files`` (see :mod:`forge_ckpt.digests`).
     """
 
     step: int | None
@@ -81,6 +86,7 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     objects: dict[str, ObjectEntry]
     metrics: dict[str, float] = field(default_factory=dict)
+    digest: str = digests.DEFAULT
 
     def paths(self) -> dict[str, tree.Path]:
         """The path of every saved name."""
@@ -104,7 +110,7 @@ def read(directory: Directory, step: int | None = None) -> Manifest:
 
     Raises CorruptCheckpoint for a missing, changed or impossible manifest, for another step than
     ``step``, and for a file that is missing, no regular file or of another size; CheckpointMismatch
-    for a format that a newer version wrote.
+    for a format that a newer version wrote, and for a digest whose package is not installed.
     """
     where = str(directory.path / NAME)
     manifest = decode(read_bytes(directory), where)
@@ -150,12 +156,18 @@ def decode(data: bytes, where: str) -> Manifest:
         number = table["format"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise CorruptCheckpoint(f"{where}: not a manifest ({error!r:.300})") from error
-    if number != FORMAT:
+    if number not in FORMATS:
         raise CheckpointMismatch(
-            f"{where}: format {number!r:.80}, this forge-ckpt reads {FORMAT}; use the version that wrote it"
+            f"{where}: format {number!r:.80}, this forge-ckpt reads {' and '.join(map(str, FORMATS))}; "
+            "use the version that wrote it"
         )
+    of_blocks = digests.DEFAULT if number == 1 else table.get("digest")
     try:
-        return _from_json(table)
+        digests.digest_function(of_blocks)
+    except ValueError as error:
+        raise CheckpointMismatch(f"{where}: {error}") from None
+    try:
+        return _from_json(table, of_blocks)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpoint(f"{where}: impossible entry ({error!s:.300})") from error
 
@@ -199,8 +211,10 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         }
         for name, entry in manifest.tensors.items()
     }
+    number = 1 if manifest.digest == digests.DEFAULT else 2
     return {
-        "format": FORMAT,
+        "format": number,
+        **({"digest": manifest.digest} if number > 1 else {}),
         "step": manifest.step,
         **({"metrics": manifest.metrics} if manifest.metrics else {}),
         "torch": manifest.torch,
@@ -217,20 +231,20 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _from_json(table: dict[str, Any]) -> Manifest:
+def _from_json(table: dict[str, Any], digest: str) -> Manifest:
     if table["block_bytes"] != BLOCK_BYTES:
         raise ValueError(f"block_bytes {table['block_bytes']!r} must be {BLOCK_BYTES}")
     step = table["step"]
     if step is not None:
         _count(step, "step")
-    files = {name: _file(name, entry) for name, entry in table["files"].items()}
+    files = {name: _file(name, entry, digest) for name, entry in table["files"].items()}
     tensors = {name: _tensor(name, entry, files) for name, entry in table["tensors"].items()}
     object_entries = {
         name: ObjectEntry(tree.path_from_json(entry["path"]), entry["value"])
         for name, entry in table["objects"].items()
     }
     metrics = _metrics(table.get("metrics", {}))
-    manifest = Manifest(step, str(table["torch"]), files, tensors, object_entries, metrics)
+    manifest = Manifest(step, str(table["torch"]), files, tensors, object_entries, metrics, digest)
     if both := tensors.keys() & object_entries.keys():
         raise ValueError(f"{sorted(both)[0]!r} is a tensor and an object")
     for name, path in manifest.paths().items():
@@ -246,13 +260,13 @@ def _metrics(table: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in table.items()}
 
 
-def _file(name: str, entry: dict[str, Any]) -> FileEntry:
+def _file(name: str, entry: dict[str, Any], digest: str) -> FileEntry:
     if not _FILE.fullmatch(name):
         raise ValueError(f"file name {name!r}; only data-<number>.bin inside the directory")
     blocks = tuple(entry["blocks"])
     if not all(isinstance(block, str) and _HEX.fullmatch(block) for block in blocks):
         raise ValueError(f"{name}: a block digest is not 64 hex digits")
-    file = FileEntry.of(_count(entry["bytes"], name), blocks)
+    file = FileEntry.of(_count(entry["bytes"], name), blocks, digest)
     if len(blocks) != -(-file.size // BLOCK_BYTES) or file.root != entry["root"]:
         raise ValueError(
             f"{name}: {len(blocks)} blocks for {file.size} bytes, or another root digest"

@@ -1,12 +1,12 @@
 """Verified reads: each touched block is read once, completely, and compared with its digest."""
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from forge_ckpt import digests
 from forge_ckpt.errors import CorruptCheckpoint
 from forge_ckpt.files import Directory, os_errors_as_corruption, read_at
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
@@ -75,13 +75,14 @@ def _read(
     progress: Callable[[int], None] = lambda done: None,
 ) -> None:
     done = 0
+    digest_of = digests.digest_function(table.digest)
     for name, blocks in touched.items():
         entry, where = table.files[name], str(directory.path / name)
         fd, _ = directory.open(name)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-read")
         try:
             futures: list[Future[None]] = [
-                pool.submit(_block, fd, entry, index, blocks[index], where)
+                pool.submit(_block, fd, entry, index, blocks[index], digest_of, where)
                 for index in sorted(blocks)
             ]
             for index, future in zip(sorted(blocks), futures):
@@ -93,7 +94,14 @@ def _read(
             os.close(fd)
 
 
-def _block(fd: int, entry: FileEntry, index: int, pieces: list[_Piece], where: str) -> None:
+def _block(
+    fd: int,
+    entry: FileEntry,
+    index: int,
+    pieces: list[_Piece],
+    digest_of: digests.Digest,
+    where: str,
+) -> None:
     start = index * BLOCK_BYTES
     size = min(BLOCK_BYTES, entry.size - start)
     # A destination of a whole block is read into directly. It may then hold bytes of a damaged
@@ -104,7 +112,7 @@ def _block(fd: int, entry: FileEntry, index: int, pieces: list[_Piece], where: s
         count = read_at(fd, block, start)
     if count != size:
         raise CorruptCheckpoint(f"{where}: ends at byte {start + count}, {entry.size} were saved")
-    if hashlib.sha256(block).hexdigest() != entry.blocks[index]:
+    if digest_of(block) != entry.blocks[index]:
         raise CorruptCheckpoint(
             f"{where}: bytes {start}-{start + size} (block {index}) do not match their digest"
         )

@@ -1,11 +1,11 @@
 """One data file in blocks: the copy of a block overlaps the digest and the write of earlier ones."""
 
-import hashlib
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from forge_ckpt import digests
 from forge_ckpt.files import write_at
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry
 
@@ -19,7 +19,9 @@ class BlockFile:
     of a later read would confirm damage. At most ``2 * threads + 1`` blocks are in memory.
     """
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, digest: str = digests.DEFAULT) -> None:
+        self._digest = digest
+        self._digest_of = digests.digest_function(digest)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-write")
@@ -44,7 +46,7 @@ class BlockFile:
         while self._pending:
             self._collect()
         os.fsync(self._fd)
-        return FileEntry.of(self._size, tuple(self._digests))
+        return FileEntry.of(self._size, tuple(self._digests), self._digest)
 
     def close(self) -> None:
         """Stop the threads and close the file, complete or not."""
@@ -62,7 +64,7 @@ class BlockFile:
 
     def _submit(self) -> None:
         view = self._block[: self._used]
-        future = self._pool.submit(_digest_and_write, self._fd, view, self._size)
+        future = self._pool.submit(self._digest_and_write, view, self._size)
         self._pending.append((future, self._block))
         self._size += self._used
         self._used = 0
@@ -75,8 +77,7 @@ class BlockFile:
         self._digests.append(future.result())
         return block
 
-
-def _digest_and_write(fd: int, view: memoryview, offset: int) -> str:
-    digest = hashlib.sha256(view).hexdigest()
-    write_at(fd, view, offset)
-    return digest
+    def _digest_and_write(self, view: memoryview, offset: int) -> str:
+        digest = self._digest_of(view)
+        write_at(self._fd, view, offset)
+        return digest

@@ -44,7 +44,7 @@ def results_to_json(results: list[WriteResult]) -> list[list[Any]]:
         data = result.storage_data
         offset = None if result.index.offset is None else list(result.index.offset)
         if isinstance(data, FileEntry):
-            encoded.append([result.index.fqn, offset, "file", [data.size, list(data.blocks)]])
+            encoded.append([result.index.fqn, offset, "file", [data.size, data.root, data.blocks]])
         elif isinstance(data, str):
             encoded.append([result.index.fqn, offset, "object", data])
         else:
@@ -58,7 +58,8 @@ def results_from_json(values: list[list[Any]]) -> list[WriteResult]:
     for name, offset, kind, value in values:
         data = value
         if kind == "file":
-            data = FileEntry.of(value[0], tuple(value[1]))
+            size, root, blocks = value
+            data = FileEntry(size, root, tuple(blocks))
         elif kind == "tensor":
             data = tuple(value)
         index = MetadataIndex(name, None if offset is None else torch.Size(offset))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from forge_ckpt import directories, files, manifest
+from forge_ckpt import digests, directories, files, manifest
 from forge_ckpt.errors import StepExists
 from forge_ckpt.write.blocks import BlockFile
 from forge_ckpt.write.planner import ForgeSavePlanner, memory_of
@@ -32,12 +32,20 @@ class ForgeWriter(StorageWriter):
     durable. A failed save leaves the temporary directory; ``discard`` removes it.
 
     Memory: ``2 * threads + 1`` blocks of 4 MiB, and one tensor where it is not contiguous or not on
-    the CPU. Raises StepExists when ``path`` exists.
+    the CPU. Raises StepExists when ``path`` exists, and ValueError for a ``digest`` that is not here
+    (see :func:`forge_ckpt.digests.digest_function`).
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, step: int | None = None, threads: int = 2
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        threads: int = 2,
+        digest: str = digests.DEFAULT,
     ) -> None:
+        digests.digest_function(digest)
+        self.digest = digest
         self.path = Path(path)
         self.step = step
         self.threads = threads
@@ -77,7 +85,7 @@ class ForgeWriter(StorageWriter):
         name, rank = plan.storage_data
         self._temporary = self.path.parent / name
         target = self._temporary / f"data-{rank}.bin"
-        block_file = BlockFile(target, self.threads)
+        block_file = BlockFile(target, self.threads, self.digest)
         try:
             results = _write_items(plan, planner, block_file, target.name)
             entry = block_file.finish()
@@ -92,6 +100,7 @@ class ForgeWriter(StorageWriter):
         """Commit (coordinator only, after every rank has written): manifest, fsync, rename, fsync."""
         assert self._temporary is not None, "torch calls prepare_global_plan first"
         table = _manifest(self.step, metadata, [result for rank in results for result in rank])
+        table = dataclasses.replace(table, digest=self.digest)
         # Order of durability: data files (fsynced by each rank), manifest and its fsync, fsync of the
         # directory, which makes their names durable, rename, fsync of the parent. After a power loss
         # at any point, a directory with its final name therefore holds everything.
