@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from forge_ckpt import CorruptCheckpoint, Store, manifest
+from forge_ckpt.write.save import PlannedSave
 
 BLOCK = manifest.BLOCK_BYTES
 
@@ -322,14 +323,14 @@ def test_quarantine_keeps_every_copy(root, caplog):
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
 def test_F53_retention_never_removes_the_last_sound_one(root, monkeypatch, caplog, damage):
     with Store(root, keep_last=1) as store:
-        write = store._write
+        write = PlannedSave.write_and_commit
 
-        def write_on_a_bad_disk(step, content, target):
-            write(step, content, target)
-            path = target / "data-0.bin"
+        def write_on_a_bad_disk(save, *args):
+            write(save, *args)
+            path = save.writer.path / "data-0.bin"
             _flip(path, BLOCK + 5) if damage == "flip" else os.truncate(path, 10)
 
-        monkeypatch.setattr(store, "_write", write_on_a_bad_disk)
+        monkeypatch.setattr(PlannedSave, "write_and_commit", write_on_a_bad_disk)
         with pytest.raises(CorruptCheckpoint, match="step-00000300"):
             store.save(300, _state(3))
         monkeypatch.undo()

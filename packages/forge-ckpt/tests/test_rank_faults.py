@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.directories
-import forge_ckpt.store
 from forge_ckpt import CorruptCheckpoint, Store, StoreInUse
+from forge_ckpt.write.save import PlannedSave
 from forge_testing import flip_bit, run_on_ranks, truncate
 
 pytestmark = pytest.mark.distributed
@@ -303,20 +303,20 @@ def test_F54_the_same_step_twice_on_many_ranks(root, harm):
 
 
 def retention_on_a_bad_disk(root, damaged):
-    real = forge_ckpt.store.save_checkpoint
+    real = PlannedSave.write_and_commit
 
-    def write(ranks, path, *args):
-        real(ranks, path, *args)
+    def write(save, *args):
+        real(save, *args)
         if dist.get_rank() == 0 and damaged:
-            with open(path / damaged, "r+b") as file:
+            with open(save.writer.path / damaged, "r+b") as file:
                 file.write(b"\xff" * 8)
 
-    forge_ckpt.store.save_checkpoint = write
+    PlannedSave.write_and_commit = write
     try:
         with Store(root, keep_last=1) as store:
             return outcome(lambda: store.save(3, state_of(3))), store.steps(), store.set_aside
     finally:
-        forge_ckpt.store.save_checkpoint = real
+        PlannedSave.write_and_commit = real
 
 
 @pytest.mark.parametrize("damaged", FILES[:3])

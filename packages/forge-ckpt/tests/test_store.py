@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from forge_ckpt import CheckpointMismatch, ForgeReader, RNGState, StepExists, Store, StoreInUse
+from forge_ckpt import (
+    CheckpointMismatch,
+    ForgeReader,
+    Keep,
+    RNGState,
+    StepExists,
+    Store,
+    StoreInUse,
+)
 
 
 def _model(seed, width=8):
@@ -430,3 +438,26 @@ def test_an_object_says_what_the_saved_paths_can_fill(tmp_path):
         store.save(2, {"x": torch.ones(1)})
         assert store.load({"it": more, "x": torch.ones(1)}) == 2
         assert more.loaded == set()
+
+
+def test_the_best_and_the_milestones_are_kept_over_lives(tmp_path):
+    keep = Keep(last=2, best="val_loss", milestones=lambda step: step == 3)
+    values = {1: 5.0, 2: 2.0, 4: 4.0, 6: 3.0}  # others have none and do not compete
+    for steps in ([1, 2, 3], [4, 5, 6, 7]):
+        with Store(tmp_path, keep=keep) as store:
+            for step in steps:
+                metrics = {"val_loss": values[step]} if step in values else None
+                store.save(step, {"x": torch.ones(3)}, wait=step % 2 == 0, metrics=metrics)
+    with Store(tmp_path, read_only=True) as store:
+        assert store.steps() == [2, 3, 6, 7]
+    with Store(tmp_path, keep=Keep(last=1, best="val_loss", mode="max")) as store:
+        store.save(8, {"x": torch.ones(3)}, metrics={"val_loss": 1.0})
+        assert store.steps() == [6, 8]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, "1", None, True])
+def test_metrics_that_are_no_numbers_are_refused(tmp_path, value):
+    with Store(tmp_path) as store:
+        with pytest.raises(ValueError, match="must be a finite number"):
+            store.save(1, {"x": torch.ones(3)}, metrics={"val_loss": value})
+        assert store.steps() == []

@@ -1,12 +1,13 @@
 """Verified, atomic checkpoints behind torch.distributed.checkpoint."""
 
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists, StoreInUse
-from forge_ckpt.hf.load import load_hf
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.tensors import read_tensors
+from forge_ckpt.retention import Keep
 from forge_ckpt.rng import RNGState
 from forge_ckpt.store import Store
+from forge_ckpt.write.background import SaveEvent
 from forge_ckpt.write.planner import ForgeSavePlanner
 from forge_ckpt.write.writer import ForgeWriter
 
@@ -17,10 +18,11 @@ __all__ = [
     "ForgeReader",
     "ForgeSavePlanner",
     "ForgeWriter",
+    "Keep",
     "RNGState",
+    "SaveEvent",
     "StepExists",
     "Store",
     "StoreInUse",
-    "load_hf",
     "read_tensors",
 ]

@@ -16,6 +16,9 @@ from forge_ckpt.errors import CorruptCheckpoint
 # Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
 
+_libc = ctypes.CDLL(None)
+_SYNC_FILE_RANGE_WRITE = 2
+
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable bytes; the view does not keep it alive."""
@@ -47,6 +50,16 @@ def write_at(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
+
+
+def start_writeback(fd: int, offset: int, size: int) -> None:
+    """Ask the kernel to begin writing these bytes to disk now, without waiting; where it cannot, nothing happens.
+
+    Else it begins at ``fsync``, when the processors have nothing left to digest. It makes nothing durable.
+    """
+    call = getattr(_libc, "sync_file_range", None)  # Linux
+    if call is not None:
+        call(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
 def write_file(path: Path, data: bytes) -> None:

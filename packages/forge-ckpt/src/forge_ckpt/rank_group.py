@@ -5,10 +5,12 @@ they pickle, and they need numpy.
 """
 
 import contextlib
+import copy
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +60,20 @@ class RankGroup:
         self._group = _host_group(group)
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self.size = 1 if self._group is None else dist.get_world_size(self._group)
+
+    def twin(self) -> "RankGroup":
+        """The same ranks on a gloo group of its own, for another thread: exchanges of two threads on one group mix.
+
+        Collective. Its ranks wait up to an hour for each other, as one may write for long.
+        """
+        if self.size == 1:
+            return self
+        twin = copy.copy(self)
+        ranks = dist.get_process_group_ranks(self._group)
+        twin._group = dist.new_group(
+            ranks, timeout=timedelta(hours=1), backend="gloo", use_local_synchronization=True
+        )
+        return twin
 
     def run_on_all_ranks(self, run: Callable[[], T]) -> T:
         """Call ``run`` on every rank; if it raises on one, all raise that class, with the rank in the message.

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forge_ckpt import directories, manifest
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused, StepExists
+from forge_ckpt import digests, directories, manifest
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.lock import Lock, refuse_another_directory
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import Check, load_checkpoint, verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.targets import check_state, state_of
-from forge_ckpt.write.save import save_checkpoint
+from forge_ckpt.retention import Keep
+from forge_ckpt.write.background import SaveEvent
+from forge_ckpt.write.retain import Retention
+from forge_ckpt.write.saver import Saver
 
 logger = logging.getLogger("forge_ckpt")
 
@@ -31,7 +34,7 @@ class Store:
         store = Store("runs/a/checkpoints", keep_last=3)
         state = {"model": model, "optimizer": optimizer, "loader": loader}
         step = store.load(state) or 0
-        store.save(step, state)
+        store.save(step, state, wait=False)
         store.close()
 
     ``state`` maps names to objects with ``state_dict()`` and ``load_state_dict()``, or to nested
@@ -47,6 +50,14 @@ class Store:
     directories of dead writers. ``read_only=True`` changes nothing on disk and takes no lock. Raises
     ValueError for a path that cannot be such a directory.
 
+    ``keep``: a :class:`forge_ckpt.Keep` for other rules than ``keep_last``. ``digest``: "sha256", or
+    "blake3", which is faster and needs the extra ``[fast]``.
+
+    Of saves that are not waited for: ``staging_gib`` bounds the host memory of a rank for them (None: as
+    much as it saves). ``on_event(SaveEvent)`` is called when a save is staged, written, committed or
+    failed, on every rank, mostly in the thread that writes. Those that fail with an OSError are warned
+    of and made good by the next save; the ``max_failures``-th in a row raises at the next call.
+
     ``set_aside`` lists (step, reason) of each checkpoint that this store found corrupt, on every
     rank, for the journal of a caller; rank 0 also logs a warning for each.
     """
@@ -57,15 +68,33 @@ class Store:
         keep_last: int = 3,
         read_only: bool = False,
         group: dist.ProcessGroup | None = None,
+        *,
+        keep: Keep | None = None,
+        digest: str = digests.DEFAULT,
+        staging_gib: float | None = None,
+        on_event: Callable[[SaveEvent], None] | None = None,
+        max_failures: int = 3,
     ) -> None:
         self.path = Path(path)
         if type(keep_last) is not int or keep_last < 1:
             raise ValueError(f"keep_last {keep_last!r} must be an integer of at least 1; use 3")
-        self.keep_last = keep_last
+        digests.digest_function(digest)
+        self.keep = Keep(keep_last) if keep is None else keep
         self.read_only = read_only
         self.set_aside: list[tuple[int, str]] = []
         self._group = RankGroup(group)
         self._threads = min(4, os.cpu_count() or 1)
+        self._saver = Saver(
+            self._group,
+            self.path,
+            Retention(self.path, self.keep),
+            self._quarantine,
+            self._threads,
+            digest,
+            staging_gib,
+            on_event,
+            max_failures,
+        )
         self._lock: Lock | None = None
         self._closed = False
         try:
@@ -75,30 +104,47 @@ class Store:
             self.close()
             raise
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        wait: bool = True,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Write ``state`` as the newest checkpoint; it is durable when this returns.
+
+        With ``wait=False`` it returns when the state is copied to host memory and may change; a thread
+        writes and commits it. A save waits for the one before it. ``metrics`` (of rank 0) are numbers of
+        this step by which ``keep`` can find the best.
 
         Before an old checkpoint is removed, the new one is read back and compared (one more read,
         shared by the ranks).
 
         A step that is already committed with the same content, from the same number of ranks, is
         verified and left; with another content it raises StepExists. A step below the newest one
-        raises ValueError. A full disk or a size limit, of any rank, raises OSError. In each of these
-        cases the older checkpoints do not change.
+        raises ValueError. A full disk or a size limit, of any rank, raises OSError (with
+        ``wait=False``: see ``max_failures``). In each of these cases the older checkpoints do not change.
         """
-        repeat = self._group.map_reduce(lambda: self._check_save(step, state), self._plan_save)
-        target = directories.step_directory(self.path, step)
+        self._saver.finish_pending()
+        repeat: str | None = self._group.map_reduce(
+            lambda: self._check_save(step, state, wait, metrics), self._plan_save
+        )
 
         def content() -> dict[str, Any]:
             return {name: state_of(value) for name, value in check_state(state).items()}
 
-        if repeat is not None:
-            self._save_again(step, content, target, self.path / repeat)
+        if repeat is None:
+            self._saver.save(step, content, metrics, wait)
         else:
-            self._write(step, content, target)
-        old = self._group.run_on_rank_0(lambda: self._outdated_steps(step))
-        if old:
-            self._retain(step, old)
+            self._saver.save_again(step, content, metrics, self.path / repeat)
+
+    def poll(self) -> list[SaveEvent]:
+        """What became of saves since the last call; returns at once, no communication."""
+        return self._saver.events.take()
+
+    def wait(self) -> None:
+        """Wait until the last save is committed; raises what it failed with. No communication of its own."""
+        self._saver.wait()
 
     def load(self, state: MutableMapping[str, Any], check: Check | None = None) -> int | None:
         """Fill ``state`` from the newest sound checkpoint; returns its step, None if there is none.
@@ -121,6 +167,7 @@ class Store:
             self._require_open(writing=False)
             check_state(state)
 
+        self._saver.finish_pending()
         self._group.run_on_all_ranks(ready)
         corrupt: dict[int, str] = {}
         # At most one. It is quarantined only after an older one has loaded: if an object refuses two in
@@ -133,7 +180,7 @@ class Store:
             try:
                 self._read(step, state, check)
             except CorruptCheckpoint as error:
-                if self._quarantine(step, str(error)):
+                if self._quarantine(self._group, step, str(error)):
                     corrupt[step] = str(error)
                 continue
             except (StateRefused, CheckpointMismatch) as error:
@@ -144,7 +191,7 @@ class Store:
                 refused[step] = error
                 continue
             for newer, reason in refused.items():
-                self._quarantine(newer, str(reason))
+                self._quarantine(self._group, newer, str(reason))
             return step
         for reason in refused.values():
             self._raise_cause(reason)
@@ -190,10 +237,13 @@ class Store:
         return self._group.run_on_rank_0(look)
 
     def close(self) -> None:
-        """Release the lock; a second call does nothing. No communication."""
-        if self._lock is not None:
-            self._lock.release()
-        self._closed = True
+        """Wait for the last save, release the lock and the staging memory; a second call does nothing.
+
+        Raises what the last save failed with, if nobody was told. No communication of its own.
+        """
+        error = self._close()
+        if error is not None:
+            raise error
 
     def __enter__(self) -> "Store":
         return self
@@ -204,7 +254,17 @@ class Store:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._close()  # a failure of the last save was logged; the error of the block matters more
+
+    def _close(self) -> BaseException | None:
+        error = self._saver.close()
+        if self._lock is not None:
+            self._lock.release()
+        self._closed = True
+        return error
 
     # ---- opening
 
@@ -244,18 +304,28 @@ class Store:
 
     # ---- saving
 
-    def _check_save(self, step: int, state: Mapping[str, Any]) -> int:
+    def _check_save(
+        self, step: int, state: Mapping[str, Any], wait: bool, metrics: Mapping[str, float] | None
+    ) -> list[Any]:
         self._require_open(writing=True)
         if type(step) is not int or not 0 <= step < 10**18:
             raise ValueError(f"step {step!r} must be an integer of at least 0")
         check_state(state)
-        return step
+        for name, value in (metrics or {}).items():
+            if type(name) is not str or type(value) not in (int, float) or not abs(value) < 1e300:
+                raise ValueError(f"metrics {name!r}: {value!r} must be a finite number with a name")
+        return [step, bool(wait)]
 
-    def _plan_save(self, steps: list[int]) -> str | None:
+    def _plan_save(self, calls: list[list[Any]]) -> str | None:
         """Rank 0: None for a new step; for a committed one, the name of a directory to write it again."""
+        steps = [step for step, _ in calls]
         step = steps[0]
         if set(steps) != {step}:
             raise ValueError(f"ranks save steps {steps}; all must save the same one")
+        if len({wait for _, wait in calls}) > 1:
+            raise ValueError(
+                f"ranks save step {step} with wait=True and with wait=False; agree on one"
+            )
         assert self._lock is not None
         self._lock.refuse_moved()
         newest = max(directories.committed_steps(self.path), default=-1)
@@ -268,75 +338,6 @@ class Store:
         if os.path.lexists(target):
             return f"{target.name}.tmp-again-{secrets.token_hex(4)}"
         return None
-
-    def _write(self, step: int, content: Callable[[], dict[str, Any]], target: Path) -> None:
-        try:
-            save_checkpoint(self._group, target, step, content, self._threads)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"step {step} was not saved in {self.path}: {error.strerror}; older checkpoints are "
-                "untouched; make room or raise the limit, then save again",
-            ) from error
-
-    def _save_again(
-        self, step: int, content: Callable[[], dict[str, Any]], target: Path, repeat: Path
-    ) -> None:
-        """The step is committed already: write it again beside, compare, and keep the sound one."""
-
-        def compare() -> tuple[bool, str | None]:
-            wanted = _content(repeat, step)
-            try:
-                return _content(target, step) == wanted, None
-            except CorruptCheckpoint as error:
-                return False, str(error)
-
-        self._write(step, content, repeat)
-        try:
-            same, reason = self._group.run_on_rank_0(compare)
-            try:
-                if reason is None:
-                    self._verify(step)
-            except CorruptCheckpoint as error:
-                reason = str(error)
-            if reason is not None:
-                # The committed one is damaged; the state in memory has just been written, so use that.
-                self._quarantine(step, reason)
-                self._group.run_on_rank_0(lambda: directories.commit(repeat, target))
-            elif not same:
-                raise StepExists(
-                    f"step {step} is already in {self.path} with another content; nothing was "
-                    "replaced: save under a later step, or leave this save out"
-                )
-        finally:
-            if self._group.rank == 0 and repeat.exists():
-                directories.remove_step(repeat)
-
-    def _outdated_steps(self, step: int) -> list[int]:
-        """Rank 0: read the manifest of the new checkpoint from disk; returns the steps beyond ``keep_last``."""
-        with ForgeReader(directories.step_directory(self.path, step), step=step).opened():
-            return directories.committed_steps(self.path)[: -self.keep_last]
-
-    def _retain(self, step: int, old: list[int]) -> None:
-        """Remove ``old`` after ``step``, the newest, was read back and compared.
-
-        On a disk that loses writes without an error, the old ones are the only sound checkpoints.
-        """
-        try:
-            self._verify(step)
-        except CorruptCheckpoint as error:
-            self._quarantine(step, str(error))
-            raise CorruptCheckpoint(
-                f"{error}; it was written a moment ago: disk or memory fail. Older checkpoints are kept"
-            ) from error
-        self._group.run_on_rank_0(lambda: self._remove(old))
-
-    def _remove(self, old: list[int]) -> None:
-        for step in old:
-            try:
-                directories.remove_step(directories.step_directory(self.path, step))
-            except OSError as error:
-                logger.warning("step %d could not be removed: %s", step, error)
 
     # ---- loading
 
@@ -380,7 +381,7 @@ class Store:
             for name in directories.quarantined(self.path)
         ]
 
-    def _quarantine(self, step: int, reason: str) -> bool:
+    def _quarantine(self, group: RankGroup, step: int, reason: str) -> bool:
         """Quarantine a step, called by all ranks; False if the writer's retention has removed it."""
 
         def move() -> bool:
@@ -397,12 +398,7 @@ class Store:
                 logger.warning("step %d is corrupt, moved to %s: %s", step, target, reason)
             return True
 
-        existed: bool = self._group.run_on_rank_0(move)
+        existed: bool = group.run_on_rank_0(move)
         if existed:
             self.set_aside.append((step, reason))
         return existed
-
-
-def _content(path: Path, step: int) -> tuple[Any, ...]:
-    with ForgeReader(path, step=step).opened() as table:
-        return table.content()

@@ -6,10 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from forge_ckpt import digests
-from forge_ckpt.files import write_at
+from forge_ckpt.files import start_writeback, write_at
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry
-
-ALIGN = 64  # bytes; each tensor starts at a multiple, so that any dtype can be memory-mapped
+from forge_ckpt.write.layout import ALIGN
 
 
 class BlockFile:
@@ -38,6 +37,14 @@ class BlockFile:
         start = self._size + self._used
         self._copy(data)
         return start
+
+    def append_staged(self, data: memoryview) -> None:
+        """Add the bytes of a whole file without copying them: ``data`` must not change until ``finish`` returns."""
+        assert self._size + self._used == 0, "a staged file is appended at once"
+        for start in range(0, len(data), BLOCK_BYTES):
+            view = data[start : start + BLOCK_BYTES]
+            self._pending.append((self._pool.submit(self._digest_and_write, view, start), view))
+        self._size = len(data)
 
     def finish(self) -> FileEntry:
         """Write the last block, fsync the file; returns its size and the digests of all blocks."""
@@ -80,4 +87,5 @@ class BlockFile:
     def _digest_and_write(self, view: memoryview, offset: int) -> str:
         digest = self._digest_of(view)
         write_at(self._fd, view, offset)
+        start_writeback(self._fd, offset, len(view))  # else the disk idles until fsync
         return digest

@@ -6,20 +6,21 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from forge_ckpt import digests, directories, files, manifest
 from forge_ckpt.errors import StepExists
 from forge_ckpt.write.blocks import BlockFile
-from forge_ckpt.write.planner import ForgeSavePlanner, memory_of
+from forge_ckpt.write.layout import FileLayout, lay_out
+from forge_ckpt.write.planner import ForgeSavePlanner
 
 _Location = tuple[str, int, int]  # file, first byte, number of bytes
 
@@ -32,8 +33,9 @@ class ForgeWriter(StorageWriter):
     durable. A failed save leaves the temporary directory; ``discard`` removes it.
 
     Memory: ``2 * threads + 1`` blocks of 4 MiB, and one tensor where it is not contiguous or not on
-    the CPU. Raises StepExists when ``path`` exists, and ValueError for a ``digest`` that is not here
-    (see :func:`forge_ckpt.digests.digest_function`).
+    the CPU. ``metrics`` are numbers of the step for the manifest. Raises StepExists when ``path``
+    exists, and ValueError for a ``digest`` that is not here (see
+    :func:`forge_ckpt.digests.digest_function`).
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class ForgeWriter(StorageWriter):
         step: int | None = None,
         threads: int = 2,
         digest: str = digests.DEFAULT,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         digests.digest_function(digest)
         self.digest = digest
+        self.metrics = dict(metrics or {})
         self.path = Path(path)
         self.step = step
         self.threads = threads
@@ -78,29 +82,46 @@ class ForgeWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; objects and digests go to the coordinator as write results."""
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self.write_layout(self.layout(plan, planner)))
+        return future
+
+    def layout(self, plan: SavePlan, planner: SavePlanner) -> FileLayout:
+        """The layout of this rank's file. Raises ValueError for a planner that pickles."""
         if not isinstance(planner, ForgeSavePlanner):
             raise ValueError(
                 f"planner {type(planner).__name__} would pickle objects; pass ForgeSavePlanner()"
             )
         name, rank = plan.storage_data
         self._temporary = self.path.parent / name
-        target = self._temporary / f"data-{rank}.bin"
-        block_file = BlockFile(target, self.threads, self.digest)
+        return lay_out(plan, planner, f"data-{rank}.bin")
+
+    def write_layout(
+        self, layout: FileLayout, staged: memoryview | None = None
+    ) -> list[WriteResult]:
+        """Write and sync the file of ``layout``, from the bytes ``staged`` or else from the tensors."""
+        assert self._temporary is not None, "layout() names the directory"
+        block_file = BlockFile(self._temporary / layout.file, self.threads, self.digest)
         try:
-            results = _write_items(plan, planner, block_file, target.name)
+            if staged is not None:
+                block_file.append_staged(staged)
+            else:
+                for piece in layout.pieces:
+                    host = _host(
+                        piece.tensor
+                    )  # held until it is copied: a view does not keep it alive
+                    start = block_file.append(files.byte_view(host))
+                    assert start == piece.start, (start, piece.start)
             entry = block_file.finish()
         finally:
             block_file.close()
-        results.append(WriteResult(MetadataIndex(target.name), entry.size, entry))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return [*layout.results, WriteResult(MetadataIndex(layout.file), entry.size, entry)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit (coordinator only, after every rank has written): manifest, fsync, rename, fsync."""
         assert self._temporary is not None, "torch calls prepare_global_plan first"
         table = _manifest(self.step, metadata, [result for rank in results for result in rank])
-        table = dataclasses.replace(table, digest=self.digest)
+        table = dataclasses.replace(table, digest=self.digest, metrics=self.metrics)
         # Order of durability: data files (fsynced by each rank), manifest and its fsync, fsync of the
         # directory, which makes their names durable, rename, fsync of the parent. After a power loss
         # at any point, a directory with its final name therefore holds everything.
@@ -125,33 +146,9 @@ class ForgeWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
-def _write_items(
-    plan: SavePlan, planner: SavePlanner, block_file: BlockFile, name: str
-) -> list[WriteResult]:
-    results: list[WriteResult] = []
-    # Tied tensors are written once. The dict holds the tensors themselves: if one were freed, the
-    # next could get its address and be taken for it.
-    written: dict[tuple[Any, ...], tuple[torch.Tensor, _Location]] = {}
-    for item in plan.items:
-        data = planner.resolve_data(item)
-        if item.type == WriteItemType.BYTE_IO:
-            text = data.getvalue().decode()  # type: ignore[union-attr]
-            results.append(WriteResult(item.index, len(text), text))
-            continue
-        assert isinstance(data, torch.Tensor)
-        key = memory_of(data)
-        if key not in written or data.numel() == 0:
-            host = _host(data)
-            view = files.byte_view(host)
-            written[key] = (data, (name, block_file.append(view), len(view)))
-        location = written[key][1]
-        results.append(WriteResult(item.index, location[2], location))
-    return results
-
-
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous CPU tensor of the same values; the same memory when it already is one."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _manifest(

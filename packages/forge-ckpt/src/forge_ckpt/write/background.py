@@ -1,0 +1,105 @@
+"""Saves that a thread of its own writes and commits, one at a time, while training goes on."""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+logger = logging.getLogger("forge_ckpt")
+_NICE = 10  # of the writing threads: they take the processors that training leaves
+
+
+@dataclass(frozen=True)
+class SaveEvent:
+    """What became of a save.
+
+    kind: "staged" (its bytes are copied, the state may change), "written" (this rank's file is on disk; on rank 0
+    all files are), "committed" (durable on all ranks, and what retention drops is gone) or "failed" (on all ranks).
+    seconds: since the save began. error: the message of a failure. failures: of how many in a row it is the last.
+    """
+
+    kind: str
+    step: int
+    seconds: float
+    error: str = ""
+    failures: int = 0
+
+
+class SaveEvents:
+    """Events of the saves of a store: handed to ``on_event`` at once, and kept until ``take``.
+
+    Called from the training thread and from the writing thread.
+    """
+
+    def __init__(self, on_event: Callable[[SaveEvent], None] | None) -> None:
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._news: list[SaveEvent] = []
+
+    def emit(self, event: SaveEvent) -> None:
+        """Report ``event``. An exception of ``on_event`` is logged: it must not undo a save."""
+        with self._lock:
+            self._news.append(event)
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception:
+            logger.exception("on_event of %s at step %d", event.kind, event.step)
+
+    def take(self) -> list[SaveEvent]:
+        """All events since the last call, oldest first."""
+        with self._lock:
+            news, self._news = self._news, []
+        return news
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self._started
+
+
+class BackgroundWriter:
+    """At most one call at a time, in a thread of low priority.
+
+    The thread is a daemon: a process that ends by an error does not wait for a rank that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._future: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last call still runs."""
+        return self._future is not None and not self._future.done()
+
+    def start(self, run: Callable[[], None]) -> None:
+        """Call ``run`` in the thread; the call before must have been waited for."""
+        assert self._future is None, "wait() first"
+        future = self._future = Future()
+
+        def call() -> None:
+            if sys.platform == "linux":  # elsewhere it would be the whole process
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            try:
+                run()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=call, name="forge-ckpt-save", daemon=True).start()
+
+    def wait(self) -> BaseException | None:
+        """Wait for the last call; its exception, once, or None."""
+        future, self._future = self._future, None
+        return None if future is None else future.exception()

@@ -1,0 +1,70 @@
+"""What a committed save makes outdated is removed, after the new checkpoint was read back."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_ckpt import directories
+from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.rank_group import RankGroup
+from forge_ckpt.read.load import verify_checkpoint
+from forge_ckpt.read.reader import ForgeReader
+from forge_ckpt.retention import Keep, outdated
+
+logger = logging.getLogger("forge_ckpt")
+Metrics = dict[str, float]
+
+
+class Retention:
+    """Applies ``keep`` to the steps of ``root``. ``apply`` is collective, on the group that it is given."""
+
+    def __init__(self, root: Path, keep: Keep) -> None:
+        self._root, self._keep = root, keep
+        self._metrics: dict[int, Metrics] = {}  # rank 0: of steps whose manifest was read
+
+    def apply(
+        self, group: RankGroup, step: int, threads: int, quarantine: Callable[[str], bool]
+    ) -> None:
+        """Remove the steps that ``keep`` drops, if any, now that ``step`` is the newest.
+
+        Before, ``step`` is read back and compared: on a disk that loses writes without an error the old
+        ones are the only sound checkpoints. If it is damaged it is quarantined, CorruptCheckpoint is
+        raised and nothing is removed.
+        """
+        old: list[int] = group.run_on_rank_0(lambda: self._outdated(step))
+        if not old:
+            return
+        try:
+            path = directories.step_directory(self._root, step)
+            verify_checkpoint(group, path, step, threads)
+        except CorruptCheckpoint as error:
+            quarantine(str(error))
+            raise CorruptCheckpoint(
+                f"{error}; it was written a moment ago: disk or memory fail. Older checkpoints are kept"
+            ) from error
+        group.run_on_rank_0(lambda: self._remove(old))
+
+    def _outdated(self, step: int) -> list[int]:
+        self._metrics[step] = self._read_metrics(
+            step
+        )  # reads the new manifest from disk in any case
+        steps = directories.committed_steps(self._root)
+        if self._keep.best is not None:
+            for other in steps:
+                if other not in self._metrics:
+                    try:
+                        self._metrics[other] = self._read_metrics(other)
+                    except CorruptCheckpoint:  # a load will tell; it competes with no value
+                        self._metrics[other] = {}
+        return outdated(steps, self._metrics, self._keep)
+
+    def _read_metrics(self, step: int) -> Metrics:
+        with ForgeReader(directories.step_directory(self._root, step), step=step).opened() as table:
+            return table.metrics
+
+    def _remove(self, old: list[int]) -> None:
+        for step in old:
+            try:
+                directories.remove_step(directories.step_directory(self._root, step))
+            except OSError as error:
+                logger.warning("step %d could not be removed: %s", step, error)

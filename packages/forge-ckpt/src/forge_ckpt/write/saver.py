@@ -1,0 +1,211 @@
+"""The saves of a store, one after the other: written at once or in the background, committed, retained."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_ckpt import directories
+from forge_ckpt.errors import CorruptCheckpoint, StepExists
+from forge_ckpt.rank_group import RankGroup
+from forge_ckpt.read.load import verify_checkpoint
+from forge_ckpt.read.reader import ForgeReader
+from forge_ckpt.write.background import BackgroundWriter, SaveEvent, SaveEvents, Stopwatch
+from forge_ckpt.write.retain import Retention
+from forge_ckpt.write.save import PlannedSave
+from forge_ckpt.write.staging import StagingArea
+from forge_ckpt.write.writer import ForgeWriter
+
+logger = logging.getLogger("forge_ckpt")
+Content = Callable[[], dict[str, Any]]
+# (group, step, reason) -> whether the step was there; sets a corrupt step aside
+Quarantine = Callable[[RankGroup, int, str], bool]
+
+
+class Saver:
+    """Saves below ``root``; the methods are collective but ``wait`` and ``close``.
+
+    An OSError of a background save is logged, and the next save replaces it; the ``max_failures``-th in
+    a row, and any other exception, is raised by the next call.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        root: Path,
+        retention: Retention,
+        quarantine: Quarantine,
+        threads: int,
+        digest: str,
+        staging_gib: float | None,
+        on_event: Callable[[SaveEvent], None] | None,
+        max_failures: int,
+    ) -> None:
+        if staging_gib is not None and not staging_gib > 0:
+            raise ValueError(f"staging_gib {staging_gib!r} must be above 0, or None for no bound")
+        if type(max_failures) is not int or max_failures < 1:
+            raise ValueError(
+                f"max_failures {max_failures!r} must be an integer of at least 1; use 3"
+            )
+        self.events = SaveEvents(on_event)
+        self._group = group
+        self._writing_group: RankGroup | None = None  # of the background thread
+        self._root, self._retention, self._quarantine = root, retention, quarantine
+        self._threads, self._digest = threads, digest
+        self._max_failures = max_failures
+        self._failures = 0  # in a row; the same on all ranks
+        self._background = BackgroundWriter()
+        self._staging = StagingArea(staging_gib)
+
+    def save(
+        self, step: int, content: Content, metrics: Mapping[str, float] | None, wait: bool
+    ) -> None:
+        """Save a step that is not committed yet; returns when it is committed, or staged without ``wait``."""
+        watch = Stopwatch()
+        save = self._plan(step, directories.step_directory(self._root, step), content, metrics)
+        if wait:
+            self._commit(self._group, save, step, watch)
+        else:
+            self._save_in_background(save, step, watch)
+
+    def save_again(
+        self,
+        step: int,
+        content: Content,
+        metrics: Mapping[str, float] | None,
+        repeat: Path,
+    ) -> None:
+        """Save a committed step once more, as ``repeat``; compare both and keep the sound one.
+
+        Raises StepExists if both are sound and differ.
+        """
+        save = self._plan(step, repeat, content, metrics)
+        try:
+            with self._explained(step):
+                save.write_and_commit(self._group, lambda: None)
+        finally:
+            save.discard()
+        try:
+            self._keep_one(step, repeat)
+        finally:
+            if self._group.rank == 0 and repeat.exists():
+                directories.remove_step(repeat)
+        self._retain(self._group, step)
+
+    def finish_pending(self) -> None:
+        """Wait for the background save before a new one. Not collective: its thread is."""
+        error = self._background.wait()
+        if error is None:
+            return
+        if not isinstance(error, OSError) or self._failures >= self._max_failures:
+            raise error
+
+    def wait(self) -> None:
+        """Wait for the background save; raises what it failed with."""
+        error = self._background.wait()
+        if error is not None:
+            raise error
+
+    def close(self) -> BaseException | None:
+        """Wait for the background save and release its memory; the exception of a failure."""
+        error = self._background.wait()
+        self._staging.release()
+        return error
+
+    def _plan(
+        self, step: int, path: Path, content: Content, metrics: Mapping[str, float] | None
+    ) -> PlannedSave:
+        writer = ForgeWriter(
+            path, step=step, threads=self._threads, digest=self._digest, metrics=metrics
+        )
+        with self._explained(step):
+            return PlannedSave(self._group, writer, content)
+
+    def _commit(self, group: RankGroup, save: PlannedSave, step: int, watch: Stopwatch) -> None:
+        """Write and commit a planned save and remove what it makes outdated; report what became of it."""
+
+        def written() -> None:
+            self.events.emit(SaveEvent("written", step, watch()))
+
+        try:
+            with self._explained(step):
+                save.write_and_commit(group, written)
+            self._retain(group, step)
+        except Exception as error:
+            self._failures += 1
+            self.events.emit(SaveEvent("failed", step, watch(), str(error), self._failures))
+            raise
+        finally:
+            save.discard()
+        self._failures = 0
+        self.events.emit(SaveEvent("committed", step, watch()))
+
+    def _save_in_background(self, save: PlannedSave, step: int, watch: Stopwatch) -> None:
+        try:
+            if self._writing_group is None:
+                self._writing_group = self._group.twin()
+            self._group.run_on_all_ranks(lambda: save.stage(self._staging))
+        except BaseException:
+            save.discard()
+            raise
+        self.events.emit(SaveEvent("staged", step, watch()))
+        group = self._writing_group
+
+        def commit() -> None:
+            try:
+                self._commit(group, save, step, watch)
+            except Exception as error:
+                if group.rank == 0:
+                    text = error.strerror if isinstance(error, OSError) else error
+                    logger.warning("%s (failure %d in a row)", text, self._failures)
+                raise
+
+        self._background.start(commit)
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"step {step} was not saved in {self._root}: {error.strerror}; older checkpoints are "
+                "untouched; make room or raise the limit, then save again",
+            ) from error
+
+    def _keep_one(self, step: int, repeat: Path) -> None:
+        target = directories.step_directory(self._root, step)
+
+        def compare() -> tuple[bool, str | None]:
+            wanted = _content(repeat, step)
+            try:
+                return _content(target, step) == wanted, None
+            except CorruptCheckpoint as error:
+                return False, str(error)
+
+        same, reason = self._group.run_on_rank_0(compare)
+        try:
+            if reason is None:
+                verify_checkpoint(self._group, target, step, self._threads)
+        except CorruptCheckpoint as error:
+            reason = str(error)
+        if reason is not None:
+            # The committed one is damaged; the state in memory has just been written, so use that.
+            self._quarantine(self._group, step, reason)
+            self._group.run_on_rank_0(lambda: directories.commit(repeat, target))
+        elif not same:
+            raise StepExists(
+                f"step {step} is already in {self._root} with another content; nothing was "
+                "replaced: save under a later step, or leave this save out"
+            )
+
+    def _retain(self, group: RankGroup, step: int) -> None:
+        self._retention.apply(
+            group, step, self._threads, lambda reason: self._quarantine(group, step, reason)
+        )
+
+
+def _content(path: Path, step: int) -> tuple[Any, ...]:
+    with ForgeReader(path, step=step).opened() as table:
+        return table.content()

@@ -1,0 +1,345 @@
+"""Saves without waiting: what they hold, what they wait for, and what becomes of those that fail."""
+
+import errno
+import logging
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import forge_ckpt.write.blocks
+from forge_ckpt import CorruptCheckpoint, SaveEvent, Store
+from forge_testing import run_on_ranks
+
+BLOCK = 4 * 2**20
+
+
+class Disk:
+    """Stands before every write to a data file: holds it until ``open``, and refuses while ``refuses``."""
+
+    def __init__(self):
+        self._open = threading.Event()
+        self._write = forge_ckpt.write.blocks.write_at
+        self.refuses = 0
+        self.open = self._open.set
+        self.close = self._open.clear
+        self.open()
+        forge_ckpt.write.blocks.write_at = self
+
+    def __call__(self, fd, view, offset):
+        assert self._open.wait(60)
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._write(fd, view, offset)
+
+    def restore(self):
+        self.open()
+        forge_ckpt.write.blocks.write_at = self._write
+
+
+@pytest.fixture
+def disk():
+    found = Disk()
+    yield found
+    found.restore()
+
+
+def state_of(value):
+    big = torch.full((BLOCK // 2 + 5,), float(value))  # two blocks and a bit
+    return {"m": {"big": big, "tied": big, "odd": torch.full((3, 5), value).T, "n": value}}
+
+
+def loaded(root):
+    state = state_of(0)
+    with Store(root, read_only=True) as store:
+        step = store.load(state)
+    found = {float(x) for x in state["m"]["big"].unique()} | set(
+        state["m"]["odd"].unique().tolist()
+    )
+    assert found == {state["m"]["n"]}
+    return step, state["m"]["n"]
+
+
+def kinds(events):
+    return [(event.kind, event.step) for event in events]
+
+
+def test_F55_later_changes_are_not_in_the_checkpoint(tmp_path, disk):
+    state, seen = state_of(1), []
+    with Store(tmp_path, on_event=seen.append) as store:
+        for value in (1, 2, 3):  # the staging memory of the first is used again
+            state["m"]["big"].fill_(value)
+            state["m"]["odd"].fill_(value)
+            state["m"]["n"] = value
+            disk.close()
+            store.save(value, state, wait=False)
+            for tensor in (state["m"]["big"], state["m"]["odd"]):
+                tensor.fill_(-1)
+            state["m"]["n"] = -1
+            assert kinds(store.poll()) == [("staged", value)]
+            assert value not in store.steps()
+            disk.open()
+            store.wait()
+            assert kinds(store.poll()) == [("written", value), ("committed", value)]
+            assert loaded(tmp_path) == (value, value)
+    assert [event.kind for event in seen] == ["staged", "written", "committed"] * 3
+    assert all(isinstance(event, SaveEvent) and event.seconds >= 0 for event in seen)
+
+
+def test_a_background_save_writes_the_bytes_of_one_that_waits(tmp_path):
+    for name, wait in (("a", True), ("b", False)):
+        with Store(tmp_path / name) as store:
+            store.save(1, state_of(1), wait=wait)
+            store.save(
+                2, {"m": {**state_of(2)["m"], "f8": torch.ones(7, dtype=torch.float8_e5m2)}}, wait
+            )
+    for step in (1, 2):
+        files = [
+            (tmp_path / name / f"step-0000000{step}" / "data-0.bin").read_bytes() for name in "ab"
+        ]
+        assert files[0] == files[1]
+
+
+def test_training_goes_on_while_the_disk_is_slow(tmp_path, disk):
+    weight, steps = torch.zeros(BLOCK), []
+    with Store(tmp_path) as store:
+        disk.close()
+        store.save(1, {"w": weight}, wait=False)
+        while len(steps) < 3:
+            weight += 1
+            steps.append(kinds(store.poll()))
+        assert steps == [[("staged", 1)], [], []]
+        disk.open()
+        store.wait()
+        back = {"w": torch.ones(BLOCK)}
+        assert store.load(back) == 1
+        assert not back["w"].any()
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, disk):
+    with Store(tmp_path) as store:
+        disk.close()
+        store.save(1, state_of(1), wait=False)
+        threading.Timer(0.2, disk.open).start()
+        store.save(2, state_of(2))
+        assert kinds(store.poll())[:3] == [("staged", 1), ("written", 1), ("committed", 1)]
+        assert store.steps() == [1, 2]
+
+
+def test_load_and_close_wait(tmp_path, disk):
+    store = Store(tmp_path)
+    disk.close()
+    store.save(1, state_of(1), wait=False)
+    threading.Timer(0.2, disk.open).start()
+    assert store.load(state_of(0)) == 1
+    disk.close()
+    store.save(2, state_of(2), wait=False)
+    threading.Timer(0.2, disk.open).start()
+    store.close()
+    assert loaded(tmp_path) == (2, 2)
+
+
+def test_a_failed_save_is_told_and_made_good_by_the_next(tmp_path, disk, caplog):
+    caplog.set_level(logging.WARNING)
+    with Store(tmp_path) as store:
+        store.save(1, state_of(1))
+        disk.refuses = 1
+        store.save(2, state_of(2), wait=False)
+        store.save(3, state_of(3), wait=False)
+        store.wait()
+        events = store.poll()
+        failed = [event for event in events if event.kind == "failed"]
+        assert [(event.step, event.failures) for event in failed] == [(2, 1)]
+        assert "step 2 was not saved" in failed[0].error
+        assert "step 2 was not saved" in caplog.text
+        assert store.steps() == [1, 3]
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_the_last_failure_in_a_row_is_raised(tmp_path, disk):
+    with Store(tmp_path, max_failures=2) as store:
+        disk.refuses = 99
+        for step in (1, 2):
+            store.save(step, state_of(step), wait=False)
+        with pytest.raises(OSError, match="step 2 was not saved"):
+            store.save(3, state_of(3), wait=False)
+        disk.refuses = 0
+        store.save(3, state_of(3))
+        assert store.steps() == [3]
+
+
+@pytest.mark.parametrize(
+    "end", [Store.wait, Store.close, lambda store: store.__exit__(*[None] * 3)]
+)
+def test_the_failure_of_the_last_save_is_raised_at_the_end(tmp_path, disk, end):
+    store = Store(tmp_path)
+    disk.refuses = 1
+    store.save(1, state_of(1), wait=False)
+    with pytest.raises(OSError, match="step 1 was not saved"):
+        end(store)
+    store.close()
+
+
+def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):
+    def save_and_raise():
+        with Store(tmp_path) as store:
+            disk.refuses = 1
+            store.save(1, state_of(1), wait=False)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save_and_raise()
+    assert "step 1 was not saved" in caplog.text
+
+
+def test_damage_found_by_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):
+    def damage(event):
+        if (
+            event.kind == "written"
+        ):  # the digests are in the manifest, the bytes not yet under their name
+            path = next(tmp_path.glob("*.tmp-*/data-0.bin"))
+            with open(path, "r+b") as file:
+                file.write(b"\xff" * 8)
+
+    with Store(tmp_path, keep_last=1) as store:
+        store.save(1, state_of(1))
+    with Store(tmp_path, keep_last=1, on_event=damage) as store:
+        store.save(2, state_of(2), wait=False)
+        with pytest.raises(CorruptCheckpoint, match="disk or memory fail"):
+            store.save(3, state_of(3), wait=False)
+        assert store.steps() == [1]
+        assert [step for step, _ in store.set_aside] == [2]
+
+
+def test_staging_beyond_its_bound_is_refused(tmp_path):
+    with Store(tmp_path, staging_gib=2**20 / 2**30) as store:
+        with pytest.raises(
+            ValueError, match=r"staging_gib 0.000976562 is too small for the 0.0078.* GiB"
+        ):
+            store.save(1, state_of(1), wait=False)
+        assert not list(tmp_path.glob("step-*"))
+        store.save(1, state_of(1))
+        assert store.steps() == [1]
+    for bad in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="staging_gib"):
+            Store(tmp_path, staging_gib=bad)
+    with pytest.raises(ValueError, match="max_failures"):
+        Store(tmp_path, max_failures=0)
+
+
+def test_an_exception_of_on_event_undoes_nothing(tmp_path, caplog):
+    def broken(event):
+        raise ZeroDivisionError
+
+    with Store(tmp_path, on_event=broken) as store:
+        store.save(1, state_of(1), wait=False)
+    assert loaded(tmp_path) == (1, 1)
+    assert "on_event of committed at step 1" in caplog.text
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: (10**9, 10**9 - 1000, 1000))
+    for wait in (True, False):
+        with Store(tmp_path) as store:
+            with pytest.raises(OSError, match=r"0.00839 GB to write, 1e-06 GB are free") as caught:
+                store.save(1, state_of(1), wait)
+            assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.glob("step-*"))
+
+
+# ---- many ranks
+
+WORLD = 3
+
+
+def sharded(value):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.full((7, 30), float(value))
+    return {"m": {"w": distribute_tensor(full, mesh, [Shard(0)]), "n": value, "same": full.clone()}}
+
+
+def numbers(state):
+    w = state["m"]["w"].full_tensor()
+    return sorted(
+        {*w.unique().tolist(), *state["m"]["same"].unique().tolist(), float(state["m"]["n"])}
+    )
+
+
+def save_while_voting(root):
+    """The training thread exchanges over the same ranks while the writing threads do."""
+    disk = Disk()
+    votes = []
+    with Store(root) as store:
+        for step in (1, 2, 3):
+            state = sharded(step)
+            if dist.get_rank() == 1:
+                disk.close()
+            store.save(step, state, wait=False)
+            state["m"]["w"].to_local().fill_(-1)
+            state["m"]["same"].fill_(-1)
+            for _ in range(20):
+                vote = torch.tensor([dist.get_rank()])
+                dist.all_reduce(vote)
+                votes.append(int(vote))
+            assert step not in store.steps(), "rank 1 has not written, so nothing is committed"
+            disk.open()
+        store.wait()
+        events = kinds(store.poll())
+        back = sharded(0)
+        return store.load(back), numbers(back), set(votes), events[-3:]
+
+
+@pytest.mark.distributed
+def test_many_ranks_commit_together_while_others_vote(tmp_path):
+    for step, found, votes, events in run_on_ranks(WORLD, save_while_voting, str(tmp_path)):
+        assert (step, found, votes) == (3, [3.0], {3})
+        assert events == [("staged", 3), ("written", 3), ("committed", 3)]
+
+
+def fail_on_one_rank(root):
+    disk = Disk()
+    with Store(root, max_failures=2) as store:
+        store.save(1, sharded(1))
+        disk.refuses = dist.get_rank() == 2
+        store.save(2, sharded(2), wait=False)
+        store.save(3, sharded(3), wait=False)
+        store.wait()
+        failed = [(e.step, "rank 2" in e.error) for e in store.poll() if e.kind == "failed"]
+        return failed, store.steps()
+
+
+@pytest.mark.distributed
+def test_a_failure_of_one_rank_reaches_all(tmp_path):
+    assert run_on_ranks(WORLD, fail_on_one_rank, str(tmp_path)) == [([(2, True)], [1, 3])] * WORLD
+
+
+def stage_too_much_on_one_rank(root):
+    with Store(root, staging_gib=1e-9 if dist.get_rank() == 1 else None) as store:
+        try:
+            store.save(1, sharded(1), wait=False)
+        except ValueError as error:
+            return str(error), store.steps()
+
+
+@pytest.mark.distributed
+def test_a_bound_of_one_rank_refuses_on_all(tmp_path):
+    for text, steps in run_on_ranks(WORLD, stage_too_much_on_one_rank, str(tmp_path)):
+        assert text.startswith("rank 1: staging_gib 1e-09 is too small")
+        assert steps == []
+
+
+def disagree(root):
+    with Store(root) as store:
+        try:
+            store.save(1, sharded(1), wait=dist.get_rank() == 0)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.distributed
+def test_ranks_that_wait_and_ranks_that_do_not_are_refused(tmp_path):
+    assert all("agree on one" in text for text in run_on_ranks(2, disagree, str(tmp_path)))
