@@ -1,6 +1,7 @@
 """Verified, atomic checkpoints behind torch.distributed.checkpoint."""
 
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StepExists, StoreInUse
+from forge_ckpt.hf.load import load_hf
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.tensors import read_tensors
@@ -24,5 +25,6 @@ __all__ = [
     "StepExists",
     "Store",
     "StoreInUse",
+    "load_hf",
     "read_tensors",
 ]

@@ -11,7 +11,7 @@ _FORMATS = (  # (pattern of a file, the format, the call that reads it)
     (
         "*.safetensors",
         "weights as Hugging Face writes them",
-        "forge_ckpt.hf.to_forge(rows, safetensors.torch.load_file(file).items())",
+        "forge_ckpt.load_hf(path, rows)",
     ),
     ("manifest.json", "one checkpoint", "Store on the directory above it, or ForgeReader"),
 )

@@ -1,6 +1,21 @@
-"""Reversible maps between Hugging Face tensor names and Forge's; tensors are streamed one by one."""
+"""Reversible maps between Hugging Face tensor names and Forge's; folders of safetensors in and out."""
 
+from forge_ckpt.hf.folder import HFFolder
+from forge_ckpt.hf.headers import read_json
+from forge_ckpt.hf.load import HFTensors, load_hf
 from forge_ckpt.hf.rows import Op, Row, check_rows
+from forge_ckpt.hf.save import save_hf
 from forge_ckpt.hf.stream import to_forge, to_hf
 
-__all__ = ["Op", "Row", "check_rows", "to_forge", "to_hf"]
+__all__ = [
+    "HFFolder",
+    "HFTensors",
+    "Op",
+    "Row",
+    "check_rows",
+    "load_hf",
+    "read_json",
+    "save_hf",
+    "to_forge",
+    "to_hf",
+]

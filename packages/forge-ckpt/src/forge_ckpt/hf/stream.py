@@ -60,7 +60,7 @@ def _gather(
             continue
         del waiting[target]
         done.add(target)
-        pieces = {(p.expert if stacked else None, p.position): t for p, t in parts.items()}
+        pieces = {_key(piece, row): t for piece, t in parts.items()}
         yield target, _forward(target, pieces, row.ops)
     if waiting:
         target, (wanted, parts) = next(iter(waiting.items()))
@@ -80,10 +80,32 @@ def _scatter(
         if name in done:
             raise ValueError(f"{name} came twice; give each tensor once")
         done.add(name)
-        pieces = _backward(name, tensor, row)
+        pieces = _views(name, tensor, row)
         for target, hf_name in row.hf_names(part.layer, part.expert).items():
-            key = (target.expert if row.experts is not None else None, target.position)
-            yield hf_name, pieces[key]
+            view = pieces[_key(target, row)]
+            yield hf_name, view.clone(memory_format=torch.contiguous_format) if row.ops else view
+        del tensor, pieces, view  # or they would live while the next tensor is made
+
+
+def assemble(
+    name: str, like: Tensor, rows: tuple[CompiledRow, ...], read: Callable[[str], Tensor]
+) -> Tensor:
+    """The tensor of Forge's ``name``, of the shape and dtype of ``like``, from parts that ``read`` gives.
+
+    Each part is copied to its place as it is read: memory is the tensor and one part.
+    """
+    row, part = _match(name, rows, lambda row: (row.forge_regex,))
+    names = row.hf_names(part.layer, part.expert)
+    if not row.ops:
+        return read(names[part])
+    if any(op[0] == "rope_permute" for op in row.ops):  # its parts are no views of the tensor
+        parts = {_key(piece, row): read(hf_name) for piece, hf_name in names.items()}
+        return _forward(name, parts, row.ops)
+    whole = torch.empty(like.shape, dtype=like.dtype)
+    views = _views(name, whole, row)
+    for piece, hf_name in names.items():
+        views[_key(piece, row)].copy_(read(hf_name))
+    return whole
 
 
 def _match(
@@ -124,7 +146,13 @@ def _forward(name: str, pieces: Pieces, ops: tuple[Op, ...]) -> Tensor:
     return tensor.contiguous() if ops else tensor
 
 
-def _backward(name: str, tensor: Tensor, row: CompiledRow) -> Pieces:
+def _key(part: Part, row: CompiledRow) -> tuple[int | None, int]:
+    """The piece that ``part`` is of the tensor it belongs to."""
+    return (part.expert if row.experts is not None else None, part.position)
+
+
+def _views(name: str, tensor: Tensor, row: CompiledRow) -> Pieces:
+    """The Hugging Face tensors that make up ``tensor``: views of it, unless a rope_permute copies."""
     pieces: Pieces = {(None, 0): tensor}
     try:
         for op in reversed(row.ops):
@@ -144,9 +172,7 @@ def _backward(name: str, tensor: Tensor, row: CompiledRow) -> Pieces:
                 pieces = {key: _single(op, value, inverse=True) for key, value in pieces.items()}
     except (RuntimeError, IndexError, ValueError) as error:
         raise ValueError(f"{name}: cannot undo {op}: {error}") from error
-    if not row.ops:
-        return pieces
-    return {k: v.clone(memory_format=torch.contiguous_format) for k, v in pieces.items()}
+    return pieces
 
 
 def _concat(pieces: Pieces, dim: int, sizes: int | tuple[int, ...]) -> Pieces:

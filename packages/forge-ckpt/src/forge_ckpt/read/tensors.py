@@ -60,6 +60,11 @@ class SavedTensors:
         """The saved tensors whose name matches one of ``patterns``."""
         return [n for n in self.table.tensors if any(fnmatchcase(n, p) for p in patterns)]
 
+    def meta(self, name: str) -> Tensor:
+        """The tensor on the meta device: its shape and dtype."""
+        entry = self.table.tensors[name]
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
     def read(self, name: str) -> Tensor:
         """The whole tensor on the CPU, verified; raises CorruptCheckpoint and KeyError."""
         entry = self.table.tensors[name]

@@ -1,0 +1,80 @@
+"""A folder of weights as transformers saves it: one safetensors file, or shards with an index."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge_ckpt.files import byte_view, read_at
+from forge_ckpt.hf.headers import Entry, open_regular, read_header, read_json
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"(?!\.)[\w.\-]{1,200}\.safetensors")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class HFFolder:
+    """The tensors of a Hugging Face folder by name; each is read when it is asked for, with one read.
+
+        folder = HFFolder("Qwen3-0.6B"); folder.read("model.norm.weight")
+
+    Raises ValueError with one line for a folder without safetensors, a header or an index that the
+    format does not allow, shards that are missing, and names that the index and the shards do not share.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is not a folder; give one with config.json and {FILE}")
+        self.entries: dict[str, Entry] = {}
+        index = self.path / INDEX
+        if index.exists():
+            self._read_shards(index)
+        elif (self.path / FILE).exists():
+            self.entries = read_header(self.path / FILE)
+        else:
+            pickles = [name for name in _PICKLES if (self.path / name).exists()]
+            why = f"only {pickles[0]}, a pickle that could run code" if pickles else "none"
+            raise ValueError(
+                f"{self.path} must hold {FILE} or {INDEX}, and there is {why}; save the model as safetensors"
+            )
+
+    def _read_shards(self, index: Path) -> None:
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+            raise ValueError(f"{index}: weight_map must map names to files; fetch the file again")
+        for file in dict.fromkeys(table.values()):
+            if not _SHARD.fullmatch(file):
+                raise ValueError(
+                    f"{index}: file {file[:80]!r} must be a plain name that ends in .safetensors; fetch the "
+                    "file again"
+                )
+            found = read_header(self.path / file)
+            listed = {name for name, other in table.items() if other == file}
+            if found.keys() != listed:
+                name = sorted(found.keys() ^ listed)[0]
+                here = "that it does not list there" if name in found else "that is not there"
+                raise ValueError(
+                    f"{index}: {file} and the index must have the same tensors, and {name[:80]!r} is one "
+                    f"{here}; fetch the files again"
+                )
+            self.entries |= found
+
+    def meta(self) -> dict[str, Tensor]:
+        """Every tensor by name on the meta device: shapes and dtypes."""
+        return {
+            name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            for name, entry in self.entries.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU. Raises ValueError where the file has become shorter."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        fd, _ = open_regular(entry.file)
+        with open(fd, "rb", buffering=0):
+            if read_at(fd, byte_view(tensor), entry.start) != entry.length:
+                raise ValueError(f"{entry.file}: ends within {name}; fetch the file again")
+        return tensor

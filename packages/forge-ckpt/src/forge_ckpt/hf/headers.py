@@ -1,0 +1,179 @@
+"""Headers of safetensors files and the JSON beside them, parsed without trust.
+
+A file is 8 bytes (length of the header, little-endian), the header (one JSON object), the tensors.
+"""
+
+import json
+import math
+import os
+import reprlib
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_ckpt.files import read_at
+
+MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+MAX_JSON = 2**28
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: where its bytes are, from ``start`` on (counted from the file's first byte)."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file by name.
+
+    Raises ValueError with one line, the file and the rule, for a header that the format does not allow:
+    its length, JSON, duplicate names, unknown dtypes, shapes, and bytes that overlap, leave gaps or end
+    elsewhere than the file.
+    """
+    fd, size = open_regular(path)
+    with open(fd, "rb", buffering=0):
+        length = int.from_bytes(_bytes(fd, 0, 8, size, path), "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise ValueError(
+                f"{path}: a header of {length} bytes must fit into the file of {size} and {MAX_HEADER}; "
+                "fetch the file again"
+            )
+        header = parse_json(_bytes(fd, 8, length, size, path), path)
+    try:
+        return _entries(header, path, 8 + length, size)
+    except (TypeError, KeyError) as error:
+        raise _bad(path, f"an entry is not dtype, shape, data_offsets ({error!r:.80})") from error
+
+
+def write_header(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> tuple[bytes, dict[str, int]]:
+    """The header for these tensors in their order, and the first byte of each in the file.
+
+    Raises ValueError for a dtype that the format does not have.
+    """
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in _NAMES:
+            raise ValueError(f"{name}: {dtype} has no name in safetensors; export another dtype")
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        offsets = [starts[name], end]
+        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin aligned, as the library writes them
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: first + at for n, at in starts.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; raises ValueError as :func:`parse_json`, and for more than 256 MiB."""
+    fd, size = open_regular(path)
+    with open(fd, "rb", buffering=0):
+        if size > MAX_JSON:
+            raise ValueError(
+                f"{path}: {size} bytes must be at most {MAX_JSON}; name the right file"
+            )
+        return parse_json(_bytes(fd, 0, size, size, path), path)
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object in which no key stands twice; raises ValueError with the file and the rule."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in table if keys.count(key) > 1)
+            raise _bad(path, f"{twice[:80]!r} stands there twice")
+        return table
+
+    try:
+        table = json.loads(data, object_pairs_hook=unique)
+    except RecursionError:
+        raise _bad(path, "its JSON is nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise _bad(path, f"byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _bad(path, f"not JSON: {error}") from None
+    except ValueError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise _bad(path, "a number of thousands of digits") from None
+    if not isinstance(table, dict):
+        raise _bad(path, f"a {type(table).__name__} must be an object")
+    return table
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """(descriptor, size) of a regular file, through links as the hub's cache has them; ValueError otherwise."""
+    try:
+        # O_NONBLOCK: opening a pipe without a writer would block for ever
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give a complete download") from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise ValueError(f"{path}: must be a regular file; give a complete download")
+    return fd, status.st_size
+
+
+def _bytes(fd: int, start: int, length: int, size: int, path: Path) -> bytes:
+    data = bytearray(length if start + length <= size else 0)
+    if start + length > size or read_at(fd, memoryview(data), start) != length:
+        raise _bad(path, f"ends at byte {size}, before its header does")
+    return bytes(data)
+
+
+def _entries(header: dict[str, Any], path: Path, first: int, size: int) -> dict[str, Entry]:
+    about = header.pop("__metadata__", {})
+    if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
+        raise _bad(path, "__metadata__ must map names to text")
+    found = {name: _entry(name, fields, path, first) for name, fields in header.items()}
+    end = first
+    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].length)):
+        if entry.start != end:
+            words = "overlaps the one before it" if entry.start < end else "leaves a gap before it"
+            raise _bad(path, f"{name[:80]!r} {words}, and tensors must follow each other")
+        end += entry.length
+    if end != size:
+        raise _bad(path, f"its tensors end at byte {end} and the file at {size}")
+    return found
+
+
+def _entry(name: str, fields: dict[str, Any], path: Path, first: int) -> Entry:
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    shown = f"{name[:80]!r}: "
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _bad(path, f"{shown}dtype {reprlib.repr(dtype)} must be one of {', '.join(DTYPES)}")
+    for label, values in (("shape", shape), ("data_offsets", offsets)):
+        sound = isinstance(values, list) and len(values) <= 64
+        if not sound or not all(type(n) is int and 0 <= n < 2**60 for n in values):
+            raise _bad(path, f"{shown}{label} {reprlib.repr(values)} must be counts")
+    length = math.prod(shape) * DTYPES[dtype].itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != length:
+        words = f"must be {length} bytes for {dtype} {reprlib.repr(shape)}"
+        raise _bad(path, f"{shown}data_offsets {reprlib.repr(offsets)} {words}")
+    return Entry(path, DTYPES[dtype], tuple(shape), first + offsets[0], length)
+
+
+def _bad(path: Path, rule: str) -> ValueError:
+    return ValueError(f"{path}: {rule}; fetch the file again")

@@ -1,0 +1,124 @@
+"""Weights of a Hugging Face folder under Forge's names, tensor by tensor, without ever holding the model."""
+
+import os
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from forge_ckpt.hf.folder import HFFolder
+from forge_ckpt.hf.rows import Row, check_rows
+from forge_ckpt.hf.stream import assemble, to_forge
+from forge_ckpt.wrapped import unwrap
+
+
+class HFTensors:
+    """The tensors of a Hugging Face folder under Forge's names.
+
+        for name, tensor in HFTensors("Qwen3-0.6B", QWEN3.rows): ...
+
+    The whole map is tried on names, shapes and dtypes first: what it cannot hold is a ValueError before
+    the first tensor is read. Memory of an iteration: one tensor of Forge and one of the parts that it is
+    made of. ``ignore`` are fnmatch patterns of Hugging Face names that are left out; ``ignored`` lists
+    those that were.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], maps: Sequence[Row], ignore: Sequence[str] = ()
+    ) -> None:
+        self._folder, self._rows = HFFolder(path), check_rows(maps)
+        found = self._folder.meta()
+        self.ignored = [name for name in found if _matches(name, ignore)]
+        for name in self.ignored:
+            del found[name]
+        try:
+            self.meta = dict(to_forge(maps, found.items()))
+        except ValueError as error:
+            raise ValueError(f"{self._folder.path}: {error}") from error
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of Forge's ``name`` on the CPU, in the dtype of the file."""
+        return assemble(name, self.meta[name], self._rows, self._folder.read)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.meta)
+
+
+def load_hf(
+    path: str | os.PathLike[str],
+    maps: Sequence[Row],
+    model: nn.Module | None = None,
+    *,
+    ignore: Sequence[str] = (),
+) -> dict[str, Tensor]:
+    """Read the weights of a Hugging Face folder, one safetensors file or shards, through the rows ``maps``.
+
+        state = load_hf("Qwen3-0.6B", QWEN3.rows)       # names of Forge -> tensors on the CPU
+        load_hf("Qwen3-0.6B", QWEN3.rows, model)        # fills the model; returns its state dict
+
+    A model is filled one tensor at a time, cast to its dtypes; where it holds DTensors, each rank reads
+    the tensor and keeps its shard, without communication. ``ignore`` are fnmatch patterns of names, of
+    the file or of the model, that are left alone.
+
+    Raises ValueError before anything changes: for names that no row knows, parts that are missing, and
+    tensors that only one side has or that have another shape.
+    """
+    source = HFTensors(path, maps, ignore)
+    if model is None:
+        return dict(source)
+    state: dict[str, Tensor] = model.state_dict()
+    problems = _differences(
+        source.meta, {n: t for n, t in state.items() if not _matches(n, ignore)}
+    )
+    if problems:
+        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems[:8]))
+    for name in source.meta.keys() & state.keys():
+        fill_tensor(name, state[name], source.read(name))
+    return state
+
+
+@torch.no_grad()
+def fill_tensor(name: str, target: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into ``target``, of which this rank may hold a shard. No communication."""
+    size = whole.size()
+    box = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    entry = TensorStorageMetadata(TensorProperties(dtype=whole.dtype), size, [box])
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner({name: target}, Metadata({name: entry}), False)
+    for item in planner.create_local_plan().items:
+        source = whole
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+            source = source.narrow(dim, start, length)
+        unwrap(planner.resolve_tensor(item)).copy_(source)
+
+
+def _differences(there: dict[str, Tensor], here: dict[str, Tensor]) -> list[str]:
+    problems = [
+        f"{name} is in the files only; build the model of these files"
+        for name in there.keys() - here.keys()
+    ]
+    for name, tensor in here.items():
+        if name not in there:
+            problems.append(f"{name} is in the model only; build the model of these files")
+        elif tensor.is_meta:
+            problems.append(
+                f"{name} is on the meta device; materialise it (to_empty) before loading"
+            )
+        elif tensor.shape != there[name].shape:
+            shapes = (
+                f"{tuple(there[name].shape)} in the files and {tuple(tensor.shape)} in the model"
+            )
+            problems.append(f"{name} is {shapes}; build the model of these files")
+    return sorted(problems)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
