@@ -244,7 +244,7 @@ def test_F97_chunks_that_tile_pass_whatever_their_order(root):
     def boxes(*cuts):
         sides = [list(itertools.pairwise(edges)) for edges in cuts]
         made = [
-            manifest.Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box), "f", 0, 1)
+            (tuple(a for a, _ in box), tuple(b - a for a, b in box))
             for box in itertools.product(*sides)
         ]
         random.Random(0).shuffle(made)

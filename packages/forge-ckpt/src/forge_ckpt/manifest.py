@@ -27,10 +27,13 @@ NAME = "manifest.json"
 FORMATS = (1, 2)
 BLOCK_BYTES = 4 * 2**20
 MAX_BYTES = 2**30  # of a manifest; 2**30 bytes describe about 60 TB of tensors
-_MAX_DIMS = 64  # of a tensor that torch makes
+MAX_DIMS = 64  # of a tensor that torch makes
 _FILE = re.compile(r"data-(0|[1-9][0-9]{0,6})\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX, _MIDDLE, _SUFFIX = b'{"sha256": "', b'", "manifest": ', b"}\n"
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 @dataclass(frozen=True)
@@ -277,32 +280,44 @@ def _file(name: str, entry: dict[str, Any], digest: str) -> FileEntry:
 
 
 def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> TensorEntry:
-    if len(entry["shape"]) > _MAX_DIMS:
+    if len(entry["shape"]) > MAX_DIMS:
         raise ValueError(f"{name}: {len(entry['shape'])} dims, more than any tensor")
     shape = tuple(_count(n, name) for n in entry["shape"])
     dtype = objects.dtype_from_name(entry["dtype"])
-    chunks = tuple(_chunk(name, chunk, shape, dtype, files) for chunk in entry["chunks"])
-    # Chunks that do not overlap and have the volume of the tensor cover all of it: no element of the
-    # state would keep an old value.
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"{name}: chunks do not add up to shape {shape}")
-    if not _are_separable(chunks, len(shape)):
-        raise ValueError(f"{name}: chunks overlap")
+    chunks = tuple(_chunk(name, chunk, dtype, files) for chunk in entry["chunks"])
+    check_tiling(name, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     return TensorEntry(tree.path_from_json(entry["path"]), shape, dtype, chunks)
 
 
-def _are_separable(chunks: Sequence[Chunk], num_dims: int) -> bool:
-    """Whether cuts along whole dims separate all chunks, as in every DTensor layout; n log n a cut."""
-    if len(chunks) < 2:
+def check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raise ValueError unless ``boxes`` cover the tensor ``name`` of ``shape``, and none twice.
+
+    Boxes inside the tensor that do not overlap and have its volume cover all of it: no element of the
+    state would keep an old value.
+    """
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offset + size > limit for offset, size, limit in zip(offsets, sizes, shape)
+        ):
+            raise ValueError(f"{name}: chunk at {offsets} of {sizes} is outside shape {shape}")
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        raise ValueError(f"{name}: chunks do not add up to shape {shape}")
+    if not _are_separable(boxes, len(shape)):
+        raise ValueError(f"{name}: chunks overlap")
+
+
+def _are_separable(boxes: Sequence[Box], num_dims: int) -> bool:
+    """Whether cuts along whole dims separate all boxes, as in every DTensor layout; n log n a cut."""
+    if len(boxes) < 2:
         return True
     for dim in range(num_dims):
-        ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dim])
+        ordered = sorted(boxes, key=lambda box: box[0][dim])
         groups, end = [[ordered[0]]], 0
-        for before, chunk in itertools.pairwise(ordered):
-            end = max(end, before.offsets[dim] + before.sizes[dim])
-            if chunk.offsets[dim] >= end:
+        for (offsets, sizes), box in itertools.pairwise(ordered):
+            end = max(end, offsets[dim] + sizes[dim])
+            if box[0][dim] >= end:
                 groups.append([])
-            groups[-1].append(chunk)
+            groups[-1].append(box)
         if len(groups) > 1:
             return all(_are_separable(group, num_dims) for group in groups)
     return False
@@ -311,17 +326,12 @@ def _are_separable(chunks: Sequence[Chunk], num_dims: int) -> bool:
 def _chunk(
     name: str,
     entry: dict[str, Any],
-    shape: tuple[int, ...],
     dtype: torch.dtype,
     files: dict[str, FileEntry],
 ) -> Chunk:
     offsets = tuple(_count(n, name) for n in entry["offsets"])
     sizes = tuple(_count(n, name) for n in entry["sizes"])
     start, length = _count(entry["start"], name), _count(entry["bytes"], name)
-    if not len(offsets) == len(sizes) == len(shape) or any(
-        offset + size > limit for offset, size, limit in zip(offsets, sizes, shape)
-    ):
-        raise ValueError(f"{name}: chunk at {offsets} of {sizes} is outside shape {shape}")
     if length != math.prod(sizes) * dtype.itemsize or length == 0:
         raise ValueError(f"{name}: {length} bytes for a chunk of {sizes} {dtype}")
     if start + length > files[entry["file"]].size:
