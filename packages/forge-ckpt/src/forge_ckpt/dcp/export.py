@@ -1,0 +1,64 @@
+"""A checkpoint of a store as a plain one of torch.distributed.checkpoint, tensor by tensor."""
+
+import secrets
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from forge_ckpt import directories, tree
+from forge_ckpt.files import sync_directory
+from forge_ckpt.read.tensors import SavedTensors
+
+
+def convert_to_dcp(source: Path, target: Path) -> None:
+    """Write the checkpoint ``source`` (a step, or the newest of a store) as ``target`` for ``dcp.load``.
+
+    Memory is one tensor: each gets its own file, as DCP's writer holds all tensors of a file until it
+    is complete. Each is verified before it is written. Raises CorruptCheckpoint, and ValueError for a
+    target that exists.
+    """
+    if target.exists():
+        raise ValueError(f"{target} exists; give a path for a new directory")
+    with SavedTensors(source) as saved:
+        state: dict[str, Any] = {}
+        for name, path in saved.table.paths().items():
+            if name not in saved.table.tensors:
+                value = saved.read_object(name)
+            elif any(isinstance(step, tuple) and step[0] == "tuple" for step in path):
+                value = saved.read(
+                    name
+                )  # DCP stores the tuple as an object, with the tensors in it
+            else:
+                entry = saved.table.tensors[name]
+                value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            tree.set_element(state, path, value)
+        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+        try:
+            writer = FileSystemWriter(temporary, single_file_per_rank=False)
+            with warnings.catch_warnings():  # that one process saves is the intent
+                warnings.simplefilter("ignore", UserWarning)
+                save(state, storage_writer=writer, planner=_LazyPlanner(saved), no_dist=True)
+            sync_directory(temporary)
+            directories.commit(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Reads a tensor when the writer asks for it; the state has meta tensors in their places."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        super().__init__()
+        self._saved = saved
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        return self._saved.read(write_item.index.fqn)

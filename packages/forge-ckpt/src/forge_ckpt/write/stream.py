@@ -1,0 +1,108 @@
+"""A checkpoint written box by box by one process, for tools that never hold a whole state."""
+
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from forge_ckpt import digests, directories, files, manifest, tree
+from forge_ckpt.errors import StepExists
+from forge_ckpt.foreign import refuse_foreign
+from forge_ckpt.lock import Lock
+from forge_ckpt.manifest import Chunk, FileEntry, Manifest, ObjectEntry, TensorEntry
+from forge_ckpt.write.blocks import BlockFile
+
+
+@dataclass(frozen=True)
+class Box:
+    """``data``, a dense CPU tensor, at ``offsets`` of the tensor ``path`` of ``shape``."""
+
+    path: tree.Path
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+
+    @staticmethod
+    def whole(path: tree.Path, data: torch.Tensor) -> "Box":
+        return Box(path, tuple(data.shape), (0,) * data.dim(), data)
+
+
+def write_checkpoint(
+    store: Path,
+    step: int,
+    contents: Iterable[Iterable[Box]],
+    objects: Mapping[str, ObjectEntry],
+    metrics: Mapping[str, float] | None = None,
+    digest: str = digests.DEFAULT,
+    threads: int = 2,
+) -> Path:
+    """Commit ``step`` to the store at ``store`` and return its directory.
+
+    ``contents`` has the boxes of each file in the order of the bytes; a box is freed when it is
+    written, so memory is one box and ``2 * threads + 1`` blocks of 4 MiB. The store is locked
+    meanwhile. Raises StepExists if it has the step or a newer one, and CorruptCheckpoint, before the
+    commit, for boxes that do not tile their tensors.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(store)
+    lock = Lock(store)
+    target = directories.step_directory(store, step)
+    temporary = store / f"{target.name}.tmp-{secrets.token_hex(4)}"
+    try:
+        newest = max(directories.list_steps(store), default=-1)
+        if step <= newest:
+            raise StepExists(
+                f"step {step} must be above {newest}, the newest in {store}; write into another directory"
+            )
+        temporary.mkdir()
+        file_entries: dict[str, FileEntry] = {}
+        tensors: dict[str, TensorEntry] = {}
+        for number, boxes in enumerate(contents):
+            name = f"data-{number}.bin"
+            file_entries[name] = _write_file(temporary / name, boxes, tensors, digest, threads)
+        table = Manifest(
+            step,
+            torch.__version__,
+            file_entries,
+            tensors,
+            dict(objects),
+            dict(metrics or {}),
+            digest,
+        )
+        data = manifest.encode(table)
+        manifest.decode(data, str(target / manifest.NAME))
+        # The order of durability of ForgeWriter.finish: files, manifest, directory, rename, parent.
+        files.write_file(temporary / manifest.NAME, data)
+        files.sync_directory(temporary)
+        directories.commit(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        lock.release()
+    return target
+
+
+def _write_file(
+    path: Path, boxes: Iterable[Box], tensors: dict[str, TensorEntry], digest: str, threads: int
+) -> FileEntry:
+    block_file = BlockFile(path, threads, digest)
+    try:
+        for box in boxes:
+            data = box.data.contiguous()
+            name = tree.dotted_name(box.path)
+            entry = TensorEntry(box.path, box.shape, data.dtype, ())
+            known = tensors.setdefault(name, entry)
+            if (known.path, known.shape, known.dtype) != (entry.path, entry.shape, entry.dtype):
+                raise ValueError(f"{name}: two tensors have this name; leave one of them out")
+            if data.numel():
+                view = files.byte_view(data)
+                start = block_file.append(view)
+                chunk = Chunk(box.offsets, tuple(data.shape), path.name, start, len(view))
+                tensors[name] = TensorEntry(
+                    known.path, known.shape, known.dtype, (*known.chunks, chunk)
+                )
+        return block_file.finish()
+    finally:
+        block_file.close()
