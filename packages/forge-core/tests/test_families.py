@@ -3,7 +3,20 @@
 import pytest
 
 from forge_core import AttentionSpec, RopeScaling, TransformerConfig
-from forge_core.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from forge_core.families import (
+    FAMILIES,
+    GLM4_MOE,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMOE,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    Family,
+    find_family,
+)
 
 HF = {
     "vocab_size": 8,
@@ -52,6 +65,10 @@ def test_config_that_a_family_cannot_express_is_refused() -> None:
         QWEN3.config_to_hf(TransformerConfig(8))
     with pytest.raises(ValueError, match="llama: o_bias True must be False"):
         LLAMA.config_to_hf(TransformerConfig(8, o_bias=True))
+    with pytest.raises(ValueError, match=r"llama: partial_rotary_factor 0.5 must be 1.0"):
+        LLAMA.config_to_hf(TransformerConfig(8, partial_rotary_factor=0.5))
+    with pytest.raises(ValueError, match=r"qwen3: qk_norm_over 'all_heads' must be 'head'"):
+        QWEN3.config_to_hf(TransformerConfig(8, qk_norm=True, qk_norm_over="all_heads"))
     with pytest.raises(ValueError, match=r"llama: rope_scaling.name 'my_lab:yarn' must be"):
         LLAMA.config_to_hf(TransformerConfig(8, rope_scaling=RopeScaling(name="my_lab:yarn")))
 
@@ -149,3 +166,49 @@ def test_the_window_of_mistral_both_ways() -> None:
         MISTRAL.config_to_hf(TransformerConfig(8, attention=AttentionSpec(softcap=50.0)))
     with pytest.raises(ValueError, match=r"llama: attention.window 8 has no key"):
         LLAMA.config_to_hf(TransformerConfig(8, attention=AttentionSpec(window=8)))
+
+
+# ---- decoders around mixtures
+
+MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE)
+
+
+@pytest.mark.parametrize("family", MIXTURES, ids=lambda family: family.name)
+def test_the_decoder_around_experts_passes_their_keys_over_and_no_others(family: Family) -> None:
+    hf = {**HF, "model_type": family.name}
+    config = family.config_from_hf(hf)
+    experts = {"num_experts_per_tok": 2, "num_experts": 8, "norm_topk_prob": True}
+    assert family.config_from_hf({**hf, **experts}) == config
+    assert family.config_from_hf(family.config_to_hf(config)) == config
+    for key in ("embedding_multiplier", "no_rope_layers", "quantization_config", "clip_qkv"):
+        with pytest.raises(ValueError, match=f"{family.name}: {key} .* is unknown and may change"):
+            family.config_from_hf({**hf, key: [1.0]})
+    with pytest.raises(ValueError, match=f"{family.name}: o_bias True must be False"):
+        family.config_to_hf(TransformerConfig(8, o_bias=True))
+
+
+def test_defaults_of_a_key_that_the_file_leaves_out_are_those_of_the_family() -> None:
+    assert MIXTRAL.config_from_hf(HF).rope_theta == 1e6
+    assert MIXTRAL.config_from_hf(HF).norm_eps == 1e-5
+    for hf in (HF, {**HF, "partial_rotary_factor": None}):
+        assert GLM4_MOE.config_from_hf(hf).partial_rotary_factor == 0.5
+    whole = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+    assert GLM4_MOE.config_from_hf({**HF, **whole}).partial_rotary_factor == 1.0
+    window = {"sliding_window": 0, "use_sliding_window": False, "max_window_layers": 28}
+    for family in (QWEN2_MOE, QWEN3_MOE):
+        assert family.config_from_hf({**HF, **window}) == family.config_from_hf(HF)
+        with pytest.raises(ValueError, match="use_sliding_window true is not supported"):
+            family.config_from_hf({**HF, **window, "sliding_window": 4, "use_sliding_window": True})
+    assert QWEN2_MOE.config_from_hf(HF).qkv_bias
+    assert not QWEN2_MOE.config_from_hf({**HF, "qkv_bias": False}).qkv_bias
+
+
+def test_a_family_is_found_by_model_type_or_refused_with_the_reason() -> None:
+    assert all(find_family({"model_type": name}) is family for name, family in FAMILIES.items())
+    for name, words in {
+        "deepseek_v3": "cannot be held: its attention is latent",
+        "gpt2": "'gpt2' cannot be held; use one of llama, ",
+        None: "None cannot be held; use one of",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            find_family({"model_type": name})

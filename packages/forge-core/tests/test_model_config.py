@@ -25,6 +25,11 @@ from forge_core import AttentionSpec, RopeScaling, SamplingConfig, TransformerCo
         ({"norm_eps": 0.0}, ["norm_eps 0.0", "1e-5"]),
         ({"rope_theta": 1.0}, ["rope_theta 1.0", "10000"]),
         ({"init_std": -1.0}, ["init_std -1.0", "0.02"]),
+        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5", "at most 1"]),
+        ({"partial_rotary_factor": math.nan}, ["partial_rotary_factor nan", "at most 1"]),
+        ({"partial_rotary_factor": 0.1, "head_dim": 30}, ["head width 30", "it is 3", "use 1"]),
+        ({"qk_norm_over": "tokens", "qk_norm": True}, ["qk_norm_over 'tokens'", "'head'"]),
+        ({"qk_norm_over": "all_heads"}, ["qk_norm_over 'all_heads'", "set qk_norm = true"]),
     ],
 )
 def test_refusal_names_value_rule_and_fix(options: dict, words: list[str]) -> None:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge_core import FeedForward, RMSNorm, RopeScaling
+from forge_core import FeedForward, RMSNorm, RopeScaling, TransformerConfig
+from forge_core.model import Attention
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 
 
@@ -111,3 +112,20 @@ def test_feed_forwards() -> None:
     assert error(gelu(x), wanted) < 1e-6
     assert gelu.up_proj.bias is None
     assert gelu.gate_proj is None
+
+
+def test_a_part_of_each_head_turns_and_the_rest_stays():
+    x = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0))
+    tables = rope_tables(torch.arange(5)[None], inverse_frequencies(4, 1e4, None))
+    out = rotate(x, tables)
+    assert torch.equal(out[..., :4], rotate(x[..., :4].contiguous(), tables))
+    assert torch.equal(out[..., 4:], x[..., 4:])
+
+
+def test_norms_over_all_heads_have_their_width_and_no_role_under_tensor_parallelism():
+    config = TransformerConfig(
+        8, dim=16, num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_over="all_heads"
+    )
+    layer = Attention(config)
+    assert (layer.q_norm.weight.shape, layer.k_norm.weight.shape) == ((16,), (8,))
+    assert not any("norm" in pattern for pattern in layer.parallel_roles())

@@ -97,8 +97,24 @@ def test_F98_another_model_type_is_named_and_nothing_else(family) -> None:
 
 
 def test_dense_layers_come_first_in_deepseek_and_glm() -> None:
-    assert set(OPTIONS) == {getattr(families, name) for name in families.__all__[:-1]}
+    assert list(OPTIONS) == list(families.FAMILIES.values())
     for family, first in ((DEEPSEEK_V3, 3), (GLM4_MOE, 1)):
         hf = {**written(family), "num_hidden_layers": 5}
         assert family.sparse_layers(hf) == tuple(range(first, 5))
         assert family.sparse_layers({**hf, "first_k_dense_replace": 0}) == tuple(range(5))
+
+
+LATER = (DEEPSEEK_V3, GLM4_MOE)
+
+
+@FAMILIES
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (2, 3), (1, 3)])
+def test_layers_of_mixtures_go_back_to_their_keys(family, layers) -> None:
+    hf = {"model_type": family.name, "num_hidden_layers": 4}
+    stepped = family in (QWEN2_MOE, QWEN3_MOE)
+    if stepped or layers == (0, 1, 2, 3) or (family in LATER and layers == (2, 3)):
+        assert family.sparse_layers({**hf, **family.layers_to_hf(layers, 4)}) == layers
+    else:
+        message = rf"{family.name}: mixtures in layers \[{layers[0]}, 3\] must be .* choose another"
+        with pytest.raises(ValueError, match=message):
+            family.layers_to_hf(layers, 4)

@@ -1,5 +1,42 @@
-"""Hugging Face families of dense decoders: names of tensors and keys of configurations, as data."""
+"""Hugging Face families: names of tensors and keys of configurations, as data.
+
+`FAMILIES` has them by `model_type`, `find_family` finds the one of a `config.json`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 from forge_core.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from forge_core.families.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, REFUSED
 
-__all__ = ["LLAMA", "MISTRAL", "QWEN2", "QWEN3", "Family"]
+__all__ = [
+    "FAMILIES",
+    "GLM4_MOE",
+    "LLAMA",
+    "MISTRAL",
+    "MIXTRAL",
+    "OLMOE",
+    "QWEN2",
+    "QWEN2_MOE",
+    "QWEN3",
+    "QWEN3_MOE",
+    "Family",
+    "find_family",
+]
+
+FAMILIES = {
+    family.name: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE)
+}
+
+
+def find_family(hf: Mapping[str, Any]) -> Family:
+    """The family of a `config.json` as a dict, by its model_type; ValueError for one that is not held."""
+    name = hf.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    reason = REFUSED.get(name) if isinstance(name, str) else None
+    raise ValueError(
+        f"model_type {name!r:.80} cannot be held{': ' * bool(reason)}{reason or ''}; use one of "
+        f"{', '.join(FAMILIES)}"
+    )

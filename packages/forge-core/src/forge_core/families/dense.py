@@ -38,22 +38,22 @@ def _layer_rows(hf: str, forge: str, *, bias: bool = False) -> tuple[Row, ...]:
     )
 
 
-_OUTSIDE_LAYERS: tuple[Row, ...] = (
+OUTSIDE_LAYERS: tuple[Row, ...] = (
     ("model.embed_tokens.weight", "embedding.weight", ()),
     ("model.norm.weight", "norm.weight", ()),
     ("lm_head.weight", "lm_head.weight", ()),
 )
-_NORMS: tuple[Row, ...] = (
+NORMS: tuple[Row, ...] = (
     *_layer_rows("input_layernorm", "mixer_norm"),
     *_layer_rows("post_attention_layernorm", "feed_forward_norm"),
 )
-_QK_NORMS: tuple[Row, ...] = (
+QK_NORMS: tuple[Row, ...] = (
     *_layer_rows("self_attn.q_norm", "mixer.q_norm"),
     *_layer_rows("self_attn.k_norm", "mixer.k_norm"),
 )
 
 
-def _sublayers(*, o_bias: bool, feed_forward_bias: bool) -> tuple[Row, ...]:
+def sublayers(*, o_bias: bool, feed_forward_bias: bool) -> tuple[Row, ...]:
     return (
         *_layer_rows("self_attn.q_proj", "mixer.q_proj", bias=True),
         *_layer_rows("self_attn.k_proj", "mixer.k_proj", bias=True),
@@ -135,25 +135,25 @@ def _mistral_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 LLAMA = Family(
     "llama",
-    _OUTSIDE_LAYERS + _NORMS + _sublayers(o_bias=True, feed_forward_bias=True),
+    OUTSIDE_LAYERS + NORMS + sublayers(o_bias=True, feed_forward_bias=True),
     _llama_from_hf,
     _llama_to_hf,
 )
 MISTRAL = Family(
     "mistral",
-    _OUTSIDE_LAYERS + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
+    OUTSIDE_LAYERS + NORMS + sublayers(o_bias=False, feed_forward_bias=False),
     _mistral_from_hf,
     _mistral_to_hf,
 )
 QWEN2 = Family(
     "qwen2",
-    _OUTSIDE_LAYERS + _NORMS + _sublayers(o_bias=False, feed_forward_bias=False),
+    OUTSIDE_LAYERS + NORMS + sublayers(o_bias=False, feed_forward_bias=False),
     _qwen2_from_hf,
     _qwen2_to_hf,
 )
 QWEN3 = Family(
     "qwen3",
-    _OUTSIDE_LAYERS + _NORMS + _QK_NORMS + _sublayers(o_bias=True, feed_forward_bias=False),
+    OUTSIDE_LAYERS + NORMS + QK_NORMS + sublayers(o_bias=True, feed_forward_bias=False),
     _qwen3_from_hf,
     _qwen3_to_hf,
 )

@@ -1,4 +1,4 @@
-"""Keys of a Hugging Face `config.json` that the dense families share."""
+"""Keys of a Hugging Face `config.json` that the families share."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -17,7 +17,10 @@ _REQUIRED = (
 )
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 _NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor")
-_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_SWITCHES = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm"),
+    "use_sliding_window",
+)
 _ROPE_SIZE = "original_max_position_embeddings"
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 _ROPE = {
@@ -62,12 +65,18 @@ _OFF = ("rope_interleaved", "use_mrope")
 
 
 def read_common(
-    hf: Mapping[str, Any], model_type: str, reads: tuple[str, ...] = (), **options: Any
+    hf: Mapping[str, Any],
+    model_type: str,
+    reads: tuple[str, ...] = (),
+    *,
+    partial_rotary: bool = False,
+    **options: Any,
 ) -> TransformerConfig:
     """TransformerConfig of a `config.json` as a dict; `options` are the family's own fields.
 
     Rotary keys are read in the form of transformers 4 (`rope_theta`, `rope_scaling`) and of 5
-    (`rope_parameters`). `reads` are keys that the family reads itself. Raises ValueError with one line
+    (`rope_parameters`). `reads` are keys that the family reads itself; `partial_rotary`: its heads may turn in
+    part. Raises ValueError with one line
     for each key that is missing, holds no sound number, asks for something that Forge's transformer cannot
     do, or is unknown: it may change what the model computes.
     """
@@ -77,7 +86,7 @@ def read_common(
     wrong = _wrong_kinds(hf)
     problems += wrong + _unknown(hf, reads)
     if not wrong:
-        problems += _unsupported(hf, model_type) + _unsupported_rope(_rope_keys(hf))
+        problems += _unsupported(hf, model_type) + _unsupported_rope(_rope_keys(hf), partial_rotary)
     if problems:
         raise ValueError("\n".join(f"{model_type}: {text}" for text in problems))
     rope = _rope_keys(hf)
@@ -92,6 +101,7 @@ def read_common(
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope),
+        partial_rotary_factor=float(rope["partial_rotary_factor"]),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         init_std=hf.get("initializer_range", 0.02),
         max_seq_len=hf["max_position_embeddings"],
@@ -120,6 +130,7 @@ def write_common(
     """
     expected = {
         **{"mixer": "attention", "block": "pre_norm", "norm": "rms_norm", "feed_forward": "swiglu"},
+        **{"partial_rotary_factor": 1.0, "qk_norm_over": "head"},
         **fixed,
     }
     problems = [
@@ -213,7 +224,7 @@ def _unsupported(hf: Mapping[str, Any], model_type: str) -> list[str]:
         f"attention_dropout {hf.get('attention_dropout')}": bool(hf.get("attention_dropout")),
     }
     return [
-        f"{setting} is not supported; use a dense {model_type} model with silu and full attention"
+        f"{setting} is not supported; use a {model_type} model with silu and full attention"
         for setting, broken in refused.items()
         if broken
     ]
@@ -221,16 +232,17 @@ def _unsupported(hf: Mapping[str, Any], model_type: str) -> list[str]:
 
 def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary keys flat, those of transformers 5 before those of 4."""
-    theta = hf.get("rope_theta")
+    theta, partial = hf.get("rope_theta"), hf.get("partial_rotary_factor")
     rope: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta}
     rope.update(hf.get("rope_scaling") or {})
     rope.update(hf.get("rope_parameters") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if rope.get("partial_rotary_factor") is None:
+        rope["partial_rotary_factor"] = 1.0 if partial is None else partial
     return rope
 
 
-def _unsupported_rope(rope: Mapping[str, Any]) -> list[str]:
+def _unsupported_rope(rope: Mapping[str, Any], partial_rotary: bool) -> list[str]:
     problems = []
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         problems.append(
@@ -238,7 +250,7 @@ def _unsupported_rope(rope: Mapping[str, Any]) -> list[str]:
         )
     if rope["rope_type"] == "linear" and "factor" not in rope:
         problems.append("rope_type 'linear' needs factor; give it")
-    if rope["partial_rotary_factor"] != 1.0:
+    if rope["partial_rotary_factor"] != 1.0 and not partial_rotary:
         problems.append(
             f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported; use 1"
         )

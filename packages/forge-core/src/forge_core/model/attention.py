@@ -102,7 +102,7 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig, spec: AttentionSpec | None = None) -> None:
         super().__init__()
         self.spec = config.attention if spec is None else spec
-        self.head_dim = config.resolved_head_dim
+        self.head_dim, self.rotary_dim = config.resolved_head_dim, config.rotary_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         heads, kv_heads = config.num_heads, config.resolved_num_kv_heads
         width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
@@ -110,8 +110,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.norms_heads = config.qk_norm_over == "head"
+        widths = (self.head_dim, self.head_dim) if self.norms_heads else (width, kv_width)
+        self.q_norm = RMSNorm(widths[0], config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(widths[1], config.norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if self.spec.sinks else None
         self.attend = LocalAttention(self.spec)
 
@@ -126,7 +128,7 @@ class Attention(nn.Module):
         else:
             offer(ctx, x)
         return ctx.once(
-            ("rope", self.head_dim, self.rope_theta, self.rope_scaling, x.device),
+            ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, x.device),
             lambda: self._tables(ctx, x, cache),
         )
 
@@ -136,7 +138,7 @@ class Attention(nn.Module):
             past, first = (0, None) if cache is None else cache.first(ctx, *x.shape[:2])
             positions = default_positions(x.size(1), ctx.document_ids, x.device, past, first)
         frequencies = inverse_frequencies(
-            self.head_dim, self.rope_theta, self.rope_scaling, x.device
+            self.rotary_dim, self.rope_theta, self.rope_scaling, x.device
         )
         return rope_tables(positions, frequencies)
 
@@ -145,10 +147,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         ctx = TokenContext() if ctx is None else ctx
         tables = self.prepare(ctx, x, cache)
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
+        k = k.unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
+        v = v.unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, tables), rotate(k, tables)
         sinks = () if self.sinks is None else (self.sinks,)
@@ -174,9 +179,10 @@ class Attention(nn.Module):
     def parallel_roles(self) -> dict[str, str]:
         """Role of each parameter under tensor parallelism, by pattern; see Transformer.
 
-        Sinks, one per head, have none: no role cuts a vector, so tensor parallelism refuses them by name.
+        Sinks, one per head, and norms over all heads have none: no role cuts a vector, so tensor parallelism
+        refuses them by name.
         """
-        norms = ("q_norm", "k_norm") if self.q_norm is not None else ()
+        norms = ("q_norm", "k_norm") if self.q_norm is not None and self.norms_heads else ()
         return {
             "q_proj.*": "colwise",
             "k_proj.*": "shared_heads",

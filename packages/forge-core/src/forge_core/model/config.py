@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from forge_core._config import is_finite, raise_problems, setting, size_problems
 from forge_core.model.spec import AttentionSpec
@@ -122,7 +122,13 @@ class TransformerConfig:
     rope_scaling: RopeScaling | None = field(
         default=None, metadata={"help": "Llama 3.1 stretching of the wavelengths; empty: none"}
     )
-    qk_norm: bool = setting(False, "RMSNorm on each head of queries and keys (Qwen3)")
+    partial_rotary_factor: float = setting(
+        1.0, "share of each head's width that rotary embedding turns (GLM-4: 0.5)"
+    )
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen3)")
+    qk_norm_over: Literal["head", "all_heads"] = setting(
+        "head", "what a qk_norm is over: each head, or all heads of a token together (OLMoE)"
+    )
     qkv_bias: bool = setting(False, "bias in the query, key and value projections (Qwen2)")
     o_bias: bool = setting(False, "bias in the attention's output projection")
     feed_forward_bias: bool = setting(False, "bias in the feed-forward's projections")
@@ -164,6 +170,11 @@ class TransformerConfig:
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
+    def rotary_dim(self) -> int:
+        """Width of the part of each head that rotary embedding turns."""
+        return int(self.resolved_head_dim * self.partial_rotary_factor)
+
+    @property
     def resolved_num_kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -196,6 +207,10 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
         yield (
             f"rope_theta {c.rope_theta} must be a finite number above 1; use 10000, or 500000 for long contexts"
         )
+    if c.qk_norm_over not in ("head", "all_heads"):
+        yield f"qk_norm_over {c.qk_norm_over!r} must be 'head' or 'all_heads'; use 'head'"
+    if c.qk_norm_over == "all_heads" and not c.qk_norm:
+        yield "qk_norm_over 'all_heads' must go with qk_norm, which is off; set qk_norm = true"
     if not (is_finite(c.init_std) and c.init_std >= 0.0):
         yield f"init_std {c.init_std} must be a finite number, 0 or more; use 0.02"
 
@@ -216,4 +231,17 @@ def _shape_problems(c: TransformerConfig) -> Iterator[str]:
         yield (
             f"the head width (head_dim {c.head_dim}, or dim {c.dim} / num_heads {c.num_heads}) must be even; "
             "rotary embedding turns pairs: give an even head_dim"
+        )
+    elif not uneven:
+        yield from _rotary_problems(c)
+
+
+def _rotary_problems(c: TransformerConfig) -> Iterator[str]:
+    factor = c.partial_rotary_factor
+    if not (is_finite(factor) and 0.0 < factor <= 1.0):
+        yield f"partial_rotary_factor {factor} must be above 0 and at most 1; use 1, or 0.5 (GLM-4)"
+    elif c.rotary_dim < 2 or c.rotary_dim % 2:
+        yield (
+            f"partial_rotary_factor {factor} of the head width {c.resolved_head_dim} must be an even number of "
+            f"dims, and it is {c.rotary_dim}; use 1 or 0.5"
         )

@@ -83,9 +83,15 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (x[d], x[d + D / 2]) of x (B, S, H, D) in fp32; result in the dtype of x."""
+    """Turn the pairs (x[d], x[d + D / 2]) of x (B, S, H, D) in fp32; result in the dtype of x.
+
+    Tables for a smaller width turn that many leading dims of a head, and leave the rest.
+    """
     cos, sin = tables
     if x.dtype == torch.float64:
         cos, sin = cos.double(), sin.double()
+    width = 2 * cos.size(-1)
+    if width < x.size(-1):
+        return torch.cat([_Rotate.apply(x[..., :width], cos, sin), x[..., width:]], dim=-1)
     out: Tensor = _Rotate.apply(x, cos, sin)
     return out

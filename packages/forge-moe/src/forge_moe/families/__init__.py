@@ -10,4 +10,18 @@ from forge_moe.families.blocks import (
     BlockFamily,
 )
 
-__all__ = ["DEEPSEEK_V3", "GLM4_MOE", "MIXTRAL", "OLMOE", "QWEN2_MOE", "QWEN3_MOE", "BlockFamily"]
+__all__ = [
+    "DEEPSEEK_V3",
+    "FAMILIES",
+    "GLM4_MOE",
+    "MIXTRAL",
+    "OLMOE",
+    "QWEN2_MOE",
+    "QWEN3_MOE",
+    "BlockFamily",
+]
+
+#: All of them by `model_type`.
+FAMILIES = {
+    family.name: family for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GLM4_MOE)
+}

@@ -10,7 +10,8 @@ The rows are those of checkpoint files (`save_pretrained`, the hub). In memory t
 up projection of all experts into one tensor; no file has that form.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from forge_moe.config import MoEConfig
@@ -26,7 +27,8 @@ class BlockFamily(NamedTuple):
         rows = MIXTRAL.rows(config)                                       # of every sparse layer
         MIXTRAL.sparse_layers(hf)                                         # -> (0, 1, 2, ...)
 
-    `config_to_hf(config)` returns the keys of `config.json` about experts. Training options (auxiliary
+    `config_to_hf(config)` returns the keys of `config.json` about experts, `layers_to_hf(layers, num_layers)`
+    those about which layers are mixtures. Training options (auxiliary
     losses and their weights) are not read: they change no output, and Hugging Face defines them
     differently. Both directions raise ValueError with a line for each key without an equivalent, and for
     each unknown one that may change the function.
@@ -37,6 +39,7 @@ class BlockFamily(NamedTuple):
     config_from_hf: Callable[[Mapping[str, Any]], MoEConfig]
     config_to_hf: Callable[[MoEConfig], dict[str, Any]]
     sparse_layers: Callable[[Mapping[str, Any]], tuple[int, ...]]
+    layers_to_hf: Callable[[Sequence[int], int], dict[str, Any]]
 
 
 _FORGE = "layers.{i}.feed_forward"
@@ -84,13 +87,19 @@ def _family(
     hf: keys.ConfigKeys,
     rows: Callable[[MoEConfig], tuple[Row, ...]],
     sparse_layers: Callable[[Mapping[str, Any]], tuple[int, ...]],
+    layers_to_hf: Callable[[str, Sequence[int], int], dict[str, Any]],
 ) -> BlockFamily:
-    return BlockFamily(hf.model_type, rows, hf.from_hf, hf.to_hf, sparse_layers)
+    name = hf.model_type
+    written = partial(layers_to_hf, name)
+    return BlockFamily(name, rows, hf.from_hf, hf.to_hf, sparse_layers, written)
 
 
-MIXTRAL = _family(keys.MIXTRAL, _mixtral_rows, keys.every_layer)
-QWEN2_MOE = _family(keys.QWEN2_MOE, _qwen2_rows, keys.stepped_layers)
-QWEN3_MOE = _family(keys.QWEN3_MOE, _plain_rows, keys.stepped_layers)
-OLMOE = _family(keys.OLMOE, _plain_rows, keys.every_layer)
-DEEPSEEK_V3 = _family(keys.DEEPSEEK_V3, _deepseek_rows, keys.later_layers)
-GLM4_MOE = _family(keys.GLM4_MOE, _deepseek_rows, keys.later_layers)
+_EVERY = (keys.every_layer, keys.every_layer_to_hf)
+_STEPPED = (keys.stepped_layers, keys.stepped_layers_to_hf)
+_LATER = (keys.later_layers, keys.later_layers_to_hf)
+MIXTRAL = _family(keys.MIXTRAL, _mixtral_rows, *_EVERY)
+QWEN2_MOE = _family(keys.QWEN2_MOE, _qwen2_rows, *_STEPPED)
+QWEN3_MOE = _family(keys.QWEN3_MOE, _plain_rows, *_STEPPED)
+OLMOE = _family(keys.OLMOE, _plain_rows, *_EVERY)
+DEEPSEEK_V3 = _family(keys.DEEPSEEK_V3, _deepseek_rows, *_LATER)
+GLM4_MOE = _family(keys.GLM4_MOE, _deepseek_rows, *_LATER)

@@ -1,6 +1,6 @@
 """Keys of a Hugging Face `config.json` that describe expert blocks, one table per family."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,32 @@ def later_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """All but the first `first_k_dense_replace` (DeepSeek, GLM)."""
     default = 1 if hf.get("model_type") == GLM4_MOE.model_type else 3
     return every_layer(hf)[_count(hf, "first_k_dense_replace", default, 0) :]
+
+
+def every_layer_to_hf(name: str, layers: Sequence[int], num_layers: int) -> dict[str, Any]:
+    """No keys: all layers are mixtures (Mixtral, OLMoE)."""
+    _refuse_layers(list(layers) != list(range(num_layers)), layers, name, "all of them")
+    return {}
+
+
+def stepped_layers_to_hf(name: str, layers: Sequence[int], num_layers: int) -> dict[str, Any]:
+    """The dense layers by number (Qwen)."""
+    dense = [i for i in range(num_layers) if i not in layers]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def later_layers_to_hf(name: str, layers: Sequence[int], num_layers: int) -> dict[str, Any]:
+    """The number of dense layers below the mixtures (DeepSeek, GLM)."""
+    first = num_layers - len(layers)
+    _refuse_layers(list(layers) != list(range(first, num_layers)), layers, name, "the upper ones")
+    return {"first_k_dense_replace": first}
+
+
+def _refuse_layers(wrong: bool, layers: Sequence[int], name: str, rule: str) -> None:
+    if wrong:
+        raise ValueError(
+            f"{name}: mixtures in layers {list(layers)} must be {rule} in this family; choose another family"
+        )
 
 
 def _count(hf: Mapping[str, Any], key: str, default: int | None, minimum: int) -> int:
