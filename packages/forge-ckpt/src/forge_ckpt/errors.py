@@ -1,6 +1,11 @@
 """Exceptions, one class for each reaction of a caller."""
 
 
+def one_line(text: str) -> str:
+    """The first 300 characters of ``text``; escapes for what no log can hold, which names from a disk may."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:300])
+
+
 class CorruptCheckpoint(RuntimeError):
     """The bytes on disk are not those that were saved. The message names the file and the bytes."""
 

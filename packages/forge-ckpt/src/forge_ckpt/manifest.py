@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from forge_ckpt import digests, objects, tree
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, one_line
 from forge_ckpt.files import Directory, read_at
 
 NAME = "manifest.json"
@@ -155,7 +155,7 @@ def decode(data: bytes, where: str) -> Manifest:
     if frame != (_PREFIX, _MIDDLE, _SUFFIX) or hashlib.sha256(body).hexdigest().encode() != digest:
         raise CorruptCheckpoint(f"{where}: does not match its own digest")
     try:
-        table = json.loads(body)
+        table = json.loads(body.decode())  # bytes could be UTF-16 too
         number = table["format"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise CorruptCheckpoint(f"{where}: not a manifest ({error!r:.300})") from error
@@ -172,7 +172,7 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         return _from_json(table, of_blocks)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where}: impossible entry ({error!s:.300})") from error
+        raise CorruptCheckpoint(f"{where}: impossible entry ({one_line(str(error))})") from error
 
 
 def summary(table: Manifest) -> dict[str, Any]:

@@ -48,11 +48,11 @@ class RNGState:
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
         """The saved paths that this rank loads: those of one stream, its own if it was saved."""
-        streams = {path[1] for path in saved if path[0] == "streams" and len(path) > 1}
+        streams = {path[1] for path in saved if len(path) > 1 and path[0] == "streams"}
         if not streams:
             return saved  # format of 0.1: one stream
         source = self._stream_index()[0] % len(streams)
-        return [path for path in saved if path[0] != "streams" or path[1:2] == (source,)]
+        return [path for path in saved if path[:1] != ("streams",) or path[1:2] == (source,)]
 
     def load_checks(self, state_dict: Any) -> None:
         """Load the saved stream into new generators; raises ValueError if one of them refuses it."""

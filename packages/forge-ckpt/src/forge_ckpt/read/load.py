@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_ckpt import manifest, tree
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused, one_line
 from forge_ckpt.files import Directory
 from forge_ckpt.protocols import Stateful
 from forge_ckpt.rank_group import RankGroup
@@ -53,7 +53,7 @@ def load_checkpoint(
         extra = [k for k, p in metadata.planner_data.items() if targets.get(p[0]) is NO_TARGET]
         if extra:
             raise CheckpointMismatch(
-                f"{path}: {extra[0]} is in the checkpoint only, and nothing here has such state; build the "
+                f"{path}: {one_line(extra[0])} is in the checkpoint only, and nothing here has such state; build the "
                 "same objects as the run that saved it"
             )
         planner.set_up_planner(content, metadata, group.rank == 0)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from forge_ckpt import objects, tree
-from forge_ckpt.errors import CheckpointMismatch
+from forge_ckpt.errors import CheckpointMismatch, one_line
 from forge_ckpt.objects import dtype_name
 from forge_ckpt.wrapped import unwrap
 
@@ -138,5 +138,7 @@ def _explain(problems: list[str]) -> str:
     more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return (
         "the checkpoint is of another state; build the same model and optimizer as the run that "
-        "saved it, or ask only for the names that fit\n  " + "\n  ".join(problems[:_SHOWN]) + more
+        "saved it, or ask only for the names that fit\n  "
+        + "\n  ".join(map(one_line, problems[:_SHOWN]))
+        + more
     )

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from forge_ckpt import files, manifest, objects
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, one_line
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.read.blocks import Segment, read_segments
 from forge_ckpt.read.planner import ForgeLoadPlanner
@@ -149,7 +149,8 @@ class ForgeReader(StorageReader):
             raise
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(
-                f"{self.path / manifest.NAME}: object {name:.80} cannot be used ({error})"
+                f"{self.path / manifest.NAME}: object {one_line(name[:80])} cannot be used "
+                f"({one_line(str(error))})"
             ) from error
 
     @classmethod
