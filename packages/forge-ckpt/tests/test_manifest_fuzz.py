@@ -274,6 +274,10 @@ def _mutant(seed, table):
                 body.replace(b'"step":2', b'"step":2,"step":1e999'),
                 body.replace(b":2", b":" + b"9" * 5000),
                 b"[" * 200_000,
+                *(
+                    body.replace(b'"format":1', b'"format":2,"digest":' + digest)
+                    for digest in (b'"md5"', b"[]", b"null", b'"sha256"', b'"\\ud800"', b"1e400")
+                ),
                 b'"' + body[:50] + b"\xff\xfe" + b'"',
                 b"",
             ]
