@@ -350,8 +350,8 @@ def test_paths_that_cannot_be_a_store(tmp_path):
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        (".metadata", r"torch.distributed.checkpoint \(.metadata\).*checkpoint.load\("),
-        ("model-00001-of-00002.safetensors", r"Hugging Face .*model-00001.*to_forge\("),
+        (".metadata", r"torch.distributed.checkpoint \(.metadata\).*forge-ckpt convert PATH OUT"),
+        ("model-00001-of-00002.safetensors", r"Hugging Face .*model-00001.*load_hf\("),
         ("manifest.json", r"one checkpoint \(manifest.json\).*directory above it"),
     ],
 )

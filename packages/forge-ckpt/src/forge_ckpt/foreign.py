@@ -6,7 +6,7 @@ _FORMATS = (  # (pattern of a file, the format, the call that reads it)
     (
         ".metadata",
         "a checkpoint of torch.distributed.checkpoint",
-        "torch.distributed.checkpoint.load(state, checkpoint_id=path)",
+        "forge-ckpt convert PATH OUT",
     ),
     (
         "*.safetensors",

@@ -132,7 +132,7 @@ def verify_checkpoint(group: RankGroup, path: Path, step: int, threads: int) -> 
     group.run_on_all_ranks(verify)
 
 
-def broadcast_manifest(group: RankGroup, path: Path, step: int) -> manifest.Manifest:
+def broadcast_manifest(group: RankGroup, path: Path, step: int | None) -> manifest.Manifest:
     """The verified manifest. Only rank 0 reads it, so that all ranks have the same one.
 
     Rank 0 also compares the sizes of all files with it. Raises as :func:`forge_ckpt.manifest.read`.

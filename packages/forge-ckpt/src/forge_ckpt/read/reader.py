@@ -4,7 +4,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,18 +191,23 @@ def metadata_of(table: manifest.Manifest, without: Container[str] = ()) -> Metad
 
 
 def _stage(table: manifest.Manifest, item: ReadItem) -> tuple[torch.Tensor, Segment]:
-    """Memory for one box of one chunk, and the segment of the file that fills it.
+    name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+    entry = table.tensors[name]
+    chunk = next(c for c in entry.chunks if c.offsets == offset)
+    return stage_box(chunk, entry.dtype, item.storage_offsets, item.lengths)
+
+
+def stage_box(
+    chunk: manifest.Chunk, dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
+) -> tuple[torch.Tensor, Segment]:
+    """Memory for a box of a chunk, from ``begin`` in it, and the segment of the file that fills it.
 
     The box may be any part of the chunk. The span from its first to its last element is read, and
     the returned tensor is a strided view of it: one read instead of one for each row.
     """
-    name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-    entry = table.tensors[name]
-    chunk = next(c for c in entry.chunks if c.offsets == offset)
     strides = [math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
-    first = sum(o * s for o, s in zip(item.storage_offsets, strides))
-    count = 1 + sum((n - 1) * s for n, s in zip(item.lengths, strides))
-    memory = torch.empty(count, dtype=entry.dtype)
-    start = chunk.start + first * entry.dtype.itemsize
-    segment = Segment(chunk.file, start, files.byte_view(memory))
-    return memory.as_strided(tuple(item.lengths), strides), segment
+    first = sum(o * s for o, s in zip(begin, strides))
+    count = 1 + sum((n - 1) * s for n, s in zip(lengths, strides))
+    memory = torch.empty(count, dtype=dtype)
+    segment = Segment(chunk.file, chunk.start + first * dtype.itemsize, files.byte_view(memory))
+    return memory.as_strided(tuple(lengths), strides), segment

@@ -80,7 +80,10 @@ def _overwritten(group: list[_Box]) -> _Box | None:
         view = memory.view(like.dtype).as_strided(like.shape, like.stride(), offset)
         view.copy_(box.source)
         views.append(view)
-    return next((box for box, view in zip(group, views) if not _equal(view, box.source)), None)
+    return next(
+        (box for box, view in zip(group, views) if not _equal(view, box.source.to(view.dtype))),
+        None,
+    )
 
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from forge_ckpt.files import byte_view
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
 from forge_ckpt.read.blocks import Segment, read_segments
-from forge_ckpt.read.reader import ForgeReader
+from forge_ckpt.read.reader import ForgeReader, stage_box
 
 
 def read_tensors(
@@ -51,7 +51,7 @@ class SavedTensors:
     """
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 2) -> None:
-        self.path = _step_path(Path(path))
+        self.path = step_path(Path(path))
         self._threads = threads
         self._reader = ForgeReader(self.path)
         self.table: Manifest = self._reader.open()
@@ -81,6 +81,31 @@ class SavedTensors:
                 where = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))
                 whole[where] = box
         return whole
+
+    def read_box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A part of the tensor, verified: only the blocks that it touches are read."""
+        entry = self.table.tensors[name]
+        box = torch.empty(tuple(sizes), dtype=entry.dtype)
+        parts: list[tuple[tuple[slice, ...], Tensor]] = []
+        segments: list[Segment] = []
+        for chunk in entry.chunks:
+            low = [max(o, c) for o, c in zip(offsets, chunk.offsets)]
+            high = [
+                min(o + s, c + n)
+                for o, s, c, n in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if all(a < b for a, b in zip(low, high)):
+                begin = [a - c for a, c in zip(low, chunk.offsets)]
+                lengths = [b - a for a, b in zip(low, high)]
+                part, segment = stage_box(chunk, entry.dtype, begin, lengths)
+                parts.append(
+                    (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets)), part)
+                )
+                segments.append(segment)
+        read_segments(self._reader.directory, self.table, segments, self._threads)
+        for where, part in parts:
+            box[where] = part
+        return box
 
     def read_object(self, name: str) -> Any:
         """A saved object; raises KeyError, and ValueError where it cannot be decoded."""
@@ -117,7 +142,7 @@ def _start(chunk: Chunk, entry: TensorEntry) -> int:
     return position * entry.dtype.itemsize
 
 
-def _step_path(path: Path) -> Path:
+def step_path(path: Path) -> Path:
     """``path`` if it is a step, else the newest committed step of the store there."""
     if (path / manifest.NAME).is_file():
         return path

@@ -31,7 +31,7 @@ class Retention:
         ones are the only sound checkpoints. If it is damaged it is quarantined, CorruptCheckpoint is
         raised and nothing is removed.
         """
-        old: list[int] = group.run_on_rank_0(lambda: self._outdated(step))
+        old: list[int] = group.run_on_rank_0(lambda: self.outdated_by(step))
         if not old:
             return
         try:
@@ -42,9 +42,10 @@ class Retention:
             raise CorruptCheckpoint(
                 f"{error}; it was written a moment ago: disk or memory fail. Older checkpoints are kept"
             ) from error
-        group.run_on_rank_0(lambda: self._remove(old))
+        group.run_on_rank_0(lambda: self.remove(old))
 
-    def _outdated(self, step: int) -> list[int]:
+    def outdated_by(self, step: int) -> list[int]:
+        """The committed steps to remove when ``step`` is the newest; its manifest is read."""
         self._metrics[step] = self._read_metrics(
             step
         )  # reads the new manifest from disk in any case
@@ -62,7 +63,8 @@ class Retention:
         with ForgeReader(directories.step_directory(self._root, step), step=step).opened() as table:
             return table.metrics
 
-    def _remove(self, old: list[int]) -> None:
+    def remove(self, old: list[int]) -> None:
+        """Remove the steps; one that cannot be removed is a warning."""
         for step in old:
             try:
                 directories.remove_step(directories.step_directory(self._root, step))
