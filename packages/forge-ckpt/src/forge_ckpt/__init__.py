@@ -8,6 +8,7 @@ from forge_ckpt.read.tensors import read_tensors
 from forge_ckpt.retention import Keep
 from forge_ckpt.rng import RNGState
 from forge_ckpt.store import Store
+from forge_ckpt.weights import WeightsReport, load_weights
 from forge_ckpt.write.background import SaveEvent
 from forge_ckpt.write.planner import ForgeSavePlanner
 from forge_ckpt.write.writer import ForgeWriter
@@ -25,6 +26,8 @@ __all__ = [
     "StepExists",
     "Store",
     "StoreInUse",
+    "WeightsReport",
     "load_hf",
+    "load_weights",
     "read_tensors",
 ]
