@@ -221,9 +221,14 @@ def test_staging_beyond_its_bound_is_refused(tmp_path):
             ValueError, match=r"staging_gib 0.000976562 is too small for the 0.0078.* GiB"
         ):
             store.save(1, state_of(1), wait=False)
+        with pytest.raises(ValueError, match="staging_gib"):
+            store.check_staging(state_of(1))
         assert not list(tmp_path.glob("step-*"))
         store.save(1, state_of(1))
         assert store.steps() == [1]
+    with Store(tmp_path, staging_gib=1) as store:
+        store.check_staging(state_of(1))
+        assert not list(tmp_path.glob("*.tmp-*"))
     for bad in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="staging_gib"):
             Store(tmp_path, staging_gib=bad)
@@ -244,10 +249,13 @@ def test_an_exception_of_on_event_undoes_nothing(tmp_path, caplog):
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: (10**9, 10**9 - 1000, 1000))
     for wait in (True, False):
-        with Store(tmp_path) as store:
+        with Store(tmp_path, max_failures=2) as store:
+            if not wait:
+                store.save(1, state_of(1), wait)
             with pytest.raises(OSError, match=r"0.00839 GB to write, 1e-06 GB are free") as caught:
                 store.save(1, state_of(1), wait)
             assert caught.value.errno == errno.ENOSPC
+            assert [event.failures for event in store.poll()] == ([1] if wait else [1, 2])
     assert not list(tmp_path.glob("step-*"))
 
 
@@ -277,6 +285,7 @@ def save_while_voting(root):
         for step in (1, 2, 3):
             state = sharded(step)
             if dist.get_rank() == 1:
+                store.wait()  # else the save before would wait for this disk for ever
                 disk.close()
             store.save(step, state, wait=False)
             state["m"]["w"].to_local().fill_(-1)

@@ -19,7 +19,7 @@ from forge_ckpt.read.load import Check, load_checkpoint, verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.targets import check_state, state_of
 from forge_ckpt.retention import Keep
-from forge_ckpt.write.background import SaveEvent
+from forge_ckpt.write.background import SaveEvent, Stopwatch
 from forge_ckpt.write.retain import Retention
 from forge_ckpt.write.saver import Saver
 
@@ -126,17 +126,25 @@ class Store:
         ``wait=False``: see ``max_failures``). In each of these cases the older checkpoints do not change.
         """
         self._saver.finish_pending()
-        repeat: str | None = self._group.map_reduce(
-            lambda: self._check_save(step, state, wait, metrics), self._plan_save
-        )
-
-        def content() -> dict[str, Any]:
-            return {name: state_of(value) for name, value in check_state(state).items()}
+        watch = Stopwatch()
+        with self._saver.reported(step, watch):
+            repeat: str | None = self._group.map_reduce(
+                lambda: self._check_save(step, state, wait, metrics), self._plan_save
+            )
 
         if repeat is None:
-            self._saver.save(step, content, metrics, wait)
+            self._saver.save(step, lambda: _content(state), metrics, wait, watch)
         else:
-            self._saver.save_again(step, content, metrics, self.path / repeat)
+            self._saver.save_again(step, lambda: _content(state), metrics, self.path / repeat)
+
+    def check_staging(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a save of ``state`` with ``wait=False`` would need more than ``staging_gib``.
+
+        A job can so refuse a bound at its start that its first save would refuse.
+        """
+        self._saver.finish_pending()
+        self._group.run_on_all_ranks(lambda: self._require_open(writing=True))
+        self._saver.check_staging(lambda: _content(state))
 
     def poll(self) -> list[SaveEvent]:
         """What became of saves since the last call; returns at once, no communication."""
@@ -402,3 +410,7 @@ class Store:
         if existed:
             self.set_aside.append((step, reason))
         return existed
+
+
+def _content(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: state_of(value) for name, value in check_state(state).items()}

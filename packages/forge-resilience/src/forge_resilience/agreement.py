@@ -33,9 +33,12 @@ class Vote:
     integer. Stored as the signed integer of the same 64 bits."""
     count: float = 0.0
     """Added up over the ranks: the valid labels of this rank's share of the batch, or what they weigh."""
+    saved: int = -1
+    """The newest step that this rank knows to be saved, -1 for none: of a save in the background, each rank learns
+    it in a step of its own."""
 
     def __post_init__(self) -> None:
-        values = {"stop": self.stop, "fault": self.fault}
+        values = {"stop": self.stop, "fault": self.fault, "saved": self.saved}
         values["digest"] = _bits(self.digest)
         for name, value in values.items():
             object.__setattr__(self, name, _int64(name, value))
@@ -58,6 +61,11 @@ class Decision:
     def save(self) -> bool:
         """True if any rank asks for a save."""
         return any(vote.save for vote in self.votes)
+
+    @property
+    def saved(self) -> int:
+        """The newest step that any rank knows to be saved; -1 for none."""
+        return max(vote.saved for vote in self.votes)
 
     @property
     def faults(self) -> dict[int, int]:
@@ -89,7 +97,7 @@ class Agreement:
     `group` is a process group that carries CPU tensors (gloo); without one the default group serves
     as soon as there is one, and a process without any decides alone. `alone=True` decides alone inside
     a job of several ranks, too. Every rank calls every method, in the same order. Cost of a vote: one
-    all-gather of 40 bytes a rank between hosts, no device sync; `wait` blocks until the slowest rank
+    all-gather of 48 bytes a rank between hosts, no device sync; `wait` blocks until the slowest rank
     has voted. All values of all ranks come back, not only their maximum, so a decision can name who
     asked for it.
 
@@ -172,13 +180,13 @@ class PendingDecision:
 def _row(vote: Vote) -> tuple[int, ...]:
     """A vote as integers; of the count its bits."""
     (count,) = struct.unpack("<q", struct.pack("<d", vote.count))
-    return vote.stop, vote.save, vote.fault, int(vote.digest), count
+    return vote.stop, vote.save, vote.fault, int(vote.digest), count, vote.saved
 
 
 def _vote(row: Sequence[int]) -> Vote:
-    stop, save, fault, digest, bits = map(int, row)
+    stop, save, fault, digest, bits, saved = map(int, row)
     (count,) = struct.unpack("<d", struct.pack("<q", bits))
-    return Vote(stop, bool(save), fault, digest, count)
+    return Vote(stop, bool(save), fault, digest, count, saved)
 
 
 def _bits(digest: int | str) -> int:

@@ -235,11 +235,32 @@ class CheckpointConfig:
     keep_last: int = _field(
         3, "newest checkpoints to keep; the newest verified one is never removed"
     )
+    keep_every: int = _field(0, "keep the checkpoints of multiples of this step, too; 0: none")
+    best: Literal["val_loss"] | None = _field(
+        None, "keep the best checkpoint by this number, of those at steps that are evaluated"
+    )
+    milestones: str | None = _field(
+        None, "steps to keep, too: 'powers_of_2' (and step 0), or module:attr, called with a step"
+    )
+    wait: bool = _field(
+        False, "training waits until a checkpoint is on disk; else only until it is copied"
+    )
+    staging_gib: float | None = _field(
+        None, "most host memory of a rank for that copy, in GiB (default: what the state needs)"
+    )
+    max_failed_saves: int = _field(
+        3, "so many saves in a row that the disk refuses end the run; fewer are tried again"
+    )
+    digest: Literal["sha256", "blake3"] = _field(
+        "sha256", "digest of the blocks; blake3 is faster and needs forge-ckpt[fast]"
+    )
 
     def __post_init__(self) -> None:
         _require(
-            _within(0, _MAX_STEPS, every_steps=self.every_steps)
+            _within(0, _MAX_STEPS, every_steps=self.every_steps, keep_every=self.keep_every)
             + _within(1, _MAX_STEPS, keep_last=self.keep_last)
+            + _within(1, 1000, max_failed_saves=self.max_failed_saves)
+            + _within(2**-30, 2**20, staging_gib=self.staging_gib)
         )
 
 

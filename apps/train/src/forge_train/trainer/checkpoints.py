@@ -16,6 +16,7 @@ from forge_ckpt.stage_state import NamedState, StageState, tensor_names
 from forge_core.optim import IdleOptimizer
 from forge_data import Loader
 from forge_parallel import Meshes
+from forge_train.config.schema import CheckpointConfig
 from forge_train.errors import ConfigError, DataError, JobError, StateError
 from forge_train.trainer.callbacks import Callback, state_name
 from forge_train.trainer.progress import Progress
@@ -52,31 +53,85 @@ def checkpoint_state(
 
 
 class Checkpoints:
-    """Loads and saves the state of a run. Collective: every rank calls every method.
+    """Loads and saves the state of a run. Collective, but for `listen`: every rank calls every method.
 
-    last_step: the step of the newest checkpoint that was loaded or saved, -1 without one.
+    last_step: the step of the newest checkpoint that was loaded or saved, or is being saved, -1 without one.
     """
 
-    def __init__(self, store: Store, path: Path, state: dict[str, Any], seq_len: int) -> None:
+    def __init__(
+        self, store: Store, config: CheckpointConfig, state: dict[str, Any], seq_len: int
+    ) -> None:
         self.last_step = -1
-        self._store, self._path, self._state, self._seq_len = store, path, state, seq_len
+        self._committed = -1
+        self._in_flight: int | None = None  # a save whose end not all ranks know
+        self._failures = 0
+        self._wants_retry = False
+        self._store, self._config = store, config
+        self._state, self._seq_len = state, seq_len
 
     def load(self) -> float:
-        """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took."""
-        started = time.perf_counter()
-        with store_errors(self._path, StateError):
-            step = self._store.load(self._state, self._check_saved)
-        self.last_step = -1 if step is None else step
-        return time.perf_counter() - started
+        """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
 
-    def save(self, step: int) -> float:
-        """Commit the state of `step`; the seconds it took. JobError where the disk refuses: the older
-        checkpoints are intact."""
+        ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
+        """
         started = time.perf_counter()
-        with store_errors(self._path, JobError):
-            self._store.save(step, self._state)
-        self.last_step = step
-        return time.perf_counter() - started
+        with store_errors(self._store.path, StateError):
+            step = self._store.load(self._state, self._check_saved)
+        seconds = time.perf_counter() - started
+        self.last_step = self._committed = -1 if step is None else step
+        if not self._config.wait and self._config.staging_gib is not None:
+            with store_errors(self._store.path, ConfigError):
+                self._store.check_staging(self._state)
+        return seconds
+
+    def settle(self) -> list[int]:
+        """Wait for the save in flight; [its step] if it is committed and no rank was told before.
+
+        JobError for the `max_failed_saves`-th in a row that the disk refused; fewer are left to the next save.
+        """
+        try:
+            with store_errors(self._store.path, JobError):
+                self._store.wait()
+        except JobError as error:
+            self.listen()
+            if (
+                not isinstance(error.__cause__, OSError)
+                or self._failures >= self._config.max_failed_saves
+            ):
+                raise
+        self.listen()
+        return self.announce(self._committed)
+
+    def save(self, step: int, wait: bool, metrics: Mapping[str, float]) -> None:
+        """Save the state of `step`, after `settle`; without `wait` it may change when this returns.
+
+        JobError where the disk refuses a save that is waited for, or too many others: older checkpoints are intact.
+        """
+        self._wants_retry = False
+        self.last_step = self._in_flight = step
+        with store_errors(self._store.path, JobError):
+            self._store.save(step, self._state, wait, metrics)
+
+    def listen(self) -> tuple[int, bool]:
+        """(the newest step that this rank knows to be committed, whether a failed save must be made good now).
+
+        The first failure is made good in the next step, those after it when the next save is due.
+        """
+        for event in self._store.poll():
+            if event.kind == "committed":
+                self._committed, self._failures = event.step, 0
+            elif event.kind == "failed":
+                self._failures = event.failures
+                self._wants_retry = self._failures == 1
+                self.last_step = self._committed
+        return self._committed, self._wants_retry
+
+    def announce(self, committed: int) -> list[int]:
+        """[the step in flight], once, if it is the one that all ranks now know to be `committed`."""
+        if self._in_flight is None or self._in_flight != committed:
+            return []
+        self._in_flight = None
+        return [committed]
 
     @property
     def set_aside(self) -> list[tuple[int, str]]:

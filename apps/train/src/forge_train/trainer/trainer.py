@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from forge_ckpt import Store
+from forge_ckpt import Keep, SaveEvent, Store
 from forge_core import build_schedule, flops_per_token
 from forge_core.optim import set_lr
 from forge_data import Batch
@@ -48,6 +49,14 @@ from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.skips import SkipPolicy
 from forge_train.trainer.validation import share_of_rows
 from forge_train.trainer.vote import PendingCount, fault_code
+
+# In events.jsonl: "save" is a checkpoint that a resume can use.
+_SAVE_EVENTS = {
+    "staged": "save_staged",
+    "written": "save_written",
+    "committed": "save",
+    "failed": "save_failed",
+}
 
 
 @dataclass(frozen=True)
@@ -158,12 +167,25 @@ class Trainer:
         run_on_all_ranks(self.agreement, lambda: self.paths.create(rank))
         with contextlib.ExitStack() as stack:
             with store_errors(self.paths.checkpoints, ConfigError):
-                keep_last, group = self.config.checkpoint.keep_last, self.meshes.host_group
-                store = Store(self.paths.checkpoints, keep_last, group=group)
+                store = self._open_store()
             stack.enter_context(store)
             self._stop = stop or stack.enter_context(StopSignal(announce=rank == 0))
             changes = run_on_all_ranks(self.agreement, lambda: self.paths.allowed_changes(self.job))
             return self._fit(store, changes)
+
+    def _open_store(self) -> Store:
+        config = self.config.checkpoint
+        return Store(
+            self.paths.checkpoints,
+            group=self.meshes.host_group,
+            keep=Keep(
+                config.keep_last, config.keep_every, config.best, milestones=config.milestones
+            ),
+            digest=config.digest,
+            staging_gib=config.staging_gib,
+            on_event=self._record_save,
+            max_failures=config.max_failed_saves,
+        )
 
     def _fit(self, store: Store, changes: dict[str, list[Any]]) -> RunResult:
         self._materialise()
@@ -207,7 +229,7 @@ class Trainer:
             self.meshes,
         )
         self.checkpoints = Checkpoints(
-            store, self.paths.checkpoints, state, self.config.data.seq_len
+            store, self.config.checkpoint, state, self.config.data.seq_len
         )
         seconds = self.checkpoints.load()
         step, writes = self.progress.step, self.meshes.rank == 0
@@ -292,9 +314,11 @@ class Trainer:
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
+        saved, retry = self.checkpoints.listen()
         vote = Vote(
             stop=self._stop.number,
-            save=self._save_requested,
+            save=self._save_requested or retry,
+            saved=saved,
             fault=int(fault_code(fault)),
             digest=batch.digest,
             count=self._count(batch),
@@ -322,18 +346,19 @@ class Trainer:
     # ---- between steps
 
     def _after_step(self) -> None:
+        self._announce(self.checkpoints.announce(self._decision.saved))
         self._call("on_step_end")
         if self._evaluation_due():
             self._evaluate()
         if self._due(self.config.checkpoint.every_steps) or self._decision.save:
-            self._save()
+            self._save(self.config.checkpoint.wait)
 
     def _finish(self) -> None:
         """Evaluate and save the last step, whatever the intervals; save that of a stop."""
         finished = self.progress.step >= self.total_steps
         if finished:
             self._evaluate()
-        self._save()
+        self._save(wait=True)
         if finished:
             self._record("done", step=self.progress.step)
         elif self._decision.stop is not None:
@@ -366,23 +391,37 @@ class Trainer:
         self._record("evaluation", step=self.progress.step, val_loss=self.val_loss)
         self._call("on_evaluation", "validation", self.val_loss)
 
-    def _save(self) -> None:
-        """Commit this step, on all ranks; not after more bad steps than are allowed."""
+    def _save(self, wait: bool) -> None:
+        """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
         step = self.progress.step
+        if self.checkpoints.last_step == step and not wait:
+            return
+        with self.rows.meter.paused():
+            self._announce(self.checkpoints.settle())
         if self.checkpoints.last_step == step:
             return
         self._check_skips()
         self._send_row()
         self._save_requested = False
+        loss = self.val_loss if self._last_evaluated == step else None
+        metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
         with self.rows.meter.paused():
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
-            try:
-                seconds = self.checkpoints.save(step)
-            except JobError as error:  # a full disk: the older checkpoints are still there
-                self._record("save_failed", step=step, error=str(error))
-                raise
-        self._record("save", step=step, seconds=round(seconds, 4))
-        self._call("on_checkpoint", step, self.paths.checkpoint(step))
+            self.checkpoints.save(step, wait, metrics)
+            if wait:
+                self._announce(self.checkpoints.settle())
+
+    def _announce(self, steps: Sequence[int]) -> None:
+        """Call on_checkpoint for steps that all ranks know to be committed."""
+        for step in steps:
+            self._call("on_checkpoint", step, self.paths.checkpoint(step))
+
+    def _record_save(self, event: SaveEvent) -> None:
+        """Write what became of a save into the journal; called in the thread that writes, too."""
+        fields: dict[str, Any] = {"step": event.step, "seconds": round(event.seconds, 4)}
+        if event.error:
+            fields |= {"error": event.error, "failures": event.failures}
+        self._record(_SAVE_EVENTS[event.kind], **fields)
 
     # ---- rows, events, hooks
 

@@ -59,15 +59,37 @@ class Saver:
         self._staging = StagingArea(staging_gib)
 
     def save(
-        self, step: int, content: Content, metrics: Mapping[str, float] | None, wait: bool
+        self,
+        step: int,
+        content: Content,
+        metrics: Mapping[str, float] | None,
+        wait: bool,
+        watch: Stopwatch,
     ) -> None:
         """Save a step that is not committed yet; returns when it is committed, or staged without ``wait``."""
-        watch = Stopwatch()
-        save = self._plan(step, directories.step_directory(self._root, step), content, metrics)
-        if wait:
-            self._commit(self._group, save, step, watch)
-        else:
-            self._save_in_background(save, step, watch)
+        try:
+            with self.reported(step, watch):
+                path = directories.step_directory(self._root, step)
+                save = self._plan(step, path, content, metrics)
+                if wait:
+                    self._commit(self._group, save, step, watch)
+                else:
+                    self._stage(save)
+        except OSError:
+            if wait or self._failures >= self._max_failures:
+                raise
+            return  # a full disk: logged, and left to the next save
+        if not wait:
+            self.events.emit(SaveEvent("staged", step, watch()))
+            self._background.start(lambda: self._commit_in_background(save, step, watch))
+
+    def check_staging(self, content: Content) -> None:
+        """Raise ValueError if ``staging_gib`` is too small for ``content``."""
+        save = self._plan(0, self._root / "step-00000000.tmp-staging", content, None)
+        try:
+            self._group.run_on_all_ranks(lambda: self._staging.check(save.layout.size))
+        finally:
+            save.discard()
 
     def save_again(
         self,
@@ -123,25 +145,19 @@ class Saver:
             return PlannedSave(self._group, writer, content)
 
     def _commit(self, group: RankGroup, save: PlannedSave, step: int, watch: Stopwatch) -> None:
-        """Write and commit a planned save and remove what it makes outdated; report what became of it."""
-
-        def written() -> None:
-            self.events.emit(SaveEvent("written", step, watch()))
-
+        """Write and commit a planned save, and remove what it makes outdated."""
         try:
             with self._explained(step):
-                save.write_and_commit(group, written)
+                save.write_and_commit(
+                    group, lambda: self.events.emit(SaveEvent("written", step, watch()))
+                )
             self._retain(group, step)
-        except Exception as error:
-            self._failures += 1
-            self.events.emit(SaveEvent("failed", step, watch(), str(error), self._failures))
-            raise
         finally:
             save.discard()
         self._failures = 0
         self.events.emit(SaveEvent("committed", step, watch()))
 
-    def _save_in_background(self, save: PlannedSave, step: int, watch: Stopwatch) -> None:
+    def _stage(self, save: PlannedSave) -> None:
         try:
             if self._writing_group is None:
                 self._writing_group = self._group.twin()
@@ -149,19 +165,24 @@ class Saver:
         except BaseException:
             save.discard()
             raise
-        self.events.emit(SaveEvent("staged", step, watch()))
-        group = self._writing_group
 
-        def commit() -> None:
-            try:
-                self._commit(group, save, step, watch)
-            except Exception as error:
-                if group.rank == 0:
-                    text = error.strerror if isinstance(error, OSError) else error
-                    logger.warning("%s (failure %d in a row)", text, self._failures)
-                raise
+    def _commit_in_background(self, save: PlannedSave, step: int, watch: Stopwatch) -> None:
+        assert self._writing_group is not None
+        with self.reported(step, watch):
+            self._commit(self._writing_group, save, step, watch)
 
-        self._background.start(commit)
+    @contextlib.contextmanager
+    def reported(self, step: int, watch: Stopwatch) -> Iterator[None]:
+        """Count, log and report an exception as the failure of a save."""
+        try:
+            yield
+        except Exception as error:
+            self._failures += 1
+            text = str(error.strerror if isinstance(error, OSError) else error)
+            if self._group.rank == 0:
+                logger.warning("%s (failed save %d in a row)", text, self._failures)
+            self.events.emit(SaveEvent("failed", step, watch(), text, self._failures))
+            raise
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:

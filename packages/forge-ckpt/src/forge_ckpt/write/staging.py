@@ -32,11 +32,7 @@ class StagingArea:
 
     def stage(self, layout: FileLayout) -> None:
         """Copy all pieces of ``layout``; the staged save before must have been written."""
-        if self._limit_gib is not None and layout.size > self._limit_gib * 2**30:
-            raise ValueError(
-                f"staging_gib {self._limit_gib:g} is too small for the {layout.size / 2**30:.3g} GiB that this rank "
-                "saves; raise it, or save with wait=True, which needs no copy"
-            )
+        self.check(layout.size)
         devices = {piece.tensor.device for piece in layout.pieces}
         cuda = sorted((device for device in devices if device.type == "cuda"), key=str)
         memory = self._reserve(layout.size, pinned=bool(cuda))
@@ -51,6 +47,14 @@ class StagingArea:
             self._copy_from_cuda([p for p in layout.pieces if p.tensor.device == device], memory)
             for device in cuda
         ]
+
+    def check(self, size: int) -> None:
+        """Raise ValueError for a file of ``size`` bytes beyond ``limit_gib``."""
+        if self._limit_gib is not None and size > self._limit_gib * 2**30:
+            raise ValueError(
+                f"staging_gib {self._limit_gib:g} is too small for the {size / 2**30:.3g} GiB that this rank "
+                "saves; raise it, or save with wait=True, which needs no copy"
+            )
 
     def bytes_of_file(self) -> memoryview:
         """The staged bytes; waits for the copies from devices."""
