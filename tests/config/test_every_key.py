@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import forge_ckpt.write.blocks
 import forge_data
 from forge_core import Transformer, TransformerConfig
 from forge_data.prepare import prepare
@@ -30,7 +32,7 @@ from forge_train import Callback, ConfigError, DataError, Trainer, load_job, rea
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.errors import NonFiniteError
+from forge_train.errors import JobError, NonFiniteError
 from forge_train.metrics.console import console_mode
 from forge_train.trainer.auto_layout import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
@@ -161,6 +163,44 @@ STAGE = {
     "train.stages.<name>.start_step": 2,
     "train.stages.<name>.lr_multipliers": {"text": 0.5},
 }
+
+
+KEEP_ONE = {"checkpoint.every_steps": 1, "checkpoint.keep_last": 1}
+
+
+def saves(t: Trainer) -> Any:
+    """Kinds of events of saves, or the refusal."""
+    try:
+        t.fit()
+    except ConfigError as error:
+        return str(error)
+    return sorted(e["event"] for e in read_run(t.paths.path).events if "save" in e["event"])
+
+
+def saves_on_a_full_disk(t: Trainer) -> Any:
+    """The step at which a run ends whose disk refuses the first two saves."""
+    refused = [0]
+
+    def write(*args: Any) -> None:
+        if refused[0] < 2:
+            refused[0] += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_at(*args)
+
+    write_at = forge_ckpt.write.blocks.write_at
+    forge_ckpt.write.blocks.write_at = write
+    try:
+        return t.fit().step
+    except JobError as error:
+        return str(error)
+    finally:
+        forge_ckpt.write.blocks.write_at = write_at
+
+
+def digests(t: Trainer) -> Any:
+    t.fit()
+    (path,) = t.paths.checkpoints.glob("step-*")
+    return '"digest":"blake3"' in (path / "manifest.json").read_text()
 
 
 def routed(t: Trainer) -> Any:
@@ -331,6 +371,17 @@ PROBES: dict[str, Probe] = {
     "eval.sequences": Probe(2, evaluations),
     "checkpoint.every_steps": Probe(1, files),
     "checkpoint.keep_last": Probe(1, files, {"checkpoint.every_steps": 1}),
+    "checkpoint.keep_every": Probe(2, files, KEEP_ONE),
+    "checkpoint.milestones": Probe("powers_of_2", files, KEEP_ONE),
+    "checkpoint.best": Probe(
+        "val_loss",
+        files,
+        {**KEEP_ONE, "eval.every_steps": 1, "optimizer.lr": 3.0, "schedule.name": "constant"},
+    ),
+    "checkpoint.wait": Probe(True, saves, {"checkpoint.every_steps": 1}),
+    "checkpoint.staging_gib": Probe(1e-6, saves),
+    "checkpoint.max_failed_saves": Probe(1, saves_on_a_full_disk, {"checkpoint.every_steps": 1}),
+    "checkpoint.digest": Probe("blake3", digests),
     "metrics.every_steps": Probe(2, logged),
     "metrics.tensorboard": Probe(True, files),
     "metrics.sinks.<name>.name": Probe(

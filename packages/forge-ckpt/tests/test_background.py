@@ -10,35 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import forge_ckpt.write.blocks
 from forge_ckpt import CorruptCheckpoint, SaveEvent, Store
 from forge_testing import run_on_ranks
+from forge_testing.disk import Disk
 
 BLOCK = 4 * 2**20
-
-
-class Disk:
-    """Stands before every write to a data file: holds it until ``open``, and refuses while ``refuses``."""
-
-    def __init__(self):
-        self._open = threading.Event()
-        self._write = forge_ckpt.write.blocks.write_at
-        self.refuses = 0
-        self.open = self._open.set
-        self.close = self._open.clear
-        self.open()
-        forge_ckpt.write.blocks.write_at = self
-
-    def __call__(self, fd, view, offset):
-        assert self._open.wait(60)
-        if self.refuses:
-            self.refuses -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self._write(fd, view, offset)
-
-    def restore(self):
-        self.open()
-        forge_ckpt.write.blocks.write_at = self._write
 
 
 @pytest.fixture

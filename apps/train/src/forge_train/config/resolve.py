@@ -126,6 +126,16 @@ def _section_problems(config: JobConfig) -> list[str]:
             "data.validation is given but eval.every_steps 0 never reads it; set "
             "eval.every_steps = 100 or remove [data.validation]"
         )
+    if config.checkpoint.best is not None and config.data.validation is None:
+        problems.append(
+            f"checkpoint.best {config.checkpoint.best!r} needs data.validation, which is not given; give "
+            "[data.validation] or leave checkpoint.best out"
+        )
+    if config.checkpoint.digest == "blake3" and importlib.util.find_spec("blake3") is None:
+        problems.append(
+            "checkpoint.digest 'blake3' needs the package blake3, which is not installed; pip install "
+            "'forge-ckpt[fast]' or leave it out"
+        )
     return problems
 
 

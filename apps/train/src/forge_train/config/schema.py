@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from forge_ckpt import Keep
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
 from forge_core.optim import StageConfig
 from forge_core.registry import installed
@@ -262,6 +263,11 @@ class CheckpointConfig:
             + _within(1, 1000, max_failed_saves=self.max_failed_saves)
             + _within(2**-30, 2**20, staging_gib=self.staging_gib)
         )
+        self.keep()
+
+    def keep(self) -> Keep:
+        """The rule by which old checkpoints are removed; ValueError for milestones that cannot be imported."""
+        return Keep(self.keep_last, self.keep_every, self.best, milestones=self.milestones)
 
 
 @dataclass(frozen=True)

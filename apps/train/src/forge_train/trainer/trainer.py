@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt import Keep, SaveEvent, Store
+from forge_ckpt import SaveEvent, Store
 from forge_core import build_schedule, flops_per_token
 from forge_core.optim import set_lr
 from forge_data import Batch
@@ -116,6 +116,7 @@ class Trainer:
         self._stop = StopSignal()
         self._decision = Decision(())
         self._save_requested = False
+        self._committed = -1  # the newest checkpoint that this rank knows to be committed
         self._last_evaluated = -1
 
     @property
@@ -178,9 +179,7 @@ class Trainer:
         return Store(
             self.paths.checkpoints,
             group=self.meshes.host_group,
-            keep=Keep(
-                config.keep_last, config.keep_every, config.best, milestones=config.milestones
-            ),
+            keep=config.keep(),
             digest=config.digest,
             staging_gib=config.staging_gib,
             on_event=self._record_save,
@@ -265,6 +264,8 @@ class Trainer:
             batch, fault = self._next_batch()
         self._enter_stage(step)
         lr = self.config.optimizer.lr * self.schedule(step)
+        self._committed, retry = self.checkpoints.listen()
+        self._save_requested |= retry
         share = self._forward_backward(batch, fault)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
         assert sums is not None
@@ -314,11 +315,10 @@ class Trainer:
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
-        saved, retry = self.checkpoints.listen()
         vote = Vote(
             stop=self._stop.number,
-            save=self._save_requested or retry,
-            saved=saved,
+            save=self._save_requested,
+            saved=self._committed,
             fault=int(fault_code(fault)),
             digest=batch.digest,
             count=self._count(batch),
