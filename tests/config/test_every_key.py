@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import forge_ckpt.write.blocks
 import forge_data
 from forge_core import Transformer, TransformerConfig
 from forge_data.prepare import prepare
@@ -28,6 +26,7 @@ from forge_parallel import (
 )
 from forge_parallel.pipeline import Pipeline, stages_of
 from forge_testing import run_on_ranks, write_job
+from forge_testing.disk import Disk
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
@@ -179,22 +178,14 @@ def saves(t: Trainer) -> Any:
 
 def saves_on_a_full_disk(t: Trainer) -> Any:
     """The step at which a run ends whose disk refuses the first two saves."""
-    refused = [0]
-
-    def write(*args: Any) -> None:
-        if refused[0] < 2:
-            refused[0] += 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_at(*args)
-
-    write_at = forge_ckpt.write.blocks.write_at
-    forge_ckpt.write.blocks.write_at = write
+    disk = Disk()
+    disk.refuses = 2
     try:
         return t.fit().step
     except JobError as error:
         return str(error)
     finally:
-        forge_ckpt.write.blocks.write_at = write_at
+        disk.restore()
 
 
 def digests(t: Trainer) -> Any:

@@ -22,6 +22,7 @@ from scripts.write_api_pages import (
 PATCHING = {
     "tests/equivalence/mutations.py": "plants mistakes",
     "tests/resume/test_store_boundary.py": "fails the disk",
+    "tests/harness/src/forge_testing/disk.py": "holds and fails the disk",
     "tests/use/test_fused_loss.py": "cuts blocks of the loss smaller",
     "tests/data/test_prepare_cli.py": "fails a reader",
 }
