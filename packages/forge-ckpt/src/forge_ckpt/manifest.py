@@ -115,8 +115,13 @@ def read(directory: Directory, step: int | None = None) -> Manifest:
     ``step``, and for a file that is missing, no regular file or of another size; CheckpointMismatch
     for a format that a newer version wrote, and for a digest whose package is not installed.
     """
+    return check(read_bytes(directory), directory, step)
+
+
+def check(data: bytes, directory: Directory, step: int | None = None) -> Manifest:
+    """:func:`read` for the bytes that :func:`read_bytes` returned."""
     where = str(directory.path / NAME)
-    manifest = decode(read_bytes(directory), where)
+    manifest = decode(data, where)
     if step is not None and manifest.step != step:
         raise CorruptCheckpoint(f"{where}: is of step {manifest.step}, not {step}")
     for name, entry in manifest.files.items():

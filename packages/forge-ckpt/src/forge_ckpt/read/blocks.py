@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,21 +77,36 @@ def _read(
 ) -> None:
     done = 0
     digest_of = digests.digest_function(table.digest)
-    for name, blocks in touched.items():
-        entry, where = table.files[name], str(directory.path / name)
-        fd, _ = directory.open(name)
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-read")
-        try:
-            futures: list[Future[None]] = [
-                pool.submit(_block, fd, entry, index, blocks[index], digest_of, where)
-                for index in sorted(blocks)
-            ]
-            for index, future in zip(sorted(blocks), futures):
-                future.result()
-                done += min(BLOCK_BYTES, entry.size - index * BLOCK_BYTES)
-                progress(done)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-read")
+    # More files than threads are open, so that none waits at the end of a file; and not all of them,
+    # which may be more than a process may open.
+    opened: deque[tuple[int, list[tuple[Future[None], int]]]] = deque()
+
+    def finish_oldest() -> None:
+        nonlocal done
+        fd, reads = opened[0]
+        for future, size in reads:
+            future.result()
+            done += size
+            progress(done)
+        opened.popleft()
+        os.close(fd)
+
+    try:
+        for name, blocks in touched.items():
+            entry, where = table.files[name], str(directory.path / name)
+            fd, _ = directory.open(name)
+            opened.append((fd, reads := []))
+            for index in sorted(blocks):
+                future = pool.submit(_block, fd, entry, index, blocks[index], digest_of, where)
+                reads.append((future, min(BLOCK_BYTES, entry.size - index * BLOCK_BYTES)))
+            if len(opened) > threads:
+                finish_oldest()
+        while opened:
+            finish_oldest()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        for fd, _ in opened:
             os.close(fd)
 
 

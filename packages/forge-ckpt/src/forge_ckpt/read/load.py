@@ -138,10 +138,13 @@ def broadcast_manifest(group: RankGroup, path: Path, step: int | None) -> manife
     Rank 0 also compares the sizes of all files with it. Raises as :func:`forge_ckpt.manifest.read`.
     """
 
+    own: list[manifest.Manifest] = []  # of rank 0, which need not decode it again
+
     def read() -> str:
         with Directory(path) as directory:
-            manifest.read(directory, step)
-            return manifest.read_bytes(directory).decode()
+            data = manifest.read_bytes(directory)
+            own.append(manifest.check(data, directory, step))
+            return data.decode()
 
     text = group.run_on_rank_0(read)
-    return manifest.decode(text.encode(), str(path / manifest.NAME))
+    return own[0] if own else manifest.decode(text.encode(), str(path / manifest.NAME))

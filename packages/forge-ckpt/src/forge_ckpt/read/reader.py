@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -23,6 +23,7 @@ from torch.futures import Future
 from forge_ckpt import files, manifest, objects
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, one_line
 from forge_ckpt.foreign import refuse_foreign
+from forge_ckpt.read.arena import Arena, Span
 from forge_ckpt.read.blocks import Segment, read_segments
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.shared_memory import check_shared_memory
@@ -34,8 +35,8 @@ class ForgeReader(StorageReader):
     """For ``dcp.load(state, storage_reader=ForgeReader(path), planner=ForgeLoadPlanner())``.
 
     All blocks that ``state`` needs are verified before the first of its tensors changes. Cost: host
-    memory of the size that this rank loads, in addition to the tensors; each touched 4 MiB block is
-    read and digested once. With ``step``, the manifest must be of that step.
+    memory of the size that this rank fills in place, in addition to the tensors (other leaves are read
+    into their own memory); each touched 4 MiB block is read and digested once. With ``step``, the manifest must be of that step.
 
     Raises CorruptCheckpoint; ``dcp.load`` wraps it in torch's CheckpointException.
     """
@@ -125,18 +126,21 @@ class ForgeReader(StorageReader):
         Returns the content of the caller's tensors; the planner holds the replaced leaves.
         """
         table = self.open()
-        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        staged = [_stage(table, item) for item in tensors]
-        read_segments(self.directory, table, [segment for _, segment in staged], self.threads)
+        boxes = _boxes(table, plan)
+        direct = {i: found for i, box in enumerate(boxes) if (found := _unstaged(box, planner))}
+        staged = [box for i, box in enumerate(boxes) if i not in direct]
+        arena = Arena([box.span for box in staged])
+        read_segments(self.directory, table, [*direct.values(), *arena.segments], self.threads)
         for item in plan.items:  # decoding may raise, so no tensor has been filled yet
             if item.type == LoadItemType.BYTE_IO:
                 self._decode(table, item, planner)
         in_place: Staged = []
-        for item, (source, _) in zip(tensors, staged):
-            if planner.is_replaced(item):
-                _copy(item, source, planner)
+        for i, box in enumerate(staged):
+            source = arena.span(i, box.dtype).as_strided(tuple(box.item.lengths), box.strides)
+            if planner.is_replaced(box.item):
+                _copy(box.item, source, planner)
             else:
-                in_place.append((item, source))
+                in_place.append((box.item, source))
         check_shared_memory(in_place, planner, str(self.path))
         return in_place
 
@@ -160,10 +164,11 @@ class ForgeReader(StorageReader):
 
 
 def fill(staged: Staged, planner: ForgeLoadPlanner) -> None:
-    """Copy the staged content into the caller's tensors and replace the other leaves."""
+    """Copy the staged content into the caller's tensors, free it, and replace the other leaves."""
     with torch.no_grad():
         for item, source in staged:
             _copy(item, source, planner)
+    staged.clear()
     planner.finish_read()
 
 
@@ -190,24 +195,59 @@ def metadata_of(table: manifest.Manifest, without: Container[str] = ()) -> Metad
     return Metadata(entries, planner_data=paths)
 
 
-def _stage(table: manifest.Manifest, item: ReadItem) -> tuple[torch.Tensor, Segment]:
-    name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-    entry = table.tensors[name]
-    chunk = next(c for c in entry.chunks if c.offsets == offset)
-    return stage_box(chunk, entry.dtype, item.storage_offsets, item.lengths)
+class _Box(NamedTuple):
+    """A box of one saved chunk, a strided view of ``span``."""
+
+    item: ReadItem
+    span: Span
+    dtype: torch.dtype
+    strides: list[int]
+
+
+def _boxes(table: manifest.Manifest, plan: LoadPlan) -> list[_Box]:
+    items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+    names = {item.storage_index.fqn for item in items}
+    chunks = {
+        (name, chunk.offsets): chunk for name in names for chunk in table.tensors[name].chunks
+    }
+    boxes = []
+    for item in items:
+        name = item.storage_index.fqn
+        chunk = chunks[name, tuple(item.storage_index.offset or ())]
+        dtype = table.tensors[name].dtype
+        boxes.append(_Box(item, *_span(chunk, dtype, item.storage_offsets, item.lengths)))
+    return boxes
+
+
+def _span(
+    chunk: manifest.Chunk, dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
+) -> tuple[Span, torch.dtype, list[int]]:
+    """The bytes from the first to the last element of a box of a chunk, and the strides of the box there.
+
+    The box may be any part of the chunk: one read instead of one for each row.
+    """
+    strides = [math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
+    first = sum(o * s for o, s in zip(begin, strides))
+    count = 1 + sum((n - 1) * s for n, s in zip(lengths, strides))
+    span = Span(chunk.file, chunk.start + first * dtype.itemsize, count * dtype.itemsize)
+    return span, dtype, strides
 
 
 def stage_box(
     chunk: manifest.Chunk, dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
 ) -> tuple[torch.Tensor, Segment]:
-    """Memory for a box of a chunk, from ``begin`` in it, and the segment of the file that fills it.
-
-    The box may be any part of the chunk. The span from its first to its last element is read, and
-    the returned tensor is a strided view of it: one read instead of one for each row.
-    """
-    strides = [math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
-    first = sum(o * s for o, s in zip(begin, strides))
-    count = 1 + sum((n - 1) * s for n, s in zip(lengths, strides))
-    memory = torch.empty(count, dtype=dtype)
-    segment = Segment(chunk.file, chunk.start + first * dtype.itemsize, files.byte_view(memory))
+    """Memory for a box of a chunk, from ``begin`` in it, and the segment of the file that fills it."""
+    span, _, strides = _span(chunk, dtype, begin, lengths)
+    memory = torch.empty(span.length // dtype.itemsize, dtype=dtype)
+    segment = Segment(span.file, span.start, files.byte_view(memory))
     return memory.as_strided(tuple(lengths), strides), segment
+
+
+def _unstaged(box: _Box, planner: ForgeLoadPlanner) -> Segment | None:
+    """The segment that fills a large leaf made for this load: if it fails, nobody sees the leaf."""
+    if box.span.length < manifest.BLOCK_BYTES or not planner.is_replaced(box.item):
+        return None
+    target = planner.resolve_tensor(box.item)
+    if not target.is_contiguous() or target.nbytes != box.span.length:
+        return None
+    return Segment(box.span.file, box.span.start, files.byte_view(target))
