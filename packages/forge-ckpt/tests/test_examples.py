@@ -1,0 +1,176 @@
+"""The examples for strangers do what they say: jobs of other projects go on, bit for bit."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_ckpt import Store, read_tensors
+from forge_testing import run_on_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def _example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- FSDP2
+
+
+def _start(world, root, group):
+    """The ranks of the job, as a launcher would start them."""
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "fsdp2_job.py"), str(root)]
+    common = {**os.environ, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(group), "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(command, env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(world)
+    ]
+
+
+def _ends(ranks):
+    texts = [rank.communicate(timeout=120)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], texts
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_fsdp2_job_that_was_killed_goes_on_with_the_same_bits(tmp_path, world):
+    codes, texts = _ends(_start(2, tmp_path / "whole", _free_port()))
+    assert codes == [0, 0], texts
+    ranks = _start(2, tmp_path / "killed", _free_port())
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed/step-00000004").exists():
+        assert time.monotonic() < deadline
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.005)  # polling a directory
+    ranks[1].send_signal(signal.SIGKILL)
+    codes, _ = _ends(ranks)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] != 0, "the other rank cannot go on alone"
+    with Store(tmp_path / "killed", read_only=True) as store:
+        assert 4 <= store.steps()[-1] < 12
+    codes, texts = _ends(_start(world, tmp_path / "killed", _free_port()))
+    assert codes == [0] * world, texts
+    found, wanted = (dict(read_tensors(tmp_path / name)) for name in ("killed", "whole"))
+    assert len(wanted) == 4 + 4 * 3, "weights and AdamW's slots"
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    with Store(tmp_path / "killed", read_only=True) as store:
+        assert store.steps()[-1] == 12
+
+
+# ---- transformers.Trainer
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that are a function of their number."""
+
+    start = 0
+
+    def __iter__(self):
+        row = self.start
+        while True:
+            ids = torch.randint(0, 32, (12,), generator=torch.Generator().manual_seed(row))
+            yield {"input_ids": ids, "labels": ids}
+            row += 1
+
+
+class Interrupted(Exception):
+    pass
+
+
+def _trainer(folder, steps, stop_at=None):
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == stop_at:
+                raise Interrupted
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    data = Stream()
+    arguments = TrainingArguments(
+        folder / "hf",
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        use_cpu=True,
+    )
+    checkpoints = _example("trainer_callback").ForgeCheckpoints(folder / "forge", data, every=2)
+    return Trainer(model, arguments, train_dataset=data, callbacks=[checkpoints, Stop()])
+
+
+@pytest.mark.slow
+def test_a_trainer_of_transformers_goes_on_with_the_same_bits(tmp_path):
+    for name in ("transformers", "accelerate"):
+        pytest.importorskip(name)
+    whole = _trainer(tmp_path / "whole", 8)
+    whole.train()
+    stopped = _trainer(tmp_path / "stopped", 8, stop_at=5)
+    with pytest.raises(Interrupted):
+        stopped.train()
+    for callback in stopped.callback_handler.callbacks:
+        if hasattr(callback, "store"):
+            callback.store.close()  # as the end of the process would
+    resumed = _trainer(tmp_path / "stopped", 8)
+    assert resumed.train().global_step == 8
+    wanted = whole.model.state_dict()
+    found = resumed.model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    first = _trainer(tmp_path / "other", 8).model.state_dict()
+    assert not any(torch.equal(found[n], v) for n, v in first.items() if v.dim() > 1)
+    rates = [t.lr_scheduler.state_dict()["last_epoch"] for t in (whole, resumed)]
+    assert rates == [8, 8]
+    with Store(tmp_path / "stopped/forge", read_only=True) as store:
+        assert store.steps() == [4, 6, 8]
+
+
+# ---- torchdata
+
+
+def _read(path, steps, workers):
+    return _example("stateful_loader").read(path, steps, workers=workers)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path, workers):
+    pytest.importorskip("torchdata")
+    parts = [run_on_ranks(2, _read, str(tmp_path / "s"), steps, workers) for steps in (5, 7, 12)]
+    whole = run_on_ranks(2, _read, str(tmp_path / "whole"), 24, workers)
+    for rank in range(2):
+        assert [batch for part in parts for batch in part[rank]] == whole[rank]
+    read = [row for rank in whole for batch in rank for row in batch]
+    assert sorted(read) == list(range(96)), "each row once"
