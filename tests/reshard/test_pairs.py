@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from .pairs import LAYOUTS, PAIRS, RING, Run, pair, run
+from .page import page
+from .pairs import BOUND, LAYOUTS, PAIRS, RING, Measured, Run, bounds, pair, run
 
 pytestmark = pytest.mark.distributed
 DOCS = Path(__file__).parents[2] / "docs"
@@ -66,3 +68,19 @@ def test_the_ring_has_every_layout_twice() -> None:
     assert len(PAIRS) == 132
     assert {first for first, _ in RING} == {then for _, then in RING} == set(LAYOUTS)
     assert {*RING} <= {*PAIRS}
+
+
+def test_the_page_is_what_its_json_says() -> None:
+    rows = json.loads((DOCS / "reshard.json").read_text())
+    assert (DOCS / "reshard.md").read_text() == page(rows, LAYOUTS), "run: hatch run reshard"
+
+
+def test_every_pair_is_on_the_page_within_todays_bounds() -> None:
+    rows = {row["pair"]: row for row in json.loads((DOCS / "reshard.json").read_text())}
+    assert set(rows) == {" -> ".join(names) for names in PAIRS}, "run: hatch run reshard"
+    for row in rows.values():
+        assert row["bound"] == bounds()
+        first, then = row["pair"].split(" -> ")
+        found = Measured(first, then, row["seed"], row["error"], row["seconds"])
+        assert not found.red, found
+    assert bounds()["loss"] == BOUND
