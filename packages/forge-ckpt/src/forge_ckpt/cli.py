@@ -1,9 +1,9 @@
-"""The forge-ckpt command: ``ls``, ``inspect``, ``verify``. Exit codes: 0, 66 corrupt, 78 wrong usage."""
+"""The forge-ckpt command. Exit codes: 0, 1 ``diff`` found differences, 66 corrupt, 78 wrong usage."""
 
 import sys
 from collections.abc import Sequence
 
-from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.errors import CorruptCheckpoint, StoreInUse
 
 OK, CORRUPT, WRONG_USAGE, INTERRUPTED = 0, 66, 78, 130
 
@@ -19,15 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return WRONG_USAGE
     try:
-        return CORRUPT if run(arguments) else OK
+        return run(arguments)
     except SystemExit as stop:  # tyro: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else WRONG_USAGE
     except CorruptCheckpoint as error:
         return _fail(error, CORRUPT)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StoreInUse) as error:
         return _fail(error, WRONG_USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was changed", INTERRUPTED)
+        return _fail("interrupted; what is committed is complete", INTERRUPTED)
 
 
 def _fail(message: object, code: int) -> int:

@@ -1,5 +1,6 @@
 """A checkpoint that ``dcp.save`` wrote, rewritten as one of a store, tensor by tensor."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,7 +24,7 @@ def convert_from_dcp(
     step: int | None = None,
     without: Sequence[str] = (),
     positions: bool = True,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write the DCP checkpoint ``source`` as ``step`` of the store; returns the new directory.
 
@@ -34,7 +35,7 @@ def convert_from_dcp(
     position, as ``torch.optim`` has it (``positions=False`` keeps the names).
 
     Nothing is unpickled but by ``torch.load(weights_only=True)``. Memory is one box of one tensor.
-    ``progress`` gets the number of tensors written. Raises CorruptCheckpoint for damaged files, and
+    ``progress`` gets the bytes written and the bytes of all tensors. Raises CorruptCheckpoint for damaged files, and
     ValueError for what cannot be held.
     """
     if step is None:
@@ -52,8 +53,7 @@ def convert_from_dcp(
         entries = _objects(paths, values)
 
         def boxes() -> Iterator[Box]:
-            for count, (name, tensor) in enumerate(listing.tensors.items()):
-                progress(count)
+            for name, tensor in listing.tensors.items():
                 if not tensor.boxes:
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype)
                     yield Box.whole(paths[name], empty)
@@ -62,7 +62,10 @@ def convert_from_dcp(
                     yield Box(paths[name], tensor.shape, offsets, data)
             yield from small
 
-        return write_checkpoint(store, step, [boxes()], entries)
+        total = sum(math.prod(t.shape) * t.dtype.itemsize for t in listing.tensors.values())
+        return write_checkpoint(
+            store, step, [boxes()], entries, progress=lambda done: progress(done, total)
+        )
 
 
 def _without(listing: Listing, patterns: Sequence[str]) -> Listing:

@@ -3,6 +3,7 @@
 import secrets
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from forge_ckpt.files import sync_directory
 from forge_ckpt.read.tensors import SavedTensors
 
 
-def convert_to_dcp(source: Path, target: Path) -> None:
+def convert_to_dcp(
+    source: Path, target: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
     """Write the checkpoint ``source`` (a step, or the newest of a store) as ``target`` for ``dcp.load``.
 
     Memory is one tensor: each gets its own file, as DCP's writer holds all tensors of a file until it
-    is complete. Each is verified before it is written. Raises CorruptCheckpoint, and ValueError for a
-    target that exists.
+    is complete. Each is verified before it is written. ``progress`` gets the bytes read and those of all
+    tensors. Raises CorruptCheckpoint, and ValueError for a target that exists.
     """
     if target.exists():
         raise ValueError(f"{target} exists; give a path for a new directory")
@@ -44,7 +47,12 @@ def convert_to_dcp(source: Path, target: Path) -> None:
             writer = FileSystemWriter(temporary, single_file_per_rank=False)
             with warnings.catch_warnings():  # that one process saves is the intent
                 warnings.simplefilter("ignore", UserWarning)
-                save(state, storage_writer=writer, planner=_LazyPlanner(saved), no_dist=True)
+                save(
+                    state,
+                    storage_writer=writer,
+                    planner=_LazyPlanner(saved, progress),
+                    no_dist=True,
+                )
             sync_directory(temporary)
             directories.commit(temporary, target)
         finally:
@@ -54,11 +62,15 @@ def convert_to_dcp(source: Path, target: Path) -> None:
 class _LazyPlanner(DefaultSavePlanner):
     """Reads a tensor when the writer asks for it; the state has meta tensors in their places."""
 
-    def __init__(self, saved: SavedTensors) -> None:
+    def __init__(self, saved: SavedTensors, progress: Callable[[int, int], None]) -> None:
         super().__init__()
-        self._saved = saved
+        self._saved, self._progress, self._done = saved, progress, 0
+        self._total = sum(file.size for file in saved.table.files.values())
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
-        return self._saved.read(write_item.index.fqn)
+        tensor = self._saved.read(write_item.index.fqn)
+        self._done += tensor.numel() * tensor.element_size()
+        self._progress(self._done, self._total)
+        return tensor

@@ -81,13 +81,15 @@ def _overwritten(group: list[_Box]) -> _Box | None:
         view.copy_(box.source)
         views.append(view)
     return next(
-        (box for box, view in zip(group, views) if not _equal(view, box.source.to(view.dtype))),
+        (box for box, view in zip(group, views) if not equal_bits(view, box.source.to(view.dtype))),
         None,
     )
 
 
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+def equal_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether all bits are equal; nan equals a nan of the same bits."""
-    one, two = one.contiguous(), two.contiguous()
+    one, two = one.contiguous(), two.contiguous()  # views do not keep their tensors alive
+    if not one.numel() or not two.numel():  # torch makes no tensor of an empty buffer
+        return one.numel() == two.numel()
     bits = [torch.frombuffer(byte_view(tensor), dtype=torch.uint8) for tensor in (one, two)]
     return torch.equal(*bits)

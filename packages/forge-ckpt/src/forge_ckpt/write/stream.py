@@ -2,7 +2,7 @@
 
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +37,13 @@ def write_checkpoint(
     objects: Mapping[str, ObjectEntry],
     metrics: Mapping[str, float] | None = None,
     digest: str = digests.DEFAULT,
-    threads: int = 2,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
     """Commit ``step`` to the store at ``store`` and return its directory.
 
     ``contents`` has the boxes of each file in the order of the bytes; a box is freed when it is
-    written, so memory is one box and ``2 * threads + 1`` blocks of 4 MiB. The store is locked
-    meanwhile. Raises StepExists if it has the step or a newer one, and CorruptCheckpoint, before the
+    written, so memory is one box and 5 blocks of 4 MiB. The store is locked meanwhile. ``progress`` gets
+    the bytes written so far. Raises StepExists if it has the step or a newer one, and CorruptCheckpoint, before the
     commit, for boxes that do not tile their tensors.
     """
     store.mkdir(parents=True, exist_ok=True)
@@ -60,9 +60,18 @@ def write_checkpoint(
         temporary.mkdir()
         file_entries: dict[str, FileEntry] = {}
         tensors: dict[str, TensorEntry] = {}
+        done = 0
+
+        def counted(boxes: Iterable[Box]) -> Iterator[Box]:
+            nonlocal done
+            for box in boxes:
+                yield box
+                done += box.data.numel() * box.data.element_size()
+                progress(done)
+
         for number, boxes in enumerate(contents):
             name = f"data-{number}.bin"
-            file_entries[name] = _write_file(temporary / name, boxes, tensors, digest, threads)
+            file_entries[name] = _write_file(temporary / name, counted(boxes), tensors, digest)
         table = Manifest(
             step,
             torch.__version__,
@@ -85,9 +94,9 @@ def write_checkpoint(
 
 
 def _write_file(
-    path: Path, boxes: Iterable[Box], tensors: dict[str, TensorEntry], digest: str, threads: int
+    path: Path, boxes: Iterable[Box], tensors: dict[str, TensorEntry], digest: str
 ) -> FileEntry:
-    block_file = BlockFile(path, threads, digest)
+    block_file = BlockFile(path, 2, digest)
     try:
         for box in boxes:
             data = box.data.contiguous()

@@ -1,0 +1,1 @@
+"""The commands of forge-ckpt: those that look, and those that write. Each returns its exit code."""

@@ -1,0 +1,161 @@
+"""``diff``: where two checkpoints differ, by names, shapes, dtypes, numbers and objects."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_ckpt import objects
+from forge_ckpt.read.shared_memory import equal_bits
+from forge_ckpt.read.tensors import SavedTensors
+from forge_ckpt.verbs.show import (
+    DIFFERENT,
+    SAME,
+    Checkpoint,
+    print_columns,
+    print_json,
+    progress,
+)
+
+_SLAB = 2**20  # elements that are compared at once in float64
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """``max_abs`` is the largest |a - b|, ``max_rel`` the largest |a - b| / |b|; None for other shapes."""
+
+    name: str
+    shapes: tuple[list[int], list[int]]
+    dtypes: tuple[str, str]
+    elements: int | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+
+def diff(a: Checkpoint, b: Checkpoint, /, json: bool = False) -> int:
+    """Compare two checkpoints: steps or the newest of stores, of any layout. Ends with 1 if they differ.
+
+    Everything is verified while it is read. Memory: one tensor of each.
+
+    Args:
+        a: a step, such as runs/a/checkpoints/step-00000100, or a directory of them.
+        b: the other one.
+        json: print one JSON object instead of tables.
+    """
+    with SavedTensors(a) as one, SavedTensors(b) as two:
+        found = _compare(one, two)
+    if json:
+        print_json(found)
+    else:
+        _print(found)
+    return DIFFERENT if any(found[key] for key in _KINDS) else SAME
+
+
+_KINDS = ("only_in_a", "only_in_b", "tensors", "objects")
+
+
+def _compare(one: SavedTensors, two: SavedTensors) -> dict[str, Any]:
+    a, b = one.table.tensors, two.table.tensors
+    values = _leaves(one), _leaves(two)
+    names = [set(table) | set(leaves) for table, leaves in zip((a, b), values)]
+    shared = [name for name in a if name in b]
+    total = sum(chunk.length for name in shared for chunk in a[name].chunks)
+    differences, done = [], 0
+    with progress("compare") as bar:
+        for name in shared:
+            difference = _tensor(name, one, two)
+            if difference is not None:
+                differences.append(asdict(difference))
+            done += sum(chunk.length for chunk in a[name].chunks)
+            bar(done, total)
+    return {
+        "only_in_a": sorted(names[0] - names[1]),
+        "only_in_b": sorted(names[1] - names[0]),
+        "tensors": differences,
+        "objects": {
+            name: [value, values[1][name]]
+            for name, value in values[0].items()
+            if name in values[1] and _text(value) != _text(values[1][name])
+        },
+        "equal": len(shared) - len(differences),
+    }
+
+
+def _tensor(name: str, one: SavedTensors, two: SavedTensors) -> TensorDifference | None:
+    entries = one.table.tensors[name], two.table.tensors[name]
+    shapes = list(entries[0].shape), list(entries[1].shape)
+    dtypes = objects.dtype_name(entries[0].dtype), objects.dtype_name(entries[1].dtype)
+    if shapes[0] != shapes[1]:
+        return TensorDifference(name, shapes, dtypes)
+    x, y = one.read(name), two.read(name)
+    if dtypes[0] == dtypes[1] and equal_bits(x, y):
+        return None
+    return TensorDifference(name, shapes, dtypes, *_distance(x.reshape(-1), y.reshape(-1)))
+
+
+def _distance(x: Tensor, y: Tensor) -> tuple[int, float, float]:
+    """Elements that differ, and the largest absolute and relative difference, in float64."""
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    count, largest = 0, torch.zeros(2, dtype=torch.float64)
+    for start in range(0, len(x), _SLAB):
+        one, two = x[start : start + _SLAB], y[start : start + _SLAB]
+        a, b = one.to(wide), two.to(wide)
+        same = (a == b) | (a.isnan() & b.isnan())
+        if (
+            one.dtype == two.dtype
+        ):  # by bits: -0.0 is not 0.0, nor are large integers alike in float64
+            bits = (t.contiguous().view(torch.uint8).view(len(one), -1) for t in (one, two))
+            count += int(torch.ne(*bits).any(1).sum())
+        else:
+            count += int((~same).sum())
+        distance = torch.where(same, 0.0, (a - b).abs())
+        share = torch.where(same, 0.0, distance / b.abs())
+        # amax and maximum keep nan: a nan on one side is a difference without a number
+        largest = torch.maximum(largest, torch.stack([distance.amax(), share.amax()]))
+    absolute, relative = largest.tolist()
+    return count, absolute, relative
+
+
+def _leaves(saved: SavedTensors) -> dict[str, Any]:
+    """Objects down to their leaves: a tool may have saved a container in parts that another saved whole."""
+    found: dict[str, Any] = {}
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                visit(f"{name}.{key}", item)
+        elif isinstance(value, list) and value:
+            for number, item in enumerate(value):
+                visit(f"{name}.{number}", item)
+        else:
+            found[name] = value
+
+    for name in saved.table.objects:
+        visit(name, saved.read_object(name))
+    return found
+
+
+def _text(value: Any) -> str:
+    return objects.dumps(objects.encode(value, ""))  # by bits: nan is nan, and 1 is not 1.0
+
+
+def _print(found: dict[str, Any]) -> None:
+    for key, label in (("only_in_a", "only in A"), ("only_in_b", "only in B")):
+        for name in found[key]:
+            print(f"{label}: {name}")
+    if found["tensors"]:
+        rows = [("tensor", "shape", "dtype", "differ", "max abs", "max rel")]
+        for t in found["tensors"]:
+            shape = " / ".join(dict.fromkeys(str(tuple(s)) for s in t["shapes"]))
+            dtype = " / ".join(dict.fromkeys(t["dtypes"]))
+            numbers = [t[key] for key in ("elements", "max_abs", "max_rel")]
+            cells = [
+                "" if n is None else f"{n:.3g}" if isinstance(n, float) else f"{n:,}"
+                for n in numbers
+            ]
+            rows.append((t["name"], shape, dtype, cells[0], cells[1], cells[2]))
+        print_columns(rows, right={3, 4, 5})
+    for name, (a, b) in found["objects"].items():
+        print(f"{name}: {a!r:.100} in A, {b!r:.100} in B")
+    print(f"{found['equal']} tensors are equal, {len(found['tensors'])} differ")

@@ -1,0 +1,201 @@
+"""``ls``, ``inspect``, ``verify``, ``cat``: they only read, and nothing is locked or moved."""
+
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from forge_ckpt import directories, manifest, objects
+from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.files import Directory
+from forge_ckpt.read.blocks import verify_files
+from forge_ckpt.read.tensors import SavedTensors
+from forge_ckpt.verbs.show import (
+    CORRUPT,
+    SAME,
+    Step,
+    Store,
+    chosen,
+    print_columns,
+    print_json,
+    progress,
+    steps_of,
+)
+
+
+def ls(directory: Store, /, json: bool = False) -> int:
+    """List the checkpoints of DIR with sizes and files; also quarantined and unfinished ones.
+
+    Reads the manifests, not the data.
+
+    Args:
+        directory: the directory of the checkpoints of a run.
+        json: print one JSON object instead of a table.
+    """
+    steps = [_listed(directory, step) for step in steps_of(directory)]
+    aside, unfinished = directories.quarantined(directory), directories.temporary_names(directory)
+    if json:
+        print_json({"checkpoints": steps, "quarantine": aside, "unfinished": unfinished})
+    else:
+        rows = [("step", "saved", "bytes", "files", "tensors", "")]
+        for s in steps:
+            sizes = [f"{s[key]:,}" if s[key] is not None else "" for key in _SIZES]
+            rows.append((str(s["step"]), s["saved"], *sizes, s["error"] or ""))
+        print_columns(rows, right={0, 2, 3, 4})
+        for name in aside:
+            print(f"{directories.QUARANTINE}/{name}: found corrupt earlier")
+        for name in unfinished:
+            print(f"{name}: being written, or left by a writer that died")
+    return CORRUPT if any(s["error"] for s in steps) else SAME
+
+
+_SIZES = ("bytes", "files", "tensors")
+
+
+def _listed(directory: Path, step: int) -> dict[str, Any]:
+    path = directories.step_directory(directory, step)
+    saved = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", timespec="seconds")
+    found: dict[str, Any] = {"step": step, "saved": saved, **dict.fromkeys(_SIZES), "error": None}
+    try:
+        table = _table(path, step)
+        sizes = sum(e.size for e in table.files.values()), len(table.files), len(table.tensors)
+        found.update(zip(_SIZES, sizes))
+    except CorruptCheckpoint as error:
+        found["error"] = f"corrupt: {error}"
+    return found
+
+
+def inspect(directory: Store, /, step: Step = None, json: bool = False) -> int:
+    """Show the content of a checkpoint of DIR: files, tensors with shape and dtype, objects.
+
+    Args:
+        directory: the directory of the checkpoints of a run.
+        step: the checkpoint to show; without it the newest.
+        json: print one JSON object instead of tables.
+    """
+    number = chosen(directory, step)
+    found = manifest.summary(_table(directories.step_directory(directory, number), number))
+    if json:
+        print_json(found)
+        return SAME
+    print(f"step {found['step']}, {found['bytes']:,} bytes, saved with torch {found['torch']}\n")
+    files = [(name, f"{size:,}") for name, size in found["files"].items()]
+    print_columns([("file", "bytes"), *files], right={1})
+    print()
+    tensors = [
+        (name, str(tuple(entry["shape"])), entry["dtype"], f"{entry['bytes']:,}")
+        for name, entry in sorted(found["tensors"].items())
+    ]
+    print_columns([("tensor", "shape", "dtype", "bytes"), *tensors], right={3})
+    print("\nobjects: " + (", ".join(found["objects"]) or "none"))
+    return SAME
+
+
+def verify(directory: Store, /, step: Step = None, json: bool = False) -> int:
+    """Read checkpoints of DIR completely and compare every block with its digest.
+
+    Args:
+        directory: the directory of the checkpoints of a run.
+        step: the checkpoint to verify; without it all.
+        json: print one JSON object with a list "checkpoints" of step, bytes, seconds and error.
+    """
+    steps = steps_of(directory) if step is None else [chosen(directory, step)]
+    checked = [verified(directories.step_directory(directory, number), number) for number in steps]
+    if json:
+        print_json({"checkpoints": checked})
+    else:
+        for row in checked:
+            rate = row["bytes"] / 1e9 / max(row["seconds"], 1e-9)
+            sound = f"sound, {row['bytes']:,} bytes in {row['seconds']:.2f} s ({rate:.2f} GB/s)"
+            print(f"step {row['step']}: " + (row["error"] or sound))
+    return CORRUPT if any(row["error"] for row in checked) else SAME
+
+
+def verified(path: Path, step: int) -> dict[str, Any]:
+    """Compare all of a checkpoint: ``{"step", "bytes", "seconds", "error"}``."""
+    started, size, error = time.perf_counter(), 0, None
+    try:
+        with Directory(path) as opened:
+            table = manifest.read(opened, step)
+            size = sum(entry.size for entry in table.files.values())
+            with progress(f"step {step}") as bar:
+                names = list(table.files)
+                verify_files(opened, table, names, 2, lambda done: bar(done, size))
+    except CorruptCheckpoint as problem:
+        error = f"corrupt: {problem}"
+    seconds = round(time.perf_counter() - started, 4)
+    return {"step": step, "bytes": size, "seconds": seconds, "error": error}
+
+
+_Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TENSOR")]
+_Slice = Annotated[str | None, tyro.conf.arg(name="slice", metavar="0:2,:")]
+
+
+def cat(
+    directory: Store, name: _Name, /, step: Step = None, part: _Slice = None, json: bool = False
+) -> int:
+    """Print a tensor of a checkpoint of DIR, or a part of it, or an object.
+
+    Only the blocks that the part touches are read, and they are verified.
+
+    Args:
+        directory: the directory of the checkpoints of a run.
+        name: the dotted name of a tensor or an object, as `inspect` lists it.
+        step: the checkpoint; without it the newest.
+        part: for each dim a position or start:stop, such as 0:2,: or 3.
+        json: print one JSON object with shape, dtype and values.
+    """
+    path = directories.step_directory(directory, chosen(directory, step))
+    with SavedTensors(path) as saved:
+        if name in saved.table.objects:
+            value = saved.read_object(name)
+            if json:
+                print_json({"object": name, "value": value})
+            else:
+                print(repr(value))
+            return SAME
+        if name not in saved.table.tensors:
+            names = [n for n in saved.table.paths() if name in n][:3] or [*saved.table.paths()][:3]
+            raise ValueError(f"{name} is not in {path}; it has, among others, {', '.join(names)}")
+        entry = saved.table.tensors[name]
+        ranges, squeezed = _ranges(part or ",".join(":" * len(entry.shape)), entry.shape)
+        box = saved.read_box(name, [r.start for r in ranges], [len(r) for r in ranges])
+        box = box.squeeze(squeezed)
+    if json:
+        dtype = objects.dtype_name(box.dtype)
+        shown = box.float() if box.dtype.is_floating_point else box  # float8 has no tolist
+        values = shown.tolist() if not box.is_complex() else torch.view_as_real(box).tolist()
+        print_json({"tensor": name, "shape": list(box.shape), "dtype": dtype, "values": values})
+    else:
+        print(f"{name} {tuple(box.shape)} {objects.dtype_name(box.dtype)}")
+        print(box)
+    return SAME
+
+
+def _ranges(text: str, shape: tuple[int, ...]) -> tuple[list[range], tuple[int, ...]]:
+    """The range of each dim, and the dims of which one position is asked."""
+    parts = text.split(",") if text else []
+    if len(parts) != len(shape):
+        raise ValueError(f"slice {text!r} has {len(parts)} parts, the tensor {len(shape)} dims")
+    ranges, single = [], []
+    for dim, (part, size) in enumerate(zip(parts, shape)):
+        first, colon, last = part.partition(":")
+        try:
+            if not colon:
+                single.append(dim)
+                ranges.append(range(size)[int(first) :][:1])
+            else:
+                ranges.append(range(size)[slice(*(int(n) if n else None for n in (first, last)))])
+        except ValueError:
+            raise ValueError(f"slice {text!r}: {part!r} must be a position or start:stop") from None
+        if size and not ranges[-1]:
+            raise ValueError(f"slice {text!r}: {part!r} is empty in a dim of size {size}")
+    return ranges, tuple(single)
+
+
+def _table(path: Path, step: int) -> manifest.Manifest:
+    with Directory(path) as opened:
+        return manifest.read(opened, step)
