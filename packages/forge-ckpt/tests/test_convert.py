@@ -23,6 +23,8 @@ from forge_ckpt import Store, read_tensors
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 # Numbers move bit by bit: every comparison is exact.
 
 
@@ -235,7 +237,6 @@ def blank(value):
     return (torch.zeros(3).long(), "", 0.0) if type(value) is tuple else 0
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_kind_of_value_goes_in_and_out(tmp_path):
     wanted = everything()
     dcp.save(everything(), checkpoint_id=tmp_path / "in", no_dist=True)
