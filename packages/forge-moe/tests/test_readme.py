@@ -13,7 +13,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def test_examples_run_and_are_short() -> None:
-    layer, router = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    layer, router, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict = {}
     exec(layer, names)
     exec(router, names)

@@ -235,11 +235,27 @@ def doctor(args: list[str]) -> int:
     )
 
 
+def import_(args: list[str]) -> int:
+    """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
+    from forge_train.hf.importing import import_folder
+
+    return tyro.cli(import_folder, prog="forge-train import", args=args, use_underscores=True)
+
+
+def export(args: list[str]) -> int:
+    """Write a checkpoint of a run as a folder that transformers loads: weights, config.json, tokenizer."""
+    from forge_train.hf.exporting import export_run
+
+    return tyro.cli(export_run, prog="forge-train export", args=args, use_underscores=True)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "explain": explain,
     "plan": plan,
     "generate": generate,
+    "import": import_,
+    "export": export,
     "doctor": doctor,
 }
 

@@ -13,6 +13,7 @@ import tomlkit
 
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
 from forge_data.protocols import Source
+from forge_train.config.imported import with_import
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
@@ -53,6 +54,7 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     fit the model.
     """
     layers.tables_of_callbacks()
+    layers = with_import(layers)
     built, problems = structure(layers.values)
     data = built.get("data")
     if isinstance(data, DataConfig):

@@ -21,6 +21,9 @@ from forge_train.errors import ConfigError, DataError, JobError, StateError
 from forge_train.trainer.callbacks import Callback, state_name
 from forge_train.trainer.progress import Progress
 
+#: An object of a checkpoint that an import wrote: it has weights, and nothing else of a run's state.
+IMPORTED = "imported"
+
 
 def checkpoint_state(
     model: nn.Module,
@@ -72,11 +75,14 @@ class Checkpoints:
     def load(self) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
 
-        ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
+        An import that nothing has trained yet gives the weights; all else stays as built. ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
         """
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
-            step = self._store.load(self._state, self._check_saved)
+            if self._is_import():
+                step = self._store.load({"model": self._state["model"]})
+            else:
+                step = self._store.load(self._state, self._check_saved)
         seconds = time.perf_counter() - started
         self.last_step = self._committed = -1 if step is None else step
         if not self._config.wait and self._config.staging_gib is not None:
@@ -132,6 +138,10 @@ class Checkpoints:
             return []
         self._in_flight = None
         return [committed]
+
+    def _is_import(self) -> bool:
+        """Whether there is one checkpoint, and an import wrote it."""
+        return self._store.steps() == [0] and IMPORTED in self._store.inspect(0)["objects"]
 
     @property
     def set_aside(self) -> list[tuple[int, str]]:

@@ -47,6 +47,7 @@ class RunDirectory:
     metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
     checkpoints/      the store                    sample.txt    text of the trained model
     tensorboard/      with metrics.tensorboard
+    model.toml, hf/   of `forge-train import`: the model of step 0, files for an export
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -2,9 +2,10 @@
 
 from forge_ckpt.hf.folder import HFFolder
 from forge_ckpt.hf.headers import read_json
-from forge_ckpt.hf.load import HFTensors, load_hf
+from forge_ckpt.hf.load import HFTensors, fill_tensor, load_hf
 from forge_ckpt.hf.rows import Op, Row, check_rows
 from forge_ckpt.hf.save import save_hf
+from forge_ckpt.hf.store import store_hf
 from forge_ckpt.hf.stream import to_forge, to_hf
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "Op",
     "Row",
     "check_rows",
+    "fill_tensor",
     "load_hf",
     "read_json",
     "save_hf",
+    "store_hf",
     "to_forge",
     "to_hf",
 ]

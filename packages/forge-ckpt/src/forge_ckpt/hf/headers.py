@@ -83,8 +83,9 @@ def write_header(
     return len(text).to_bytes(8, "little") + text, {n: first + at for n, at in starts.items()}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The object of a JSON file; raises ValueError as :func:`parse_json`, and for more than 256 MiB."""
+    path = Path(path)
     fd, size = open_regular(path)
     with open(fd, "rb", buffering=0):
         if size > MAX_JSON:

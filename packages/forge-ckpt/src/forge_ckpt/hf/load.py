@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder under Forge's names, tensor by tensor, without ever holding the model."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -36,13 +36,26 @@ class HFTensors:
     ) -> None:
         self._folder, self._rows = HFFolder(path), check_rows(maps)
         found = self._folder.meta()
-        self.ignored = [name for name in found if _matches(name, ignore)]
+        self.ignored = [name for name in found if matches(name, ignore)]
         for name in self.ignored:
             del found[name]
         try:
             self.meta = dict(to_forge(maps, found.items()))
         except ValueError as error:
             raise ValueError(f"{self._folder.path}: {error}") from error
+
+    def differences(self, state: Mapping[str, Tensor]) -> list[str]:
+        """A sentence for each tensor that only one of the files and ``state`` has, or of another shape."""
+        there, fix = self.meta, "build the model of these files"
+        problems = [f"{n} is in the files only; {fix}" for n in there.keys() - state.keys()]
+        problems += [f"{n} is in the model only; {fix}" for n in state.keys() - there.keys()]
+        for name in there.keys() & state.keys():
+            shapes = tuple(there[name].shape), tuple(state[name].shape)
+            if shapes[0] != shapes[1]:
+                problems.append(
+                    f"{name} is {shapes[0]} in the files and {shapes[1]} in the model; {fix}"
+                )
+        return sorted(problems)
 
     def read(self, name: str) -> Tensor:
         """The tensor of Forge's ``name`` on the CPU, in the dtype of the file."""
@@ -75,9 +88,12 @@ def load_hf(
     if model is None:
         return dict(source)
     state: dict[str, Tensor] = model.state_dict()
-    problems = _differences(
-        source.meta, {n: t for n, t in state.items() if not _matches(n, ignore)}
-    )
+    wanted = {name: tensor for name, tensor in state.items() if not matches(name, ignore)}
+    problems = source.differences(wanted) + [
+        f"{name} is on the meta device; materialise it (to_empty) before loading"
+        for name, tensor in wanted.items()
+        if tensor.is_meta
+    ]
     if problems:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems[:8]))
     for name in source.meta.keys() & state.keys():
@@ -100,25 +116,6 @@ def fill_tensor(name: str, target: Tensor, whole: Tensor) -> None:
         unwrap(planner.resolve_tensor(item)).copy_(source)
 
 
-def _differences(there: dict[str, Tensor], here: dict[str, Tensor]) -> list[str]:
-    problems = [
-        f"{name} is in the files only; build the model of these files"
-        for name in there.keys() - here.keys()
-    ]
-    for name, tensor in here.items():
-        if name not in there:
-            problems.append(f"{name} is in the model only; build the model of these files")
-        elif tensor.is_meta:
-            problems.append(
-                f"{name} is on the meta device; materialise it (to_empty) before loading"
-            )
-        elif tensor.shape != there[name].shape:
-            shapes = (
-                f"{tuple(there[name].shape)} in the files and {tuple(tensor.shape)} in the model"
-            )
-            problems.append(f"{name} is {shapes}; build the model of these files")
-    return sorted(problems)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns of fnmatch is that of the name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -7,7 +7,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from forge_ckpt.files import byte_view, sync_directory, write_at, write_file
 from forge_ckpt.hf.folder import FILE, INDEX
 from forge_ckpt.hf.headers import write_header
+from forge_ckpt.hf.load import matches
 from forge_ckpt.hf.rows import Row
 from forge_ckpt.hf.stream import to_hf
 from forge_ckpt.read.tensors import SavedTensors
@@ -32,6 +32,7 @@ def save_hf(
     prefix: str = "model.",
     dtype: torch.dtype | None = None,
     keep: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     max_shard_bytes: int = 5 * 10**9,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
@@ -42,7 +43,7 @@ def save_hf(
     ``source`` is a state dict of whole tensors, or a checkpoint of any layout (a step, or a store whose
     newest step is taken), of which the tensors below ``prefix`` are read one at a time: memory is one of
     them and one of the parts that it is split into. ``dtype`` casts floating-point tensors but those whose
-    name matches a pattern of ``keep``. A shard holds at most ``max_shard_bytes``, or one tensor; ``files``
+    name matches a pattern of ``keep``; those that match one of ``ignore`` are left out. A shard holds at most ``max_shard_bytes``, or one tensor; ``files``
     are written beside. The bytes depend on the weights alone, not on the layout that saved them.
 
     The folder appears whole, by one rename after everything is synced. Raises ValueError before anything is
@@ -52,7 +53,7 @@ def save_hf(
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and must be a new or an empty folder; choose another")
     with _opened(source, prefix) as (meta, read):
-        order = sorted(meta, key=_in_numbers)
+        order = sorted((n for n in meta if not matches(n, ignore)), key=_in_numbers)
         casts = {name: _cast(name, meta[name], dtype, keep) for name in order}
 
         def cast(name: str, tensors: Callable[[str], Tensor]) -> Tensor:
@@ -92,7 +93,7 @@ def _opened(
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, keep: Sequence[str]) -> torch.dtype:
-    if dtype is None or not tensor.is_floating_point() or any(fnmatchcase(name, k) for k in keep):
+    if dtype is None or not tensor.is_floating_point() or matches(name, keep):
         return tensor.dtype
     return dtype
 

@@ -112,6 +112,7 @@ def _write_file(
                 tensors[name] = TensorEntry(
                     known.path, known.shape, known.dtype, (*known.chunks, chunk)
                 )
+            del box, data  # or they would live while the next box is made
         return block_file.finish()
     finally:
         block_file.close()

@@ -1,0 +1,105 @@
+"""The [model] table that an import left in a run directory: the lowest layer of jobs that run there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomlkit
+
+from forge_train.config.files import read_toml
+from forge_train.config.layers import Layers, flatten
+from forge_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_train.config.schema import BuiltInModelConfig
+
+NAME = "model.toml"
+#: Keys of [model] that change no output of the trained model: a job may set them as it likes.
+TRAINING_KEYS = frozenset(
+    (
+        *(
+            "init_std",
+            "max_seq_len",
+            "moe.capacity_factor",
+            "moe.drop_policy",
+            "moe.aux_loss_weight",
+        ),
+        *("moe.aux_scope", "moe.sequence_loss_weight", "moe.z_loss_weight", "moe.bias_update_rate"),
+        *("moe.bias_center", "moe.bias_schedule", "moe.backend", "moe.dispatcher"),
+        "moe.dispatch_chunks",
+    )
+)
+_DEFAULT_DIR = "runs/default"
+
+
+def with_import(layers: Layers) -> Layers:
+    """`layers` over the table of an import in run.dir; themselves where there is none.
+
+    ConfigError for a key that gives the imported weights another meaning.
+    """
+    run = layers.values.get("run")
+    directory = run.get("dir", _DEFAULT_DIR) if isinstance(run, dict) else _DEFAULT_DIR
+    if (
+        not isinstance(directory, str)
+        or "\0" in directory
+        or not (path := Path(directory) / NAME).is_file()
+    ):
+        return layers
+    try:
+        table = read_toml(path)
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from error
+    merged = Layers()
+    merged.add(table, f"import {path}")
+    for key, origin in layers.origins.items():
+        merged.set(key, layers.at(key), origin)
+    problems = [
+        f"{key} {layers.at(key)!r} must be {value!r}, that of the weights that {path} came with; leave the key "
+        "out, or choose another run.dir"
+        for key, value in flatten(table)
+        if merged.at(key) != value and key.removeprefix("model.") not in TRAINING_KEYS
+    ]
+    if problems:
+        named = [problem for problem in problems if problem.startswith("model.name ")]
+        raise ConfigError(named or problems)
+    return merged
+
+
+def table_of(section: BuiltInModelConfig, training: dict[str, Any]) -> dict[str, Any]:
+    """The [model] table as plain values without options of training, but the length limit and those given."""
+    plain = dict(flatten(dataclasses.asdict(section)))
+    kept = TRAINING_KEYS - {"max_seq_len", "init_std"}
+    table = {key: value for key, value in plain.items() if key not in kept and value != {}}
+    return {**table, **training}
+
+
+def training_options(section: BuiltInModelConfig) -> dict[str, Any]:
+    """Options of training off their defaults, by key: those that a family of Hugging Face has no key for."""
+    plain, default = (dict(flatten(dataclasses.asdict(s))) for s in (section, _default(section)))
+    kept = TRAINING_KEYS - {"max_seq_len", "init_std"}
+    return {key: plain[key] for key in sorted(kept) if plain[key] != default[key]}
+
+
+def _default(section: BuiltInModelConfig) -> BuiltInModelConfig:
+    return type(section)(vocab_size=section.vocab_size)
+
+
+def write_table(path: Path, table: dict[str, Any], comment: str) -> None:
+    """Write model.toml. The rule of TOML that tables follow plain keys holds, whatever the order of `table`."""
+    document = tomlkit.document()
+    document.add(tomlkit.comment(comment))
+    model = tomlkit.table()
+    tables: dict[str, Any] = {}
+    for key, value in table.items():
+        parent, _, name = key.rpartition(".")
+        if parent and parent not in tables:
+            tables[parent] = tomlkit.table()
+        (tables[parent] if parent else model).add(
+            name, tomlkit.item("none" if value is None else value)
+        )
+    for name, inner in tables.items():
+        model.add(name, inner)
+    document.add("model", model)
+    path.write_text(tomlkit.dumps(document), encoding="utf-8")

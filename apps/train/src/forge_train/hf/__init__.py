@@ -1,0 +1,1 @@
+"""Hugging Face folders in and out of runs: the verbs import and export."""

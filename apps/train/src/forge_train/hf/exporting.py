@@ -1,0 +1,193 @@
+"""`forge-train export`: a checkpoint of a run, of any layout, becomes a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from forge_ckpt import Store, read_tensors
+from forge_ckpt.hf import read_json, save_hf
+from forge_data import DataConfig, load_tokenizer, open_source
+from forge_train.config.files import read_toml
+from forge_train.config.imported import NAME, training_options
+from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.structure import structure
+from forge_train.errors import ConfigError, JobError, config_errors, refuse
+from forge_train.hf.compare import compare
+from forge_train.hf.families import find_family, rows_of, section_to_hf
+from forge_train.hf.importing import FILES, SIDECAR
+from forge_train.trainer.checkpoints import store_errors
+from forge_train.trainer.run_directory import RunDirectory
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_STEP = re.compile(r"step-(\d+)")
+#: Buffers of mixtures: a choice of experts needs its bias in fp32, and counts are of training alone.
+_KEEP, _IGNORE = ("*.router.expert_bias",), ("*.lagged_counts",)
+
+
+def export_run(
+    source: Annotated[
+        tyro.conf.Positional[Path],
+        tyro.conf.arg(help="folder of a run, or one of its checkpoints (.../step-00000100)"),
+    ],
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="new folder to write")],
+    /,
+    step: Annotated[
+        int | None, tyro.conf.arg(help="checkpoint of the run; without it the newest")
+    ] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], tyro.conf.arg(help="of the floating-point tensors written")
+    ] = "fp32",
+    family: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="of transformers; without it that of the import, or the first that fits"
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        tyro.conf.arg(help="run both models on the same tokens, and print how much logits differ"),
+    ] = False,
+) -> int:
+    """Write a checkpoint as a folder that transformers loads: weights, config.json, tokenizer.
+
+    Any layout of ranks may have saved it. The model is never held whole, unless --check runs it.
+    """
+    run, checkpoint = _find(source, step)
+    section, data = _sections(run)
+    remark = None
+    kept = run.path / FILES
+    with config_errors():
+        original = read_json(kept / "config.json") if kept.is_dir() else {}
+        name = find_family(section, family or original.get("model_type"))
+        hf, rows = section_to_hf(section, name), rows_of(section, name)
+        if not original:
+            files, remark = _tokenizer_of(data, hf)
+        else:
+            files = {path.name: path.read_bytes() for path in sorted(kept.iterdir())}
+            hf = {**(original if original["model_type"] == name else {}), **hf}
+    hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
+    files |= {
+        "config.json": _json(hf),
+        SIDECAR: _json(
+            {"format": 1, "step": _number(checkpoint), "model": training_options(section)}
+        ),
+    }
+    with store_errors(checkpoint, JobError), config_errors():
+        save_hf(
+            out, rows, checkpoint, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files
+        )
+    print(f"exported {checkpoint} to {out}: {name}, {dtype}")
+    if remark is not None:
+        print(remark)
+    if check:
+        print(compare(section, _weights(checkpoint, _DTYPES[dtype]), out))
+    return 0
+
+
+def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
+    """The run and the checkpoint that `source` and --step name; ConfigError where there is none."""
+    at = source.absolute()
+    if _STEP.fullmatch(at.name):
+        if step is not None:
+            raise ConfigError(
+                [f"--step {step} and the checkpoint {source} are both given; leave one out"]
+            )
+        run, checkpoint = RunDirectory(at.parent.parent), source
+    else:
+        run = RunDirectory(at.parent if at.name == "checkpoints" else source)
+        if not run.has_checkpoints():
+            raise ConfigError(
+                [f"{source} has no checkpoint; name the folder of a run, or a checkpoint in it"]
+            )
+        with (
+            store_errors(run.checkpoints, ConfigError),
+            Store(run.checkpoints, read_only=True) as store,
+        ):
+            steps = store.steps()
+        if step is not None and step not in steps:
+            raise ConfigError(
+                [f"--step {step} is not one of {steps}, the checkpoints of {source}; use one"]
+            )
+        checkpoint = run.checkpoint(steps[-1] if step is None else step)
+    if not (checkpoint / "manifest.json").is_file():
+        raise ConfigError([f"{checkpoint} is no committed checkpoint; name another"])
+    return run, checkpoint
+
+
+def _sections(run: RunDirectory) -> tuple[BuiltInModelConfig, DataConfig | None]:
+    """[model] and [data] of the run, or [model] of an import that nothing has trained yet."""
+    path = next((p for p in (run.config, run.path / NAME) if p.exists()), None)
+    if path is None:
+        raise ConfigError(
+            [
+                f"{run.path} has no {run.config.name} and no {NAME}, which describe the model; restore one"
+            ]
+        )
+    try:
+        values = read_toml(path)
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from error
+    built, problems = structure({key: values[key] for key in ("model", "data") if key in values})
+    refuse([f"{path}: {problem}" for problem in problems if problem.startswith("model")])
+    section = built["model"]
+    if not isinstance(section, BuiltInModelConfig):
+        raise ConfigError(
+            [f"model.name {section.name!r} must be 'transformer': families hold the built-in model; write rows "
+             "of your own and use forge_ckpt.hf.save_hf"]
+        )  # fmt: skip
+    return section, built.get("data")
+
+
+def _tokenizer_of(
+    data: DataConfig | None, hf: dict[str, Any]
+) -> tuple[dict[str, bytes], str | None]:
+    """Files of the tokenizer of the data, and a remark where there are none; sets the end token in `hf`."""
+    try:
+        sources = [] if data is None else list(data.sources.values())
+        spec = open_source(sources[0]).tokenizer if sources else None
+        tokenizer = load_tokenizer(spec or {})
+    except (ValueError, OSError, ImportError) as error:
+        return {}, f"no tokenizer is written: {error}"
+    hf["eos_token_id"] = tokenizer.eos_id
+    generation = {"generation_config.json": _json({"eos_token_id": tokenizer.eos_id})}
+    if spec is None or spec["name"] != "json":
+        return (
+            generation,
+            "no tokenizer is written: tokens are bytes, which transformers has no file for",
+        )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": spec.get("eos")}
+    files = {
+        "tokenizer.json": Path(spec["path"]).read_bytes(),
+        "tokenizer_config.json": _json({k: v for k, v in config.items() if v is not None}),
+    }
+    return {**generation, **files}, None
+
+
+def _weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they were exported."""
+    for name, tensor in read_tensors(checkpoint, ["model.*"]):
+        name = name.removeprefix("model.")
+        if any(fnmatchcase(name, pattern) for pattern in _IGNORE):
+            continue
+        keep = not tensor.is_floating_point() or any(fnmatchcase(name, p) for p in _KEEP)
+        yield name, tensor if keep else tensor.to(dtype)
+
+
+def _number(checkpoint: Path) -> int:
+    found = _STEP.fullmatch(checkpoint.absolute().name)
+    assert found is not None, checkpoint
+    return int(found[1])
+
+
+def _json(table: dict[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,478 @@
+"""`forge-train import` and `export`: models of transformers in, trained in any layout, and out again.
+
+Logits: max|a - b| / max|b|, fp32, bound 1e-5. Scores of a router are spread wide, so that rounding chooses no
+other expert.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from forge_ckpt import Store, read_tensors
+from forge_ckpt.hf import HFFolder
+from forge_testing.jobs import TINY_JOB
+from forge_testing.processes import forge_train
+from forge_testing.runs import fit_on_ranks
+from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.errors import JobError
+from forge_train.hf.compare import compare
+from forge_train.hf.exporting import export_run
+from forge_train.hf.families import section_from_hf
+from forge_train.hf.importing import import_folder
+from forge_train.trainer.build import build_model
+
+VOCAB = 320
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+QWEN = {**EXPERTS, "moe_intermediate_size": 24}
+CASES: dict[str, dict[str, Any]] = {
+    "Llama": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "Mistral": {"sliding_window": 9, "tie_word_embeddings": True},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {**QWEN, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    "Qwen3Moe": {**QWEN, "head_dim": 16, "norm_topk_prob": True},
+    "Olmoe": EXPERTS,
+    "Glm4Moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True},
+    },
+}
+FILES = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "{{ x }}"}
+
+
+def save(kind: str, folder: Path, **options: Any) -> Any:
+    """A tiny random model of transformers, saved in shards, with files of a tokenizer beside."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **CASES[kind], **options})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "inv_freq" in name:
+                continue
+            noise = torch.randn_like(tensor)
+            if tensor.dim() < 2:
+                tensor.add_(noise * 0.1)
+            else:
+                tensor.copy_(noise if "gate.weight" in name else noise * 0.15)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return model
+
+
+def write_job(folder: Path, extra: str = "") -> Path:
+    """A tiny job without a model of its own: that of the import in folder/run."""
+    before, _, after = TINY_JOB.partition("[model]")
+    text = before + after.partition("num_heads = 2\n")[2] + extra
+    path = folder / "job.toml"
+    path.write_text(
+        text.format(run_dir=folder / "run").replace("lr = 1e-2", "lr = 1e-3\neps = 1e-4")
+    )
+    return path
+
+
+def train(folder: Path, steps: int = 5, **overrides: Any) -> Any:
+    overrides = {
+        "train.steps": steps,
+        "metrics.console": "off",
+        "sample.max_new_tokens": 0,
+        **overrides,
+    }
+    trainer = Trainer(load_job(write_job(folder), overrides))
+    assert trainer.fit().step == steps
+    return trainer
+
+
+def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+TOKENS = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_F57_F58_imported_weights_train_and_go_back(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first step's loss is that of the imported model; what is exported has the logits of what was trained."""
+    theirs = save(kind, tmp_path / "hf")
+    assert import_folder(tmp_path / "hf", run_dir=tmp_path / "run", check=True) == 0
+    assert "check: largest difference of logits" in capsys.readouterr().out
+    seen: list[float] = []
+
+    class Watched(Trainer):
+        def _next_batch(self) -> Any:
+            batch, fault = super()._next_batch()
+            if not seen:
+                with torch.no_grad():
+                    logits = theirs(batch.tokens).logits.flatten(0, 1).float()
+                seen.append(
+                    float(torch.nn.functional.cross_entropy(logits, batch.labels.flatten()))
+                )
+            return batch, fault
+
+    overrides = {"train.steps": 5, "metrics.console": "off", "sample.max_new_tokens": 0}
+    trainer = Watched(load_job(write_job(tmp_path), overrides))
+    assert trainer.fit().step == 5
+    assert read_run(tmp_path / "run").metrics["loss"][0] == pytest.approx(seen[0], rel=1e-5)
+
+    assert export_run(tmp_path / "run", tmp_path / "out", check=True) == 0
+    assert "check: largest difference of logits" in capsys.readouterr().out
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(wanted) is type(theirs)
+    model, _, step = load_trained(tmp_path / "run")
+    with torch.no_grad():
+        assert error(model(TOKENS), their_logits(tmp_path / "out", TOKENS)) < 1e-5
+        assert error(model(TOKENS), theirs(TOKENS).logits) > 1e-3  # five steps went by
+    assert step == 5
+    assert {n: (tmp_path / "out" / n).read_text() for n in FILES} == FILES
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["eos_token_id"], config["dtype"]) == (2, "float32")
+    assert (tmp_path / "out" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Glm4Moe"])
+def test_an_import_that_nothing_trained_goes_back_bit_equal(tmp_path: Path, kind: str) -> None:
+    save(kind, tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    export_run(tmp_path / "run" / "checkpoints" / "step-00000000", tmp_path / "out")
+    ours, theirs = HFFolder(tmp_path / "out"), HFFolder(tmp_path / "hf")
+    assert ours.entries.keys() == theirs.entries.keys()
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.entries)
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("out", "hf")]
+    kind_of = getattr(transformers, f"{kind}Config")
+    again = [kind_of(**config).to_dict() for config in configs]
+    assert {key: again[0][key] for key in again[1]} == again[1]
+
+
+def test_bf16_is_cast_from_the_fp32_weights_and_a_bias_of_selection_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("Glm4Moe", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out", dtype="bf16", check=True)
+    assert "check: largest" in capsys.readouterr().out
+    ours, theirs = HFFolder(tmp_path / "out"), HFFolder(tmp_path / "hf")
+    for name in theirs.entries:
+        wanted = theirs.read(name)
+        kept = "e_score_correction_bias" in name
+        assert torch.equal(ours.read(name), wanted if kept else wanted.bfloat16()), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.distributed
+def test_export_from_pp2_ep2_equals_export_from_one_process_byte_for_byte(tmp_path: Path) -> None:
+    """A run on pp2 x ep2 saves; one process goes on from it without a step and saves as it likes; both export."""
+    save("Qwen3Moe", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    job = write_job(tmp_path, "[schedule]\n")
+    fitted = fit_on_ranks(
+        4, job, train__steps=3, parallel__pp=2, parallel__ep=2, sample__max_new_tokens=0
+    )  # fmt: skip
+    assert [f.code for f in fitted] == [0] * 4, fitted[0].problems
+    step = tmp_path / "run" / "checkpoints" / "step-00000003"
+    assert len(list(step.glob("data-*.bin"))) == 4
+    export_run(tmp_path / "run", tmp_path / "many")
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    state = {name.removeprefix("model."): t for name, t in read_tensors(step, ["model.*"])}
+    model = build_model(load_job(job).config.model, 0).to_empty(device="cpu")
+    model.load_state_dict(state)  # one process, whole tensors, its own order of names
+    with Store(alone / "checkpoints") as store:
+        store.save(3, {"model": model})
+    (alone / "config.toml").write_bytes((tmp_path / "run" / "config.toml").read_bytes())
+    os.symlink(tmp_path / "run" / "hf", alone / "hf")
+    export_run(alone, tmp_path / "one")
+    files = {f: sorted((tmp_path / f).iterdir()) for f in ("many", "one")}
+    assert [p.name for p in files["many"]] == [p.name for p in files["one"]]
+    for ours, theirs in zip(*files.values(), strict=True):
+        assert ours.read_bytes() == theirs.read_bytes(), ours.name
+
+
+@pytest.mark.distributed
+def test_F57_an_import_trains_alike_in_other_layouts(tmp_path: Path) -> None:
+    """Losses on tp2 x dp2, from the same imported weights, are those of one process."""
+    losses = []
+    for world in (1, 4):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        save("Llama", folder / "hf")
+        import_folder(folder / "hf", run_dir=folder / "run")
+        axes = {"parallel__tp": 2} if world == 4 else {}
+        fitted = fit_on_ranks(
+            world, write_job(folder), train__steps=4, sample__max_new_tokens=0, **axes
+        )  # fmt: skip
+        assert [f.code for f in fitted] == [0] * world, fitted[0].problems
+        losses.append(read_run(folder / "run").metrics["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_run_from_an_import_resumes_and_keeps_its_sidecar(tmp_path: Path) -> None:
+    save("Mixtral", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    given = {"model.moe.capacity_factor": 1.5, "model.moe.aux_loss_weight": 0.01}
+    train(tmp_path, 2, **given)
+    trainer = train(tmp_path, 4, **given)
+    assert [
+        e["event"] for e in read_run(tmp_path / "run").events if e["event"] in ("start", "resume")
+    ] == ["start", "resume"]
+    assert trainer.config.model.moe.capacity_factor == 1.5
+    export_run(tmp_path / "run", tmp_path / "out", step=4)
+    sidecar = json.loads((tmp_path / "out" / "forge.json").read_text())
+    assert sidecar == {
+        "format": 1,
+        "step": 4,
+        "model": {"moe.aux_loss_weight": 0.01, "moe.capacity_factor": 1.5},
+    }
+    import_folder(tmp_path / "out", run_dir=tmp_path / "again" / "run")
+    job = load_job(write_job(tmp_path / "again"), {"train.steps": 1})
+    assert job.config.model == trainer.config.model
+
+
+def test_the_model_of_a_job_is_that_of_the_import(tmp_path: Path) -> None:
+    save("Qwen3", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    job = write_job(tmp_path)
+    found = load_job(job).config.model
+    assert (found.dim, found.qk_norm, found.head_dim, found.vocab_size) == (32, True, 16, VOCAB)
+    equal = {"model.dim": 32, "model.qk_norm": True, "model.max_seq_len": 48}
+    assert load_job(job, equal).config.model.max_seq_len == 48
+    assert load_job(job).origin("model.dim") == f"import {tmp_path / 'run' / 'model.toml'}"
+    with pytest.raises(ConfigError) as caught:
+        load_job(job, {"model.dim": 64, "model.rope_scaling.factor": 2.0})
+    first, second = caught.value.problems
+    assert first.startswith("model.dim 64 must be 32, that of the weights that ")
+    assert second.startswith(
+        "model.rope_scaling {'factor': 2.0} must be 'none', that of the weights"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_job(job, {"model.name": "my_lab:build"})
+    assert caught.value.problems[0].startswith("model.name 'my_lab:build' must be 'transformer'")
+    assert len(caught.value.problems) == 1
+
+
+def test_a_damaged_import_never_starts_anew_silently(tmp_path: Path) -> None:
+    save("Qwen2", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    data = tmp_path / "run" / "checkpoints" / "step-00000000" / "data-0.bin"
+    content = bytearray(data.read_bytes())
+    content[1000] ^= 1
+    data.write_bytes(content)
+    for _ in range(2):
+        outcome = forge_train("run", write_job(tmp_path), "--train.steps", "2")
+        assert outcome.code == 66, outcome.err
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "kind"),
+    [("forge-ckpt", "Qwen3-0.6B", "Qwen3"), ("forge-moe", "Mixtral-8x7B", "Mixtral")],
+)
+def test_examples_of_the_readmes_load_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str, kind: str
+) -> None:
+    readme = Path(__file__).parents[2] / "packages" / package / "README.md"
+    blocks = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    (code,) = [textwrap.dedent(block) for block in blocks if name in block]
+    theirs = save(kind, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(readme), "exec"), names)
+    with torch.no_grad():
+        got = names["model"].eval()(TOKENS)
+        assert error(got, theirs(TOKENS).logits) < 1e-5
+    if package == "forge-ckpt":
+        ours = HFFolder(tmp_path / "out")
+        assert ours.entries.keys() == HFFolder(tmp_path / name).entries.keys()
+
+
+# ---- command line and refusals
+
+
+def test_the_verbs_on_the_command_line(tmp_path: Path) -> None:
+    save("Llama", tmp_path / "hf")
+    outcome = forge_train("import", tmp_path / "hf", "--run.dir", tmp_path / "run", "--check")
+    assert outcome.code == 0, outcome.err
+    assert "imported 21 tensors of llama" in outcome.out
+    outcome = forge_train("run", write_job(tmp_path), "--train.steps", "1")
+    assert outcome.code == 0, outcome.err
+    outcome = forge_train(
+        "export", tmp_path / "run", tmp_path / "out", "--dtype", "bf16", "--step", "1"
+    )
+    assert outcome.code == 0, outcome.err
+    assert "step-00000001 to" in outcome.out
+    outcome = forge_train("export", tmp_path / "run", tmp_path / "out")
+    assert outcome.code == 78
+    assert "exists and must be a new or an empty folder" in outcome.err
+
+
+def change(folder: Path, **keys: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+IMPORTS: dict[str, tuple[str, Any, str]] = {
+    "another family": (
+        "Llama",
+        {"model_type": "gpt2"},
+        r"model_type 'gpt2' cannot be held; use one of llama",
+    ),
+    "latent attention": (
+        "Llama",
+        {"model_type": "deepseek_v3"},
+        r"its attention is latent \(MLA\)",
+    ),
+    "F98: an unknown key": (
+        "Llama",
+        {"embedding_multiplier": 12.0},
+        "embedding_multiplier 12.0 is unknown and may",
+    ),
+    "F98: of a mixture": ("Mixtral", {"clip_qkv": 8.0}, "clip_qkv 8.0 is unknown and may"),
+    "F98: of experts": ("Qwen3Moe", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is unknown and may"),
+    "jitter": ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not supported"),
+    "layers without a pattern": (
+        "Qwen3Moe",
+        {"num_hidden_layers": 5, "mlp_only_layers": [1, 4]},
+        r"mixtures in layers \[0, 2, 3\] must be every n-th",
+    ),
+    "another shape": (
+        "Llama",
+        {"intermediate_size": 44},
+        r"is \(40, 32\) in the files and \(44, 32\) in the model",
+    ),
+    "fewer layers": ("Llama", {"num_hidden_layers": 1}, r"layers\.1\..* is in the files only"),
+    "more layers": ("Llama", {"num_hidden_layers": 3}, r"layers\.2\..* is in the model only"),
+}
+
+
+@pytest.mark.parametrize("case", IMPORTS)
+def test_an_import_that_cannot_be_held_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    kind, keys, message = IMPORTS[case]
+    save(kind, tmp_path / "hf")
+    change(tmp_path / "hf", **keys)
+    with pytest.raises(ConfigError, match=message):
+        import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_never_written_over_and_other_folders_are_refused(tmp_path: Path) -> None:
+    save("Llama", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="has a run already and must be a new folder"):
+        import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    (tmp_path / "hf" / "forge.json").write_text('{"format": 1, "model": {"dim": 3}}')
+    with pytest.raises(ConfigError, match=r"forge.json: must have format 1"):
+        import_folder(tmp_path / "hf", run_dir=tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"config.json: No such file"):
+        import_folder(tmp_path / "nowhere", run_dir=tmp_path / "other")
+
+
+EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a norm": ({"model.norm": "layer_norm"}, "norm 'layer_norm' must be 'rms_norm' in this family"),
+    "GELU": ({"model.feed_forward": "gelu"}, "feed_forward 'gelu' must be 'swiglu'"),
+    "a soft cap": (
+        {"model.attention.softcap": 30.0},
+        r"attention.softcap 30.0 has no key in this family",
+    ),
+    "a router": (
+        {"model.moe.num_experts": 4, "model.moe.router": "expert_choice"},
+        "router 'expert_choice' must be 'softmax_topk'",
+    ),
+    "biased experts": (
+        {"model.moe.num_experts": 4, "model.moe.bias": True},
+        "bias True must be False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_an_option_without_a_key_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    keys, message = EXPORTS[case]
+    job = write_job(tmp_path)
+    given = {"model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "train.steps": 1,
+             "sample.max_new_tokens": 0, "eval.every_steps": 0, "metrics.console": "off"}  # fmt: skip
+    Trainer(load_job(job, {**given, **keys})).fit()
+    with pytest.raises(ConfigError, match=message):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_from_scratch_is_exported_as_the_first_family_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {
+        "model.dim": 16,
+        "model.num_layers": 2,
+        "model.num_heads": 2,
+        "model.vocab_size": VOCAB,
+    }
+    for name, moe in {"llama": {}, "mixtral": {"model.moe.num_experts": 4}}.items():
+        (tmp_path / name).mkdir()
+        train(tmp_path / name, 2, **given, **moe)
+        export_run(tmp_path / name / "run", tmp_path / name / "out", check=True)
+        out = capsys.readouterr().out
+        assert f"{name}, fp32" in out
+        assert "tokens are bytes" in out
+        assert "check: largest" in out
+    with pytest.raises(ConfigError, match="qwen3: qk_norm False must be True"):
+        export_run(tmp_path / "llama" / "run", tmp_path / "q", family="qwen3")
+    with pytest.raises(ConfigError, match="family 'gpt2' is unknown; use one of llama"):
+        export_run(tmp_path / "llama" / "run", tmp_path / "q", family="gpt2")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("nowhere", {}, "has no checkpoint; name the folder of a run"),
+        ("run", {"step": 7}, r"--step 7 is not one of \[0\]"),
+        ("run/checkpoints/step-00000000", {"step": 0}, "are both given; leave one out"),
+        ("run/checkpoints/step-00000009", {}, "is no committed checkpoint"),
+    ],
+)
+def test_exports_of_nothing_are_refused(
+    tmp_path: Path, source: str, options: dict[str, Any], message: str
+) -> None:
+    save("Llama", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        export_run(tmp_path / source, tmp_path / "out", **options)
+
+
+def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
+    """The exported folder is changed behind the export's back."""
+    save("Llama", tmp_path / "hf")
+    hf = json.loads((tmp_path / "hf" / "config.json").read_text())
+    section = section_from_hf(hf)
+    state = build_model(section, 0).to_empty(device="cpu").state_dict()
+    wrong = [(name, torch.full_like(tensor, 0.1)) for name, tensor in state.items()]
+    with pytest.raises(JobError, match=r"must be at most 0\.001 of it"):
+        compare(section, wrong, tmp_path / "hf")
