@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,10 @@ def with_import(layers: Layers) -> Layers:
     """
     run = layers.values.get("run")
     directory = run.get("dir", _DEFAULT_DIR) if isinstance(run, dict) else _DEFAULT_DIR
-    if (
-        not isinstance(directory, str)
-        or "\0" in directory
-        or not (path := Path(directory) / NAME).is_file()
-    ):
+    if not isinstance(directory, str):
+        return layers
+    path = Path(directory) / NAME
+    if not os.path.isfile(path):  # False for what is no path, too: another check refuses that
         return layers
     try:
         table = read_toml(path)
