@@ -1,6 +1,7 @@
 """Hostile DCP directories: each is refused in one line, nothing runs, and no checkpoint appears."""
 
 import contextlib
+import enum
 import io
 import os
 import pickle
@@ -10,6 +11,7 @@ from pathlib import PosixPath
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import metadata as sharded_tensor_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -19,10 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from forge_ckpt import read_tensors
 from forge_ckpt.dcp import convert_from_dcp, unpickle
 from forge_ckpt.errors import CorruptCheckpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected pickle"
+)
 
 
 class Call:
@@ -381,3 +386,36 @@ def test_the_machine_reads_what_pickle_reads(source):
         if isinstance(entry, TensorStorageMetadata):
             assert record.fields["size"] == tuple(entry.size)
             assert record.fields["properties"].fields[0] == entry.properties.dtype
+
+
+def older_properties(entry):
+    """As torch wrote them until 2.2; the class is still there."""
+    return sharded_tensor_metadata.TensorProperties(dtype=entry.properties.dtype)
+
+
+class NamingEnums(pickle.Pickler):
+    """As some releases of Python 3.11 pickle the members of an enum."""
+
+    def reducer_override(self, value):
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+@pytest.mark.parametrize("form", ["torch 2.2", "Python 3.11.2"])
+def test_older_forms_of_the_metadata(source, form):
+    data, metadata = io.BytesIO(), metadata_of(source)
+    if form == "torch 2.2":
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, TensorStorageMetadata):
+                entry.properties = older_properties(entry)
+        del metadata.storage_meta
+        pickle.dump(metadata, data)
+        assert b"_shard.sharded_tensor.metadata" in data.getvalue()
+    else:
+        NamingEnums(data).dump(metadata)
+        assert b"getattr" in data.getvalue()
+    (source / ".metadata").write_bytes(data.getvalue())
+    convert_from_dcp(source, source.parent / "out", 1)
+    found = dict(read_tensors(source.parent / "out"))
+    assert torch.equal(found["model.w"], torch.arange(6.0).view(2, 3))

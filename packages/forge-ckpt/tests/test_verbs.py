@@ -332,8 +332,11 @@ def test_convert_both_ways(tmp_path, capsys):
         capsys, "convert", tmp_path / "step_7", tmp_path / "o", "--without", "*.object", "x.*"
     )
     assert done["written"] == str(tmp_path / "o" / "step-00000007")
+    assert "not_read" not in done
     call_json(capsys, "convert", tmp_path / "o", tmp_path / "dcp", "--to", "dcp")
-    call_json(capsys, "convert", tmp_path / "dcp", tmp_path / "p", "--step", 8)
+    (tmp_path / "dcp" / "train_state.pt").write_bytes(b"x")
+    done = call_json(capsys, "convert", tmp_path / "dcp", tmp_path / "p", "--step", 8)
+    assert done["not_read"] == ["train_state.pt"]
     code, out, _ = call(capsys, "diff", tmp_path / "o", tmp_path / "p")
     assert (code, out) == (0, "9 tensors are equal, 0 differ\n")
     code, _, err = call(

@@ -14,7 +14,7 @@ from forge_ckpt.errors import CorruptCheckpoint
 from forge_ckpt.files import Directory, read_at
 
 METADATA = ".metadata"
-_MAX_METADATA = 2**28  # bytes; torch writes about 300 for each box of each tensor
+_MAX_METADATA = 2**28  # bytes; torch writes about 160 for each box of each tensor
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 DCPPath = tuple[str | int, ...]
 

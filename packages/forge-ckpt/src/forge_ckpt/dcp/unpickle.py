@@ -33,7 +33,7 @@ _ADMITTED = {  # name in the pickle: name here
     "torch.serialization _get_layout": "layout",
     f"{_METADATA} _MEM_FORMAT_ENCODING": "memory format",
     f"{_OLD} MEM_FORMAT_ENCODING": "memory format",
-    # Python 3.11.0 to 3.11.3 pickle a member of an enum so. It is a name here as well.
+    # Some releases of Python 3.11 (3.11.2 of Debian 12) pickle a member of an enum so. It is a name here as well.
     "builtins getattr": "getattr",
     **{
         f"{module} {name}": "path"
@@ -63,7 +63,7 @@ class Record:
 def load(data: bytes) -> Any:
     """The value of a pickle of DCP metadata; raises ValueError for any other pickle.
 
-    Cost: 1 to 2 microseconds an operation, about 10 s for a ``.metadata`` of 16 MB.
+    Cost: about 1.5 s for the 5 MB of 32,000 boxes.
     """
     machine = _Machine()
     try:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forge_ckpt import directories
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
+from forge_ckpt.dcp.listing import METADATA
 from forge_ckpt.errors import CorruptCheckpoint
 from forge_ckpt.lock import Lock
 from forge_ckpt.manifest import Manifest
@@ -178,7 +179,7 @@ def convert(
         else:
             by_position = optimizer == "positions"
             target = convert_from_dcp(source, out, step, without, by_position, bar)
-    _say(target, json)
+    _say(target, json, _others(source) if to == "forge" else [])
     return SAME
 
 
@@ -223,8 +224,16 @@ def _write(out: Path, table: Manifest, contents: list[Iterator[Box]], json: bool
     return SAME
 
 
-def _say(target: Path, json: bool) -> None:
+def _others(source: Path) -> list[str]:
+    """Files beside a checkpoint of DCP, such as a train_state.pt: other programs' state, often pickled."""
+    names = (path.name for path in source.iterdir())
+    return sorted(n for n in names if n != METADATA and not n.endswith(".distcp"))
+
+
+def _say(target: Path, json: bool, not_read: Sequence[str] = ()) -> None:
     if json:
-        print_json({"written": str(target)})
+        print_json({"written": str(target), **({"not_read": not_read} if not_read else {})})
     else:
         print(f"written: {target}")
+        if not_read:
+            print(f"not read, as DCP does not list them: {', '.join(not_read)}")
