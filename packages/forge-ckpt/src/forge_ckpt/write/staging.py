@@ -1,8 +1,10 @@
 """Host memory that holds the bytes of a save while training goes on, laid out like the file."""
 
 import contextlib
+import itertools
 import logging
 import mmap
+from collections.abc import Iterator
 
 import torch
 
@@ -10,6 +12,7 @@ from forge_ckpt.files import byte_view
 from forge_ckpt.write.layout import FileLayout, Piece
 
 logger = logging.getLogger("forge_ckpt")
+_WINDOW_BYTES = 64 * 2**20
 
 
 class StagingArea:
@@ -26,7 +29,7 @@ class StagingArea:
     def __init__(self, limit_gib: float | None = None) -> None:
         self._limit_gib = limit_gib
         self._memory: torch.Tensor | None = None  # (bytes,) uint8
-        self._pinned = False
+        self._pinned = self._for_cuda = False
         self._copied: list[torch.cuda.Event] = []
         self._size = 0
 
@@ -35,7 +38,7 @@ class StagingArea:
         self.check(layout.size)
         devices = {piece.tensor.device for piece in layout.pieces}
         cuda = sorted((device for device in devices if device.type == "cuda"), key=str)
-        memory = self._reserve(layout.size, pinned=bool(cuda))
+        memory = self._reserve(layout.size, for_cuda=bool(cuda))
         self._size = layout.size
         end = 0
         for piece in layout.pieces:
@@ -67,14 +70,16 @@ class StagingArea:
         """Give the memory back; the next ``stage`` takes new."""
         if self._pinned and self._memory is not None:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory, self._pinned, self._copied = None, False, []
+        self._memory, self._copied = None, []
+        self._pinned = self._for_cuda = False
 
-    def _reserve(self, size: int, pinned: bool) -> torch.Tensor:
+    def _reserve(self, size: int, for_cuda: bool) -> torch.Tensor:
         enough = self._memory is not None and self._memory.numel() >= size
-        if not enough or (pinned and not self._pinned):
+        if not enough or (for_cuda and not self._for_cuda):
             self.release()
             self._memory = _host_memory(max(size, 1))
-            self._pinned = pinned and _pin(self._memory)
+            self._for_cuda = for_cuda
+            self._pinned = for_cuda and _pin(self._memory)
         assert self._memory is not None
         return self._memory
 
@@ -87,6 +92,50 @@ class StagingArea:
             _copy(pieces, memory, True)
         current.wait_stream(stream)  # the kernels that change or reuse their memory
         return stream.record_event()
+
+
+def host_views(layout: FileLayout) -> Iterator[memoryview]:
+    """The bytes of each piece on the host, in order; a view is valid until the next one is asked for.
+
+    CPU tensors are read where they are, but for a copy of one that is not contiguous. With CUDA tensors all go
+    through pinned windows of 64 MiB (or one larger tensor): the next is copied while one is used, and the host
+    waits once a window instead of once a tensor.
+    """
+    if not any(piece.tensor.device.type == "cuda" for piece in layout.pieces):
+        for piece in layout.pieces:
+            # held while its bytes are used: a view does not keep it alive
+            host = piece.tensor.resolve_conj().resolve_neg().cpu().contiguous()
+            yield byte_view(host)
+        return
+    windows = [*_windows(layout), None]
+    areas = StagingArea(), StagingArea()
+    try:
+        for number, (window, following) in enumerate(itertools.pairwise(windows)):
+            assert window is not None
+            if number == 0:
+                areas[0].stage(window)
+            if following is not None:
+                areas[(number + 1) % 2].stage(following)
+            data = areas[number % 2].bytes_of_file()
+            for piece in window.pieces:
+                yield data[piece.start : piece.start + piece.nbytes]
+    finally:
+        for area in areas:
+            area.release()
+
+
+def _windows(layout: FileLayout) -> Iterator[FileLayout]:
+    """Consecutive pieces of at most 64 MiB together, or one larger piece, each from byte 0 on."""
+    pieces: list[Piece] = []
+    for piece in [*layout.pieces, None]:
+        first = pieces[0].start if pieces else 0
+        if pieces and (piece is None or piece.start + piece.nbytes - first > _WINDOW_BYTES):
+            size = pieces[-1].start + pieces[-1].nbytes - first
+            moved = tuple(Piece(p.tensor, p.start - first) for p in pieces)
+            yield FileLayout(layout.file, size, moved, [])
+            pieces = []
+        if piece is not None:
+            pieces.append(piece)
 
 
 def _copy(pieces: list[Piece], memory: torch.Tensor, non_blocking: bool) -> None:

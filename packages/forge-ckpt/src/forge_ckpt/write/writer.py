@@ -21,6 +21,7 @@ from forge_ckpt.errors import StepExists
 from forge_ckpt.write.blocks import BlockFile
 from forge_ckpt.write.layout import FileLayout, lay_out
 from forge_ckpt.write.planner import ForgeSavePlanner
+from forge_ckpt.write.staging import host_views
 
 _Location = tuple[str, int, int]  # file, first byte, number of bytes
 
@@ -106,11 +107,8 @@ class ForgeWriter(StorageWriter):
             if staged is not None:
                 block_file.append_staged(staged)
             else:
-                for piece in layout.pieces:
-                    host = _host(
-                        piece.tensor
-                    )  # held until it is copied: a view does not keep it alive
-                    start = block_file.append(files.byte_view(host))
+                for view, piece in zip(host_views(layout), layout.pieces):
+                    start = block_file.append(view)
                     assert start == piece.start, (start, piece.start)
             entry = block_file.finish()
         finally:
@@ -144,11 +142,6 @@ class ForgeWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Accept any path that is not a URL."""
         return "://" not in os.fspath(checkpoint_id)
-
-
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU tensor of the same values; the same memory when it already is one."""
-    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _manifest(
