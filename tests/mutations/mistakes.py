@@ -63,6 +63,33 @@ MISTAKES: tuple[Mistake, ...] = (
         ("packages/forge-ckpt/tests/test_faults.py::test_F51_flipped_bit_in_a_data_file",),
     ),
     Mistake(
+        "a save in the background writes the state of later steps",
+        f"{_CKPT}/write/save.py",
+        "staged = None if self._staged is None else self._staged.bytes_of_file()",
+        "staged = None",
+        (
+            "packages/forge-ckpt/tests/test_background.py::test_F55_later_changes_are_not_in_the_checkpoint",
+        ),
+    ),
+    Mistake(
+        "a failed save waits for the next interval",
+        f"{_TRAIN}/trainer/checkpoints.py",
+        "self._wants_retry = self._failures == 1",
+        "self._wants_retry = False",
+        (
+            "tests/resume/test_background_saves.py::test_a_save_that_fails_is_made_good_in_the_next_steps",
+        ),
+    ),
+    Mistake(
+        "a callback hears of a checkpoint when its own rank does",
+        f"{_TRAIN}/trainer/trainer.py",
+        "self._announce(self.checkpoints.announce(self._decision.saved))",
+        "self._announce(self.checkpoints.announce(self._committed))",
+        (
+            "tests/resume/test_background_saves.py::test_all_ranks_hear_of_a_checkpoint_in_the_same_step",
+        ),
+    ),
+    Mistake(
         "norms and biases decay",
         f"{_CORE}/optim/groups.py",
         "for name, p in parameters.items() if p.ndim >= 2]",

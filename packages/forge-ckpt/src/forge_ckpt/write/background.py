@@ -30,7 +30,7 @@ class SaveEvent:
 
 
 class SaveEvents:
-    """Events of the saves of a store: handed to ``on_event`` at once, and kept until ``take``.
+    """Events of the saves of a store: handed to ``on_event``, then kept until ``take``.
 
     Called from the training thread and from the writing thread.
     """
@@ -42,14 +42,13 @@ class SaveEvents:
 
     def emit(self, event: SaveEvent) -> None:
         """Report ``event``. An exception of ``on_event`` is logged: it must not undo a save."""
-        with self._lock:
-            self._news.append(event)
-        if self._on_event is None:
-            return
         try:
-            self._on_event(event)
+            if self._on_event is not None:
+                self._on_event(event)
         except Exception:
             logger.exception("on_event of %s at step %d", event.kind, event.step)
+        with self._lock:
+            self._news.append(event)
 
     def take(self) -> list[SaveEvent]:
         """All events since the last call, oldest first."""
