@@ -1,9 +1,11 @@
 """Checkpoints of torch's own ``dcp.save`` in and out: real ranks, FSDP2, the usual shapes of state."""
 
+import re
 import subprocess
 import sys
 import textwrap
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import forge_ckpt
 from forge_ckpt import Store, read_tensors
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_testing import run_on_ranks
@@ -45,7 +49,11 @@ class Net(nn.Module):
 def build(shape):
     torch.manual_seed(7)
     model = Net()
-    if shape is not None:
+    if shape == "fsdp 2 x tp 2":  # shards of shards: torch's _StridedShard
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["shard"])
+    elif shape is not None:
         names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         fully_shard(model.up, mesh=mesh)
@@ -131,6 +139,7 @@ def load(root, shape, wanted, warm):
         ("get_state_dict", (2, 2), [(3,)]),
         ("raw", (3,), [(2, 2)]),
         ("raw", (2,), [(2,)]),
+        ("raw", "fsdp 2 x tp 2", [(3,), "fsdp 2 x tp 2"]),
     ],
 )
 def test_what_torch_saved_on_ranks_loads_from_a_store(tmp_path, form, saved, shapes):
@@ -141,6 +150,8 @@ def test_what_torch_saved_on_ranks_loads_from_a_store(tmp_path, form, saved, sha
 
 
 def _size(shape):
+    if shape == "fsdp 2 x tp 2":
+        return 4
     return shape[0] * (shape[1] if len(shape) == 2 else 1)
 
 
@@ -288,6 +299,40 @@ def test_an_optimizer_without_state(tmp_path):
     with Store(tmp_path / "store") as store:
         assert store.load({"model": model, "optimizer": other}) == 1
     assert other.param_groups[0]["lr"] == 0.5
+
+
+def test_a_state_that_was_not_flattened(tmp_path):
+    """A planner may leave nested state whole: one object with the tensors in it."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    state = {
+        "model": {"a": {"w": torch.arange(3.0)}, "0": [torch.ones(2), "x"]},
+        "w": torch.ones(1),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "x1", planner=planner, no_dist=True)
+    convert_from_dcp(tmp_path / "x1", tmp_path / "store")
+    with Store(tmp_path / "store", read_only=True) as store:
+        found = blank(state)
+        assert store.load(found) == 1
+    assert equal(found, state)
+
+
+DOOR = re.compile(r"\b(torch\.load|import pickle|pickletools|Unpickler|weights_only)\b")
+
+
+def test_one_door_for_pickles():
+    """Nothing but dcp/ reads pickles, and nothing but the verb convert opens that door."""
+    root = Path(forge_ckpt.__file__).parent
+    for path in root.rglob("*.py"):
+        name, text = str(path.relative_to(root)), path.read_text()
+        code = re.sub(r'""".*?"""|"[^"\n]*"|#.*', "", text, flags=re.DOTALL)
+        assert name.startswith("dcp/") or not DOOR.search(code), name
+        if "forge_ckpt.dcp" in code:
+            assert name.startswith("dcp/") or name == "verbs/rewrite.py"
+    script = "import sys, forge_ckpt; print([m for m in sys.modules if 'forge_ckpt.dcp' in m])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 class Custom:

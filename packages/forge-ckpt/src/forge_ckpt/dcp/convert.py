@@ -81,10 +81,10 @@ def _without(listing: Listing, patterns: Sequence[str]) -> Listing:
 
 def _paths(listing: Listing) -> dict[str, tree.Path]:
     """Our path of each name: numbers in a path of DCP are positions in a list."""
-    nested = {path[0] for path in listing.paths.values() if len(path) > 1}
+    top = {path[0] for path in listing.paths.values()}
 
     def ours(name: str, path: DCPPath) -> tree.Path:
-        if name in listing.tensors and len(path) == 1 and "model" not in nested:
+        if name in listing.tensors and len(path) == 1 and "model" not in top:
             path = ("model", *path)  # a flat state, as torchtitan's model is
         return tuple(("list", step) if type(step) is int else step for step in path)
 
