@@ -33,7 +33,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX, _MIDDLE, _SUFFIX = b'{"sha256": "', b'", "manifest": ', b"}\n"
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+Extent = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> Te
     return TensorEntry(tree.path_from_json(entry["path"]), shape, dtype, chunks)
 
 
-def check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+def check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
     """Raise ValueError unless ``boxes`` cover the tensor ``name`` of ``shape``, and none twice.
 
     Boxes inside the tensor that do not overlap and have its volume cover all of it: no element of the
@@ -311,7 +311,7 @@ def check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> Non
         raise ValueError(f"{name}: chunks overlap")
 
 
-def _are_separable(boxes: Sequence[Box], num_dims: int) -> bool:
+def _are_separable(boxes: Sequence[Extent], num_dims: int) -> bool:
     """Whether cuts along whole dims separate all boxes, as in every DTensor layout; n log n a cut."""
     if len(boxes) < 2:
         return True

@@ -12,7 +12,7 @@ from forge_ckpt.read.tensors import SavedTensors
 from forge_ckpt.verbs.show import (
     DIFFERENT,
     SAME,
-    Checkpoint,
+    CheckpointPath,
     print_columns,
     print_json,
     progress,
@@ -33,7 +33,7 @@ class TensorDifference:
     max_rel: float | None = None
 
 
-def diff(a: Checkpoint, b: Checkpoint, /, json: bool = False) -> int:
+def diff(a: CheckpointPath, b: CheckpointPath, /, json: bool = False) -> int:
     """Compare two checkpoints: steps or the newest of stores, of any layout. Ends with 1 if they differ.
 
     Everything is verified while it is read. Memory: one tensor of each.

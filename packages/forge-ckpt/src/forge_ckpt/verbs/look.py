@@ -16,8 +16,8 @@ from forge_ckpt.read.tensors import SavedTensors
 from forge_ckpt.verbs.show import (
     CORRUPT,
     SAME,
-    Step,
-    Store,
+    StepNumber,
+    StorePath,
     chosen,
     print_columns,
     print_json,
@@ -26,7 +26,7 @@ from forge_ckpt.verbs.show import (
 )
 
 
-def ls(directory: Store, /, json: bool = False) -> int:
+def ls(directory: StorePath, /, json: bool = False) -> int:
     """List the checkpoints of DIR with sizes and files; also quarantined and unfinished ones.
 
     Reads the manifests, not the data.
@@ -68,7 +68,7 @@ def _listed(directory: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def inspect(directory: Store, /, step: Step = None, json: bool = False) -> int:
+def inspect(directory: StorePath, /, step: StepNumber = None, json: bool = False) -> int:
     """Show the content of a checkpoint of DIR: files, tensors with shape and dtype, objects.
 
     Args:
@@ -94,7 +94,7 @@ def inspect(directory: Store, /, step: Step = None, json: bool = False) -> int:
     return SAME
 
 
-def verify(directory: Store, /, step: Step = None, json: bool = False) -> int:
+def verify(directory: StorePath, /, step: StepNumber = None, json: bool = False) -> int:
     """Read checkpoints of DIR completely and compare every block with its digest.
 
     Args:
@@ -135,7 +135,12 @@ _Slice = Annotated[str | None, tyro.conf.arg(name="slice", metavar="0:2,:")]
 
 
 def cat(
-    directory: Store, name: _Name, /, step: Step = None, part: _Slice = None, json: bool = False
+    directory: StorePath,
+    name: _Name,
+    /,
+    step: StepNumber = None,
+    part: _Slice = None,
+    json: bool = False,
 ) -> int:
     """Print a tensor of a checkpoint of DIR, or a part of it, or an object.
 

@@ -19,7 +19,15 @@ from forge_ckpt.manifest import Manifest
 from forge_ckpt.read.tensors import SavedTensors
 from forge_ckpt.retention import Keep
 from forge_ckpt.verbs.look import verified
-from forge_ckpt.verbs.show import SAME, Checkpoint, Step, Store, print_json, progress, steps_of
+from forge_ckpt.verbs.show import (
+    SAME,
+    CheckpointPath,
+    StepNumber,
+    StorePath,
+    print_json,
+    progress,
+    steps_of,
+)
 from forge_ckpt.write.retain import Retention
 from forge_ckpt.write.stream import Box, write_checkpoint
 
@@ -68,7 +76,7 @@ def average(
         return _write(out, last, [boxes], json)
 
 
-def reshard(source: Checkpoint, out: _Out, /, ranks: int, json: bool = False) -> int:
+def reshard(source: CheckpointPath, out: _Out, /, ranks: int, json: bool = False) -> int:
     """Rewrite a checkpoint as M ranks would save it: M files, each tensor cut along its first dim.
 
     A load needs no such thing (any number of ranks loads any checkpoint); fewer, larger files are faster to
@@ -100,7 +108,7 @@ def reshard(source: Checkpoint, out: _Out, /, ranks: int, json: bool = False) ->
 
 
 def prune(
-    directory: Store,
+    directory: StorePath,
     /,
     last: int = 3,
     every: int = 0,
@@ -148,11 +156,11 @@ def prune(
 
 
 def convert(
-    source: Checkpoint,
+    source: CheckpointPath,
     out: _Out,
     /,
     to: Literal["forge", "dcp"] = "forge",
-    step: Step = None,
+    step: StepNumber = None,
     without: tuple[str, ...] = (),
     optimizer: Literal["positions", "names"] = "positions",
     json: bool = False,

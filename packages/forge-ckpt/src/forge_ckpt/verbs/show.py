@@ -15,9 +15,9 @@ from forge_ckpt import directories
 
 SAME, DIFFERENT, CORRUPT = 0, 1, 66
 
-Store = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-Step = Annotated[int | None, tyro.conf.arg(metavar="N")]
+StorePath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+CheckpointPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+StepNumber = Annotated[int | None, tyro.conf.arg(metavar="N")]
 
 
 def print_json(value: Any) -> None:
