@@ -55,3 +55,32 @@ def test_cuda_shards_and_streams(tmp_path):
     spread = run_on_ranks(4, load, str(tmp_path))
     assert [row for _, rows in spread for row in rows] == want
     assert len({tuple(numbers) for numbers, _ in [*back, *spread]}) == 6
+
+
+def test_F55_a_device_does_not_overtake_the_copies_of_a_save(tmp_path):
+    state = {f"w{i}": torch.full((2**22 + i,), 1.0, device="cuda") for i in range(8)}
+    state |= {"host": torch.full((5,), 1.0), "turned": torch.full((64, 30), 1.0, device="cuda").T}
+    with Store(tmp_path) as store:
+        for step in (1, 2):  # the second uses the pinned memory of the first
+            for tensor in state.values():
+                tensor.fill_(step)
+            store.save(step, {"x": state}, wait=False)
+            for tensor in state.values():
+                tensor.fill_(-1)
+            back = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            assert store.load({"x": back}) == step
+            assert {float(value) for t in back.values() for value in t.unique()} == {step}
+
+
+def test_F122_a_save_that_waits_copies_in_windows(tmp_path, monkeypatch):
+    state = {f"w{i}": torch.arange(5000 * (i + 1), device="cuda") for i in range(6)}
+    waits = []
+    wait = torch.cuda.Event.synchronize
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda e: (waits.append(1), wait(e)))
+    monkeypatch.setattr("forge_ckpt.write.staging._WINDOW_BYTES", 400_000)
+    with Store(tmp_path) as store:
+        store.save(1, {"x": state})
+        assert len(waits) == 3, "840,000 bytes: 3 windows and not 6 tensors"
+        back = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        store.load({"x": back})
+    assert all(torch.equal(back[name].cpu(), tensor.cpu()) for name, tensor in state.items())
