@@ -1,5 +1,6 @@
 """forge-ckpt cat, diff, average, prune, reshard, convert: content, streams, exit codes, refusals."""
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import forge_ckpt.write.blocks
 from forge_ckpt import Keep, Store, cli, read_tensors
 from forge_ckpt.read.shared_memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
@@ -251,6 +253,48 @@ def test_reshard_refuses(tmp_path, capsys):
     code, _, err = call(capsys, "reshard", tmp_path / "a", tmp_path / "o", "--ranks", 2)
     assert (code, "block 0" in err) == (66, True)
     assert os.listdir(tmp_path / "o") == ["lock"], "nothing unfinished is left"
+
+
+def test_a_step_is_on_the_disk_before_its_name(tmp_path, capsys, monkeypatch):
+    root, out, calls = saved(tmp_path / "a", 4), tmp_path / "out", []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(fd):
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def recorded_rename(source, target):
+        calls.append(("rename", str(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    call_json(capsys, "reshard", root, out, "--ranks", 2)
+    (temporary,) = [path for call, path in calls if call == "rename"]
+    assert calls == [
+        ("fsync", f"{temporary}/data-0.bin"),
+        ("fsync", f"{temporary}/data-1.bin"),
+        ("fsync", f"{temporary}/manifest.json"),
+        ("fsync", temporary),
+        ("rename", temporary),
+        ("fsync", str(out)),
+    ]
+
+
+@pytest.mark.parametrize("place", ["write_at", "fsync", "rename"])
+def test_a_disk_that_fails_leaves_no_step(tmp_path, capsys, monkeypatch, place):
+    root, out = saved(tmp_path / "a", 4), tmp_path / "out"
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    owner = forge_ckpt.write.blocks if place == "write_at" else os
+    monkeypatch.setattr(owner, place, fail)
+    code, _, err = call(capsys, "reshard", root, out, "--ranks", 2)
+    assert (code, err) == (78, "forge-ckpt: [Errno 28] No space left on device\n")
+    monkeypatch.undo()
+    assert os.listdir(out) == ["lock"]
+    assert call(capsys, "verify", root)[0] == 0
 
 
 # ---- prune
