@@ -88,6 +88,15 @@ def set_path(m, value):
     m.planner_data["model.w"] = value
 
 
+def many(m):
+    """A thousand tensors of the same bytes."""
+    for number in range(1000):
+        m.state_dict_metadata[f"x{number}"] = w_entry(m)
+        m.storage_data[MetadataIndex(f"x{number}", [0, 0])] = m.storage_data[
+            MetadataIndex("model.w", [0, 0])
+        ]
+
+
 METADATA = {
     "a command as the whole file": lambda m: canary(),
     "a command beside the names": lambda m: setattr(m, "planner_data", canary()),
@@ -138,6 +147,8 @@ METADATA = {
     "bytes of another entry": lambda m: info(
         m, **vars(m.storage_data[MetadataIndex("model.v", [0])])
     ),
+    "a payload for many tensors": many,
+    "an empty payload in another": lambda m: info(m, offset=5, length=0),
     "a giant shape": lambda m: giant(m, [2**40, 2**20]),
     "more elements than any number": lambda m: giant(m, [2**59, 2**59, 2**59]),
     "a shape of 70 dims": lambda m: giant(m, [1] * 70),

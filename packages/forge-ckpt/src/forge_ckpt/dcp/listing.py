@@ -1,5 +1,6 @@
 """What a DCP directory says it holds: tensors in boxes, objects, and the bytes of each."""
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class _Reading:
             offset = key.get("offset")
             place = (key["fqn"], None if offset is None else _counts(offset, "offset"))
             self._places[place] = self._payload(_fields(info, "_StorageInfo"))
+        self._check_payloads()
         found = Listing({}, {}, {})
         paths = self._metadata.get("planner_data")
         for name, entry in _dict(self._metadata["state_dict_metadata"], "names").items():
@@ -88,6 +90,13 @@ class _Reading:
             else:
                 found.tensors[name] = self._tensor(name, _fields(entry, "TensorStorageMetadata"))
         return found
+
+    def _check_payloads(self) -> None:
+        """Each byte is listed once: else a small directory could become an endless checkpoint."""
+        ordered = sorted(self._places.values(), key=lambda payload: (payload.file, payload.start))
+        for one, two in itertools.pairwise(ordered):
+            if one.file == two.file and two.start < one.start + one.length:
+                raise ValueError(f"{one.file}: byte {two.start} is listed twice")
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> DCPTensor:
         properties = _record(entry["properties"], "TensorProperties").fields
