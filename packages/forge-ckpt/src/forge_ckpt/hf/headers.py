@@ -169,6 +169,8 @@ def _entry(name: str, fields: dict[str, Any], path: Path, first: int) -> Entry:
         sound = isinstance(values, list) and len(values) <= 64
         if not sound or not all(type(n) is int and 0 <= n < 2**60 for n in values):
             raise _bad(path, f"{shown}{label} {reprlib.repr(values)} must be counts")
+    if math.prod(n or 1 for n in shape) >= 2**60:  # torch computes strides of an empty tensor, too
+        raise _bad(path, f"{shown}shape {reprlib.repr(shape)} must be counts of a tensor")
     length = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != length:
         words = f"must be {length} bytes for {dtype} {reprlib.repr(shape)}"

@@ -65,8 +65,9 @@ def write_checkpoint(
         def counted(boxes: Iterable[Box]) -> Iterator[Box]:
             nonlocal done
             for box in boxes:
+                done += box.data.nbytes
                 yield box
-                done += box.data.numel() * box.data.element_size()
+                del box  # or it would live while the next one is made
                 progress(done)
 
         for number, boxes in enumerate(contents):
