@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import HFFolder
+from forge_data.prepare import prepare
 from forge_testing.jobs import TINY_JOB
 from forge_testing.processes import forge_train
 from forge_testing.runs import fit_on_ranks
@@ -447,6 +448,48 @@ def test_a_run_from_scratch_is_exported_as_the_first_family_that_fits(
         export_run(tmp_path / "llama" / "run", tmp_path / "q", family="qwen3")
     with pytest.raises(ConfigError, match="family 'gpt2' is unknown; use one of llama"):
         export_run(tmp_path / "llama" / "run", tmp_path / "q", family="gpt2")
+
+
+def test_F50_F58_the_tokenizer_of_the_data_goes_out_with_the_model(tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    names = ["<|endoftext|>", "<unk>", "the", "cat", "sat", "on", "mat"]
+    words = library.Tokenizer(
+        library.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "text.txt").write_text("the cat sat on mat\n" * 50)
+    tokens = tmp_path / "tokens"
+    prepare(tmp_path / "text.txt", tokens, tokenizer=str(tmp_path / "words.json"), document="line")
+    given = {"model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "eval.every_steps": 0,
+             "data.sources.text.name": "tokens", "data.sources.text.path": str(tokens)}  # fmt: skip
+    train(tmp_path, 1, **given)
+    export_run(tmp_path / "run", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("cat on mat") == [3, 5, 6]
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
+
+
+def test_a_hostile_folder_is_one_line_on_the_command_line(tmp_path: Path) -> None:
+    save("Llama", tmp_path / "hf")
+    shard = next((tmp_path / "hf").glob("model-00002-*"))
+    content = bytearray(shard.read_bytes())
+    content[:8] = (2**62).to_bytes(8, "little")
+    shard.write_bytes(content)
+    for path, text, words in (
+        (shard, None, "a header of 4611686018427387904 bytes must fit into the file"),
+        (tmp_path / "hf" / "config.json", "[" * 10**6, "its JSON is nested too deep"),
+        (tmp_path / "hf" / "config.json", '{"a": 1, "a": 2}', "'a' stands there twice"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        outcome = forge_train("import", tmp_path / "hf", "--run.dir", tmp_path / "run")
+        assert outcome.code == 78
+        assert outcome.err.startswith(f"forge-train: {path}: {words}")
+        assert len(outcome.err.splitlines()) == 1
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
