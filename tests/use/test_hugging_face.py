@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -190,15 +191,21 @@ def test_bf16_is_cast_from_the_fp32_weights_and_a_bias_of_selection_stays(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+LAYOUTS = {
+    "pp2-ep2": ("Qwen3Moe", {"parallel__pp": 2, "parallel__ep": 2}),
+    "tp2-dp2": ("Qwen3", {"parallel__tp": 2}),
+}
+
+
 @pytest.mark.distributed
-def test_export_from_pp2_ep2_equals_export_from_one_process_byte_for_byte(tmp_path: Path) -> None:
-    """A run on pp2 x ep2 saves; one process goes on from it without a step and saves as it likes; both export."""
-    save("Qwen3Moe", tmp_path / "hf")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_export_equals_that_of_one_process_byte_for_byte(tmp_path: Path, layout: str) -> None:
+    """Four ranks train and save. One process takes the weights and saves them as it does. Both are exported."""
+    kind, axes = LAYOUTS[layout]
+    save(kind, tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
-    job = write_job(tmp_path, "[schedule]\n")
-    fitted = fit_on_ranks(
-        4, job, train__steps=3, parallel__pp=2, parallel__ep=2, sample__max_new_tokens=0
-    )  # fmt: skip
+    job = write_job(tmp_path)
+    fitted = fit_on_ranks(4, job, train__steps=3, sample__max_new_tokens=0, **axes)
     assert [f.code for f in fitted] == [0] * 4, fitted[0].problems
     step = tmp_path / "run" / "checkpoints" / "step-00000003"
     assert len(list(step.glob("data-*.bin"))) == 4
@@ -292,6 +299,12 @@ def test_a_damaged_import_never_starts_anew_silently(tmp_path: Path) -> None:
     for _ in range(2):
         outcome = forge_train("run", write_job(tmp_path), "--train.steps", "2")
         assert outcome.code == 66, outcome.err
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    outcome = forge_train("run", write_job(tmp_path), "--train.steps", "2")
+    assert outcome.code == 66
+    assert (
+        "holds no checkpoint, and model.toml beside it is that of imported weights" in outcome.err
+    )
 
 
 @pytest.mark.parametrize(

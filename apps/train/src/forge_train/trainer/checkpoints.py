@@ -16,6 +16,7 @@ from forge_ckpt.stage_state import NamedState, StageState, tensor_names
 from forge_core.optim import IdleOptimizer
 from forge_data import Loader
 from forge_parallel import Meshes
+from forge_train.config.imported import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig
 from forge_train.errors import ConfigError, DataError, JobError, StateError
 from forge_train.trainer.callbacks import Callback, state_name
@@ -83,6 +84,11 @@ class Checkpoints:
                 step = self._store.load({"model": self._state["model"]})
             else:
                 step = self._store.load(self._state, self._check_saved)
+        if step is None and (self._store.path.parent / MODEL_OF_IMPORT).exists():
+            raise StateError(
+                [f"{self._store.path} holds no checkpoint, and {MODEL_OF_IMPORT} beside it is that of imported "
+                 "weights; import them again, or remove that file to begin from fresh ones"]
+            )  # fmt: skip
         seconds = time.perf_counter() - started
         self.last_step = self._committed = -1 if step is None else step
         if not self._config.wait and self._config.staging_gib is not None:
