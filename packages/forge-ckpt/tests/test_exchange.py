@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import forge_ckpt.rank_group
+import forge_ckpt.write.save
 from forge_ckpt import RNGState, Store
 from forge_ckpt.rank_group import RankGroup
 from forge_testing import run_on_ranks
@@ -54,8 +57,10 @@ def counted(root):
             pickle.dumps = refuse
             store.save(1, state)
             saved, calls[:] = list(calls), []
+            store.save(2, state)
+            again, calls[:] = list(calls), []
             store.load(state)
-            return saved, list(calls)
+            return saved, again, list(calls)
         finally:
             pickle.dumps = originals.pop("dumps")
             for name, real in originals.items():
@@ -63,11 +68,60 @@ def counted(root):
 
 
 def test_collectives_of_a_save_and_of_a_load(tmp_path):
-    for saved, loaded in run_on_ranks(2, counted, str(tmp_path)):
-        assert _tally(saved) == {"all_gather": 3, "gather": 3, "broadcast": 8}
+    for saved, again, loaded in run_on_ranks(2, counted, str(tmp_path)):
+        assert _tally(saved) == {"all_gather": 4, "gather": 4, "broadcast": 10}
+        assert _tally(again) == {"all_gather": 3, "gather": 3, "broadcast": 8}, "not planned again"
         assert _tally(loaded) == {"all_gather": 4, "broadcast": 4}
         # the state has 4 MB: its plan, digests and manifest travel, its tensors do not
         assert sum(size for _, size in saved + loaded) < 100_000
+
+
+def with_other_structures(root):
+    """Steps whose states differ in one thing from the one before; each must come back as it was saved."""
+    full, rank = torch.arange(24.0).view(4, 6), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def spread(dim):
+        return distribute_tensor(full.clone(), mesh, [Shard(dim)])
+
+    states = [
+        {"w": spread(0), "b": full.clone(), "n": 1},
+        {"w": spread(0), "b": full.clone() + 1, "n": 2},  # nothing
+        {"w": spread(1), "b": full.clone(), "n": 3},  # a placement
+        {"w": spread(1), "b": full.clone().double(), "n": 4},  # a dtype
+        {"w": spread(1), "b": full[:3].clone().double(), "n": 5},  # a shape
+        {"w": spread(1), "b": full.clone(), "c": full + 7, "n": 6},  # a name
+        {"w": spread(1), "b": full, "c": full, "n": 7},  # a tie
+        {"w": spread(1), "b": full.clone(), "c": full.clone() + 1, "n": 8},  # no tie any more
+        {"w": spread(1), "b": full.clone(), "c": full.clone() + 1, "n": 9},  # of one rank, below
+    ]
+    planned = []
+    real = forge_ckpt.write.save.plan_to_json
+    forge_ckpt.write.save.plan_to_json = lambda plan: (planned.append(1), real(plan))[1]
+    found = []
+    try:
+        with Store(root, keep_last=1) as store:
+            for step, state in enumerate(states):
+                planned.clear()
+                own = {"y": full * 2} if rank and step == len(states) - 1 else {}
+                store.save(step, {"x": state, **own}, wait=step % 2 == 0)
+                back = {k: v * 0 if isinstance(v, torch.Tensor) else 0 for k, v in state.items()}
+                into = {"x": back}
+                store.load(into)
+                whole = [
+                    torch.equal(*(t.full_tensor() if isinstance(t, DTensor) else t for t in pair))
+                    for pair in ((into["x"][k], v) for k, v in state.items() if k != "n")
+                ]
+                found.append((len(planned), all(whole), into["x"]["n"]))
+    finally:
+        forge_ckpt.write.save.plan_to_json = real
+    return found
+
+
+def test_a_state_of_another_structure_is_planned_anew(tmp_path):
+    planned = [1, 0, 1, 1, 1, 1, 1, 1, 1]
+    wanted = [(count, True, n) for n, count in enumerate(planned, start=1)]
+    assert run_on_ranks(2, with_other_structures, str(tmp_path)) == [wanted, wanted]
 
 
 def _tally(calls):

@@ -15,6 +15,7 @@ from forge_ckpt import objects, tree
 from forge_ckpt.wrapped import unwrap
 from forge_ckpt.write.deduplicate import deduplicate_plans
 
+Structure = tuple[list[tuple[Any, ...]], dict[str, str]]
 # Torch gives these an itemsize of whole bytes, whatever their width.
 _WITHOUT_SIZE = re.compile(r"u?int[1-7]|bits\d.*")
 
@@ -39,12 +40,20 @@ class ForgeSavePlanner(DefaultSavePlanner):
         """Name, check and encode the leaves of ``state_dict``."""
         leaves, self.mappings = tree.flatten(state_dict)  # type: ignore[assignment]
         self.state_dict = {name: _leaf(name, value) for name, value in leaves.items()}
+        self.ties = _ties(self.state_dict)
         self.is_coordinator = is_coordinator
+
+    def structure(self) -> Structure:
+        """All that the plan depends on; for equal structures :meth:`create_local_plan` returns equal plans."""
+        kinds = [
+            (name, self.mappings[name], _kind(value)) for name, value in self.state_dict.items()
+        ]
+        return kinds, self.ties
 
     def create_local_plan(self) -> SavePlan:
         """This rank's boxes, and the names that share memory (``ties``)."""
         plan = super().create_local_plan()
-        data = {"paths": self.mappings, "ties": _ties(self.state_dict)}
+        data = {"paths": self.mappings, "ties": self.ties}
         self.plan = dataclasses.replace(plan, planner_data=data)
         return self.plan
 
@@ -57,9 +66,9 @@ class ForgeSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The encoded object, or the plain tensor, at ``index``."""
-        found = super().lookup_object(index)
-        return unwrap(found) if isinstance(found, torch.Tensor) else found
+        """The encoded object, or the plain tensor with this rank's bytes, at ``index``."""
+        found = self.state_dict[index.fqn]
+        return unwrap(found.detach()) if isinstance(found, torch.Tensor) else found
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """A tensor as it is, an object as the bytes of its JSON."""
@@ -91,6 +100,14 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
             "it as uint8"
         )
     return value
+
+
+def _kind(value: torch.Tensor | str) -> tuple[Any, ...] | None:
+    """What a leaf's boxes depend on; None for an object, whose value does not matter."""
+    if isinstance(value, str):
+        return None
+    layout = (value.placements, value.device_mesh) if isinstance(value, DTensor) else None
+    return type(value), value.dtype, tuple(value.shape), layout
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from forge_ckpt.read.load import verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.write.background import BackgroundWriter, SaveEvent, SaveEvents, Stopwatch
 from forge_ckpt.write.retain import Retention
-from forge_ckpt.write.save import PlannedSave
+from forge_ckpt.write.save import PlannedSave, SavePlans
 from forge_ckpt.write.staging import StagingArea
 from forge_ckpt.write.writer import ForgeWriter
 
@@ -56,6 +56,7 @@ class Saver:
         self._max_failures = max_failures
         self._failures = 0  # in a row; the same on all ranks
         self._background = BackgroundWriter()
+        self._plans = SavePlans()
         self._staging = StagingArea(staging_gib)
 
     def save(
@@ -142,7 +143,7 @@ class Saver:
             path, step=step, threads=self._threads, digest=self._digest, metrics=metrics
         )
         with self._explained(step):
-            return PlannedSave(self._group, writer, content)
+            return PlannedSave(self._group, writer, content, self._plans)
 
     def _commit(self, group: RankGroup, save: PlannedSave, step: int, watch: Stopwatch) -> None:
         """Write and commit a planned save, and remove what it makes outdated."""

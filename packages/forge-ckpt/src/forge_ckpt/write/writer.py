@@ -71,15 +71,20 @@ class ForgeWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the temporary directory (coordinator only); each plan carries its name and a rank number."""
+        name = self.make_directory()
+        return [
+            dataclasses.replace(plan, storage_data=(name, rank)) for rank, plan in enumerate(plans)
+        ]
+
+    def make_directory(self) -> str:
+        """Make the temporary directory (coordinator only) and return its name."""
         if os.path.lexists(self.path):
             raise StepExists(f"{self.path} exists; a checkpoint is never written in place")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         name = f"{self.path.name}.tmp-{secrets.token_hex(4)}"
         self._temporary = self.path.parent / name
         self._temporary.mkdir()
-        return [
-            dataclasses.replace(plan, storage_data=(name, rank)) for rank, plan in enumerate(plans)
-        ]
+        return name
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; objects and digests go to the coordinator as write results."""
