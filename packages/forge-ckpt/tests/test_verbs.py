@@ -406,10 +406,10 @@ def test_bars_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
 
 
 def test_memory_is_a_tensor_and_not_the_state(tmp_path):
-    """64 tensors of 2 MiB in each of two checkpoints, by a process that does nothing else."""
+    """128 tensors of 2 MiB in each of two checkpoints, by a process that does nothing else."""
     for name in ("a", "b"):
         with Store(tmp_path / name) as store:
-            store.save(1, {f"w{i}": torch.full((2**19,), float(i)) for i in range(64)})
+            store.save(1, {f"w{i}": torch.full((2**19,), float(i)) for i in range(128)})
     script = r"""
         import re
         from pathlib import Path
@@ -424,4 +424,4 @@ def test_memory_is_a_tensor_and_not_the_state(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     mib = float(done.stdout.split()[-1])
-    assert mib < 80, "blocks, some tensors in float64 and code: about 55; a state has 128"
+    assert mib < 140, "blocks, some tensors in float64 and code: 55 to 85; a state has 256"
