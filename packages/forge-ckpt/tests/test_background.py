@@ -160,6 +160,17 @@ def test_the_failure_of_the_last_save_is_raised_at_the_end(tmp_path, disk, end):
     store.close()
 
 
+@pytest.mark.parametrize("end", [Store.wait, Store.close])
+def test_a_failure_before_the_copy_is_raised_at_the_end_too(tmp_path, monkeypatch, end):
+    store = Store(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda path: (10**9, 10**9 - 1000, 1000))
+        store.save(1, state_of(1), wait=False)
+    with pytest.raises(OSError, match="step 1 was not saved"):
+        end(store)
+    store.close()
+
+
 def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):
     def save_and_raise():
         with Store(tmp_path) as store:

@@ -98,6 +98,11 @@ class BackgroundWriter:
 
         threading.Thread(target=call, name="forge-ckpt-save", daemon=True).start()
 
+    def fail(self, error: BaseException) -> None:
+        """Let the next ``wait`` return ``error``: a call failed before it could start."""
+        self._future = Future()
+        self._future.set_exception(error)
+
     def wait(self) -> BaseException | None:
         """Wait for the last call; its exception, once, or None."""
         future, self._future = self._future, None

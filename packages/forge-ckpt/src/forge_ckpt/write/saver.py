@@ -76,10 +76,11 @@ class Saver:
                     self._commit(self._group, save, step, watch)
                 else:
                     self._stage(save)
-        except OSError:
+        except OSError as error:
             if wait or self._failures >= self._max_failures:
                 raise
-            return  # a full disk: logged, and left to the next save
+            self._background.fail(error)  # a full disk: left to the next save, told by wait and close
+            return
         if not wait:
             self.events.emit(SaveEvent("staged", step, watch()))
             self._background.start(lambda: self._commit_in_background(save, step, watch))
