@@ -8,7 +8,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forge_ckpt import CorruptCheckpoint, ForgeSavePlanner, ForgeWriter, Store, digests, files
+from forge_ckpt import (
+    CorruptCheckpoint,
+    ForgeSavePlanner,
+    ForgeWriter,
+    Store,
+    digests,
+    files,
+    read_tensors,
+)
 from forge_ckpt.manifest import BLOCK_BYTES
 from forge_ckpt.read import arena, blocks, reader
 
@@ -79,6 +87,14 @@ def test_5000_small_tensors_in_3_blocks_cost_3_reads_and_3_digests(tmp_path, cou
     assert sorted(counts["digests"]) == [3 * 32, *sorted(counts["reads"])]
     assert counts["pools"] == 1
     assert all(torch.equal(target[name], state[name]) for name in names)
+
+
+def test_small_tensors_read_one_by_one_cost_each_block_once(tmp_path, counts):
+    state = {f"w{i:04d}": torch.full((500,), float(i)) for i in range(5000)}
+    _save(tmp_path / "step-00000001", {"x": state})
+    for name, tensor in read_tensors(tmp_path):
+        assert torch.equal(tensor, state[name.removeprefix("x.")])
+    assert len(counts["reads"]) == 3
 
 
 def test_blocks_of_neighbouring_tensors_are_read_into_place(tmp_path, monkeypatch):

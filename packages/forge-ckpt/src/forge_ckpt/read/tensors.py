@@ -14,7 +14,7 @@ from forge_ckpt import directories, manifest, objects
 from forge_ckpt.files import byte_view
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
-from forge_ckpt.read.blocks import Segment, read_segments
+from forge_ckpt.read.blocks import LastBlock, Segment, read_segments
 from forge_ckpt.read.reader import ForgeReader, stage_box
 
 
@@ -53,6 +53,7 @@ class SavedTensors:
     def __init__(self, path: str | os.PathLike[str], threads: int = 2) -> None:
         self.path = step_path(Path(path))
         self._threads = threads
+        self._last = LastBlock()
         self._reader = ForgeReader(self.path)
         self.table: Manifest = self._reader.open()
 
@@ -102,7 +103,7 @@ class SavedTensors:
                     (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets)), part)
                 )
                 segments.append(segment)
-        read_segments(self._reader.directory, self.table, segments, self._threads)
+        read_segments(self._reader.directory, self.table, segments, self._threads, self._last)
         for where, part in parts:
             box[where] = part
         return box
@@ -113,7 +114,7 @@ class SavedTensors:
 
     def _fill(self, chunks: list[tuple[Chunk, memoryview]]) -> None:
         segments = [Segment(chunk.file, chunk.start, view) for chunk, view in chunks]
-        read_segments(self._reader.directory, self.table, segments, self._threads)
+        read_segments(self._reader.directory, self.table, segments, self._threads, self._last)
 
     def __enter__(self) -> "SavedTensors":
         return self
