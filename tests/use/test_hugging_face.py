@@ -65,11 +65,14 @@ CASES: dict[str, dict[str, Any]] = {
 FILES = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "{{ x }}"}
 
 
+def config_of(kind: str, **options: Any) -> Any:
+    return getattr(transformers, f"{kind}Config")(**{**SHAPE, **CASES[kind], **options})
+
+
 def save(kind: str, folder: Path, **options: Any) -> Any:
     """A tiny random model of transformers, saved in shards, with files of a tokenizer beside."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **CASES[kind], **options})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **options)).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "inv_freq" in name:
@@ -406,6 +409,10 @@ def test_a_run_is_never_written_over_and_other_folders_are_refused(tmp_path: Pat
     (tmp_path / "hf" / "forge.json").write_text('{"format": 1, "model": {"dim": 3}}')
     with pytest.raises(ConfigError, match=r"forge.json: must have format 1"):
         import_folder(tmp_path / "hf", run_dir=tmp_path / "other")
+    sidecar = {"format": 1, "model": {"moe.capacity_factor": "x"}}
+    (tmp_path / "hf" / "forge.json").write_text(json.dumps(sidecar))
+    with pytest.raises(ConfigError, match=r"forge.json: model.moe.capacity_factor: .* a number"):
+        import_folder(tmp_path / "hf", run_dir=tmp_path / "other")
     with pytest.raises(ConfigError, match=r"config.json: No such file"):
         import_folder(tmp_path / "nowhere", run_dir=tmp_path / "other")
 
@@ -532,3 +539,28 @@ def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
     wrong = [(name, torch.full_like(tensor, 0.1)) for name, tensor in state.items()]
     with pytest.raises(JobError, match=r"must be at most 0\.001 of it"):
         compare(section, wrong, tmp_path / "hf")
+
+
+WEIRD = (None, True, False, "x", "", -1, 0, 2.5, [], [1], [[1]], ["x"], {}, {"a": 1}, {"rope_type": []}, 10**30, float("nan"), float("inf"))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_F98_a_key_of_any_value_is_read_or_refused(kind: str) -> None:
+    """Every key of the family, and those of the others, with values that no file should have: a model, or lines."""
+    hf = config_of(kind).to_dict()
+    section_from_hf(hf)
+    keys = {key for other in CASES for key in config_of(other).to_dict()}
+    inner = [
+        f"rope_parameters.{key}"
+        for key in ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
+    ]
+    for key in (*keys, *inner):
+        for value in WEIRD:
+            table, _, name = key.rpartition(".")
+            changed = {**hf, table: {**hf[table], name: value}} if table else {**hf, key: value}
+            found: Any = None
+            try:
+                found = section_from_hf(changed)
+            except ValueError as error:
+                found = str(error)
+            assert found, (key, value)

@@ -142,7 +142,9 @@ def test_F98_a_size_is_a_whole_number(key: str, value: object) -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan must be a finite number"),
         ({"rope_theta": "1e4"}, "rope_theta '1e4' must be a finite number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' must be true or false"),
-        ({"layer_types": 3}, "layer_types 3 must be a list"),
+        ({"layer_types": 3}, "layer_types 3 must be a list of names"),
+        ({"layer_types": [3]}, r"layer_types \[3\] must be a list of names"),
+        ({"rope_scaling": {"type": [1]}}, r"rope_scaling.type \[1\] must be a name"),
         ({"rope_parameters": "llama3"}, "rope_parameters 'llama3' must be a table"),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": float("nan")}},

@@ -84,6 +84,12 @@ def test_F98_other_values_are_refused_by_the_key_there() -> None:
     for key, value in {"norm_topk_prob": 1, "routed_scaling_factor": "2", "n_group": 1.0}.items():
         with pytest.raises(ValueError, match=f"deepseek_v3: {key} {value!r} must be "):
             DEEPSEEK_V3.config_from_hf({**hf, key: value})
+    for layers in (True, "x", [2.5], [[1]]):
+        with pytest.raises(ValueError, match=r"mlp_only_layers .* must be a list of layers"):
+            QWEN2_MOE.sparse_layers({**written(QWEN2_MOE), "mlp_only_layers": layers})
+    for kinds in (3, "x", [[1]], [None]):
+        with pytest.raises(ValueError, match=r"layer_types .* is unknown and may change"):
+            QWEN2_MOE.config_from_hf({**written(QWEN2_MOE), "layer_types": kinds})
     with pytest.raises(ValueError, match="decoder_sparse_step 0 must be an integer from 1"):
         QWEN2_MOE.sparse_layers({**written(QWEN2_MOE), "decoder_sparse_step": 0})
 

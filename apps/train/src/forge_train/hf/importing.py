@@ -10,7 +10,9 @@ import tyro
 
 from forge_ckpt.hf import HFTensors, read_json, store_hf
 from forge_train.config.imported import NAME, TRAINING_KEYS, table_of, write_table
+from forge_train.config.layers import Layers
 from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.hf.compare import compare
 from forge_train.hf.families import rows_of, section_from_hf
@@ -59,7 +61,8 @@ def import_folder(
     with config_errors():
         hf = read_json(hf_dir / "config.json")
         section = section_from_hf(hf)
-        training = _sidecar(hf_dir / SIDECAR)
+        table = table_of(section, _sidecar(hf_dir / SIDECAR))
+        refuse(_table_problems(table, hf_dir / SIDECAR))
         family = hf["model_type"]
         source = HFTensors(hf_dir, rows_of(section, family), _ignored(section, hf))
         refuse([f"{hf_dir}: {p}" for p in source.differences(build_model(section, 0).state_dict())])
@@ -77,7 +80,6 @@ def import_folder(
         (paths.path / FILES).mkdir(exist_ok=True)
         for name, content in kept.items():
             (paths.path / FILES / name).write_bytes(content)
-        table = table_of(section, training)
         write_table(paths.path / NAME, table, "The model of the imported weights; jobs here get it")
     except OSError as error:
         raise JobError(
@@ -120,6 +122,15 @@ def _sidecar(path: Path) -> dict[str, Any]:
             "file, or use the version that wrote it"
         )
     return model
+
+
+def _table_problems(table: dict[str, Any], sidecar: Path) -> list[str]:
+    """Why jobs could not read the table; the only part of it that is not ours is the sidecar's."""
+    layers = Layers()
+    for key, value in table.items():
+        layers.set(f"model.{key}", "none" if value is None else value, "import")
+    _, problems = structure(layers.values)
+    return [f"{sidecar}: {problem}" for problem in problems if problem.startswith("model")]
 
 
 def _kept_files(folder: Path) -> dict[str, bytes]:

@@ -35,7 +35,12 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     ((*_NUMBERS, *_ROPE_NUMBERS), is_finite, "a finite number"),
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
-    (("layer_types",), lambda value: isinstance(value, list), "a list"),
+    (
+        ("layer_types",),
+        lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
+        "a list of names",
+    ),
+    (("rope_type", "type"), lambda value: isinstance(value, str), "a name"),
     (("rope_scaling", "rope_parameters"), lambda value: isinstance(value, Mapping), "a table"),
 )
 _READ = {
@@ -234,8 +239,8 @@ def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary keys flat, those of transformers 5 before those of 4."""
     theta, partial = hf.get("rope_theta"), hf.get("partial_rotary_factor")
     rope: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta}
-    rope.update(hf.get("rope_scaling") or {})
-    rope.update(hf.get("rope_parameters") or {})
+    for table in (hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}):
+        rope.update({key: value for key, value in table.items() if value is not None})
     rope.setdefault("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") is None:
         rope["partial_rotary_factor"] = 1.0 if partial is None else partial

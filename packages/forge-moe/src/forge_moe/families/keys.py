@@ -125,7 +125,7 @@ class ConfigKeys:
                 continue
             if key == "sliding_window" and (value == 0 or hf.get("use_sliding_window") is False):
                 continue
-            if key == "layer_types" and set(value) == {"full_attention"}:
+            if key == "layer_types" and isinstance(value, list) and not _other_kinds(value):
                 continue
             if key not in required:
                 problems.append(
@@ -137,6 +137,10 @@ class ConfigKeys:
                     f"{key} {value!r} is not supported; use a model with {required[key]!r}"
                 )
         return problems
+
+
+def _other_kinds(layer_types: list[Any]) -> list[Any]:
+    return [kind for kind in layer_types if kind != "full_attention"]
 
 
 def _from_hf(key: str, value: Any) -> Any:
@@ -154,7 +158,11 @@ def every_layer(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 def stepped_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Every `decoder_sparse_step`-th layer, but none of `mlp_only_layers` (Qwen)."""
-    dense, step = hf.get("mlp_only_layers") or (), _count(hf, "decoder_sparse_step", 1, 1)
+    dense, step = hf.get("mlp_only_layers") or [], _count(hf, "decoder_sparse_step", 1, 1)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ValueError(
+            f"mlp_only_layers {dense!r:.80} must be a list of layers; give the published config.json"
+        )
     return tuple(i for i in every_layer(hf) if i not in dense and (i + 1) % step == 0)
 
 
