@@ -133,6 +133,28 @@ class Ends(nn.Module):
             self.head.weight = self.emb.weight
 
 
+def _expanded():
+    return torch.full((1, 3), 7.0).expand(5, 3)
+
+
+def _inference():
+    with torch.inference_mode():
+        return torch.full((5, 3), 7.0)
+
+
+@pytest.mark.parametrize("make", [_expanded, _inference])
+def test_a_tensor_that_cannot_be_filled_is_refused_before_another_is(tmp_path, make):
+    with Store(tmp_path) as store:
+        store.save(1, {"m": {"first": torch.ones(3), "odd": torch.ones(5, 3)}})
+        state = {"m": {"first": torch.zeros(3), "odd": make()}}
+        with pytest.raises(ValueError, match=r"m\.odd (is expanded|was made).*load into a clone"):
+            store.load(state)
+        assert not state["m"]["first"].any()
+        state["m"]["odd"] = state["m"]["odd"].clone()
+        assert store.load(state) == 1
+        assert state["m"]["odd"].eq(1).all()
+
+
 def test_F96_an_untied_checkpoint_is_not_loaded_into_a_tied_model(tmp_path):
     tied = Ends(True)
     before = tied.emb.weight.detach().clone()

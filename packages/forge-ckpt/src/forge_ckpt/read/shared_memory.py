@@ -25,10 +25,14 @@ class _Box(NamedTuple):
 def check_shared_memory(
     staged: list[tuple[ReadItem, torch.Tensor]], planner: ForgeLoadPlanner, where: str
 ) -> None:
-    """Raise CheckpointMismatch where one saved tensor would overwrite bytes of another.
+    """Raise CheckpointMismatch where a tensor cannot be filled, or would overwrite bytes of another.
 
     Cost: host memory and two copies of the shared ranges; nothing without shared memory.
     """
+    for item, _ in staged:
+        if reason := _unfillable(planner.resolve_tensor(item)):
+            name = item.dest_index.fqn
+            raise CheckpointMismatch(f"{where}: {name} {reason}; load into a clone() of it")
     boxes = [box for item, source in staged for box in _box(item, source, planner)]
     for group in _groups(boxes):
         lost = _overwritten(group)
@@ -47,6 +51,15 @@ def _box(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> Ite
         begin = target.data_ptr()
         end = begin + (last + 1) * target.element_size()
         yield _Box(item.dest_index.fqn, str(target.device), begin, end, target, source)
+
+
+def _unfillable(target: torch.Tensor) -> str:
+    """Why torch would refuse to copy into it, when others are filled already; empty if it would not."""
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride())):
+        return "is expanded here: its elements share memory"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made here in inference mode, and may not change outside"
+    return ""
 
 
 def _groups(boxes: list[_Box]) -> Iterator[list[_Box]]:

@@ -79,7 +79,9 @@ class Saver:
         except OSError as error:
             if wait or self._failures >= self._max_failures:
                 raise
-            self._background.fail(error)  # a full disk: left to the next save, told by wait and close
+            self._background.fail(
+                error
+            )  # a full disk: left to the next save, told by wait and close
             return
         if not wait:
             self.events.emit(SaveEvent("staged", step, watch()))
