@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_ckpt import Store, load_hf
@@ -111,6 +112,29 @@ def test_a_model_is_filled_whole_and_in_shards(tmp_path):
     assert same(model.state_dict(), state(2))
     for found in run_on_ranks(4, load_sharded, str(tmp_path / "out")):
         assert same(found, state(2))
+
+
+def load_twice_cut(path):
+    """Rows cut by tensor parallelism first and by FSDP2 then, and columns by the one and rows by the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.ModuleDict(
+        {"rows": nn.Linear(6, 10, bias=False), "columns": nn.Linear(6, 10, bias=False)}
+    )
+    for layer, dim in zip(model.values(), (0, 1)):
+        cut = distribute_tensor(torch.zeros(10, 6), mesh["tp"], [Shard(dim)])
+        layer.weight = nn.Parameter(cut)
+        fully_shard(layer, mesh=mesh["dp"])
+    load_hf(path, [("a", "rows.weight", ()), ("b", "columns.weight", ())], model)
+    return [layer.weight.full_tensor().detach() for layer in model.values()]
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_is_cut_twice_is_filled(tmp_path):
+    whole = {"rows.weight": torch.arange(60.0).view(10, 6), "columns.weight": torch.randn(10, 6)}
+    rows = [("a", "rows.weight", ()), ("b", "columns.weight", ())]
+    save_hf(tmp_path / "out", rows, whole)
+    for found in run_on_ranks(4, load_twice_cut, str(tmp_path / "out")):
+        assert all(torch.equal(a, b) for a, b in zip(found, whole.values()))
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_changes(tmp_path):
