@@ -330,7 +330,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 cells.append("{:.2f} ({:.2f}-{:.2f})".format(*shown) + of_bound)
             unit = "GB/s" if large and what in ("save", "load") else "s"
             title = {"blocked": "async, blocked", "total": "async, total"}.get(what, what)
-            lines.append(f"| {row['state']}: {title}, {unit} | " + " | ".join(cells) + " |")
+            if any(cells):
+                lines.append(f"| {row['state']}: {title}, {unit} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
