@@ -209,13 +209,15 @@ def test_staging_beyond_its_bound_is_refused(tmp_path):
         ):
             store.save(1, state_of(1), wait=False)
         with pytest.raises(ValueError, match="staging_gib"):
-            store.check_staging(state_of(1))
+            store.prepare(state_of(1))
         assert not list(tmp_path.glob("step-*"))
         store.save(1, state_of(1))
         assert store.steps() == [1]
     with Store(tmp_path, staging_gib=1) as store:
-        store.check_staging(state_of(1))
+        store.prepare(state_of(1))
         assert not list(tmp_path.glob("*.tmp-*"))
+        store.save(1, state_of(1), wait=False)
+    assert loaded(tmp_path) == (1, 1)
     for bad in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="staging_gib"):
             Store(tmp_path, staging_gib=bad)

@@ -137,14 +137,15 @@ class Store:
         else:
             self._saver.save_again(step, lambda: _content(state), metrics, self.path / repeat)
 
-    def check_staging(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if a save of ``state`` with ``wait=False`` would need more than ``staging_gib``.
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Get ready for saves of ``state`` with ``wait=False``: without it the first one does this.
 
-        A job can so refuse a bound at its start that its first save would refuse.
+        Plans them, raises ValueError if they need more than ``staging_gib``, and takes their host memory in
+        the background: fresh or pinned memory takes longer than the copy (a GB a second or less).
         """
         self._saver.finish_pending()
         self._group.run_on_all_ranks(lambda: self._require_open(writing=True))
-        self._saver.check_staging(lambda: _content(state))
+        self._saver.prepare(lambda: _content(state))
 
     def poll(self) -> list[SaveEvent]:
         """What became of saves since the last call; returns at once, no communication."""

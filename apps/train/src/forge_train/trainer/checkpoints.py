@@ -91,9 +91,9 @@ class Checkpoints:
             )  # fmt: skip
         seconds = time.perf_counter() - started
         self.last_step = self._committed = -1 if step is None else step
-        if not self._config.wait and self._config.staging_gib is not None:
+        if self._config.every_steps and not self._config.wait:
             with store_errors(self._store.path, ConfigError):
-                self._store.check_staging(self._state)
+                self._store.prepare(self._state)
         return seconds
 
     def settle(self) -> list[int]:

@@ -87,13 +87,17 @@ class Saver:
             self.events.emit(SaveEvent("staged", step, watch()))
             self._background.start(lambda: self._commit_in_background(save, step, watch))
 
-    def check_staging(self, content: Content) -> None:
-        """Raise ValueError if ``staging_gib`` is too small for ``content``."""
-        save = self._plan(0, self._root / "step-00000000.tmp-staging", content, None)
+    def prepare(self, content: Content) -> None:
+        """Plan background saves of ``content`` and take their memory, in the background, for the first one."""
+        save = self._plan(0, self._root / "step-00000000.tmp-prepare", content, None)
         try:
+            self._make_writing_group()
             self._group.run_on_all_ranks(lambda: self._staging.check(save.layout.size))
+            pieces, size = save.layout.pieces, save.layout.size
         finally:
             save.discard()
+        for_cuda = any(piece.tensor.is_cuda for piece in pieces)
+        self._background.start(lambda: self._staging.reserve(size, for_cuda))
 
     def save_again(
         self,
@@ -163,12 +167,15 @@ class Saver:
 
     def _stage(self, save: PlannedSave) -> None:
         try:
-            if self._writing_group is None:
-                self._writing_group = self._group.twin()
+            self._make_writing_group()
             self._group.run_on_all_ranks(lambda: save.stage(self._staging))
         except BaseException:
             save.discard()
             raise
+
+    def _make_writing_group(self) -> None:
+        if self._writing_group is None:
+            self._writing_group = self._group.twin()
 
     def _commit_in_background(self, save: PlannedSave, step: int, watch: Stopwatch) -> None:
         assert self._writing_group is not None

@@ -38,8 +38,9 @@ class StagingArea:
         self.check(layout.size)
         devices = {piece.tensor.device for piece in layout.pieces}
         cuda = sorted((device for device in devices if device.type == "cuda"), key=str)
-        memory = self._reserve(layout.size, for_cuda=bool(cuda))
-        self._size = layout.size
+        self.reserve(layout.size, for_cuda=bool(cuda))
+        assert self._memory is not None
+        memory, self._size = self._memory, layout.size
         end = 0
         for piece in layout.pieces:
             memory[end : piece.start].zero_()  # the gap before it: equal states make equal files
@@ -59,6 +60,15 @@ class StagingArea:
                 "saves; raise it, or save with wait=True, which needs no copy"
             )
 
+    def reserve(self, size: int, for_cuda: bool) -> None:
+        """Take memory for a file of ``size`` bytes, and touch it: fresh pages cost more than a copy into them."""
+        enough = self._memory is not None and self._memory.numel() >= size
+        if not enough or (for_cuda and not self._for_cuda):
+            self.release()
+            self._memory = _host_memory(max(size, 1)).zero_()
+            self._for_cuda = for_cuda
+            self._pinned = for_cuda and _pin(self._memory)
+
     def bytes_of_file(self) -> memoryview:
         """The staged bytes; waits for the copies from devices."""
         for event in self._copied:
@@ -72,16 +82,6 @@ class StagingArea:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._copied = None, []
         self._pinned = self._for_cuda = False
-
-    def _reserve(self, size: int, for_cuda: bool) -> torch.Tensor:
-        enough = self._memory is not None and self._memory.numel() >= size
-        if not enough or (for_cuda and not self._for_cuda):
-            self.release()
-            self._memory = _host_memory(max(size, 1))
-            self._for_cuda = for_cuda
-            self._pinned = for_cuda and _pin(self._memory)
-        assert self._memory is not None
-        return self._memory
 
     @staticmethod
     def _copy_from_cuda(pieces: list[Piece], memory: torch.Tensor) -> torch.cuda.Event:
