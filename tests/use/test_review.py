@@ -97,3 +97,11 @@ def test_F116_float8_recomputation_and_text_go_through_save_load_and_sample(tmp_
     assert step == 3
     assert stream_text(tmp_path / "run", prompt="The ", max_new_tokens=3, device="cpu") == 0
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_sample_of_a_model_with_more_ids_than_the_tokenizer_has_texts(tmp_path: Path) -> None:
+    """As imported models have: their vocabularies are padded."""
+    sets = {"model.vocab_size": 4000, "train.steps": 1, "metrics.console": "off"}
+    trainer = Trainer(load_job(write_job(tmp_path), {**sets, "sample.max_new_tokens": 30}))
+    trainer.fit()
+    assert "\N{REPLACEMENT CHARACTER}" in sample_text(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def compare(
     Both compute in fp32 on the CPU and are held at once. ConfigError where transformers is not installed or
     cannot load the folder, JobError for logits that differ by more than rounding.
     """
+    # importing it tells of kernels for GPUs that are not here
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import transformers
     except ImportError as error:

@@ -44,6 +44,9 @@ def continuation(
         token = int(step[0])
         if token == tokenizer.eos_id:
             break
+        if token >= tokenizer.vocab_size:  # the model has more ids than the tokenizer has texts
+            yield "\N{REPLACEMENT CHARACTER}"
+            continue
         new.append(token)
         text = tokenizer.decode(new)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the middle of a character
