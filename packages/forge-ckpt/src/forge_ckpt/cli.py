@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from forge_ckpt.errors import CorruptCheckpoint, StoreInUse
+from forge_ckpt.errors import CorruptCheckpoint, StoreInUse, one_line
 
 OK, CORRUPT, WRONG_USAGE, INTERRUPTED = 0, 66, 78, 130
 
@@ -31,5 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: object, code: int) -> int:
-    print(f"forge-ckpt: {message}", file=sys.stderr)
+    lines = str(message).split("\n")
+    print("forge-ckpt: " + "\n".join(one_line(line, None) for line in lines), file=sys.stderr)
     return code

@@ -1,9 +1,10 @@
 """Exceptions, one class for each reaction of a caller."""
 
 
-def one_line(text: str) -> str:
-    """The first 300 characters of ``text``; escapes for what no log can hold, which names from a disk may."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:300])
+def one_line(text: str, limit: int | None = 300) -> str:
+    """The first ``limit`` characters of ``text``; escapes for what no log or terminal should get, which names
+    from a disk may hold."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:limit])
 
 
 class CorruptCheckpoint(RuntimeError):

@@ -15,6 +15,7 @@ from forge_ckpt.verbs.show import (
     CheckpointPath,
     print_columns,
     print_json,
+    print_line,
     progress,
 )
 
@@ -143,7 +144,7 @@ def _text(value: Any) -> str:
 def _print(found: dict[str, Any]) -> None:
     for key, label in (("only_in_a", "only in A"), ("only_in_b", "only in B")):
         for name in found[key]:
-            print(f"{label}: {name}")
+            print_line(f"{label}: {name}")
     if found["tensors"]:
         rows = [("tensor", "shape", "dtype", "differ", "max abs", "max rel")]
         for t in found["tensors"]:
@@ -157,5 +158,5 @@ def _print(found: dict[str, Any]) -> None:
             rows.append((t["name"], shape, dtype, cells[0], cells[1], cells[2]))
         print_columns(rows, right={3, 4, 5})
     for name, (a, b) in found["objects"].items():
-        print(f"{name}: {a!r:.100} in A, {b!r:.100} in B")
+        print_line(f"{name}: {a!r:.100} in A, {b!r:.100} in B")
     print(f"{found['equal']} tensors are equal, {len(found['tensors'])} differ")

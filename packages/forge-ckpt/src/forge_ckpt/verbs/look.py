@@ -21,6 +21,7 @@ from forge_ckpt.verbs.show import (
     chosen,
     print_columns,
     print_json,
+    print_line,
     progress,
     steps_of,
 )
@@ -81,7 +82,8 @@ def inspect(directory: StorePath, /, step: StepNumber = None, json: bool = False
     if json:
         print_json(found)
         return SAME
-    print(f"step {found['step']}, {found['bytes']:,} bytes, saved with torch {found['torch']}\n")
+    print_line(f"step {found['step']}, {found['bytes']:,} bytes, saved with torch {found['torch']}")
+    print()
     files = [(name, f"{size:,}") for name, size in found["files"].items()]
     print_columns([("file", "bytes"), *files], right={1})
     print()
@@ -90,7 +92,8 @@ def inspect(directory: StorePath, /, step: StepNumber = None, json: bool = False
         for name, entry in sorted(found["tensors"].items())
     ]
     print_columns([("tensor", "shape", "dtype", "bytes"), *tensors], right={3})
-    print("\nobjects: " + (", ".join(found["objects"]) or "none"))
+    print()
+    print_line("objects: " + (", ".join(found["objects"]) or "none"))
     return SAME
 
 
@@ -175,7 +178,7 @@ def cat(
         values = shown.tolist() if not box.is_complex() else torch.view_as_real(box).tolist()
         print_json({"tensor": name, "shape": list(box.shape), "dtype": dtype, "values": values})
     else:
-        print(f"{name} {tuple(box.shape)} {objects.dtype_name(box.dtype)}")
+        print_line(f"{name} {tuple(box.shape)} {objects.dtype_name(box.dtype)}")
         print(box)
     return SAME
 

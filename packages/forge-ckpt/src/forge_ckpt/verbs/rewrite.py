@@ -25,6 +25,7 @@ from forge_ckpt.verbs.show import (
     StepNumber,
     StorePath,
     print_json,
+    print_line,
     progress,
     steps_of,
 )
@@ -244,4 +245,4 @@ def _say(target: Path, json: bool, not_read: Sequence[str] = ()) -> None:
     else:
         print(f"written: {target}")
         if not_read:
-            print(f"not read, as DCP does not list them: {', '.join(not_read)}")
+            print_line(f"not read, as DCP does not list them: {', '.join(not_read)}")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from forge_ckpt import directories
+from forge_ckpt.errors import one_line
 
 SAME, DIFFERENT, CORRUPT = 0, 1, 66
 
@@ -36,8 +37,14 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
+def print_line(text: str) -> None:
+    """A line that may hold names from a disk."""
+    print(one_line(text, None))
+
+
 def print_columns(rows: Sequence[tuple[str, ...]], right: set[int]) -> None:
     """Columns as wide as their longest cell; those in ``right`` are right-aligned."""
+    rows = [tuple(one_line(cell, None) for cell in row) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [
