@@ -2,6 +2,9 @@
 
 import errno
 import logging
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -181,6 +184,41 @@ def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):
     with pytest.raises(ZeroDivisionError):
         save_and_raise()
     assert "step 1 was not saved" in caplog.text
+
+
+def test_an_interrupt_of_a_wait_leaves_the_save_to_close(tmp_path, disk):
+    def wait_and_be_interrupted():
+        with Store(tmp_path) as store:
+            disk.close()
+            store.save(1, state_of(1), wait=False)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            threading.Timer(0.6, disk.open).start()
+            store.wait()
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait_and_be_interrupted()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    # the staging memory must not be unmapped under the threads that write it
+    assert loaded(tmp_path) == (1, 1)
+
+
+END_AFTER_CLOSE = """
+import sys, torch
+from forge_ckpt import Store
+
+with Store(sys.argv[1]) as store:
+    store.save(1, {"m": {f"w{n}": torch.ones(10) for n in range(2000)}}, wait=False)
+"""
+
+
+def test_a_program_can_end_right_after_close(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", END_AFTER_CLOSE, tmp_path], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_damage_found_by_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):

@@ -1,12 +1,12 @@
 """Saves that a thread of its own writes and commits, one at a time, while training goes on."""
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 logger = logging.getLogger("forge_ckpt")
@@ -74,36 +74,38 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._future: Future[None] | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether the last call still runs."""
-        return self._future is not None and not self._future.done()
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._error: BaseException | None = None
 
     def start(self, run: Callable[[], None]) -> None:
         """Call ``run`` in the thread; the call before must have been waited for."""
-        assert self._future is None, "wait() first"
-        future = self._future = Future()
+        assert self._thread is None, "wait() first"
 
         def call() -> None:
             if sys.platform == "linux":  # elsewhere it would be the whole process
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+                with contextlib.suppress(OSError):  # a sandbox may refuse it
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             try:
                 run()
             except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+                self._error = error
+            self._done.set()
 
-        threading.Thread(target=call, name="forge-ckpt-save", daemon=True).start()
+        self._done.clear()
+        thread = threading.Thread(target=call, name="forge-ckpt-save", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def fail(self, error: BaseException) -> None:
         """Let the next ``wait`` return ``error``: a call failed before it could start."""
-        self._future = Future()
-        self._future.set_exception(error)
+        self._error = error
 
     def wait(self) -> BaseException | None:
-        """Wait for the last call; its exception, once, or None."""
-        future, self._future = self._future, None
-        return None if future is None else future.exception()
+        """Wait for the last call; its exception, once, or None. An interrupt leaves it to the next ``wait``."""
+        if self._thread is not None:
+            self._done.wait()  # not join: interrupted, it would take the thread for ended (Python 3.11)
+            self._thread.join()  # it still frees tensors; the end of the process meanwhile would be an abort
+            self._thread = None
+        error, self._error = self._error, None
+        return error
