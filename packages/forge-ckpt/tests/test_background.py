@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from forge_ckpt import CorruptCheckpoint, SaveEvent, Store
+from forge_ckpt import CorruptCheckpoint, SaveEvent, StepExists, Store
 from forge_testing import run_on_ranks
 from forge_testing.disk import Disk
 
@@ -172,6 +172,26 @@ def test_a_failure_before_the_copy_is_raised_at_the_end_too(tmp_path, monkeypatc
     with pytest.raises(OSError, match="step 1 was not saved"):
         end(store)
     store.close()
+
+
+def test_a_step_that_failed_after_its_rename_is_committed_when_it_is_saved_again(
+    tmp_path, monkeypatch
+):
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Store(tmp_path) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr("forge_ckpt.directories.sync_directory", fails)
+            store.save(1, state_of(1), wait=False)
+            with pytest.raises(OSError, match="Input/output error"):
+                store.wait()
+        assert [(e.kind, e.failures) for e in store.poll()][-1] == ("failed", 1)
+        store.save(1, state_of(1))
+        assert kinds(store.poll()) == [("committed", 1)]
+        with pytest.raises(StepExists):
+            store.save(1, state_of(2))
+        assert [(e.kind, e.failures) for e in store.poll()] == [("failed", 1)]
 
 
 def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):

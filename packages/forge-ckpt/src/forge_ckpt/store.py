@@ -135,7 +135,9 @@ class Store:
         if repeat is None:
             self._saver.save(step, lambda: _content(state), metrics, wait, watch)
         else:
-            self._saver.save_again(step, lambda: _content(state), metrics, self.path / repeat)
+            self._saver.save_again(
+                step, lambda: _content(state), metrics, self.path / repeat, watch
+            )
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Get ready for saves of ``state`` with ``wait=False``: without it the first one does this.

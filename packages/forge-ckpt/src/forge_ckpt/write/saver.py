@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,23 +106,24 @@ class Saver:
         content: Content,
         metrics: Mapping[str, float] | None,
         repeat: Path,
+        watch: Stopwatch,
     ) -> None:
         """Save a committed step once more, as ``repeat``; compare both and keep the sound one.
 
         Raises StepExists if both are sound and differ.
         """
-        save = self._plan(step, repeat, content, metrics)
-        try:
-            with self._explained(step):
-                save.write_and_commit(self._group, lambda: None)
-        finally:
-            save.discard()
-        try:
-            self._keep_one(step, repeat)
-        finally:
-            if self._group.rank == 0 and repeat.exists():
-                directories.remove_step(repeat)
-        self._retain(self._group, step)
+        with self.reported(step, watch):
+            save = self._plan(step, repeat, content, metrics)
+            try:
+                with self._explained(step):
+                    save.write_and_commit(self._group, lambda: None)
+                self._keep_one(step, repeat)
+            finally:
+                save.discard()
+                if self._group.rank == 0:
+                    shutil.rmtree(repeat, ignore_errors=True)
+            self._retain(self._group, step)
+        self._committed(step, watch)
 
     def finish_pending(self) -> None:
         """Wait for the background save before a new one. Not collective: its thread is."""
@@ -162,6 +164,9 @@ class Saver:
             self._retain(group, step)
         finally:
             save.discard()
+        self._committed(step, watch)
+
+    def _committed(self, step: int, watch: Stopwatch) -> None:
         self._failures = 0
         self.events.emit(SaveEvent("committed", step, watch()))
 
