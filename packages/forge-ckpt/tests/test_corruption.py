@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from forge_ckpt import CorruptCheckpoint, Store, manifest
+from forge_ckpt import CorruptCheckpoint, Store, manifest, read_tensors
 from forge_ckpt.files import Directory
 from forge_testing import run_on_ranks
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.distributed
 BLOCK = manifest.BLOCK_BYTES
 DATA = ["data-0.bin", "data-1.bin"]
 FILES = [*DATA, "manifest.json"]
+MANIFEST = "step-00000002/manifest.json"
 
 
 def _whole(seed):
@@ -311,6 +312,27 @@ def _load(original, root, names, older):
     return wrong
 
 
+def _read_and_verify(original, root, names):
+    """What `read_tensors` and `verify` do not find of each case; one process."""
+    original, root = Path(original), Path(root)
+    cases, before = _cases(original / "step-00000002"), _digests(original / "step-00000002")
+    wrong = {}
+    for name in names:
+        _harmed(original, root, cases[name], False, before)
+        with Store(root, read_only=True) as store:
+            doors = (lambda: list(read_tensors(root / "step-00000002")), lambda: store.verify(2))
+            for door in doors:
+                try:
+                    door()
+                    wrong[name] = "not found"
+                except CorruptCheckpoint:
+                    pass
+                except Exception as error:  # without a manifest, a path is no checkpoint
+                    if type(error) is not ValueError or (root / MANIFEST).is_file():
+                        wrong[name] = repr(error)
+    return wrong
+
+
 def _same(a, b):
     return all(
         torch.equal(getattr(x, "_local_tensor", x), getattr(y, "_local_tensor", y))
@@ -340,3 +362,9 @@ def test_all_damage_is_found_before_it_is_used(original, tmp_path, world, way, l
     root, older = str(tmp_path / "store"), way == "older"
     found = run_on_ranks(world, _load, str(original), root, names, older, timeout=300)
     assert found == [{}] * world
+
+
+@pytest.mark.parametrize("every", [17, pytest.param(2, marks=pytest.mark.slow)])
+def test_all_damage_is_found_without_a_state_too(original, tmp_path, every):
+    names, root = _names(original)[::every], str(tmp_path / "store")
+    assert run_on_ranks(1, _read_and_verify, str(original), root, names, timeout=300) == [{}]
