@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import random
 import time
 from pathlib import Path
 
@@ -222,3 +223,78 @@ def test_a_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_the_old
     synced = [at for at, call, path in calls if "data-" in path]
     assert max(synced) < said
     assert said < next(at for at, _, path in calls if path.endswith("manifest.json"))
+
+
+# ---- a structure is planned once: states whose structure changes in between
+
+
+def _variants(value):
+    """States of nearly the same structure: a plan of one would write another wrongly."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    numbers = torch.arange(12.0) + 100 * value
+    wide, tall = numbers.reshape(3, 4), numbers.reshape(4, 3)
+    twin = wide.clone()
+    shards = {
+        f"on_{dim}": distribute_tensor(wide.clone(), mesh, [placement])
+        for dim, placement in (("0", Shard(0)), ("1", Shard(1)), ("all", Replicate()))
+    }
+    return [
+        {"a": wide, "b": wide + 1, "o": value},
+        {"a": twin, "b": twin, "o": value},  # tied
+        {"a": tall, "b": tall + 1, "o": value},  # shapes
+        {"a": wide.int(), "b": wide.int() + 1, "o": value},  # of the same size
+        {"b": wide + 1, "a": wide, "o": value},  # order
+        {"a": wide, "b": value, "o": value},  # an object for a tensor
+        {"a": wide, "b": wide + 1, "o": [value] * 3},
+        {"a": {"0": wide, "1": wide + 1}},  # names a.0 and a.1 on four kinds of paths
+        {"a": {0: wide, 1: wide + 1}},
+        {"a": [wide, wide + 1]},
+        {"a": (wide, wide + 1)},
+        *({"a": shard, "b": wide + 1, "o": value} for shard in shards.values()),
+        {"a": wide, "b": wide[:, :0], "o": value},
+        {"a": wide, "b": numbers[:1].reshape(()), "o": value},
+    ]
+
+
+def _whole(tree):
+    if isinstance(tree, torch.Tensor):
+        full = tree.full_tensor() if hasattr(tree, "full_tensor") else tree
+        return (str(full.dtype), tuple(full.shape), full.tolist())
+    if isinstance(tree, dict):
+        return {key: _whole(value) for key, value in tree.items()}
+    return [type(tree), *map(_whole, tree)] if isinstance(tree, (list, tuple)) else tree
+
+
+def _empty(tree):
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree)
+    if isinstance(tree, dict):
+        return {key: _empty(value) for key, value in tree.items()}
+    return type(tree)(map(_empty, tree)) if isinstance(tree, (list, tuple)) else None
+
+
+def _alternate(root, seed, wait):
+    rng, wrong = random.Random(seed), []
+    with Store(root, keep_last=2) as store:
+        kind = 0
+        for step in range(1, 25):
+            count = len(_variants(0))
+            kind = rng.choice([kind, (kind + 1) % count, kind - 1, rng.randrange(count)]) % count
+            state = {"m": _variants(step)[kind]}
+            if kind % 5 == 0:  # a name on this rank alone
+                state[f"of_{dist.get_rank()}"] = {"x": torch.full((3,), step + dist.get_rank())}
+            wanted, back = _whole(state), _empty(state)
+            store.save(step, state, wait=wait)
+            if rng.random() < 0.5:  # containers as they were saved
+                back["m"] = None
+            if rng.random() < 0.6:
+                assert store.load(back) == step
+                if _whole(back) != wanted:
+                    wrong.append((step, kind))
+    return wrong
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(2))
+def test_states_whose_structure_changes_between_saves(tmp_path, seed, wait):
+    assert run_on_ranks(2, _alternate, str(tmp_path), seed, wait) == [[]] * 2
