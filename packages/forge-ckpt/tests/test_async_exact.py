@@ -7,7 +7,6 @@ import random
 import time
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from forge_ckpt import RNGState, Store
 from forge_testing import run_on_ranks
 from forge_testing.disk import Disk
+
+numpy = pytest.importorskip("numpy")
 
 pytestmark = pytest.mark.distributed
 
