@@ -194,6 +194,21 @@ def test_a_step_that_failed_after_its_rename_is_committed_when_it_is_saved_again
         assert [(e.kind, e.failures) for e in store.poll()] == [("failed", 1)]
 
 
+def test_a_copy_that_the_system_refuses_is_a_failed_save(tmp_path, monkeypatch, caplog):
+    def refuses(area, layout):
+        raise OSError("no memory for so much")  # without a number, and so without strerror
+
+    with Store(tmp_path) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr("forge_ckpt.write.staging.StagingArea.stage", refuses)
+            store.save(1, state_of(1), wait=False)
+        with pytest.raises(
+            OSError, match="step 1 was not saved in .*: no memory for so much; older"
+        ):
+            store.wait()
+    assert "no memory for so much" in caplog.text
+
+
 def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):
     def save_and_raise():
         with Store(tmp_path) as store:

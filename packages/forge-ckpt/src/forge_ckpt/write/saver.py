@@ -76,7 +76,8 @@ class Saver:
                 if wait:
                     self._commit(self._group, save, step, watch)
                 else:
-                    self._stage(save)
+                    with self._explained(step):
+                        self._stage(save)
         except OSError as error:
             if wait or self._failures >= self._max_failures:
                 raise
@@ -194,7 +195,7 @@ class Saver:
             yield
         except Exception as error:
             self._failures += 1
-            text = str(error.strerror if isinstance(error, OSError) else error)
+            text = str(getattr(error, "strerror", None) or error)
             if self._group.rank == 0:
                 logger.warning("%s (failed save %d in a row)", text, self._failures)
             self.events.emit(SaveEvent("failed", step, watch(), text, self._failures))
@@ -207,7 +208,7 @@ class Saver:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"step {step} was not saved in {self._root}: {error.strerror}; older checkpoints are "
+                f"step {step} was not saved in {self._root}: {error.strerror or error}; older checkpoints are "
                 "untouched; make room or raise the limit, then save again",
             ) from error
 
