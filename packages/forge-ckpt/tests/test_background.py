@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -97,6 +98,29 @@ def test_training_goes_on_while_the_disk_is_slow(tmp_path, disk):
         back = {"w": torch.ones(BLOCK)}
         assert store.load(back) == 1
         assert not back["w"].any()
+
+
+def test_a_staged_save_keeps_no_tensor_of_the_state(tmp_path, disk):
+    class Gathers:
+        def state_dict(self):
+            made = torch.ones(BLOCK)
+            self.made = weakref.ref(made)
+            return {"full": made}
+
+        def load_state_dict(self, state):
+            assert state["full"].all()
+
+    with Store(tmp_path) as store:
+        source = Gathers()
+        disk.close()
+        store.save(1, {"source": source}, wait=False)
+        kept = source.made() is not None
+        disk.open()
+        store.wait()
+        assert not kept, "it would be in memory twice until it is written"
+        store.save(2, {"source": source})
+        assert source.made() is None
+        assert store.load({"source": source}) == 2
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, disk):
@@ -203,7 +227,7 @@ def test_a_copy_that_the_system_refuses_is_a_failed_save(tmp_path, monkeypatch, 
             patched.setattr("forge_ckpt.write.staging.StagingArea.stage", refuses)
             store.save(1, state_of(1), wait=False)
         with pytest.raises(
-            OSError, match="step 1 was not saved in .*: no memory for so much; older"
+            OSError, match=r"step 1 was not saved in .*: no memory for so much; older"
         ):
             store.wait()
     assert "no memory for so much" in caplog.text

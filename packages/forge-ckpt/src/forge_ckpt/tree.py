@@ -8,7 +8,7 @@ A path is a tuple of steps: a ``str`` or ``int`` is a key of a dict, ``("list", 
 ``model.layers.0.w``.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -26,20 +26,13 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     leaves: dict[str, Any] = {}
     paths: dict[str, Path] = {}
 
-    def visit(value: Any, path: Path) -> None:
-        children = _children(value, path) if not path or _has_tensor(value) else None
-        if children is None:
-            name = dotted_name(path)
-            if name in paths:
-                raise ValueError(
-                    f"{name}: two entries {paths[name]} and {path} have one name; rename a key"
-                )
-            leaves[name], paths[name] = value, path
-        else:
-            for step, child in children:
-                visit(child, (*path, step))
-
-    visit(state, ())
+    for path, value in _leaves(state, ()):
+        name = dotted_name(path)
+        if name in paths:
+            raise ValueError(
+                f"{name}: two entries {paths[name]} and {path} have one name; rename a key"
+            )
+        leaves[name], paths[name] = value, path
     return leaves, paths
 
 
@@ -106,6 +99,16 @@ def path_from_json(tree: Any) -> Path:
         else:
             raise ValueError(f"path step {step!r} is neither a key nor a position")
     return tuple(steps)
+
+
+# A generator, as a nested function that calls itself is a cycle: it would keep all tensors until a collection.
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    children = _children(value, path) if not path or _has_tensor(value) else None
+    if children is None:
+        yield path, value
+    else:
+        for step, child in children:
+            yield from _leaves(child, (*path, step))
 
 
 def _children(value: Any, path: Path) -> list[tuple[Step, Any]] | None:

@@ -1,5 +1,6 @@
 """All ranks save one checkpoint: rank 0 plans, each rank stages or writes its file, rank 0 commits."""
 
+import dataclasses
 import errno
 import shutil
 from collections.abc import Callable
@@ -92,9 +93,13 @@ class PlannedSave:
         return self._layout
 
     def stage(self, area: StagingArea) -> None:
-        """Copy this rank's tensors: the save no longer depends on the state."""
+        """Copy this rank's tensors: the save no longer depends on the state, nor keeps its memory."""
         area.stage(self.layout)
         self._staged = area
+        self._planner.state_dict = {}
+        # Of CUDA tensors the copies are still queued; their memory must not be used anew on another stream.
+        held = tuple(p for p in self.layout.pieces if p.tensor.device.type == "cuda")
+        self._layout = dataclasses.replace(self.layout, pieces=held)
 
     def write_and_commit(self, group: RankGroup, written: Callable[[], None]) -> None:
         """Write, and commit when all ranks have written and synced; durable when it returns on any rank.
