@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -343,6 +344,45 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
             assert caught.value.errno == errno.ENOSPC
             assert [event.failures for event in store.poll()] == ([1] if wait else [1, 2])
     assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_process_that_closes_nothing_commits_its_last_save(tmp_path):
+    script = f"""
+import sys, time, torch
+import forge_ckpt.write.blocks as blocks
+from forge_ckpt import Store
+write_at = blocks.write_at
+def slow(*args):
+    time.sleep(0.1)
+    write_at(*args)
+blocks.write_at = slow
+store = Store({str(tmp_path)!r}, keep_last=1)
+for step in (1, 2):
+    store.save(step, {{"x": torch.full((4_000_000,), float(step))}}, wait=False)
+if len(sys.argv) > 1:
+    raise ZeroDivisionError
+"""
+    for step, arguments in ((2, []), (2, ["raise"])):
+        ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True)
+        assert ended.returncode == len(arguments), ended.stderr.decode()
+        with Store(tmp_path) as store:
+            assert store.steps() == [step], "retention has read it back, too"
+            store.verify(step)
+        shutil.rmtree(tmp_path)
+
+
+def test_a_save_that_hangs_does_not_keep_an_error(tmp_path, disk, monkeypatch, caplog):
+    monkeypatch.setattr("forge_ckpt.store.END_SECONDS", 0.1)
+
+    def save_and_raise():
+        with Store(tmp_path) as store:
+            disk.close()
+            store.save(1, state_of(1), wait=False)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save_and_raise()
+    assert "the save still runs after 0.1 seconds; it is left, and the lock with it" in caplog.text
 
 
 # ---- many ranks

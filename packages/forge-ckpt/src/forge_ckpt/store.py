@@ -19,7 +19,7 @@ from forge_ckpt.read.load import Check, load_checkpoint, verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.targets import check_state, state_of
 from forge_ckpt.retention import Keep
-from forge_ckpt.write.background import SaveEvent, Stopwatch
+from forge_ckpt.write.background import END_SECONDS, SaveEvent, Stopwatch
 from forge_ckpt.write.retain import Retention
 from forge_ckpt.write.saver import Saver
 
@@ -268,10 +268,15 @@ class Store:
         if error is None:
             self.close()
         else:
-            self._close()  # a failure of the last save was logged; the error of the block matters more
+            # A failure of the last save was logged; the error of the block matters more. It may be that of
+            # a rank that hangs, for which the save waits too.
+            try:
+                self._close(END_SECONDS)
+            except TimeoutError as late:
+                logger.warning("%s: %s; it is left, and the lock with it", self.path, late)
 
-    def _close(self) -> BaseException | None:
-        error = self._saver.close()
+    def _close(self, seconds: float | None = None) -> BaseException | None:
+        error = self._saver.close(seconds)
         if self._lock is not None:
             self._lock.release()
         self._closed = True

@@ -1,15 +1,18 @@
 """Saves that a thread of its own writes and commits, one at a time, while training goes on."""
 
+import atexit
 import contextlib
 import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 logger = logging.getLogger("forge_ckpt")
+END_SECONDS = 600.0  # that a process which ends waits for its last save
 _NICE = 10  # of the writing threads: they take the processors that training leaves
 
 
@@ -70,13 +73,17 @@ class Stopwatch:
 class BackgroundWriter:
     """At most one call at a time, in a thread of low priority.
 
-    The thread is a daemon: a process that ends by an error does not wait for a rank that hangs.
+    The end of the process waits for it, at most ``END_SECONDS``: the thread is a daemon, and a rank that hangs
+    keeps no other alive.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
         self._error: BaseException | None = None
+        # Before concurrent.futures refuses new work, which the saving thread still has. Private: atexit is later.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        register(_wait_at_exit, weakref.ref(self))
 
     def start(self, run: Callable[[], None]) -> None:
         """Call ``run`` in the thread; the call before must have been waited for."""
@@ -101,11 +108,23 @@ class BackgroundWriter:
         """Let the next ``wait`` return ``error``: a call failed before it could start."""
         self._error = error
 
-    def wait(self) -> BaseException | None:
-        """Wait for the last call; its exception, once, or None. An interrupt leaves it to the next ``wait``."""
+    def wait(self, seconds: float | None = None) -> BaseException | None:
+        """Wait for the last call; its exception, once, or None. An interrupt leaves it to the next ``wait``.
+
+        Raises TimeoutError if it still runs after ``seconds``.
+        """
         if self._thread is not None:
-            self._done.wait()  # not join: interrupted, it would take the thread for ended (Python 3.11)
+            if not self._done.wait(seconds):
+                raise TimeoutError(f"the save still runs after {seconds} seconds")
+            # join alone, interrupted, would take the thread for ended (Python 3.11)
             self._thread.join()  # it still frees tensors; the end of the process meanwhile would be an abort
             self._thread = None
         error, self._error = self._error, None
         return error
+
+
+def _wait_at_exit(writer: "weakref.ref[BackgroundWriter]") -> None:
+    found = writer()
+    if found is not None:
+        with contextlib.suppress(TimeoutError):
+            found.wait(END_SECONDS)

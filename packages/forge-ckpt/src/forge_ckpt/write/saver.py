@@ -140,9 +140,12 @@ class Saver:
         if error is not None:
             raise error
 
-    def close(self) -> BaseException | None:
-        """Wait for the background save and release its memory; the exception of a failure."""
-        error = self._background.wait()
+    def close(self, seconds: float | None = None) -> BaseException | None:
+        """Wait for the background save and release its memory; the exception of a failure.
+
+        Raises TimeoutError if it still runs after ``seconds``.
+        """
+        error = self._background.wait(seconds)
         self._staging.release()
         return error
 
