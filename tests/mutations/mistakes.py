@@ -263,4 +263,47 @@ MISTAKES: tuple[Mistake, ...] = (
         "return self._store.steps() == [] and",
         ("tests/use/test_hugging_face.py::test_F57_F58_imported_weights_train_and_go_back",),
     ),
+    Mistake(
+        "a load compares the first block of a file only",
+        f"{_CKPT}/read/blocks.py",
+        "if digest_of(block) != entry.blocks[index]:",
+        "if index == 0 and digest_of(block) != entry.blocks[index]:",
+        ("packages/forge-ckpt/tests/test_corruption.py",),
+    ),
+    Mistake(
+        "plans that are kept do not look at placements",
+        f"{_CKPT}/write/planner.py",
+        "return type(value), value.dtype, tuple(value.shape), layout",
+        "return type(value), value.dtype, tuple(value.shape), None",
+        (
+            "packages/forge-ckpt/tests/test_async_exact.py::test_states_whose_structure_changes_between_saves",
+        ),
+    ),
+    Mistake(
+        "a rename is not durable when a save returns",
+        f"{_CKPT}/directories.py",
+        "    sync_directory(target.parent)  #",
+        "    pass  #",
+        (
+            "packages/forge-ckpt/tests/test_async_exact.py::test_a_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_the_old_one_goes",
+        ),
+    ),
+    Mistake(
+        "a background save that fails before its copy is told to nobody",
+        f"{_CKPT}/write/saver.py",
+        "            self._background.fail(error)",
+        "            pass",
+        (
+            "packages/forge-ckpt/tests/test_background.py::test_a_failure_before_the_copy_is_raised_at_the_end_too",
+        ),
+    ),
+    Mistake(
+        "names from a disk are printed as they are",
+        f"{_CKPT}/errors.py",
+        "c if c.isprintable() else ascii(c)[1:-1]",
+        "c",
+        (
+            "packages/forge-ckpt/tests/test_manifest_fuzz.py::test_F97_names_and_encodings_that_no_message_can_hold",
+        ),
+    ),
 )

@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import random
 import time
 from pathlib import Path
 
@@ -230,30 +229,29 @@ def test_a_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_the_old
 
 
 def _variants(value):
-    """States of nearly the same structure: a plan of one would write another wrongly."""
+    """States of nearly the same structure, to be made: a plan of one would write another wrongly."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     numbers = torch.arange(12.0) + 100 * value
     wide, tall = numbers.reshape(3, 4), numbers.reshape(4, 3)
     twin = wide.clone()
-    shards = {
-        f"on_{dim}": distribute_tensor(wide.clone(), mesh, [placement])
-        for dim, placement in (("0", Shard(0)), ("1", Shard(1)), ("all", Replicate()))
-    }
+
+    def sharded(placement):
+        return lambda: {"a": distribute_tensor(wide, mesh, [placement]), "b": wide + 1, "o": value}
+
     return [
-        {"a": wide, "b": wide + 1, "o": value},
-        {"a": twin, "b": twin, "o": value},  # tied
-        {"a": tall, "b": tall + 1, "o": value},  # shapes
-        {"a": wide.int(), "b": wide.int() + 1, "o": value},  # of the same size
-        {"b": wide + 1, "a": wide, "o": value},  # order
-        {"a": wide, "b": value, "o": value},  # an object for a tensor
-        {"a": wide, "b": wide + 1, "o": [value] * 3},
-        {"a": {"0": wide, "1": wide + 1}},  # names a.0 and a.1 on four kinds of paths
-        {"a": {0: wide, 1: wide + 1}},
-        {"a": [wide, wide + 1]},
-        {"a": (wide, wide + 1)},
-        *({"a": shard, "b": wide + 1, "o": value} for shard in shards.values()),
-        {"a": wide, "b": wide[:, :0], "o": value},
-        {"a": wide, "b": numbers[:1].reshape(()), "o": value},
+        lambda: {"a": wide, "b": wide + 1, "o": value},
+        lambda: {"a": twin, "b": twin, "o": value},  # tied
+        lambda: {"a": tall, "b": tall + 1, "o": value},  # shapes
+        lambda: {"a": wide.int(), "b": wide.int() + 1, "o": value},  # of the same size
+        lambda: {"b": wide + 1, "a": wide, "o": value},  # order
+        lambda: {"a": wide, "b": value, "o": value},  # an object for a tensor
+        lambda: {"a": wide, "b": wide + 1, "o": [value] * 3},
+        lambda: {"a": {"0": wide, "1": wide + 1}},  # names a.0 and a.1 on four kinds of paths
+        lambda: {"a": {0: wide, 1: wide + 1}},
+        lambda: {"a": [wide, wide + 1]},
+        lambda: {"a": (wide, wide + 1)},
+        *map(sharded, (Shard(0), Shard(1), Replicate())),
+        lambda: {"a": wide, "b": wide[:, :0], "o": value},
     ]
 
 
@@ -274,28 +272,26 @@ def _empty(tree):
     return type(tree)(map(_empty, tree)) if isinstance(tree, (list, tuple)) else None
 
 
-def _alternate(root, seed, wait):
-    rng, wrong = random.Random(seed), []
+def _alternate(root, wait):
+    """The first variant after and before each, and those that are alike; the pairs that a load found wrong."""
+    count, wrong = len(_variants(0)), []
+    groups = [((0,), range(count)), (range(7, 11),) * 2, (range(11, 14),) * 2]
+    kinds = [kind for a, b in groups for i in a for j in b if i <= j for kind in (i, j)]
     with Store(root, keep_last=2) as store:
-        kind = 0
-        for step in range(1, 25):
-            count = len(_variants(0))
-            kind = rng.choice([kind, (kind + 1) % count, kind - 1, rng.randrange(count)]) % count
-            state = {"m": _variants(step)[kind]}
-            if kind % 5 == 0:  # a name on this rank alone
+        for step, kind in enumerate(kinds, 1):
+            state = {"m": _variants(step)[kind]()}
+            if kind % 5 == 4:  # a name on this rank alone
                 state[f"of_{dist.get_rank()}"] = {"x": torch.full((3,), step + dist.get_rank())}
             wanted, back = _whole(state), _empty(state)
+            if isinstance(back["m"].get("a"), (dict, list, tuple)):
+                back["m"] = None  # containers as they were saved
             store.save(step, state, wait=wait)
-            if rng.random() < 0.5:  # containers as they were saved
-                back["m"] = None
-            if rng.random() < 0.6:
-                assert store.load(back) == step
-                if _whole(back) != wanted:
-                    wrong.append((step, kind))
+            assert store.load(back) == step
+            if _whole(back) != wanted:
+                wrong.append((kinds[step - 2], kind))
     return wrong
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(2))
-def test_states_whose_structure_changes_between_saves(tmp_path, seed, wait):
-    assert run_on_ranks(2, _alternate, str(tmp_path), seed, wait) == [[]] * 2
+def test_states_whose_structure_changes_between_saves(tmp_path, wait):
+    assert run_on_ranks(2, _alternate, str(tmp_path), wait) == [[]] * 2

@@ -81,9 +81,8 @@ class Saver:
         except OSError as error:
             if wait or self._failures >= self._max_failures:
                 raise
-            self._background.fail(
-                error
-            )  # a full disk: left to the next save, told by wait and close
+            # A full disk is left to the next save; wait and close tell of it if there is none.
+            self._background.fail(error)
             return
         if not wait:
             self.events.emit(SaveEvent("staged", step, watch()))
