@@ -74,8 +74,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a failed save waits for the next interval",
         f"{_TRAIN}/trainer/checkpoints.py",
-        "self._wants_retry = self._failures == 1",
-        "self._wants_retry = False",
+        "self.wants_retry = self._failures == 1",
+        "self.wants_retry = False",
         (
             "tests/resume/test_background_saves.py::test_a_save_that_fails_is_made_good_in_the_next_steps",
         ),
@@ -84,7 +84,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a callback hears of a checkpoint when its own rank does",
         f"{_TRAIN}/trainer/trainer.py",
         "self._announce(self.checkpoints.announce(self._decision.saved))",
-        "self._announce(self.checkpoints.announce(self._committed))",
+        "self._announce(self.checkpoints.announce(self.checkpoints.committed))",
         (
             "tests/resume/test_background_saves.py::test_all_ranks_hear_of_a_checkpoint_in_the_same_step",
         ),

@@ -60,16 +60,18 @@ class Checkpoints:
     """Loads and saves the state of a run. Collective, but for `listen`: every rank calls every method.
 
     last_step: the step of the newest checkpoint that was loaded or saved, or is being saved, -1 without one.
+    committed: the newest step that this rank knows to be committed. wants_retry: whether a failed save must be
+    made good now; the first in a row in the next step, those after it when the next save is due.
     """
 
     def __init__(
         self, store: Store, config: CheckpointConfig, state: dict[str, Any], seq_len: int
     ) -> None:
         self.last_step = -1
-        self._committed = -1
+        self.committed = -1
         self._in_flight: int | None = None  # a save whose end not all ranks know
         self._failures = 0
-        self._wants_retry = False
+        self.wants_retry = False
         self._store, self._config = store, config
         self._state, self._seq_len = state, seq_len
 
@@ -90,7 +92,7 @@ class Checkpoints:
                  "weights; import them again, or remove that file to begin from fresh ones"]
             )  # fmt: skip
         seconds = time.perf_counter() - started
-        self.last_step = self._committed = -1 if step is None else step
+        self.last_step = self.committed = -1 if step is None else step
         if self._config.every_steps and not self._config.wait:
             with store_errors(self._store.path, ConfigError):
                 self._store.prepare(self._state)
@@ -101,42 +103,37 @@ class Checkpoints:
 
         JobError for the `max_failed_saves`-th in a row that the disk refused; fewer are left to the next save.
         """
+        failure: JobError | None = None
         try:
             with store_errors(self._store.path, JobError):
                 self._store.wait()
         except JobError as error:
-            self.listen()
-            if (
-                not isinstance(error.__cause__, OSError)
-                or self._failures >= self._config.max_failed_saves
-            ):
-                raise
+            failure = error
         self.listen()
-        return self.announce(self._committed)
+        many = self._failures >= self._config.max_failed_saves
+        if failure is not None and (many or not isinstance(failure.__cause__, OSError)):
+            raise failure
+        return self.announce(self.committed)
 
     def save(self, step: int, wait: bool, metrics: Mapping[str, float]) -> None:
         """Save the state of `step`, after `settle`; without `wait` it may change when this returns.
 
         JobError where the disk refuses a save that is waited for, or too many others: older checkpoints are intact.
         """
-        self._wants_retry = False
+        self.wants_retry = False
         self.last_step = self._in_flight = step
         with store_errors(self._store.path, JobError):
             self._store.save(step, self._state, wait, metrics)
 
-    def listen(self) -> tuple[int, bool]:
-        """(the newest step that this rank knows to be committed, whether a failed save must be made good now).
-
-        The first failure is made good in the next step, those after it when the next save is due.
-        """
+    def listen(self) -> None:
+        """Learn what became of saves, on this rank."""
         for event in self._store.poll():
             if event.kind == "committed":
-                self._committed, self._failures = event.step, 0
+                self.committed, self._failures = event.step, 0
             elif event.kind == "failed":
                 self._failures = event.failures
-                self._wants_retry = self._failures == 1
-                self.last_step = self._committed
-        return self._committed, self._wants_retry
+                self.wants_retry = self._failures == 1
+                self.last_step = self.committed
 
     def announce(self, committed: int) -> list[int]:
         """[the step in flight], once, if it is the one that all ranks now know to be `committed`."""

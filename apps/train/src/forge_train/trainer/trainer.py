@@ -116,7 +116,6 @@ class Trainer:
         self._stop = StopSignal()
         self._decision = Decision(())
         self._save_requested = False
-        self._committed = -1  # the newest checkpoint that this rank knows to be committed
         self._last_evaluated = -1
 
     @property
@@ -264,8 +263,7 @@ class Trainer:
             batch, fault = self._next_batch()
         self._enter_stage(step)
         lr = self.config.optimizer.lr * self.schedule(step)
-        self._committed, retry = self.checkpoints.listen()
-        self._save_requested |= retry
+        self.checkpoints.listen()
         share = self._forward_backward(batch, fault)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
         assert sums is not None
@@ -317,8 +315,8 @@ class Trainer:
         """
         vote = Vote(
             stop=self._stop.number,
-            save=self._save_requested,
-            saved=self._committed,
+            save=self._save_requested or self.checkpoints.wants_retry,
+            saved=self.checkpoints.committed,
             fault=int(fault_code(fault)),
             digest=batch.digest,
             count=self._count(batch),
@@ -394,8 +392,6 @@ class Trainer:
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
         step = self.progress.step
-        if self.checkpoints.last_step == step and not wait:
-            return
         with self.rows.meter.paused():
             self._announce(self.checkpoints.settle())
         if self.checkpoints.last_step == step:
