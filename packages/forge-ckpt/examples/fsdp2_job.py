@@ -20,5 +20,5 @@ with Store(sys.argv[1], keep_last=2) as store:
         (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        store.save(step, state)
+        store.save(step, state, wait=False)  # the next save, or the end, waits for it
 dist.destroy_process_group()

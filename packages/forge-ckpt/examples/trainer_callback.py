@@ -22,7 +22,7 @@ class ForgeCheckpoints(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         if state.global_step % self.every == 0:
-            self.store.save(state.global_step, self.state)
+            self.store.save(state.global_step, self.state, wait=False)
 
     def on_train_end(self, args, state, control, **_):
         self.store.close()
