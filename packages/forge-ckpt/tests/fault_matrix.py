@@ -119,9 +119,13 @@ POINTS = {
     "after the removal": (after, retain.Retention, "apply", BOTH),
     "while loading": (before, forge_ckpt.read.load.ForgeReader, "stage", BOTH),
     "while filling": (before, forge_ckpt.read.load, "fill", BOTH),
+    "before setting aside": (before, folders, "quarantine", FIRST),
+    "while setting aside": (before, folders, "sync_directory", FIRST),
+    "after setting aside": (after, folders, "quarantine", FIRST),
 }
 ASYNC_ONLY = {"while staging", "after staging"}
-LOADING = {"while loading", "while filling"}
+ASIDE = {"before setting aside", "while setting aside", "after setting aside"}  # step 3 is damaged
+LOADING = {"while loading", "while filling", *ASIDE}
 
 
 # ---- errors of the file system: FORGE_FAULT for io_faults.c, what the save does
@@ -206,6 +210,9 @@ def rank_killed(number, case, root, sync, victim, mesh):
             ended = save(store, 3, state_of(3, mesh), sync)
             if case in LOADING:
                 dist.barrier()
+                if number == victim and case in ASIDE:
+                    with open(Path(root, "step-00000003", "data-1.bin"), "r+b") as file:
+                        file.write(b"\xff" * 8)
                 if number == victim:
                     how, owner, name, _ = POINTS[case]
                     how(owner, name)
@@ -262,6 +269,10 @@ def fork(number, run, name, *args):
 def after_kill(case, ends, root, victim):
     assert ends[victim] == -signal.SIGKILL, ends
     assert set(ends) <= {-signal.SIGKILL, RETURNED, LOST}, ends
+    if case in ASIDE:
+        aside = os.path.exists(root / "quarantine" / "step-00000003-0")
+        assert aside != os.path.exists(root / "step-00000003"), "one of both places"
+        return 2
     there = os.path.exists(root / "step-00000003")
     assert there or RETURNED not in ends, "a rank returned from a save that is not on disk"
     committed = list(POINTS).index(case) >= list(POINTS).index("after the rename")
@@ -309,7 +320,7 @@ def main():
                 check(found, newest)
                 for step in store.steps():
                     store.verify(step)
-                quarantine = case == "read back EIO"
+                quarantine = case == "read back EIO" or case in ASIDE
                 assert os.path.exists(root / "quarantine") == quarantine, case
                 store.save(5, state_of(5))
                 assert store.load(found) == 5

@@ -15,9 +15,9 @@ import pytest
 
 HERE = Path(__file__).parent
 COUNTS = {  # (kind, way, rank): cases
-    ("kill", "sync", 0): 15,
+    ("kill", "sync", 0): 18,
     ("kill", "sync", 1): 9,
-    ("kill", "async", 0): 17,
+    ("kill", "async", 0): 20,
     ("kill", "async", 1): 11,
     ("io", "sync", 0): 19,
     ("io", "sync", 1): 10,
