@@ -11,9 +11,13 @@ import json
 import random
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_ckpt import (
     CheckpointMismatch,
@@ -25,6 +29,7 @@ from forge_ckpt import (
     read_tensors,
 )
 from forge_ckpt.files import byte_view
+from forge_testing import run_on_ranks
 
 POISON = 0xA5
 
@@ -482,3 +487,68 @@ def test_F97_an_object_in_the_place_of_the_random_states(tmp_path):
         store.save(1, {"rng": RNGState()})
         store.save(2, {"rng": 7})
         assert store.load({"rng": RNGState()}) == 1
+
+
+# ---- two ranks, each of which reads parts of the boxes
+
+
+def _sharded(value):
+    mesh = init_device_mesh("cpu", (2,))
+    w = _clean((6, 8), torch.float32, value)
+    return {
+        "rows": distribute_tensor(w, mesh, [Shard(0)]),
+        "columns": distribute_tensor(w, mesh, [Shard(1)]),
+        "all": w.clone(),
+    }
+
+
+def _load_on_ranks(root, seeds):
+    """(seed, what this rank found) of all seeds; every rank must find the same."""
+    target, rank, empty = (
+        Path(root) / "step-00000001" / "manifest.json",
+        dist.get_rank(),
+        torch.empty,
+    )
+    with Store(root) as store:
+        store.save(1, {"m": _sharded(1), "n": 1})
+    table = json.loads(target.read_bytes())["manifest"]
+    found = []
+    for seed in seeds:
+        if rank == 0:
+            target.write_bytes(_seal(_mutant(seed, table)))
+        # to other dims than those that were saved
+        state = {"m": {name: _sharded(1)[name] for name in ("rows", "columns", "all")}, "n": None}
+        state["m"]["rows"] = state["m"]["rows"].redistribute(placements=[Shard(1)])
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in state["m"].values()]
+        dist.barrier()
+        for tensor in local:
+            _poison(tensor)
+        torch.empty = lambda *args, **kwargs: _poisoned_if_host(empty(*args, **kwargs))
+        try:
+            with Store(root, read_only=True) as store:
+                store.load(state)
+            bad = any(POISON in bytes(byte_view(tensor.contiguous())) for tensor in local)
+            found.append((seed, "a hole" if bad else "filled"))
+        except (CorruptCheckpoint, CheckpointMismatch) as error:
+            kept = all(set(bytes(byte_view(tensor.contiguous()))) == {POISON} for tensor in local)
+            found.append((seed, type(error).__name__ if kept else "refused, and changed"))
+        finally:
+            torch.empty = empty
+        dist.barrier()
+    return found
+
+
+def _poisoned_if_host(tensor):
+    host = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    return _poison(tensor) if host and tensor.is_contiguous() else tensor
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 800), marks=pytest.mark.slow)], ids=str
+)
+def test_F97_all_ranks_refuse_a_hostile_manifest_or_none_has_a_hole(tmp_path, seeds):
+    first, second = run_on_ranks(2, _load_on_ranks, str(tmp_path), seeds, timeout=300)
+    assert first == second
+    kinds = Counter(kind for _, kind in first)
+    assert set(kinds) == {"CorruptCheckpoint", "CheckpointMismatch", "filled"}, kinds
