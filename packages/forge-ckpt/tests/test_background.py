@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import multiprocessing
 import shutil
 import signal
 import subprocess
@@ -279,6 +280,20 @@ def test_a_program_can_end_right_after_close(tmp_path):
         [sys.executable, "-c", END_AFTER_CLOSE, tmp_path], capture_output=True, text=True
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_worker_that_is_forked_during_a_save_ends_without_it(tmp_path, disk):
+    with Store(tmp_path) as store:
+        disk.close()
+        store.save(1, state_of(1), wait=False)
+        worker = multiprocessing.get_context("fork").Process(target=list)
+        worker.start()
+        worker.join(20)
+        code = worker.exitcode
+        worker.kill()
+        disk.open()
+    assert code == 0
+    assert loaded(tmp_path) == (1, 1)
 
 
 def test_damage_found_by_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):

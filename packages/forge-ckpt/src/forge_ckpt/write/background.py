@@ -114,7 +114,8 @@ class BackgroundWriter:
         Raises TimeoutError if it still runs after ``seconds``.
         """
         if self._thread is not None:
-            if not self._done.wait(seconds):
+            # It lives in the process that started it: a forked data worker ends without it.
+            if self._thread.is_alive() and not self._done.wait(seconds):
                 raise TimeoutError(f"the save still runs after {seconds} seconds")
             # join alone, interrupted, would take the thread for ended (Python 3.11)
             self._thread.join()  # it still frees tensors; the end of the process meanwhile would be an abort
