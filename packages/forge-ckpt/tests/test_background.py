@@ -235,6 +235,19 @@ def test_a_copy_that_the_system_refuses_is_a_failed_save(tmp_path, monkeypatch, 
     assert "no memory for so much" in caplog.text
 
 
+def test_memory_that_is_refused_to_prepare_is_left_to_the_save(tmp_path, monkeypatch):
+    def refuses(area, size, for_cuda):
+        raise MemoryError
+
+    with Store(tmp_path) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr("forge_ckpt.write.staging.StagingArea.reserve", refuses)
+            store.prepare(state_of(1))
+            store.wait()  # nothing was saved, so no save has failed
+        store.save(1, state_of(1), wait=False)
+    assert loaded(tmp_path) == (1, 1)
+
+
 def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):
     def save_and_raise():
         with Store(tmp_path) as store:

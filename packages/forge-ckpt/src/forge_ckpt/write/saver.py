@@ -98,7 +98,14 @@ class Saver:
         finally:
             save.discard()
         for_cuda = any(piece.tensor.is_cuda for piece in pieces)
-        self._background.start(lambda: self._staging.reserve(size, for_cuda))
+
+        def reserve() -> None:
+            with contextlib.suppress(
+                Exception
+            ):  # of one rank; the save meets it again, with all of them
+                self._staging.reserve(size, for_cuda)
+
+        self._background.start(reserve)
 
     def save_again(
         self,
