@@ -248,6 +248,16 @@ def test_memory_that_is_refused_to_prepare_is_left_to_the_save(tmp_path, monkeyp
     assert loaded(tmp_path) == (1, 1)
 
 
+def test_a_disk_that_is_full_before_the_first_save_is_told(tmp_path, monkeypatch, caplog):
+    with Store(tmp_path) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.disk_usage", lambda path: (10**9, 10**9 - 1000, 1000))
+            store.prepare(state_of(1))
+        assert "a save would fail now: [Errno 28] 0.00839 GB to write" in caplog.text
+        store.save(1, state_of(1), wait=False)
+    assert loaded(tmp_path) == (1, 1)
+
+
 def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):
     def save_and_raise():
         with Store(tmp_path) as store:

@@ -143,7 +143,8 @@ class Store:
         """Get ready for saves of ``state`` with ``wait=False``: without it the first one does this.
 
         Plans them, raises ValueError if they need more than ``staging_gib``, and takes their host memory in
-        the background: fresh or pinned memory takes longer than the copy (a GB a second or less).
+        the background: fresh or pinned memory takes longer than the copy (a GB a second or less). A disk that
+        would refuse them is a warning.
         """
         self._saver.finish_pending()
         self._group.run_on_all_ranks(lambda: self._require_open(writing=True))

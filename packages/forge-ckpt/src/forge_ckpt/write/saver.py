@@ -90,7 +90,12 @@ class Saver:
 
     def prepare(self, content: Content) -> None:
         """Plan background saves of ``content`` and take their memory, in the background, for the first one."""
-        save = self._plan(0, self._root / "step-00000000.tmp-prepare", content, None)
+        try:
+            save = self._plan(0, self._root / "step-00000000.tmp-prepare", content, None)
+        except OSError as error:  # a finished job saves nothing, another may have room by then
+            if self._group.rank == 0:
+                logger.warning("%s: a save would fail now: %s", self._root, error.__cause__)
+            return
         try:
             self._make_writing_group()
             self._group.run_on_all_ranks(lambda: self._staging.check(save.layout.size))
