@@ -16,9 +16,6 @@ from forge_ckpt.errors import CorruptCheckpoint
 # Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
 
-_libc = ctypes.CDLL(None)
-_SYNC_FILE_RANGE_WRITE = 2
-
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable bytes; the view does not keep it alive."""
@@ -52,14 +49,17 @@ def write_at(fd: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
-def start_writeback(fd: int, offset: int, size: int) -> None:
-    """Ask the kernel to begin writing these bytes to disk now, without waiting; where it cannot, nothing happens.
+def open_direct(path: Path) -> int | None:
+    """A descriptor of an existing file that writes past the page cache; None where the file system has none.
 
-    Else it begins at ``fsync``, when the processors have nothing left to digest. It makes nothing durable.
+    Memory, offset and length of such writes must be multiples of 4 KiB.
     """
-    call = getattr(_libc, "sync_file_range", None)  # Linux
-    if call is not None:
-        call(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
+    if not hasattr(os, "O_DIRECT"):  # Linux has it
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def write_file(path: Path, data: bytes) -> None:
