@@ -227,8 +227,9 @@ class Store:
     def verify(self, step: int) -> None:
         """Read a whole checkpoint and compare it with its digests; raises CorruptCheckpoint.
 
-        The files are divided among the ranks.
+        The files are divided among the ranks. Waits for the save in the background, which may remove ``step``.
         """
+        self._saver.finish_pending()
         self._group.run_on_all_ranks(lambda: self._require_open(writing=False))
         self._verify(step)
 
@@ -237,8 +238,9 @@ class Store:
 
         ``{"step", "torch", "bytes", "files": {name: bytes}, "tensors": {name: {"shape", "dtype",
         "bytes"}}, "objects": [names]}``; ``bytes`` of tied tensors count for each name; the total
-        is the size on disk. Raises CorruptCheckpoint.
+        is the size on disk. Waits for the save in the background. Raises CorruptCheckpoint.
         """
+        self._saver.finish_pending()
 
         def look() -> dict[str, Any]:
             self._require_open(writing=False)
