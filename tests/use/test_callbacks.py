@@ -27,6 +27,7 @@ patterns = ["lm_head.*"]
 """
 SHORT: dict[str, Any] = {
     "train.steps": 6,
+    "checkpoint.wait": True,  # else the disk decides when a hook hears of a checkpoint
     "schedule.name": "constant",
     "eval.every_steps": 4,
     "checkpoint.every_steps": 2,

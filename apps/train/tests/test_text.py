@@ -15,6 +15,7 @@ from forge_train.report import text
 
 class Letters:
     eos_id = 0
+    vocab_size = 2**20
 
     def encode(self, prompt: str) -> list[int]:
         return [ord(letter) for letter in prompt]

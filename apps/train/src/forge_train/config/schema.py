@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from forge_ckpt import Keep
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
 from forge_core.optim import StageConfig
 from forge_core.registry import installed
@@ -14,6 +13,9 @@ from forge_data import DataConfig
 from forge_parallel import ParallelConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.layers import LENGTH_KEYS
+
+if TYPE_CHECKING:
+    from forge_ckpt import Keep
 
 
 def _field(default: Any, help: str) -> Any:
@@ -263,10 +265,15 @@ class CheckpointConfig:
             + _within(1, 1000, max_failed_saves=self.max_failed_saves)
             + _within(2**-30, 2**20, staging_gib=self.staging_gib)
         )
-        self.keep()
+        if self.milestones is not None:
+            self.keep()
 
     def keep(self) -> Keep:
         """The rule by which old checkpoints are removed; ValueError for milestones that cannot be imported."""
+        from forge_ckpt import (
+            Keep,  # imports torch's checkpoints, which a refusal need not wait for
+        )
+
         return Keep(self.keep_last, self.keep_every, self.best, milestones=self.milestones)
 
 
