@@ -78,7 +78,8 @@ class Checkpoints:
     def load(self) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
 
-        An import that nothing has trained yet gives the weights; all else stays as built. ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
+        An import that nothing has trained yet gives the weights; all else stays as built. ConfigError if a save
+        without waiting would not fit `checkpoint.staging_gib`.
         """
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
