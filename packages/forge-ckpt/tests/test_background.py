@@ -3,6 +3,7 @@
 import errno
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import forge_ckpt.write.blocks
 from forge_ckpt import CorruptCheckpoint, SaveEvent, StepExists, Store
 from forge_testing import run_on_ranks
 from forge_testing.disk import Disk
@@ -421,6 +423,29 @@ def test_a_save_that_hangs_does_not_keep_an_error(tmp_path, disk, monkeypatch, c
     with pytest.raises(ZeroDivisionError):
         save_and_raise()
     assert "the save still runs after 0.1 seconds; it is left, and the lock with it" in caplog.text
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_disk_that_takes_no_direct_writes_is_written_through_the_cache(
+    tmp_path, monkeypatch, wait
+):
+    write_at, direct = forge_ckpt.write.blocks.write_at, []
+
+    def refuse(fd, view, offset):
+        if fd in direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        write_at(fd, view, offset)
+
+    def opened(path):
+        direct.append(os.open(path, os.O_WRONLY))
+        return direct[-1]
+
+    monkeypatch.setattr(forge_ckpt.write.blocks, "write_at", refuse)
+    monkeypatch.setattr(forge_ckpt.write.blocks, "open_direct", opened)
+    with Store(tmp_path) as store:
+        store.save(1, state_of(1), wait=wait)
+    assert direct
+    assert loaded(tmp_path) == (1, 1)
 
 
 # ---- many ranks
