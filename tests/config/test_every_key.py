@@ -31,7 +31,7 @@ from forge_train import Callback, ConfigError, DataError, Trainer, load_job, rea
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.errors import JobError, NonFiniteError
+from forge_train.errors import JobError, NumericsError
 from forge_train.metrics.console import console_mode
 from forge_train.trainer.auto_layout import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
@@ -119,7 +119,7 @@ def survives_a_bad_step(t: Trainer) -> Any:
     t.callbacks.append(Poison())
     try:
         return t.fit().step
-    except NonFiniteError as error:
+    except NumericsError as error:
         return error.exit_code
 
 
@@ -329,7 +329,10 @@ PROBES: dict[str, Probe] = {
     "train.max_grad_norm": Probe(
         1e-3, trained, {"optimizer.name": "forge_testing.models:PlainSGD"}
     ),
-    "train.max_skipped_steps": Probe(1, survives_a_bad_step),
+    "resilience.nonfinite.action": Probe("skip", survives_a_bad_step),
+    "resilience.nonfinite.max_in_a_row": Probe(
+        0, survives_a_bad_step, {"resilience.nonfinite.action": "skip"}
+    ),
     "callbacks.<name>.name": Probe(
         f"{PARTS}:Steps", lambda t: type(t.callbacks[0]), {"callbacks.<name>.name": COUNTING}
     ),

@@ -306,7 +306,13 @@ class NanOnRank1(Callback):
 
 def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    fitted = fit_on_ranks(2, job, NanOnRank1, train__max_skipped_steps=2)
+    fitted = fit_on_ranks(
+        2,
+        job,
+        NanOnRank1,
+        resilience__nonfinite__action="skip",
+        resilience__nonfinite__max_in_a_row=2,
+    )
     assert [f.code for f in fitted] == [0, 0]
     assert all(torch.isfinite(w).all() for f in fitted for w in f.weights.values())
     rows = read_run(tmp_path / "run").metrics
@@ -317,8 +323,14 @@ def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) 
 
 def test_more_bad_steps_than_allowed_end_all_ranks_and_no_weight_is_harmed(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    fitted = fit_on_ranks(2, job, NanOnRank1, train__max_skipped_steps=1)
-    assert [f.code for f in fitted] == [1, 1]
+    fitted = fit_on_ranks(
+        2,
+        job,
+        NanOnRank1,
+        resilience__nonfinite__action="skip",
+        resilience__nonfinite__max_in_a_row=1,
+    )
+    assert [f.code for f in fitted] == [76, 76]
     assert "2 steps in a row" in fitted[0].problems[0]
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)

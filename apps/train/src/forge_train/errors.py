@@ -45,8 +45,16 @@ class StateError(JobError):
     exit_code = ExitCode.CORRUPT_STATE
 
 
-class NonFiniteError(JobError):
-    """More steps than allowed had a loss or gradient norm that is nan or inf."""
+class NumericsError(JobError):
+    """More steps than allowed had a loss or gradient norm that is not finite, or a spike."""
+
+    exit_code = ExitCode.NUMERICS
+
+
+class HardwareError(JobError):
+    """A device or a node is broken or computes wrong."""
+
+    exit_code = ExitCode.HARDWARE
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -92,7 +100,8 @@ def raise_reported(reports: Sequence[Report]) -> None:
     if not failed:
         return
     first = next(iter(failed.values()))[0]
-    kinds = {kind.exit_code: kind for kind in (ConfigError, DataError, StateError)}
+    known = (ConfigError, DataError, StateError, NumericsError, HardwareError)
+    kinds = {kind.exit_code: kind for kind in known}
     # A dict keeps the order, and a problem that several ranks report once.
     problems: dict[str, None] = {}
     for rank, (_, *sentences) in failed.items():

@@ -68,15 +68,19 @@ class Layers:
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
-    def tables_of_callbacks(self) -> None:
-        """Turn the list `train.callbacks` of version 0.1 into tables."""
+    def replace_old_keys(self) -> None:
+        """Turn keys of version 0.1 into those of today."""
         names = self.at("train.callbacks")
-        if not isinstance(names, list | tuple):
-            return
-        origin = self.origins["train.callbacks"]
-        self._drop("train.callbacks")
-        for number, name in enumerate(names, 1):
-            self.set(f"callbacks.list_{number}.name", name, origin)
+        if isinstance(names, list | tuple):
+            origin = self._drop("train.callbacks")
+            for number, name in enumerate(names, 1):
+                self.set(f"callbacks.list_{number}.name", name, origin)
+        skipped = self.at("train.max_skipped_steps")
+        if type(skipped) is int:
+            origin = self._drop("train.max_skipped_steps")
+            self.set("resilience.nonfinite.action", "skip" if skipped else "stop", origin)
+            if skipped:
+                self.set("resilience.nonfinite.max_in_a_row", skipped, origin)
 
     def _drop_options(self, dotted: str, origin: str) -> None:
         """Drop the options that earlier layers gave to another part: each part has its own."""
@@ -86,13 +90,14 @@ class Layers:
             if self.origins[key] != origin:
                 self._drop(key)
 
-    def _drop(self, dotted: str) -> None:
+    def _drop(self, dotted: str) -> str:
+        """Remove a key; the origin of its value."""
         *parents, last = dotted.split(".")
         table: Any = self.values
         for parent in parents:
             table = table.get(parent, {}) if isinstance(table, dict) else {}
         table.pop(last, None)
-        self.origins.pop(dotted, None)
+        return self.origins.pop(dotted, "")
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -53,7 +53,7 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     problems of all sections and of their combination, or DataError when the data cannot be opened or does not
     fit the model.
     """
-    layers.tables_of_callbacks()
+    layers.replace_old_keys()
     layers = with_import(layers)
     built, problems = structure(layers.values)
     data = built.get("data")

@@ -11,6 +11,7 @@ from forge_core.optim import StageConfig
 from forge_core.registry import installed
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
+from forge_resilience.policy import NonfiniteConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.layers import LENGTH_KEYS
 
@@ -155,10 +156,6 @@ class TrainConfig:
         default_factory=dict, metadata={"help": "further arguments of the objective"}
     )
     max_grad_norm: float | None = _field(1.0, "clip the global gradient norm to this; none: never")
-    max_skipped_steps: int = _field(
-        0, "steps in a row whose update may be skipped for a loss or gradient norm that is nan or inf; "
-           "one more ends the run"
-    )  # fmt: skip
     stages: dict[str, StageConfig] = field(
         default_factory=dict,
         metadata={"help": "steps from which groups learn at other rates, by name"},
@@ -169,7 +166,6 @@ class TrainConfig:
             *_within(1, _MAX_STEPS, steps=self.steps),
             *_within(1, _MAX_TOKENS, tokens=self.tokens),
             *_within(1, _MAX_BATCH, global_batch=self.global_batch, micro_batch=self.micro_batch),
-            *_within(0, _MAX_STEPS, max_skipped_steps=self.max_skipped_steps),
         ]
         # divisors are listed only for a batch in range: there may be 10**18 candidates otherwise
         division = [] if outside else _division_problems(self)
@@ -348,6 +344,13 @@ class SampleConfig:
         )
 
 
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """What a run does about faults."""
+
+    nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
+
+
 ModelSection = BuiltInModelConfig | ImportedModelConfig
 
 
@@ -366,6 +369,7 @@ class JobConfig:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
     sample: SampleConfig
+    resilience: ResilienceConfig
     callbacks: dict[str, CallbackConfig] = field(default_factory=dict)
 
 

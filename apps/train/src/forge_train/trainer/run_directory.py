@@ -95,7 +95,7 @@ class RunDirectory:
                 [f"{self.config}: {error}; it describes this run: restore it, remove it to go on "
                  "unchecked, or choose another run.dir"]
             ) from error  # fmt: skip
-        layers.tables_of_callbacks()
+        layers.replace_old_keys()
         before = dict(flatten(layers.values))
         now = dict(flatten(tomllib.loads(job.to_toml())))
         # a key that the last life did not know had the effect of its default

@@ -1,4 +1,4 @@
-"""train.max_skipped_steps: steps whose numbers are not finite change nothing; too many in a row end the run."""
+"""resilience.nonfinite: steps whose numbers are not finite change nothing; too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from forge_resilience import Skips
-from forge_train.errors import NonFiniteError
+from forge_train.errors import NumericsError
 
 
 class SkipPolicy:
@@ -36,7 +36,7 @@ class SkipPolicy:
         return count
 
     def check(self, counts: Sequence[float] | None, step: int, last_saved: int) -> None:
-        """Record skipped steps, and raise NonFiniteError if more than the limit followed one another.
+        """Record skipped steps, and raise NumericsError if more than the limit followed one another.
 
         `counts` are those of `take`, read with a row; None reads what the device has counted by now (a sync).
         """
@@ -46,9 +46,9 @@ class SkipPolicy:
         self._since_row += skipped
         self._record("skip", step=step, skipped=skipped, in_a_row=longest)
         if longest > self._limit:
-            raise NonFiniteError(
+            raise NumericsError(
                 [f"by step {step}: the loss or the gradient norm of {longest} steps in a row must be finite "
-                 f"in at least one of {self._limit + 1} (train.max_skipped_steps {self._limit}); they changed no weight, "
+                 f"in at least one of {self._limit + 1} (resilience.nonfinite.max_in_a_row {self._limit}); they changed no weight, "
                  f"and the checkpoints up to step {max(last_saved, 0)} are intact: lower optimizer.lr "
                  "or train.max_grad_norm and run again"]
             )  # fmt: skip

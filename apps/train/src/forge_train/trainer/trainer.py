@@ -30,7 +30,7 @@ from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import (
     ConfigError,
     JobError,
-    NonFiniteError,
+    NumericsError,
     config_errors,
     refuse,
     run_on_all_ranks,
@@ -212,7 +212,7 @@ class Trainer:
         self.compute, self.objective = parts.compute, parts.objective
         self.optimizer, self.masks_update = parts.optimizer, parts.masks_update
         self.stages, self.moe = parts.stages, parts.moe
-        self.skips = SkipPolicy(self.config.train.max_skipped_steps, self._record)
+        self.skips = SkipPolicy(self.config.resilience.nonfinite.limit, self._record)
         seed_rank(self.config.run.seed, self.meshes)
 
     def _resume(self, store: Store, changes: dict[str, list[Any]]) -> None:
@@ -439,7 +439,7 @@ class Trainer:
         counts, last_saved = self.rows.skips(), self.checkpoints.last_step
         try:
             self.skips.check(counts, self.progress.step, last_saved)
-        except NonFiniteError:
+        except NumericsError:
             self._send_row()
             raise
 
