@@ -235,6 +235,32 @@ def doctor(args: list[str]) -> int:
     )
 
 
+def report(args: list[str]) -> int:
+    """Print where the seconds of a run went over all of its lives, and how often it should save."""
+
+    def options(
+        run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")],
+        /,
+        text: Annotated[bool, tyro.conf.arg(help="print a table; the same as no flag")] = False,
+        json: Annotated[bool, tyro.conf.arg(help="print one JSON object instead")] = False,
+    ) -> int:
+        from forge_train.errors import ConfigError
+        from forge_train.report.goodput import print_report
+
+        if text and json:
+            raise ConfigError(["--text and --json exclude each other; give one of them"])
+        print_report(run_dir, json)
+        return ExitCode.DONE
+
+    return tyro.cli(
+        options,
+        prog="forge-train report",
+        description=report.__doc__,
+        args=args,
+        use_underscores=True,
+    )
+
+
 def import_(args: list[str]) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
     from forge_train.hf.importing import import_folder
@@ -254,6 +280,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "plan": plan,
     "generate": generate,
+    "report": report,
     "import": import_,
     "export": export,
     "doctor": doctor,

@@ -6,8 +6,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass
+class Pause:
+    """How long training stood still."""
+
+    seconds: float = 0.0
 
 
 class Meter:
@@ -36,13 +44,14 @@ class Meter:
         self.wait_seconds += time.perf_counter() - start
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time that is not training: evaluation, checkpoints."""
-        start = time.perf_counter()
+    def paused(self) -> Iterator[Pause]:
+        """Time that is not training: evaluation, checkpoints. Its seconds are known at the end."""
+        pause, start = Pause(), time.perf_counter()
         try:
-            yield
+            yield pause
         finally:
-            self.paused_seconds += time.perf_counter() - start
+            pause.seconds = time.perf_counter() - start
+            self.paused_seconds += pause.seconds
 
     @property
     def seconds(self) -> float:

@@ -43,6 +43,7 @@ from forge_train.trainer.callbacks import Callback, hook_problems, load_callback
 from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
+from forge_train.trainer.lives import life_fields
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
 from forge_train.trainer.run_directory import RunDirectory
@@ -231,6 +232,7 @@ class Trainer:
         )
         seconds = self.checkpoints.load()
         step, writes = self.progress.step, self.meshes.rank == 0
+        life = life_fields(self.paths, self.progress) if writes else {}
         hosts = self.agreement.exchange(self.paths.host)
         run_on_all_ranks(
             self.agreement, lambda: self.paths.record(self.job, hosts) if writes else None
@@ -246,6 +248,7 @@ class Trainer:
             "total_steps": self.total_steps,
             "device": str(self.device),
             "world_size": self.meshes.world_size,
+            **life,
         }
         if self.meshes.world_size > 1:
             event |= {"layout": self._placement, "reasons": self._reasons}
@@ -376,7 +379,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.validation is None or self._last_evaluated == self.progress.step:
             return
-        with self.rows.meter.paused():
+        with self.rows.meter.paused() as pause:
             sequences, rows_at_once = self.config.eval.sequences, self.compute.rows_at_once
             parts = share_of_rows(
                 self.validation, sequences, rows_at_once, self.meshes, self.agreement
@@ -386,13 +389,15 @@ class Trainer:
         self.moe.forget()
         self._last_evaluated = self.progress.step
         self.rows.update(val_loss=self.val_loss)
-        self._record("evaluation", step=self.progress.step, val_loss=self.val_loss)
+        self._record(
+            "evaluation", step=self.progress.step, val_loss=self.val_loss, seconds=pause.seconds
+        )
         self._call("on_evaluation", "validation", self.val_loss)
 
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
         step = self.progress.step
-        with self.rows.meter.paused():
+        with self.rows.meter.paused() as settling:
             self._announce(self.checkpoints.settle())
         if self.checkpoints.last_step == step:
             return
@@ -401,11 +406,12 @@ class Trainer:
         self._save_requested = False
         loss = self.val_loss if self._last_evaluated == step else None
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
-        with self.rows.meter.paused():
+        with self.rows.meter.paused() as pause:
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             self.checkpoints.save(step, wait, metrics)
             if wait:
                 self._announce(self.checkpoints.settle())
+        self._record("pause", cause="save", step=step, seconds=settling.seconds + pause.seconds)
 
     def _announce(self, steps: Sequence[int]) -> None:
         """Call on_checkpoint for steps that all ranks know to be committed."""

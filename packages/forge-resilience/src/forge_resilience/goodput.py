@@ -1,0 +1,412 @@
+"""Where the time of a run went, over all of its lives, and how often it should save. No torch, no clock.
+
+The journal is the only source. A *life* begins with the process and ends with `stop`, `done`, `hang` or, when
+a kill left nothing behind, with the last sign of life.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "CAUSES",
+    "Goodput",
+    "Ledger",
+    "Span",
+    "daly_interval",
+    "ettr",
+    "goodput",
+    "mean_time_bounds",
+    "process_start_time",
+    "read_ledger",
+]
+
+#: What a second of a run is counted as.
+CAUSES = {
+    "steps": "steps that the run kept",
+    "recompute": "steps that a loss or a rollback undid",
+    "start": "from the start of the process to the first step, without the load",
+    "load": "loading the checkpoint",
+    "save": "steps waited for a save",
+    "evaluate": "evaluation",
+    "hung": "no progress, until a supervisor noticed",
+    "down": "from a loss to the next start",
+    "queue": "from a requested stop to the next start",
+    "idle": "between the end of the run and its extension",
+}
+_OFF = ("down", "queue", "idle")  # nothing runs: no ranks, no GPU hours
+_SAVES = ("save_staged", "save_written", "save", "pause")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Milliseconds [begin, end) since 1970 on `ranks` ranks, and their cause."""
+
+    begin: int
+    end: int
+    cause: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Spans without gaps or overlaps: their lengths add up to the wall clock exactly, in milliseconds.
+
+    losses: lives that ended without `stop` or `done`, hangs included. stops: lives that ended on request.
+    saves: what training waited for each save, in seconds. steps_done: kept steps.
+    """
+
+    spans: tuple[Span, ...]
+    lives: int = 0
+    losses: int = 0
+    stops: int = 0
+    saves: tuple[float, ...] = ()
+    steps_done: int = 0
+
+    @property
+    def wall_ms(self) -> int:
+        """From the start of the first life to the last sign of the last one."""
+        return self.spans[-1].end - self.spans[0].begin if self.spans else 0
+
+    def milliseconds(self) -> dict[str, int]:
+        """Cause -> milliseconds, of all causes; the sum is `wall_ms`."""
+        return {cause: sum(s.end - s.begin for s in self._of(cause)) for cause in CAUSES}
+
+    def gpu_hours(self) -> dict[str, float]:
+        """Cause -> seconds x ranks / 3600 (one device a rank)."""
+        return {
+            cause: sum((s.end - s.begin) * s.ranks for s in self._of(cause)) / 3.6e6
+            for cause in CAUSES
+        }
+
+    def _of(self, cause: str) -> list[Span]:
+        return [span for span in self.spans if span.cause == cause]
+
+
+def read_ledger(events: Iterable[Mapping[str, Any]], last_sign: float | None = None) -> Ledger:
+    """The ledger of a journal (`read_events`), oldest event first.
+
+    It understands `start` and `resume` (step, world_size; optionally `began`: when the process started, `seconds`
+    of the load, `reached`: {step, time} of the last row of the life before), `pause` (cause, seconds), `evaluation`
+    (seconds), saves, `rollback` (to_step), `hang` (seconds), `stop` and `done`. Times are ISO 8601 or seconds
+    since 1970. `last_sign` is the time of the last sign of the last life, if later than its last event. A clock
+    that went back counts as standing still.
+    """
+    reader = _Reader()
+    for event in events:
+        reader.read(event)
+    return reader.end(last_sign)
+
+
+class _Reader:
+    """Lays span after span; `at` is the end of the last one."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.at: int | None = None
+        self.sign = 0  # of life, the newest
+        self.ranks = 0
+        self.gap = ""  # cause of the time up to the next life; "" while one runs
+        self.captured: dict[int, int] = {}  # step -> when the state was taken that was saved
+        self.saves: list[float] = []
+        self.lives = self.losses = self.stops = self.first = self.step = 0
+
+    def read(self, event: Mapping[str, Any]) -> None:
+        name = event.get("event")
+        try:
+            now = _ms(event["time"])
+        except (KeyError, TypeError, ValueError):
+            return  # not of our journal
+        if name in ("start", "resume"):
+            self.begin_life(event, now)
+            return
+        if self.at is None:
+            return
+        seconds = _number(event.get("seconds"))
+        if not self.gap:
+            self.sign = max(self.sign, now)
+            self.step = max(self.step, int(event.get("step") or 0))
+        if name == "evaluation":
+            self.interrupt("evaluate", now, seconds)
+        elif name == "pause":
+            self.interrupt(str(event.get("cause")), now, seconds)
+            if event.get("cause") == "save":
+                self.saves.append(seconds)
+        elif name == "hang":
+            self.interrupt("hung", now, seconds)
+            self.lose()
+        elif name == "rollback":
+            self.lay("steps", now)
+            self.step = int(event.get("to_step", event.get("step", 0)))
+            self.revoke(self.step)
+            return
+        elif name in ("stop", "done") and not self.gap:
+            self.lay("steps", now)
+            if self.step in self.captured:  # the way out after the last save is no work to be lost
+                self.captured[self.step] = now
+            self.stops += name == "stop"
+            self.gap = "queue" if name == "stop" else "idle"
+        if name in _SAVES and "step" in event and not self.gap:
+            self.captured.setdefault(int(event["step"]), now - round(1000 * seconds))
+
+    def begin_life(self, event: Mapping[str, Any], now: int) -> None:
+        began = min(_ms(event.get("began", event["time"])), now)
+        reached, lost = event.get("reached") or {}, self.gap in ("", "down")
+        if self.at is None:
+            self.at = began
+        else:
+            if not self.gap:  # the life before left without a word
+                sign = max(self.sign, _ms(reached["time"]) if "time" in reached else 0)
+                self.lay("steps", min(sign, began))
+                self.lose()
+            self.lay(self.gap, began)
+        self.gap, self.lives = "", self.lives + 1
+        self.ranks = int(event.get("world_size", 1))
+        step = int(event.get("step", 0))
+        if self.lives == 1:
+            self.first = step
+        self.lay("start", now - round(1000 * _number(event.get("seconds"))))
+        self.lay("load", now)
+        if lost or step < self.step:
+            self.revoke(step)
+        self.step, self.sign = step, now
+
+    def lose(self) -> None:
+        if not self.gap:
+            self.losses += 1
+            self.gap = "down"
+
+    def lay(self, cause: str, end: int) -> None:
+        """The time up to `end` had this cause."""
+        assert self.at is not None
+        cause = cause if cause in CAUSES else "steps"
+        if end > self.at:
+            ranks = 0 if cause in _OFF else self.ranks
+            self.spans.append(Span(self.at, end, cause, ranks))
+            self.at = end
+
+    def interrupt(self, cause: str, now: int, seconds: float) -> None:
+        """The last `seconds` had this cause, the time before was steps."""
+        if not self.gap:
+            self.lay("steps", now - round(1000 * seconds))
+            self.lay(cause, now)
+
+    def revoke(self, step: int) -> None:
+        """Steps after `step` are undone: what was trained since its state was taken is to be done again."""
+        kept = [taken for saved, taken in self.captured.items() if saved <= step]
+        since = max(kept, default=0)
+        self.captured = {saved: t for saved, t in self.captured.items() if saved <= step}
+        spans: list[Span] = []
+        for span in self.spans:
+            if span.cause != "steps" or span.end <= since:
+                spans.append(span)
+                continue
+            cut = max(span.begin, since)
+            if cut > span.begin:
+                spans.append(replace(span, end=cut))
+            spans.append(replace(span, begin=cut, cause="recompute"))
+        self.spans = spans
+
+    def end(self, last_sign: float | None) -> Ledger:
+        if self.at is not None and not self.gap:
+            self.lay("steps", max(self.sign, round(1000 * (last_sign or 0))))
+        return Ledger(
+            tuple(self.spans),
+            self.lives,
+            self.losses,
+            self.stops,
+            tuple(self.saves),
+            max(0, self.step - self.first),
+        )
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What a ledger says about a run; seconds, None where nothing was measured.
+
+    ettr                kept steps / wall clock (without idle)
+    mean_time           M: seconds that the run was up / losses
+    mean_time_bounds    95 % bounds of M, from the number of losses alone (Poisson); (M, inf) without a loss
+    save_seconds        delta: mean wait for a save
+    restart_seconds     R: hung, down, start and load per loss; without a loss, of the starts so far
+    save_interval       tau: useful seconds between saves
+    best_interval       Daly's tau of delta and M; of the lower bound of M if nothing was lost yet
+    predicted_ettr      by the formula with the run's tau, and with the best one
+    """
+
+    wall_seconds: float
+    seconds: dict[str, float]
+    gpu_hours: dict[str, float]
+    lives: int
+    losses: int
+    stops: int
+    steps: int
+    ettr: float
+    mean_time: float | None
+    mean_time_bounds: tuple[float, float | None]
+    save_seconds: float | None
+    restart_seconds: float
+    step_seconds: float | None
+    save_interval: float | None
+    best_interval: float | None
+    predicted_ettr: tuple[float | None, float | None]
+
+    def lines(self) -> list[str]:
+        """The report for a person, one line each."""
+        total = self.wall_seconds or 1.0
+        lines = [
+            f"{'cause':10} {'seconds':>12} {'share':>7} {'GPU hours':>10}   what it is",
+            *(f"{cause:10} {self.seconds[cause]:12.3f} {self.seconds[cause] / total:7.1%} "
+              f"{self.gpu_hours[cause]:10.3f}   {text}" for cause, text in CAUSES.items()),
+            f"{'wall':10} {self.wall_seconds:12.3f} {1:7.1%} {sum(self.gpu_hours.values()):10.3f}",
+            f"{self.lives} lives, {self.losses} losses, {self.stops} stops on request; {self.steps} steps kept",
+            f"ETTR {self.ettr:.4f}: kept steps / wall clock",
+        ]  # fmt: skip
+        low, high = self.mean_time_bounds
+        if self.mean_time is None:
+            lines.append(f"no loss yet: mean time to a loss above {low:.0f} s (95 %)")
+        else:
+            few = "; few losses, a rough figure" if self.losses < 10 else ""
+            lines.append(f"mean time to a loss {self.mean_time:.0f} s (95 %: {low:.0f} to {high:.0f} s{few})")  # fmt: skip
+        lines.append(f"a restart costs {self.restart_seconds:.1f} s")
+        if not self.best_interval or self.save_seconds is None:
+            return [*lines, "no save was measured: no interval to advise"]
+        every = f", {max(1, round(self.best_interval / self.step_seconds))} steps" if self.step_seconds else ""  # fmt: skip
+        now, best = self.predicted_ettr
+        lines.append(f"a save costs {self.save_seconds:.3f} s of steps; best interval (Daly) {self.best_interval:.0f} s{every}; "
+                     f"expected ETTR {best:.4f}")  # fmt: skip
+        if self.save_interval is not None and now is not None:
+            lines.append(f"now every {self.save_interval:.0f} s; expected ETTR {now:.4f}")
+        return lines
+
+
+def goodput(ledger: Ledger) -> Goodput:
+    """The figures of a ledger. Usage: `goodput(read_ledger(read_events(path))).lines()`."""
+    seconds = {cause: ms / 1000 for cause, ms in ledger.milliseconds().items()}
+    wall = ledger.wall_ms / 1000
+    up = wall - sum(seconds[cause] for cause in _OFF)
+    low, high = mean_time_bounds(up, ledger.losses)
+    mean = up / ledger.losses if ledger.losses else None
+    overhead = seconds["start"] + seconds["load"]
+    per_start = overhead / ledger.lives if ledger.lives else 0.0
+    per_loss = (seconds["hung"] + seconds["down"]) / ledger.losses if ledger.losses else 0.0
+    restart = per_start + per_loss
+    delta = sum(ledger.saves) / len(ledger.saves) if ledger.saves else None
+    worked = seconds["steps"] + seconds["recompute"]
+    interval = worked / len(ledger.saves) if ledger.saves else None
+    rate, best = mean or low, None
+    if delta is not None and rate > 0:
+        best = daly_interval(delta, rate)
+    predicted = [
+        ettr(tau, delta, restart, rate) if tau and delta is not None and rate > 0 else None
+        for tau in (interval, best)
+    ]
+    busy = wall - seconds["idle"]
+    return Goodput(
+        wall_seconds=wall,
+        seconds=seconds,
+        gpu_hours=ledger.gpu_hours(),
+        lives=ledger.lives,
+        losses=ledger.losses,
+        stops=ledger.stops,
+        steps=ledger.steps_done,
+        ettr=seconds["steps"] / busy if busy else 0.0,
+        mean_time=mean,
+        mean_time_bounds=(low, high),
+        save_seconds=delta,
+        restart_seconds=restart,
+        step_seconds=seconds["steps"] / ledger.steps_done if ledger.steps_done else None,
+        save_interval=interval,
+        best_interval=best,
+        predicted_ettr=(predicted[0], predicted[1]),
+    )
+
+
+def ettr(interval: float, save: float, restart: float, mean_time: float) -> float:
+    """Expected useful share of the wall clock: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), all in one unit.
+
+    Losses come at a constant rate, also during saves and restarts (Daly 2006). 0 where it is below every float.
+    """
+    try:
+        waste = math.exp(restart / mean_time) * math.expm1((interval + save) / mean_time)
+    except OverflowError:
+        return 0.0
+    return interval / (mean_time * waste)
+
+
+def daly_interval(save: float, mean_time: float) -> float:
+    """The useful time between saves that makes `ettr` nearly largest (Daly 2006, eq. 37).
+
+    sqrt(2 delta M) (1 + x/3 + x^2/9) - delta with x = sqrt(delta / 2M); M where a save takes 2 M and more, and 0
+    for a save that costs nothing. Raises ValueError for a negative save or a mean time that is not positive.
+    """
+    if save < 0 or mean_time <= 0:
+        raise ValueError(f"save {save:g} s must be at least 0 and mean_time {mean_time:g} s positive; give measured seconds")  # fmt: skip
+    if save >= 2 * mean_time:
+        return mean_time
+    x = math.sqrt(save / (2 * mean_time))
+    return math.sqrt(2 * save * mean_time) * (1 + x / 3 + x * x / 9) - save
+
+
+def mean_time_bounds(
+    up_seconds: float, losses: int, confidence: float = 0.95
+) -> tuple[float, float | None]:
+    """(lower, upper) bound of the mean time to a loss after `losses` in `up_seconds`; no upper one without losses.
+
+    Exact for losses at a constant rate: the Poisson means under which so few, or so many, have half of
+    1 - confidence. Without a loss the lower bound has all of it: up_seconds / 3.0, the rule of three.
+    """
+    tail = (1 - confidence) / (2 if losses else 1)
+    most = _solve(lambda mean: _poisson(losses, mean), tail, losses)
+    if not losses:
+        return up_seconds / most, None
+    least = _solve(lambda mean: _poisson(losses - 1, mean), 1 - tail, losses)
+    return up_seconds / most, up_seconds / least
+
+
+def _poisson(most: int, mean: float) -> float:
+    """P(N <= most)."""
+    return sum(
+        math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean else float(n == 0)
+        for n in range(most + 1)
+    )
+
+
+def _solve(falling: Callable[[float], float], value: float, guess: int) -> float:
+    """Where a falling function has a value, by halving."""
+    low, high = 0.0, 4.0 * guess + 20.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > value else (low, middle)
+    return (low + high) / 2
+
+
+def process_start_time() -> float:
+    """When this process was started, in seconds since 1970; where /proc is missing, now."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return time.time()
+    return time.time() - max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _ms(value: Any) -> int:
+    if isinstance(value, int | float):
+        return round(1000 * value)
+    found = datetime.fromisoformat(value)
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
+    return round(1000 * found.timestamp())
+
+
+def _number(value: Any) -> float:
+    usable = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return float(value) if usable else 0.0

@@ -1,0 +1,57 @@
+"""The ledger of real runs: killed, stopped, started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from forge_testing import forge_train, kill_after_step, start, write_job
+from forge_train import read_run
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed once and stopped once."""
+    folder = tmp_path_factory.mktemp("disturbed")
+    job, metrics = write_job(folder), folder / "run/metrics.jsonl"
+    flags = ("--train.steps", "300", "--checkpoint.every_steps", "40", "--eval.every_steps", "100")
+    kill_after_step(start("run", job, *flags), metrics, 60)
+    stopped = kill_after_step(start("run", job, *flags), metrics, 100, signal.SIGTERM)
+    assert stopped.code == 75, stopped.err
+    done = forge_train("run", job, *flags)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def test_report_tells_where_the_seconds_went(disturbed: Path) -> None:
+    told = forge_train("report", disturbed, "--json")
+    assert told.code == 0, told.err
+    found = json.loads(told.out)
+    assert (found["lives"], found["losses"], found["stops"], found["steps"]) == (3, 1, 1, 300)
+    assert sum(found["seconds"].values()) == pytest.approx(found["wall_seconds"], abs=1e-6)
+    for cause in ("steps", "recompute", "start", "load", "save", "evaluate", "down", "queue"):
+        assert found["seconds"][cause] > 0, cause
+    events = read_run(disturbed).events
+    first, last = events[0], events[-1]
+    assert last["event"] == "done"
+    assert found["best_interval"] > 0
+    assert 0 < found["ettr"] < 1
+    resumed = [e for e in events if e["event"] == "resume"]
+    assert resumed[0]["step"] + resumed[0]["steps_lost"] == resumed[0]["reached"]["step"] >= 60
+    assert resumed[0]["seconds_lost"] > 0
+    assert resumed[1]["steps_lost"] == resumed[1]["seconds_lost"] == 0  # of a stop nothing is lost
+    assert first["began"] < resumed[0]["began"] < resumed[1]["began"]
+    table = forge_train("report", disturbed, "--text")
+    assert table.code == 0, table.err
+    assert "best interval (Daly)" in table.out
+    assert "1 losses, 1 stops on request; 300 steps kept" in table.out
+
+
+def test_what_report_refuses(tmp_path: Path) -> None:
+    told = forge_train("report", tmp_path, "--text")
+    assert (told.code, "has no events.jsonl; name the folder of a run" in told.err) == (78, True)
+    both = forge_train("report", tmp_path, "--text", "--json")
+    assert (both.code, "exclude each other" in both.err) == (78, True)
