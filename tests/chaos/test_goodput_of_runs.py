@@ -52,6 +52,9 @@ def test_report_tells_where_the_seconds_went(disturbed: Path) -> None:
 
 def test_what_report_refuses(tmp_path: Path) -> None:
     told = forge_train("report", tmp_path, "--text")
-    assert (told.code, "has no events.jsonl; name the folder of a run" in told.err) == (78, True)
+    assert (told.code, "events.jsonl is not there; name the folder of a run" in told.err) == (
+        78,
+        True,
+    )
     both = forge_train("report", tmp_path, "--text", "--json")
     assert (both.code, "exclude each other" in both.err) == (78, True)

@@ -20,7 +20,7 @@ def run_goodput(run_dir: str | Path) -> Goodput:
     paths = RunDirectory(run_dir)
     if not paths.events.exists():
         raise ConfigError(
-            [f"{run_dir} has no {paths.events.name}; name the folder of a run, as in run.dir"]
+            [f"{paths.events} is not there; name the folder of a run that was started once"]
         )
     last_sign = paths.metrics.stat().st_mtime if paths.metrics.exists() else None
     return goodput(read_ledger(read_events(paths.events), last_sign))
