@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from forge_resilience import ExitCode, StopSignal
+from forge_resilience.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from forge_train.errors import JobError
@@ -44,6 +45,7 @@ def prepare(is_run: bool) -> None:
         return
     if is_rank_of_many():
         early_stop.__enter__()
+        Heartbeat.from_environ()  # a rank that hangs while it imports can be asked for its stacks
     else:  # until the loop has a handler of its own: nothing is lost yet, so the job is requeued
         # Not by an exception: torch and numpy import from C code, which drops it or keeps a lock.
         leave_on_signal(ExitCode.REQUEUE, signal.SIGINT)

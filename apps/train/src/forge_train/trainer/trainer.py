@@ -26,6 +26,7 @@ from forge_parallel import (
 )
 from forge_parallel.compute import evaluate
 from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote, nonfinite
+from forge_resilience.heartbeat import Heartbeat
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import (
     ConfigError,
@@ -84,10 +85,11 @@ class Trainer:
 
     Raises JobError (ConfigError, DataError, StateError), before anything is started if possible.
     Public while it runs: job, config, model, optimizer, loader, progress, total_steps, device, paths,
-    meshes, agreement. Callbacks run on every rank; files are written by rank 0.
+    meshes, agreement, heartbeat. Callbacks run on every rank; files are written by rank 0.
     """
 
     def __init__(self, job: ResolvedJob, callbacks: Sequence[Callback] = ()) -> None:
+        self.heartbeat = Heartbeat.from_environ()
         with config_errors():
             world = find_world()
         self.job, reasons = with_layout(job, world)
@@ -230,7 +232,9 @@ class Trainer:
         self.checkpoints = Checkpoints(
             store, self.config.checkpoint, state, self.config.data.seq_len
         )
+        self.heartbeat.enter("load")
         seconds = self.checkpoints.load()
+        self.heartbeat.enter("start", self.progress.step)
         step, writes = self.progress.step, self.meshes.rank == 0
         life = life_fields(self.paths, self.progress) if writes else {}
         hosts = self.agreement.exchange(self.paths.host)
@@ -262,8 +266,10 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer step on one global batch. No device synchronisation here."""
         step = self.progress.step + 1  # counted from 1
+        self.heartbeat.enter("data", step)
         with self.rows.meter.waiting():
             batch, fault = self._next_batch()
+        self.heartbeat.enter("step")
         self._enter_stage(step)
         lr = self.config.optimizer.lr * self.schedule(step)
         self.checkpoints.listen()
@@ -360,6 +366,7 @@ class Trainer:
         if finished:
             self._evaluate()
         self._save(wait=True)
+        self.heartbeat.enter("exit")
         if finished:
             self._record("done", step=self.progress.step)
         elif self._decision.stop is not None:
@@ -379,6 +386,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.validation is None or self._last_evaluated == self.progress.step:
             return
+        self.heartbeat.enter("evaluate")
         with self.rows.meter.paused() as pause:
             sequences, rows_at_once = self.config.eval.sequences, self.compute.rows_at_once
             parts = share_of_rows(
@@ -397,6 +405,7 @@ class Trainer:
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
         step = self.progress.step
+        self.heartbeat.enter("save")
         with self.rows.meter.paused() as settling:
             self._announce(self.checkpoints.settle())
         if self.checkpoints.last_step == step:
@@ -420,6 +429,8 @@ class Trainer:
 
     def _record_save(self, event: SaveEvent) -> None:
         """Write what became of a save into the journal; called in the thread that writes, too."""
+        if event.kind != "written":
+            self.heartbeat.background("save" if event.kind == "staged" else "")
         fields: dict[str, Any] = {"step": event.step, "seconds": round(event.seconds, 4)}
         if event.error:
             fields |= {"error": event.error, "failures": event.failures}

@@ -1,0 +1,230 @@
+"""Where a rank is: its step and phase in shared memory, for a watcher in another process.
+
+File `rank-00003` (512 bytes, little-endian): 64 bytes of who writes, then two slots of 64 bytes for the main
+loop and two for background work. An entry goes into the older slot and ends with a CRC-32, so that one whole
+entry can be read at any instant, also after its writer was killed in the middle of the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import mmap
+import os
+import signal
+import struct
+import sys
+import weakref
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import IO
+
+__all__ = ["FOLDER", "PHASES", "Beat", "Heartbeat", "process_start", "read_heartbeats"]
+
+FOLDER = "FORGE_HEARTBEAT_DIR"
+"""Names the folder, one of this host and best in memory; without it a heartbeat is private memory."""
+PHASES = ("start", "load", "data", "step", "evaluate", "save", "exit")
+"""Phases that watchers know limits for; any other name is legal."""
+_OWNER = "FORGE_HEARTBEAT_OWNER"  # the pid that took the rank's file; a child that inherits it takes none
+_HEAD = struct.Struct("<8sqqQ")  # magic, pid, rank, start of the process
+_MAGIC = b"FORGEHB1"
+_ENTRY = struct.Struct("<Qdq32s")  # number, CLOCK_MONOTONIC, step or -1, name
+_SLOT, _SIZE = 64, 512
+_MAIN, _BACKGROUND = 64, 192  # where their two slots begin
+_NO_STEP = -1
+_TRIES = 1000
+
+
+class Heartbeat:
+    """One rank's entries, written without a lock or a system call.
+
+        heartbeat = Heartbeat.from_environ()
+        for step in range(steps):
+            heartbeat.enter("data", step)
+            batch = next(batches)
+            heartbeat.enter("step")
+            train(batch)
+
+    `enter` is for one thread, `background` for one other. A child that the process forks goes on in private
+    memory and does not write its parent's entries. Cost of an entry: about a microsecond.
+
+    Raises OSError if `folder` cannot be written, ValueError for a name over 32 bytes.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, rank: int = 0) -> None:
+        self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
+        self._entries = self._background_entries = 0
+        self._step = _NO_STEP
+        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, process_start(os.getpid()))
+        self.background("")
+        self.enter("start")
+        if folder is not None:
+            self._memory = _shared(Path(folder) / f"rank-{rank:05d}", self._memory)
+            _open_heartbeats.add(self)
+
+    @staticmethod
+    def from_environ() -> Heartbeat:
+        """The heartbeat of this process, as its launcher's variables say; the same object in each call.
+
+        The file of RANK (else SLURM_PROCID, else 0) in the folder FORGE_HEARTBEAT_DIR. With a folder, SIGUSR2
+        writes the stacks of all threads into `rank-00003.stacks` beside it, also while a C call holds the GIL,
+        unless the program has a handler of its own. Without a folder, or in a child of the rank: private
+        memory, at the same cost.
+        """
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+        folder = os.environ.get(FOLDER) if rank.isdecimal() else None
+        return _of_process(folder, int(rank) if folder else 0, os.getpid())
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """The main loop enters `phase`, in `step` (without one, still that of the entry before)."""
+        if step is not None:
+            self._step = step
+        self._entries = number = self._entries + 1
+        entry = _ENTRY.pack(number, monotonic(), self._step, _encode(phase))
+        at = _MAIN + _SLOT * (number & 1)
+        self._memory[at : at + _SLOT] = entry + zlib.crc32(entry).to_bytes(8, "little")
+
+    def background(self, name: str) -> None:
+        """Another thread begins work (`"save"`), or is done with it (`""`)."""
+        self._background_entries = number = self._background_entries + 1
+        entry = _ENTRY.pack(number, monotonic(), _NO_STEP, _encode(name))
+        at = _BACKGROUND + _SLOT * (number & 1)
+        self._memory[at : at + _SLOT] = entry + zlib.crc32(entry).to_bytes(8, "little")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The newest entry of a rank, and of its background work."""
+
+    rank: int
+    pid: int
+    process_start: int
+    """Tells the process from a later one with its pid: compare it with `process_start(pid)`. 0 off Linux."""
+    phase: str
+    step: int | None
+    seconds: float
+    """Since the entry, on a clock that stands still while the machine sleeps."""
+    entries: int
+    """So far; ranks of one program make the same ones, so the lowest number is the late rank."""
+    background: str
+    """Work under way beside the main loop, "" for none."""
+    background_seconds: float
+
+
+def read_heartbeats(folder: str | os.PathLike[str]) -> list[Beat]:
+    """The ranks that have a file in `folder`, by rank; their processes may have ended.
+
+    A rank without a file is still in its start. Cost: one read of 512 bytes a rank.
+    """
+    beats = (_read(path) for path in sorted(Path(folder).glob("rank-?????")))
+    return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
+
+
+def process_start(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is none, and off Linux."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def _read(path: Path) -> Beat | None:
+    for _ in range(_TRIES):  # twice overtaken in a row by the writer is rare enough
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(data) != _SIZE or not data.startswith(_MAGIC):
+            return None
+        main, background = _newest(data, _MAIN), _newest(data, _BACKGROUND)
+        if main is not None and background is not None:
+            _, pid, rank, start = _HEAD.unpack_from(data)
+            now = monotonic()
+            return Beat(
+                rank=rank,
+                pid=pid,
+                process_start=start,
+                phase=main[3],
+                step=None if main[2] == _NO_STEP else main[2],
+                seconds=max(0.0, now - main[1]),
+                entries=main[0],
+                background=background[3],
+                background_seconds=max(0.0, now - background[1]),
+            )
+    return None
+
+
+def _newest(data: bytes, at: int) -> tuple[int, float, int, str] | None:
+    """The newer of the two slots at `at` that are whole; None if both are being written."""
+    whole = []
+    for begin in (at, at + _SLOT):
+        entry = data[begin : begin + _ENTRY.size]
+        crc = int.from_bytes(data[begin + _ENTRY.size : begin + _SLOT], "little")
+        if crc == zlib.crc32(entry):
+            number, time, step, name = _ENTRY.unpack(entry)
+            whole.append((number, time, step, name.rstrip(b"\0").decode(errors="replace")))
+    return max(whole, default=None)
+
+
+def _shared(path: Path, content: bytes | bytearray | mmap.mmap) -> mmap.mmap:
+    """`content` as a new file in memory shared with its readers; a file of an earlier life is replaced whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with new.open("w+b") as file:
+        file.write(
+            bytes(content)
+        )  # takes the memory now: a full disk is an OSError, not a SIGBUS later
+        file.flush()
+        memory = mmap.mmap(file.fileno(), _SIZE)
+    new.rename(path)
+    return memory
+
+
+@functools.cache
+def _encode(name: str) -> bytes:
+    text = name.encode()
+    if len(text) > 32:
+        raise ValueError(f"phase {name!r} has {len(text)} bytes and may have 32; shorten it")
+    return text
+
+
+@functools.cache
+def _of_process(folder: str | None, rank: int, pid: int) -> Heartbeat:
+    owner = os.environ.get(_OWNER)
+    if not folder or (owner is not None and owner != str(pid)):
+        return Heartbeat(None, rank)
+    try:
+        heartbeat = Heartbeat(folder, rank)
+        _dump_stacks_on_signal(Path(folder) / f"rank-{rank:05d}.stacks")
+    except OSError as error:  # no reason to end a run, which goes on unwatched
+        with contextlib.suppress(OSError):
+            print(f"rank {rank} has no heartbeat: {error}", file=sys.stderr, flush=True)
+        return Heartbeat(None, rank)
+    os.environ[_OWNER] = str(pid)
+    return heartbeat
+
+
+def _dump_stacks_on_signal(path: Path) -> None:
+    if hasattr(faulthandler, "register") and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR2, file=_keep_open(path), all_threads=True)
+
+
+@functools.cache
+def _keep_open(path: Path) -> IO[bytes]:
+    """A file that stays open: faulthandler writes to its descriptor."""
+    return path.open("wb")
+
+
+_open_heartbeats: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: what it writes from here on is its own."""
+    for heartbeat in _open_heartbeats:
+        heartbeat._memory = bytearray(heartbeat._memory)
+    _open_heartbeats.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
