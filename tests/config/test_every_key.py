@@ -31,7 +31,7 @@ from forge_train import Callback, ConfigError, DataError, Trainer, load_job, rea
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.errors import JobError, NumericsError
+from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.metrics.console import console_mode
 from forge_train.trainer.auto_layout import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
@@ -120,6 +120,26 @@ def survives_a_bad_step(t: Trainer) -> Any:
     try:
         return t.fit().step
     except NumericsError as error:
+        return error.exit_code
+
+
+def survives_a_flipped_bit(t: Trainer) -> Any:
+    """Memory that changes after each step, before the next forward."""
+
+    class Flip(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            seal = trainer.replicas.seal
+
+            def seal_and_flip(step: int) -> None:
+                seal(step)
+                next(trainer.model.parameters()).detach().view(torch.uint8).view(-1)[0] ^= 1
+
+            trainer.replicas.seal = seal_and_flip  # type: ignore[method-assign]
+
+    t.callbacks.append(Flip())
+    try:
+        return t.fit().step
+    except HardwareError as error:
         return error.exit_code
 
 
@@ -332,6 +352,10 @@ PROBES: dict[str, Probe] = {
     "resilience.nonfinite.action": Probe("skip", survives_a_bad_step),
     "resilience.nonfinite.max_in_a_row": Probe(
         0, survives_a_bad_step, {"resilience.nonfinite.action": "skip"}
+    ),
+    "resilience.replicas.every_steps": Probe(1, survives_a_flipped_bit),
+    "resilience.replicas.action": Probe(
+        "warn", survives_a_flipped_bit, {"resilience.replicas.every_steps": 1}
     ),
     "callbacks.<name>.name": Probe(
         f"{PARTS}:Steps", lambda t: type(t.callbacks[0]), {"callbacks.<name>.name": COUNTING}

@@ -20,6 +20,7 @@ _DATA = "packages/forge-data/src/forge_data"
 _CKPT = "packages/forge-ckpt/src/forge_ckpt"
 _MOE = "packages/forge-moe/src/forge_moe"
 _PARALLEL = "packages/forge-parallel/src/forge_parallel"
+_RESILIENCE = "packages/forge-resilience/src/forge_resilience"
 _TRAIN = "apps/train/src/forge_train"
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -304,6 +305,31 @@ MISTAKES: tuple[Mistake, ...] = (
         "c",
         (
             "packages/forge-ckpt/tests/test_manifest_fuzz.py::test_F97_names_and_encodings_that_no_message_can_hold",
+        ),
+    ),
+    Mistake(
+        "of two copies that differ one is called the wrong one",
+        f"{_RESILIENCE}/replicas.py",
+        "known = 2 * count > len(values)",
+        "known = 2 * count >= len(values)",
+        ("packages/forge-resilience/tests/test_replicas.py::test_of_two_copies_both_are_named",),
+    ),
+    Mistake(
+        "a checksum is a weighted sum, in which two changes cancel",
+        f"{_RESILIENCE}/replicas.py",
+        "        _fold_(x, shift).mul_(factor)",
+        "        x.mul_(factor)",
+        (
+            "packages/forge-resilience/tests/test_replicas.py::test_each_bit_and_each_exchange_of_places_shows",
+        ),
+    ),
+    Mistake(
+        "copies of a tensor are looked for along the axes that shard it",
+        f"{_RESILIENCE}/replicas.py",
+        "slice(None) if p.is_replicate() else i",
+        "i if p.is_replicate() else slice(None)",
+        (
+            "packages/forge-resilience/tests/test_replicas.py::test_copies_are_along_the_axes_that_replicate",
         ),
     ),
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["describe_environment", "git_state"]
+__all__ = ["describe_environment", "git_state", "node_name"]
 
 
 def describe_environment(distributions: Sequence[str]) -> dict[str, Any]:
@@ -27,6 +28,11 @@ def describe_environment(distributions: Sequence[str]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: _version(name) for name in distributions},
     }
+
+
+def node_name() -> str:
+    """The name of this machine as its scheduler knows it: SLURMD_NODENAME, else the host name."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def git_state() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from forge_core.registry import installed
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
 from forge_resilience.policy import NonfiniteConfig
+from forge_resilience.replicas import ReplicasConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.layers import LENGTH_KEYS
 
@@ -349,6 +350,7 @@ class ResilienceConfig:
     """What a run does about faults."""
 
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
 
 ModelSection = BuiltInModelConfig | ImportedModelConfig

@@ -47,6 +47,7 @@ from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import life_fields
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
+from forge_train.trainer.replicas import ReplicaPolicy
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.skips import SkipPolicy
 from forge_train.trainer.validation import share_of_rows
@@ -216,6 +217,9 @@ class Trainer:
         self.optimizer, self.masks_update = parts.optimizer, parts.masks_update
         self.stages, self.moe = parts.stages, parts.moe
         self.skips = SkipPolicy(self.config.resilience.nonfinite.limit, self._record)
+        self.replicas = ReplicaPolicy(
+            self.config.resilience.replicas, self.model, self.optimizer, self.meshes, self._record
+        )
         seed_rank(self.config.run.seed, self.meshes)
 
     def _resume(self, store: Store, changes: dict[str, list[Any]]) -> None:
@@ -265,6 +269,7 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer step on one global batch. No device synchronisation here."""
+        self.replicas.before_forward(self.progress.step)
         step = self.progress.step + 1  # counted from 1
         self.heartbeat.enter("data", step)
         with self.rows.meter.waiting():
@@ -355,6 +360,7 @@ class Trainer:
     def _after_step(self) -> None:
         self._announce(self.checkpoints.announce(self._decision.saved))
         self._call("on_step_end")
+        self.replicas.seal(self.progress.step)
         if self._evaluation_due():
             self._evaluate()
         if self._due(self.config.checkpoint.every_steps) or self._decision.save:
@@ -412,6 +418,7 @@ class Trainer:
             return
         self._check_skips()
         self._send_row()
+        self.replicas.before_save(step)
         self._save_requested = False
         loss = self.val_loss if self._last_evaluated == step else None
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
@@ -476,6 +483,7 @@ class Trainer:
                 getattr(callback, hook)(self, *args)
         if self.callbacks:  # one may have run the model and changed its weights since
             reshard(self.model)
+            self.replicas.unseal()
 
 
 def _print_line(line: str) -> None:
