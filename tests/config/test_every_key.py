@@ -143,6 +143,45 @@ def survives_a_flipped_bit(t: Trainer) -> Any:
         return error.exit_code
 
 
+class Poison(Callback):
+    """The gradients of step 7 times `factor`, until the run went back twice."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on_start(self, trainer: Trainer) -> None:
+        def poison(gradient: torch.Tensor) -> torch.Tensor:
+            bad = trainer.progress.step == 6 and trainer.numerics.policy.rollbacks < 2
+            return gradient * self.factor if bad else gradient
+
+        for parameter in trainer.model.parameters():
+            parameter.register_hook(poison)
+
+
+def answers(t: Trainer) -> Any:
+    """What became of a spike of the gradient, with the rates of all steps."""
+    return _answers(t, 30.0)
+
+
+def rollbacks(t: Trainer) -> Any:
+    """The same of gradients that are not finite."""
+    return _answers(t, float("nan"))
+
+
+def _answers(t: Trainer, factor: float) -> Any:
+    t.callbacks.append(Poison(factor))
+    code = None
+    try:
+        t.fit()
+    except NumericsError as error:
+        code = error.exit_code
+    found = read_run(t.paths.path)
+    kinds = ("skip", "spike", "rollback")
+    names = ("event", "step", "to_step", "skipped_instances")
+    events = [[e.get(n) for n in names] for e in found.events if e["event"] in kinds]
+    return code, events, found.metrics["lr"]
+
+
 def layout(options: dict[str, Any]) -> Any:
     """What FSDP2 made of the keys, on one rank of several."""
     config = ParallelConfig(device="cpu", **options)
@@ -242,6 +281,13 @@ def products(t: Trainer) -> Any:
     return choose_backend(layer.config.backend, torch.zeros(4, 16), (16, 48))
 
 
+FEWER = {"train.steps": 8, "resilience.nonfinite.max_in_a_row": 0, "checkpoint.every_steps": 3}
+SPIKES = {
+    "train.steps": 8,
+    "resilience.spike.action": "skip",
+    "resilience.spike.window": 4,
+    "resilience.spike.of": "grad_norm",
+}
 PROBES: dict[str, Probe] = {
     "model.moe.num_experts": Probe(4, shapes),
     "model.moe.every_n_layers": Probe(2, shapes, MOE),
@@ -357,6 +403,23 @@ PROBES: dict[str, Probe] = {
     "resilience.replicas.action": Probe(
         "warn", survives_a_flipped_bit, {"resilience.replicas.every_steps": 1}
     ),
+    **{
+        f"resilience.spike.{key}": Probe(
+            other, answers, SPIKES | {f"resilience.spike.{key}": first}
+        )
+        for key, first, other in (
+            ("action", "off", "skip"),
+            ("sigma", 6.0, 1000.0),
+            ("window", 4, 10),
+            ("of", "grad_norm", "loss"),
+        )
+    },
+    **{
+        f"resilience.rollback.{key}": Probe(
+            other, rollbacks, {"resilience.nonfinite.action": "rollback", **FEWER}
+        )
+        for key, other in (("max_rollbacks", 1), ("batches_before", 1), ("lr_factor", 0.5))
+    },
     "callbacks.<name>.name": Probe(
         f"{PARTS}:Steps", lambda t: type(t.callbacks[0]), {"callbacks.<name>.name": COUNTING}
     ),

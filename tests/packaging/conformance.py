@@ -34,6 +34,7 @@ from forge_moe import LocalDispatch, MoE, RoutingRule
 from forge_moe import protocols as moe
 from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_parallel import protocols as parallel
+from forge_resilience import NumericsPolicy
 from forge_train import protocols as train
 from forge_train.metrics.console import ConsoleSink
 from forge_train.metrics.sinks import JsonlSink, TensorBoardSink
@@ -98,7 +99,12 @@ def of_states(
 ) -> None:
     states: list[ckpt.Stateful] = [module, optimizer, loader, adamw]
     stages: list[ckpt.SelectsState] = [StageState(module, set()), NamedState(adamw, set(), set())]
-    checked: list[ckpt.ChecksState] = [NamedState(adamw, set(), set()), Progress(), loader, rng]
+    checked: list[ckpt.ChecksState] = [
+        NamedState(adamw, set(), set()),
+        Progress(NumericsPolicy()),
+        loader,
+        rng,
+    ]
     filled: list[ckpt.FillsState] = [StageState(module, set()), NamedState(adamw, set(), set())]
     replaced: ckpt.ReplacesState = rng
     selected: ckpt.SelectsState = rng

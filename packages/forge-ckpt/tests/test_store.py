@@ -302,6 +302,41 @@ def test_keep_last_and_order(tmp_path):
         assert store.load(state) == state["v"] == 200_000_000
 
 
+def test_a_run_goes_back_to_an_earlier_step(tmp_path):
+    state = {"x": torch.zeros(3)}
+    with Store(tmp_path, keep_last=9) as store:
+        for step in (0, 3, 6, 9):
+            state["x"].fill_(step)
+            store.save(step, state, wait=step != 9)  # the last one may still be under way
+        assert store.load(state, newest=5) == 3
+        assert state["x"].tolist() == [3.0] * 3
+        assert store.steps() == [0, 3, 6, 9], "a load removes nothing"
+        assert store.discard_after(3) == [9, 6]
+        assert store.steps() == [0, 3]
+        state["x"].fill_(66)
+        store.save(6, state)
+        with pytest.raises(ValueError, match=r"step 4 is not in .* its steps are \[0, 3, 6\]"):
+            store.discard_after(4)
+        assert store.load(state, newest=100) == 6
+        assert state["x"].tolist() == [66.0] * 3
+    with Store(tmp_path, read_only=True) as store:
+        assert store.load(state, newest=-1) is None
+        with pytest.raises(ValueError, match="read_only"):
+            store.discard_after(0)
+
+
+def test_going_back_passes_a_damaged_step(tmp_path):
+    state = {"x": torch.zeros(3)}
+    with Store(tmp_path, keep_last=9) as store:
+        for step in (0, 3, 6):
+            state["x"].fill_(step)
+            store.save(step, state)
+        (tmp_path / "step-00000003/manifest.json").write_text("{")
+        assert store.load(state, newest=3) == 0
+        assert [step for step, _ in store.set_aside] == [3]
+        assert store.discard_after(0) == [6]
+
+
 def test_F54_the_same_step_twice(tmp_path):
     with Store(tmp_path) as store:
         store.save(1, {"w": torch.ones(3)})

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from forge_resilience import Skips, nonfinite
+from forge_resilience import nonfinite
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(1.5, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
@@ -16,15 +16,3 @@ def test_the_verdict_is_a_tensor(value: float, verdict: float) -> None:
     assert flag.dtype == torch.float32
     assert flag.shape == ()
     assert float(flag) == verdict
-
-
-def test_skips_are_counted_since_the_last_look_and_runs_go_on_over_it() -> None:
-    skips = Skips()
-    assert skips.read() == (0, 0)
-    for bad in (0, 1, 1, 0, 1):
-        skips.add(torch.tensor(float(bad)))
-    assert skips.read() == (3, 2)
-    assert skips.read() == (0, 0)
-    for bad in (1, 1):
-        skips.add(torch.tensor(float(bad)))
-    assert skips.read() == (2, 3), "the run began before the last look"

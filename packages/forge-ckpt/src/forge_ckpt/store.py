@@ -158,8 +158,16 @@ class Store:
         """Wait until the last save is committed; raises what it failed with. No communication of its own."""
         self._saver.wait()
 
-    def load(self, state: MutableMapping[str, Any], check: Check | None = None) -> int | None:
+    def load(
+        self,
+        state: MutableMapping[str, Any],
+        check: Check | None = None,
+        *,
+        newest: int | None = None,
+    ) -> int | None:
         """Fill ``state`` from the newest sound checkpoint; returns its step, None if there is none.
+
+        With ``newest`` no later step is looked at (see ``discard_after``).
 
         Every entry of ``state`` is verified, on every rank, before the first tensor of any rank
         changes. A corrupt checkpoint is moved to ``quarantine/`` with one warning (not with
@@ -187,7 +195,9 @@ class Store:
         refused: dict[int, StateRefused] = {}
         # Rank 0 picks the step and sends it: a listing of its own could differ on each rank.
         while (
-            step := self._group.run_on_rank_0(lambda: self._newest_except({*corrupt, *refused}))
+            step := self._group.run_on_rank_0(
+                lambda: self._newest_except({*corrupt, *refused}, newest)
+            )
         ) is not None:
             try:
                 self._read(step, state, check)
@@ -223,6 +233,29 @@ class Store:
             return directories.committed_steps(self.path)
 
         return self._group.run_on_rank_0(found)
+
+    def discard_after(self, step: int) -> list[int]:
+        """Remove the checkpoints behind ``step``, the newest first, and return their steps.
+
+        For a run that goes back: load with ``newest=step`` first, so that a sound one is known to be left.
+        Raises ValueError if ``step`` is not committed, and OSError where one cannot be removed.
+        """
+        self._saver.finish_pending()
+
+        def remove() -> list[int]:
+            self._require_open(writing=True)
+            steps = directories.committed_steps(self.path)
+            if step not in steps:
+                raise ValueError(
+                    f"step {step} is not in {self.path}, so nothing would be left to go on from; its steps "
+                    f"are {steps}"
+                )
+            newer = [other for other in reversed(steps) if other > step]
+            for other in newer:
+                directories.remove_step(directories.step_directory(self.path, other))
+            return newer
+
+        return self._group.run_on_rank_0(remove)
 
     def verify(self, step: int) -> None:
         """Read a whole checkpoint and compare it with its digests; raises CorruptCheckpoint.
@@ -389,10 +422,10 @@ class Store:
         path = directories.step_directory(self.path, step)
         verify_checkpoint(self._group, path, step, self._threads)
 
-    def _newest_except(self, tried: Collection[int]) -> int | None:
+    def _newest_except(self, tried: Collection[int], newest: int | None) -> int | None:
         # Listed each time: a writer may add and remove steps during a read-only load.
         steps = [step for step in directories.list_steps(self.path) if step not in tried]
-        return max(steps, default=None)
+        return max((s for s in steps if newest is None or s <= newest), default=None)
 
     def _quarantined_earlier(self) -> list[str]:
         return [

@@ -17,6 +17,7 @@ from forge_data.batch import Batch
 from forge_data.collate import digest_of_ids, make_batch
 from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
 from forge_data.errors import InvalidData
+from forge_data.ledger import Ledger, window_problem
 from forge_data.protocols import Stream
 from forge_data.workers import Workers
 
@@ -27,13 +28,14 @@ _LAST_CURSOR = 2**62  # ids are int64
 class Loader:
     """Endless iterator over this rank's rows of each global batch.
 
-    A step reads instances `cursor .. cursor + global_batch - 1`, in micro-batches of `micro_batch` rows.
+    A step reads the instances at `cursor .. cursor + global_batch - 1`, in micro-batches of `micro_batch`
+    rows: the ids of the same numbers, unless `skip` left some out.
     Rank r reads the r-th of `world_size` runs of consecutive micro-batches. If they do not divide, the
     first ranks read one more, and the others append filler rows (`filler_batch`), so that all ranks have
     `num_micro_batches`: by default as many as the fullest rank needs. No micro-batch mixes rows and
     filler.
 
-    The instances depend on the stream and the cursor alone: world size, `micro_batch`, `num_workers`
+    The instances depend on the stream, the cursor and the ledger of skipped windows alone: world size, `micro_batch`, `num_workers`
     and, between steps, `global_batch` may change at a resume. With workers, process w reads every
     `num_workers`-th step ahead of time; without, no process is started.
     Raises ValueError for a `micro_batch` that does not divide `global_batch`.
@@ -86,6 +88,7 @@ class Loader:
         self.num_micro_batches = num_micro_batches or fullest
         self._rows = _rows_of_rank(global_batch // micro_batch, rank, world_size, micro_batch)
         self._cursor = 0
+        self._ledger = Ledger()
         self._chain = self._chain_before = _NO_STEPS
         self._last_batch: int | None = 0  # None after a state of an older version
         self._workers: Workers | None = None
@@ -96,13 +99,40 @@ class Loader:
         """Instances in the batches returned so far, over all ranks."""
         return self._cursor
 
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
+        """(first, last) instance of each window that is left out, in order."""
+        return self._ledger.windows
+
+    def ids(self, start: int, stop: int) -> np.ndarray:
+        """The instances at positions `start .. stop - 1`, as the cursor counts them; int64, shape (stop - start,)."""
+        return self._ledger.ids(np.arange(start, stop))
+
+    def skip(self, first: int, last: int) -> None:
+        """Leave instances `first .. last` out of the batches to come; every rank calls it alike.
+
+        The batches take the instances behind them instead. Windows are part of the state: after a resume
+        they are left out, too. Raises ValueError for a window that begins before the next instance: it has
+        been handed out.
+        """
+        ledger = Ledger(self._ledger.windows)
+        ledger.add(first, last)
+        following = int(self._ledger.ids([self._cursor])[0])
+        if first < following:
+            raise ValueError(
+                f"window {first}..{last} must not begin before instance {following}, the next one: those "
+                "before are in batches already; load a state from before them first"
+            )
+        self.close()  # workers have read ahead
+        self._ledger = ledger
+
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        ids = self._cursor + self._rows  # (rows of the stream,)
+        ids = self._ledger.ids(self._cursor + self._rows)  # (rows of the stream,)
         arrays = self._fetch() if self.num_workers else self.stream.arrays(ids)  # rows of each
-        digest = digest_of_ids(np.arange(self._cursor, self._cursor + self.global_batch))
+        digest = digest_of_ids(self.ids(self._cursor, self._cursor + self.global_batch))
         batch = make_batch(arrays, ids, digest)
         missing = self.num_micro_batches * self.micro_batch - len(ids)
         batch = batch.with_filler(missing) if missing else batch
@@ -143,6 +173,8 @@ class Loader:
         ):  # with these two a resume checks that cursor and chain agree
             state["digest_chain_before"] = self._chain_before
             state["last_batch"] = self._last_batch
+        if self.skipped:
+            state["skipped"] = [list(window) for window in self.skipped]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,6 +185,7 @@ class Loader:
         self._cursor, self._chain = state["cursor"], state["digest_chain"]
         self._chain_before = state.get("digest_chain_before", _NO_STEPS)
         self._last_batch = state.get("last_batch")
+        self._ledger = Ledger(state.get("skipped", ()))
 
     def load_checks(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` comes from a loader and its digest chain ends at its cursor, and
@@ -178,7 +211,12 @@ class Loader:
     def _fetch(self) -> dict[str, Any]:
         if self._workers is None:
             self._workers = Workers(
-                self.stream, self._cursor, self.global_batch, self._rows, self.num_workers
+                self.stream,
+                self._cursor,
+                self.global_batch,
+                self._rows,
+                self.num_workers,
+                self._ledger,
             )
         try:
             return self._workers.fetch()
@@ -200,6 +238,10 @@ def _state_problem(state: Any) -> str | None:
     for value in (chain, before):
         if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
             return f"has digest_chain {value!r:.80}, which must be 16 hex digits"
+    windows = state.get("skipped", [])
+    problem = window_problem(windows)
+    if problem is not None:
+        return f"has {problem}"
     if "last_batch" not in state:
         return None
     if type(last) is not int or not 0 <= last <= min(cursor, MAX_GLOBAL_BATCH):
@@ -207,7 +249,7 @@ def _state_problem(state: Any) -> str | None:
             f"has last_batch {last!r:.80}, which must be within 0..{min(cursor, MAX_GLOBAL_BATCH)}"
         )
     # The chain binds cursor and history: an edited cursor, or one of another state, has another digest.
-    digest = digest_of_ids(np.arange(cursor - last, cursor))
+    digest = digest_of_ids(Ledger(windows).ids(np.arange(cursor - last, cursor)))
     ends = chain == (_extend_chain(before, digest) if last else _NO_STEPS) and (
         last > 0 or cursor == 0
     )

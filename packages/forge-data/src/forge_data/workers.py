@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from forge_data._torch_compat import end_workers
 from forge_data.collate import as_tensors
 from forge_data.errors import InvalidData
+from forge_data.ledger import Ledger
 from forge_data.protocols import Stream
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -26,16 +27,23 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 class Workers:
     """`num_workers` processes that read the rows of consecutive steps from `cursor` on.
 
-    `rows` (of a rank) are offsets in a global batch. `close` ends the processes.
+    `rows` (of a rank) are offsets in a global batch, `ledger` says which instances are left out. `close` ends
+    the processes.
     """
 
     def __init__(
-        self, stream: Stream, cursor: int, global_batch: int, rows: np.ndarray, num_workers: int
+        self,
+        stream: Stream,
+        cursor: int,
+        global_batch: int,
+        rows: np.ndarray,
+        num_workers: int,
+        ledger: Ledger,
     ) -> None:
         loader: DataLoader[Any] = DataLoader(
             _Fetch(stream),
             batch_size=None,
-            sampler=_Steps(cursor, global_batch, rows),
+            sampler=_Steps(cursor, global_batch, rows, ledger),
             num_workers=num_workers,
             collate_fn=_unchanged,
             worker_init_fn=_leave_signals_to_parent,
@@ -67,13 +75,13 @@ class Workers:
 class _Steps:
     """Endless sampler: the instance ids of this rank for each step."""
 
-    def __init__(self, cursor: int, global_batch: int, rows: np.ndarray) -> None:
-        self._arguments = cursor, global_batch, rows
+    def __init__(self, cursor: int, global_batch: int, rows: np.ndarray, ledger: Ledger) -> None:
+        self._arguments = cursor, global_batch, rows, ledger
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        cursor, global_batch, rows = self._arguments
+        cursor, global_batch, rows, ledger = self._arguments
         while True:
-            yield cursor + rows
+            yield ledger.ids(cursor + rows)
             cursor += global_batch
 
 

@@ -4,7 +4,8 @@ from forge_resilience.agreement import Agreement, Decision, PendingDecision, Vot
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.journal import Journal, read_events
 from forge_resilience.local_workers import run_local_workers
-from forge_resilience.nonfinite import Skips, nonfinite
+from forge_resilience.nonfinite import nonfinite
+from forge_resilience.policy import NumericsPolicy
 from forge_resilience.stop import StopSignal
 
 __all__ = [
@@ -12,8 +13,8 @@ __all__ = [
     "Decision",
     "ExitCode",
     "Journal",
+    "NumericsPolicy",
     "PendingDecision",
-    "Skips",
     "StopSignal",
     "Vote",
     "nonfinite",

@@ -15,38 +15,3 @@ def nonfinite(*values: Any) -> Any:
     import torch
 
     return 1.0 - torch.isfinite(torch.stack([v.float() for v in values])).all().float()
-
-
-class Skips:
-    """Counts masked steps where the verdicts are, and is read once in a while.
-
-    skips = Skips()
-    skips.add(flag)                       # each step, on the device
-    skipped, longest = skips.read()       # one host sync, when a row is logged anyway
-    """
-
-    def __init__(self) -> None:
-        self._counts: Any = None  # skipped, longest run of them, current run
-
-    def add(self, flag: Any) -> None:
-        """Count one step's verdict; no sync."""
-        import torch
-
-        if self._counts is None:
-            self._counts = torch.zeros(3, device=flag.device)
-        skipped, longest, current = self._counts.unbind()
-        current = (current + 1) * flag
-        self._counts = torch.stack([skipped + flag, torch.maximum(longest, current), current])
-
-    def read(self) -> tuple[int, int]:
-        """(steps skipped, longest run of them) since the last read; a run of skips continues across reads."""
-        if self._counts is None:
-            return 0, 0
-        skipped, longest = (int(n) for n in self.take().tolist())
-        return skipped, longest
-
-    def take(self) -> Any:
-        """The same as a tensor (2,) fp32 where the verdicts are, at least one; no sync."""
-        taken = self._counts[:2].clone()
-        self._counts[:2].zero_()
-        return taken

@@ -11,7 +11,7 @@ from forge_core.optim import StageConfig
 from forge_core.registry import installed
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
-from forge_resilience.policy import NonfiniteConfig
+from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.layers import LENGTH_KEYS
@@ -351,6 +351,8 @@ class ResilienceConfig:
 
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    rollback: RollbackConfig = field(default_factory=RollbackConfig)
 
 
 ModelSection = BuiltInModelConfig | ImportedModelConfig

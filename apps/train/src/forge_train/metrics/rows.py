@@ -51,7 +51,7 @@ class MetricRows:
     ) -> None:
         """Make the row of the last step, start the copy of its numbers to the host, and start a new meter.
 
-        Adds the seconds of the meter to `progress`. `numbers` are tensors by name: loss, grad_norm, skips, and those
+        Adds the seconds of the meter to `progress`. `numbers` are tensors by name: loss, grad_norm, verdicts, and those
         of `columns`.
         """
         meter, self.meter = self.meter, Meter()
@@ -70,9 +70,9 @@ class MetricRows:
         """Whether a row waits for its numbers."""
         return self._waiting is not None
 
-    def skips(self) -> list[float] | None:
-        """(skipped steps, longest run of them) up to the row that waits; None without such a row."""
-        return None if self._waiting is None else self._waiting[1].read()["skips"]
+    def verdicts(self) -> list[float] | None:
+        """Verdicts of the steps up to the row that waits; None without such a row."""
+        return None if self._waiting is None else self._waiting[1].read()["verdicts"]
 
     def finish(self, skipped: int) -> dict[str, Any]:
         """The row that waits, with its numbers; `skipped`: steps without an update since the row before."""

@@ -99,6 +99,23 @@ class Checkpoints:
                 self._store.prepare(self._state)
         return seconds
 
+    def go_back(self, latest: int, wanted: int) -> float | None:
+        """Load the newest checkpoint up to step `wanted`, or else the oldest up to `latest`, and remove those behind
+        it; the seconds it took. None if there is no such checkpoint. After `settle`."""
+        started = time.perf_counter()
+        with store_errors(self._store.path, StateError):
+            steps = [] if self._is_import() else self._store.steps()
+            steps = [step for step in steps if step <= latest]
+            if not steps:
+                return None
+            target = max((step for step in steps if step <= wanted), default=steps[0])
+            # first the load, then the removal: a damaged target must leave what is behind it
+            step = self._store.load(self._state, self._check_saved, newest=target)
+            assert step is not None  # else CorruptCheckpoint
+            self._store.discard_after(step)
+        self.last_step = self.committed = step
+        return time.perf_counter() - started
+
     def settle(self) -> list[int]:
         """Wait for the save in flight; [its step] if it is committed and no rank was told before.
 

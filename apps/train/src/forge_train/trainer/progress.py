@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from forge_resilience import NumericsPolicy
+
+_COUNTERS = ("step", "tokens", "seconds")
 
 
 @dataclass
 class Progress:
-    """Counters that a checkpoint carries: optimizer steps, tokens seen, seconds of training."""
+    """Counters that a checkpoint carries: optimizer steps, tokens seen, seconds of training; and the verdicts of
+    the steps so far, which checkpoints of version 0.1 lack."""
 
+    policy: NumericsPolicy
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return counters | {"policy": self.policy.state_dict()}
 
     def load_checks(self, state: Any) -> None:
         """Raise ValueError for values that no run can have saved."""
-        values = [state.get(name) for name in asdict(self)] if isinstance(state, dict) else []
+        values = [state.get(name) for name in _COUNTERS] if isinstance(state, dict) else []
         counts = [value for value in values[:2] if type(value) is int and value >= 0]
         seconds = values[2] if values else None
         finite = isinstance(seconds, float | int) and 0 <= seconds < math.inf
         if len(counts) < 2 or not finite:
             raise ValueError(f"{state!r:.200} must hold step, tokens and seconds of at least 0")
+        if "policy" in state:
+            self.policy.load_checks(state["policy"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.step, self.tokens, self.seconds = (state[name] for name in _COUNTERS)
+        if "policy" in state:
+            self.policy.load_state_dict(state["policy"])

@@ -27,13 +27,20 @@ class Recorder:
     ) -> None:
         self.sinks: list[BackgroundSink] = []
         self.journal = Journal(paths.events) if writes else None
-        if not writes:
+        self._paths, self._metrics, self._total_steps = paths, metrics, total_steps
+        self.reopen(step)
+
+    def reopen(self, step: int) -> None:
+        """End the sinks and open them to go on behind `step`: they drop rows of later steps, as at a resume."""
+        self.close()
+        self.sinks = []
+        if self.journal is None:
             return
+        paths, mode = self._paths, console_mode(self._metrics.console)
         self._open("metrics.jsonl", lambda: JsonlSink(paths.metrics, step))
-        mode = console_mode(metrics.console)
         if mode is not None:
-            self._open("console", lambda: ConsoleSink(mode, step, total_steps))
-        for name, make in find_sinks(metrics).items():
+            self._open("console", lambda: ConsoleSink(mode, step, self._total_steps))
+        for name, make in find_sinks(self._metrics).items():
             self._open(name, partial(make, paths.path, step))
 
     def _open(self, name: str, make: Callable[[], Sink]) -> None:

@@ -52,6 +52,11 @@ class ReplicaPolicy:
         """A hook may have changed tensors."""
         self._check.unseal()
 
+    def forget(self) -> None:
+        """After a rollback: the tensors are those of another step."""
+        self._check.unseal()
+        self._due, self._compared = False, -1
+
     def before_forward(self, step: int) -> None:
         """Compare, if that is due after `step`. HardwareError on all ranks if bits differ and that is to stop a run."""
         if self._due:

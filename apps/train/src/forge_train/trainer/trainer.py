@@ -25,8 +25,9 @@ from forge_parallel import (
     select_device,
 )
 from forge_parallel.compute import evaluate
-from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote, nonfinite
+from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote
 from forge_resilience.heartbeat import Heartbeat
+from forge_resilience.policy import Outcome
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import (
     ConfigError,
@@ -45,11 +46,11 @@ from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import life_fields
+from forge_train.trainer.numerics import Numerics, Rollback, refuse_without_checkpoint
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
 from forge_train.trainer.replicas import ReplicaPolicy
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.skips import SkipPolicy
 from forge_train.trainer.validation import share_of_rows
 from forge_train.trainer.vote import PendingCount, fault_code
 
@@ -113,7 +114,8 @@ class Trainer:
         self._placement = describe_placement(config.parallel, world, self.model)
         self.division = micro_batches(config, layout)
         self.loader, self.validation = open_data(config, self.model, layout, world.rank)
-        self.progress = Progress()
+        self.numerics = Numerics(config.resilience, self._record)
+        self.progress = Progress(self.numerics.policy)
         self.val_loss: float | None = None
         self.agreement = Agreement()
         self._meshes: Meshes | None = None
@@ -195,15 +197,76 @@ class Trainer:
         try:
             self._call("on_start")
             self.rows = self._metric_rows()
-            while self.progress.step < self.total_steps and self._decision.stop is None:
-                self.train_step()
-                self._after_step()
-            self._finish()
+            while not self._reach_the_end():
+                pass  # after a rollback
         finally:
             self.recorder.close()
         finished = self.progress.step >= self.total_steps
         code = ExitCode.DONE if finished else ExitCode.REQUEUE
         return RunResult(code, self.progress.step, self.val_loss)
+
+    def _reach_the_end(self) -> bool:
+        """Train until the run is over; False if it went back to a checkpoint instead."""
+        try:
+            if self.numerics.policy.can_roll_back and self.checkpoints.last_step < 0:
+                self._save(self.config.checkpoint.wait)  # the initial state, to go back to
+            while self.progress.step < self.total_steps and self._decision.stop is None:
+                self.train_step()
+                self._after_step()
+            self._finish()
+        except Rollback as found:
+            self._roll_back(found.outcome)
+            return False
+        return True
+
+    def _roll_back(self, bad: Outcome) -> None:
+        """Load a checkpoint from before the bad steps, and leave their data out of the stream. Collective.
+
+        A kill on the way loses nothing: the next life comes to the same steps, and goes back again.
+        """
+        self.heartbeat.enter("load")
+        self.numerics.refuse_more_rollbacks(bad, self.checkpoints.last_step)
+        self._announce(self.checkpoints.settle())
+        at, rollbacks = self.progress.step, self.numerics.policy.rollbacks + 1
+        before = self.config.resilience.rollback.batches_before
+        windows = [*self.loader.skipped, self._instances(bad.first - before, bad.last)]
+        seconds = self.checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
+        if seconds is None:
+            refuse_without_checkpoint(bad, self.paths.checkpoints)
+        self.numerics.policy.rollbacks = rollbacks
+        following = int(self.loader.ids(self.loader.cursor, self.loader.cursor + 1)[0])
+        for first, last in windows:
+            if last >= following:  # those before are in the checkpoint's own ledger
+                self.loader.skip(max(first, following), last)
+        self._forget_steps()
+        self._record(
+            "rollback",
+            step=at,
+            to_step=self.progress.step,
+            cause=bad.cause,
+            bad_steps=[bad.first, bad.last],
+            skipped_instances=self.loader.skipped,
+            rollbacks=rollbacks,
+            seconds=round(seconds, 4),
+        )
+
+    def _instances(self, first_step: int, last_step: int) -> tuple[int, int]:
+        """The first and last instance of steps up to the last one that is counted."""
+        batch = self.config.train.global_batch
+        end = self.progress.tokens // self.config.data.seq_len
+        start = max(0, end - (self.progress.step - first_step + 1) * batch)
+        ids = self.loader.ids(start, end - (self.progress.step - last_step) * batch)
+        return int(ids[0]), int(ids[-1])
+
+    def _forget_steps(self) -> None:
+        """Drop what is left of the steps behind the checkpoint that was loaded: their rows are cut off."""
+        self.optimizer.zero_grad()
+        self.moe.forget()
+        self.numerics.forget()
+        self.replicas.forget()
+        self._last_evaluated, self.val_loss = -1, None
+        self.recorder.reopen(self.progress.step)
+        self.rows = self._metric_rows()
 
     def _materialise(self) -> None:
         """Shard and initialise the model, and build what trains it. Collective."""
@@ -216,7 +279,6 @@ class Trainer:
         self.compute, self.objective = parts.compute, parts.objective
         self.optimizer, self.masks_update = parts.optimizer, parts.masks_update
         self.stages, self.moe = parts.stages, parts.moe
-        self.skips = SkipPolicy(self.config.resilience.nonfinite.limit, self._record)
         self.replicas = ReplicaPolicy(
             self.config.resilience.replicas, self.model, self.optimizer, self.meshes, self._record
         )
@@ -276,7 +338,7 @@ class Trainer:
             batch, fault = self._next_batch()
         self.heartbeat.enter("step")
         self._enter_stage(step)
-        lr = self.config.optimizer.lr * self.schedule(step)
+        lr = self.config.optimizer.lr * self.schedule(step) * self.numerics.policy.lr_factor
         self.checkpoints.listen()
         share = self._forward_backward(batch, fault)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
@@ -284,9 +346,9 @@ class Trainer:
         loss = sums[0]  # of the global batch, on every rank
         clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
         if self.rows.is_waiting:
-            self._check_skips()  # up to the row's step, before weights change once more
+            self._check_numerics()  # up to the row's step, before weights change once more
         set_lr(self.optimizer, lr)
-        bad = nonfinite(loss, grad_norm)
+        bad = self.numerics.policy.judge(loss, grad_norm)
         self._update(bad)
         self.moe.end_step(self.progress.step, self.total_steps, bad)
         self.optimizer.zero_grad()
@@ -300,7 +362,7 @@ class Trainer:
             numbers = {
                 "loss": loss,
                 "grad_norm": grad_norm,
-                "skips": self.skips.take(),
+                "verdicts": self.numerics.take(),
                 "moe": self.moe.take(),
                 "objective": sums[1:],
             }
@@ -348,8 +410,7 @@ class Trainer:
         return batch.label_weight if self.objective is None else self.objective.count(batch)
 
     def _update(self, bad: torch.Tensor) -> None:
-        """The optimizer's step, masked on every rank alike where the numbers are not finite."""
-        self.skips.add(bad)
+        """The optimizer's step, masked on every rank alike where the numbers are bad."""
         if self.masks_update:
             self.optimizer.step(skip=bad)
         elif not float(bad):  # an optimizer without a mask costs a host sync
@@ -416,7 +477,7 @@ class Trainer:
             self._announce(self.checkpoints.settle())
         if self.checkpoints.last_step == step:
             return
-        self._check_skips()
+        self._check_numerics()
         self._send_row()
         self.replicas.before_save(step)
         self._save_requested = False
@@ -458,11 +519,11 @@ class Trainer:
             columns,
         )
 
-    def _check_skips(self) -> None:
-        """End the run if too many steps in a row were skipped, up to the row that waits, or up to here."""
-        counts, last_saved = self.rows.skips(), self.checkpoints.last_step
+    def _check_numerics(self) -> None:
+        """End the run or go back if too many steps were bad, up to the row that waits, or up to here."""
+        verdicts, last_saved = self.rows.verdicts(), self.checkpoints.last_step
         try:
-            self.skips.check(counts, self.progress.step, last_saved)
+            self.numerics.check(verdicts, self.progress.step, last_saved)
         except NumericsError:
             self._send_row()
             raise
@@ -470,7 +531,7 @@ class Trainer:
     def _send_row(self) -> None:
         """Read the last logged step's values, which have arrived, and send the row."""
         if self.rows.is_waiting:
-            row = self.rows.finish(self.skips.take_since_row())
+            row = self.rows.finish(self.numerics.take_since_row())
             self.recorder.write(row)
             self._call("on_log", row)
 

@@ -1,0 +1,107 @@
+"""[resilience.nonfinite, .spike, .rollback] in the runner: events of bad steps, and the end or way back of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from forge_resilience import NumericsPolicy
+from forge_resilience.policy import Outcome
+from forge_train.config.schema import ResilienceConfig
+from forge_train.errors import NumericsError
+
+
+class Rollback(Exception):
+    """The run goes back to before `outcome.first`. Raised by all ranks alike."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        super().__init__(f"{outcome.cause} in steps {outcome.first} to {outcome.last}")
+
+
+class Numerics:
+    """The policy of a run; the host reads its verdicts a step late, with the row of metrics.
+
+    `record` writes the events `skip` and `spike`. `policy` is part of the checkpoint.
+    """
+
+    def __init__(self, config: ResilienceConfig, record: Callable[..., None]) -> None:
+        self.policy = NumericsPolicy(config.nonfinite, config.spike, config.rollback)
+        self._record = record
+        self._since_row = 0
+
+    def take(self) -> Tensor:
+        """Verdicts since the last look, as a tensor on the device; no sync."""
+        taken: Tensor = self.policy.take()
+        return taken
+
+    def take_since_row(self) -> int:
+        """Steps skipped since the last row that was sent."""
+        count, self._since_row = self._since_row, 0
+        return count
+
+    def check(self, verdicts: Sequence[float] | None, step: int, last_saved: int) -> None:
+        """Record bad steps up to `step`; raise NumericsError or Rollback where the policy says so.
+
+        `verdicts` are those of `take`, read with a row; None reads what the device has by now (a sync).
+        """
+        found = self.policy.decide(self.take().tolist() if verdicts is None else verdicts, step)
+        self._since_row += len(found.skipped)
+        others = [number for number in found.skipped if number not in found.spikes]
+        if others:
+            self._record("skip", step=others[-1], skipped=len(others), in_a_row=found.in_a_row)
+        if found.spikes:
+            self._record("spike", step=found.spikes[-1], spikes=len(found.spikes))
+        if found.action == "rollback":
+            raise Rollback(found)
+        if found.action == "stop":
+            _stop(found, self.policy, last_saved)
+
+    def forget(self) -> None:
+        """Drop what a rollback undoes."""
+        self._since_row = 0
+
+    def refuse_more_rollbacks(self, found: Outcome, last_saved: int) -> None:
+        """Raise NumericsError if the run went back as often as it may."""
+        limit = self.policy.rollback.max_rollbacks
+        if self.policy.rollbacks >= limit:
+            raise NumericsError(
+                [f"{_bad_steps(found)} after {limit} rollbacks (resilience.rollback.max_rollbacks {limit}); "
+                 f"{_intact(last_saved)}: lower optimizer.lr or resilience.rollback.lr_factor and run again"]
+            )  # fmt: skip
+
+
+def refuse_without_checkpoint(found: Outcome, store: object) -> NoReturn:
+    """There is nothing to go back to."""
+    raise NumericsError(
+        [f"{_bad_steps(found)} and {store} holds no checkpoint from before to go back to; set "
+         "checkpoint.every_steps below the length of such a window, or keep more (checkpoint.keep_last)"]
+    )  # fmt: skip
+
+
+def _stop(found: Outcome, policy: NumericsPolicy, last_saved: int) -> NoReturn:
+    if found.cause == "spike":
+        spike = policy.spike
+        raise NumericsError(
+            [f"{_bad_steps(found)}: {spike.of} was more than {spike.sigma:g} standard deviations above the "
+             f"mean of {spike.window} steps (resilience.spike.action 'stop'); {_intact(last_saved)}: lower "
+             "optimizer.lr, or use action 'skip' or 'rollback'"]
+        )  # fmt: skip
+    limit = policy.nonfinite.limit
+    raise NumericsError(
+        [f"by step {found.last}: the loss or the gradient norm of {found.in_a_row} steps in a row must be finite "
+         f"in at least one of {limit + 1} (resilience.nonfinite.action {policy.nonfinite.action!r}, max_in_a_row "
+         f"{policy.nonfinite.max_in_a_row}); {_intact(last_saved)}: lower optimizer.lr or train.max_grad_norm "
+         "and run again"]
+    )  # fmt: skip
+
+
+def _bad_steps(found: Outcome) -> str:
+    what = "a spike" if found.cause == "spike" else "numbers that are not finite"
+    return f"{what} in steps {found.first} to {found.last}"
+
+
+def _intact(last_saved: int) -> str:
+    return f"they changed no weight, and the checkpoints up to step {max(last_saved, 0)} are intact"

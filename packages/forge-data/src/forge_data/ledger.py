@@ -1,0 +1,77 @@
+"""Instances that a run leaves out: windows of the stream, and the positions of the rest.
+
+N   positions of a call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Ledger"]
+
+_LAST_ID = 2**61  # ids are int64, and positions and windows add up
+
+
+class Ledger:
+    """Windows of instance ids, both ends included, that no batch contains.
+
+    The instances that remain are numbered from 0 without gaps: `ids(positions)` maps those numbers, int64
+    (N,), to instance ids. Without windows both are the same. Windows that touch become one.
+    Usage: `Ledger([(8, 11)]).ids(np.arange(10))` ends with 7, 12, 13.
+    """
+
+    def __init__(self, windows: Sequence[Sequence[int]] = ()) -> None:
+        self._set([(first, last) for first, last in windows])
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """(first, last) of each window, in order; they neither overlap nor touch."""
+        return [(int(first), int(last)) for first, last in zip(self._first, self._last)]
+
+    def add(self, first: int, last: int) -> None:
+        """Leave out `first .. last`. ValueError for a window that is none."""
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last <= _LAST_ID:
+            raise ValueError(
+                f"window {first!r}..{last!r} must be integers from 0 to {_LAST_ID}, the first not behind "
+                "the last; give instance ids of the stream"
+            )
+        self._set([*self.windows, (first, last)])
+
+    def ids(self, positions: Any) -> np.ndarray:
+        """The instances (N,) at positions (N,) among those that remain; O(N log windows)."""
+        positions = np.asarray(positions, dtype=np.int64)
+        before = np.searchsorted(self._position, positions, side="right")  # windows passed
+        ids: np.ndarray = positions + self._passed[before]
+        return ids
+
+    def _set(self, windows: list[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted(windows):
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = merged[-1][0], max(merged[-1][1], last)
+            else:
+                merged.append((first, last))
+        self._first = np.array([first for first, _ in merged], dtype=np.int64)
+        self._last = np.array([last for _, last in merged], dtype=np.int64)
+        #: instances left out by the first k windows, (windows + 1,)
+        self._passed = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(self._last - self._first + 1)]
+        )
+        #: position of the first instance behind each window
+        self._position = self._first - self._passed[:-1]
+
+
+def window_problem(windows: Any) -> str | None:
+    """The reason why saved windows are not those of a ledger; None if they are."""
+    if not isinstance(windows, list):
+        return "skipped windows that are no list"
+    for window in windows:
+        good = isinstance(window, list) and len(window) == 2 and all(type(i) is int for i in window)
+        if not good or not 0 <= window[0] <= window[1] <= _LAST_ID:
+            return f"skipped window {window!r:.80}, which must be two instance ids in order"
+    if [list(window) for window in Ledger(windows).windows] != windows:
+        return f"skipped windows {windows!r:.80}, which must be in order and apart"
+    return None

@@ -1,0 +1,232 @@
+"""A run that meets a poisoned window goes back, leaves it out, and is the run that never saw it, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_testing.parts import smoothed
+from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
+from forge_train import Callback, Trainer, load_job, read_run
+
+pytestmark = pytest.mark.distributed
+
+BATCH = 12
+POISONED = range(75, 80)  # within step 7, whose batch is 72..83
+WINDOW = (72, 83)
+BACK = {
+    "train__objective": f"{__name__}:poisoned",
+    "resilience__nonfinite__action": "rollback",
+    "resilience__nonfinite__max_in_a_row": 0,
+}
+SPIKE = {
+    "train__objective": f"{__name__}:poisoned",
+    "train__objective_options__factor": 100.0,
+    "resilience__spike__action": "rollback",
+    "resilience__spike__window": 5,
+}
+
+
+def poisoned(
+    model: nn.Module, batch: Any, *, factor: float = math.inf, last: int = POISONED[-1]
+) -> dict[str, torch.Tensor]:
+    """The loss of rows, which is beyond all measure where one of them is poisoned."""
+    ids = batch.instance_ids
+    bad = ((ids >= POISONED[0]) & (ids <= last)).any()
+    loss = smoothed(model, batch)["loss"]
+    return {"loss": loss * torch.where(bad, factor, 1.0)}
+
+
+class LeaveOut(Callback):
+    """From the first step on."""
+
+    first, last = WINDOW
+
+    def on_start(self, trainer: Trainer) -> None:
+        trainer.loader.skip(self.first, self.last)
+
+
+class LeaveOutMore(LeaveOut):
+    """Two batches before, too."""
+
+    first = WINDOW[0] - 2 * BATCH
+
+
+class Dies(Exception):
+    pass
+
+
+class DiesAfterRollback(Callback):
+    """In step 8, before anything behind the rollback is saved."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.numerics.policy.rollbacks and trainer.progress.step == 8:
+            raise Dies
+
+
+def rows(job: Path) -> dict[str, list]:
+    metrics = read_run(job.parent / "run").metrics
+    same = ("step", "loss", "val_loss", "grad_norm", "lr", "tokens", "instances", "skipped_steps")
+    return {name: metrics[name] for name in same}
+
+
+def events(job: Path, name: str) -> list[dict[str, Any]]:
+    return [e for e in read_run(job.parent / "run").events if e["event"] == name]
+
+
+def assert_same(got: list[Fitted], wanted: list[Fitted], job: Path, reference: Path) -> None:
+    mine, theirs = together(got), together(wanted)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert rows(job) == rows(reference)
+
+
+@pytest.mark.parametrize("how", [BACK, SPIKE], ids=["nonfinite", "spike"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_poisoned_window_leaves_the_run_of_one_that_never_saw_it(
+    tmp_path: Path, world: int, how: dict[str, Any]
+) -> None:
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    workers = {"data__num_workers": world - 1}  # of two ranks each has one
+    found = fit_on_ranks(world, job, **how, **workers)
+    assert [f.problems for f in found] == [()] * world
+    wanted = fit_on_ranks(world, reference, LeaveOut, **how)
+    assert_same(found, wanted, job, reference)
+    (back,) = events(job, "rollback")
+    assert (back["to_step"], back["bad_steps"], back["cause"]) == (
+        6,
+        [7, 7],
+        "spike" if how is SPIKE else "nonfinite",
+    )
+    assert back["skipped_instances"] == [list(WINDOW)]
+    assert events(reference, "rollback") == []
+
+
+def test_rows_are_read_late_and_saves_first_so_nothing_bad_is_saved(tmp_path: Path) -> None:
+    """With a row every 12 steps the bad step is found by the save of step 9, and goes back to 6."""
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    late = {**BACK, "metrics__every_steps": 12, "eval__every_steps": 12}
+    found = fit_on_ranks(1, job, **late)
+    assert_same(found, fit_on_ranks(1, reference, LeaveOut, **late), job, reference)
+    (back,) = events(job, "rollback")
+    assert (back["step"], back["to_step"], back["bad_steps"]) == (9, 6, [7, 7])
+
+
+def test_batches_before_the_bad_ones_are_left_out_and_checkpoints_among_them_removed(
+    tmp_path: Path,
+) -> None:
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    more = {**BACK, "resilience__rollback__batches_before": 2}
+    found = fit_on_ranks(2, job, **more)
+    assert_same(found, fit_on_ranks(2, reference, LeaveOutMore, **more), job, reference)
+    (back,) = events(job, "rollback")
+    assert (back["to_step"], back["skipped_instances"]) == (3, [[48, 83]])
+    assert [e["step"] for e in events(job, "save")] == [0, 3, 6, 6, 9, 12]
+
+
+def test_before_the_first_interval_the_run_goes_back_to_its_initial_state(tmp_path: Path) -> None:
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    rare = {**BACK, "checkpoint__every_steps": 0}
+    found = fit_on_ranks(2, job, **rare)
+    assert_same(found, fit_on_ranks(2, reference, LeaveOut, **rare), job, reference)
+    assert [e["to_step"] for e in events(job, "rollback")] == [0]
+
+
+def test_a_kill_after_the_rollback_comes_to_the_same_run(tmp_path: Path) -> None:
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    flat = {key.replace("__", "."): value for key, value in BACK.items()}
+    with pytest.raises(Dies):
+        Trainer(load_job(job, {"metrics.console": "off", **flat}), [DiesAfterRollback()]).fit()
+    found = fit_on_ranks(1, job, **BACK)
+    assert_same(found, fit_on_ranks(1, reference, LeaveOut, **BACK), job, reference)
+    assert [e["rollbacks"] for e in events(job, "rollback")] == [1, 1]
+
+
+def test_saved_behind_a_rollback_and_resumed_on_other_ranks(tmp_path: Path) -> None:
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    stopped = fit_on_ranks(2, job, StopAt10, **BACK)
+    assert [f.code for f in stopped] == [75, 75]
+    found = fit_on_ranks(3, job, **BACK)
+    wanted = fit_on_ranks(1, reference, LeaveOut, **BACK)
+    assert rows(job)["instances"] == rows(reference)["instances"]
+    assert_close(together(found), together(wanted))
+    assert len(events(job, "rollback")) == 1
+
+
+class StopAt10(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("how", [BACK, SPIKE], ids=["nonfinite", "spike"])
+def test_F36_more_rollbacks_than_allowed_end_with_76(tmp_path: Path, how: dict[str, Any]) -> None:
+    job = make_job(tmp_path)
+    endless = {**how, "train__objective_options__last": 10**6}
+    found = fit_on_ranks(2, job, **endless)
+    assert [f.code for f in found] == [76, 76]
+    assert "after 2 rollbacks (resilience.rollback.max_rollbacks 2)" in found[0].problems[0]
+    backs = events(job, "rollback")
+    assert [e["skipped_instances"] for e in backs] == [[[72, 83]], [[72, 95]]]
+    again = fit_on_ranks(2, job, **endless)
+    assert again[0].code == 76, "from the same checkpoint, to the same end"
+
+
+def test_each_rollback_lowers_the_learning_rate(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    fit_on_ranks(1, job, **BACK, resilience__rollback__lr_factor=0.5)
+    whole = make_job(tmp_path / "whole")
+    fit_on_ranks(1, whole)
+    mine, plain = rows(job)["lr"], rows(whole)["lr"]
+    assert mine[:6] == plain[:6]
+    assert mine[6:] == [0.5 * lr for lr in plain[6:]]
+
+
+class StopAt7(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 6:  # the stop is agreed in step 7, a bad one
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_F35_a_skipped_step_is_a_step(tmp_path: Path) -> None:
+    """Schedule, data, rows, evaluation, saves and stops go on as in a run without it."""
+    job, plain = make_job(tmp_path), make_job(tmp_path / "plain")
+    skip = {
+        **BACK,
+        "resilience__nonfinite__action": "skip",
+        "resilience__nonfinite__max_in_a_row": 2,
+        "checkpoint__every_steps": 7,
+        "eval__every_steps": 7,
+    }
+    stopped = fit_on_ranks(2, job, StopAt7, **skip)
+    assert [(f.code, f.step) for f in stopped] == [(75, 7)] * 2
+    assert [f.code for f in fit_on_ranks(2, job, **skip)] == [0, 0]
+    healthy = {"train__objective": BACK["train__objective"], "train__objective_options__last": 0}
+    fit_on_ranks(2, plain, eval__every_steps=7, **healthy)
+    mine, theirs = rows(job), rows(plain)
+    for name in ("step", "lr", "tokens", "instances"):
+        assert mine[name] == theirs[name], name
+    assert mine["loss"][:6] == theirs["loss"][:6]
+    assert [step for step, bad in zip(mine["step"], mine["skipped_steps"]) if bad] == [7]
+    assert mine["val_loss"][6] is not None
+    assert [e["step"] for e in events(job, "save")] == [7, 12]
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_spike_is_skipped_or_ends_the_run(tmp_path: Path, action: str) -> None:
+    job = make_job(tmp_path)
+    found = fit_on_ranks(2, job, **{**SPIKE, "resilience__spike__action": action})
+    if action == "stop":
+        assert [f.code for f in found] == [76, 76]
+        assert "6 standard deviations above the mean of 5 steps" in found[0].problems[0]
+        return
+    assert [f.code for f in found] == [0, 0]
+    assert [(e["step"], e["spikes"]) for e in events(job, "spike")] == [(7, 1)]
+    assert rows(job)["skipped_steps"] == [0] * 6 + [1] + [0] * 5
