@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from forge_testing.parts import smoothed
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
 from forge_train import Callback, Trainer, load_job, read_run
+from forge_train.trainer.objective import token_cross_entropy
 
 pytestmark = pytest.mark.distributed
 
@@ -107,6 +109,44 @@ def test_a_poisoned_window_leaves_the_run_of_one_that_never_saw_it(
     )
     assert back["skipped_instances"] == [list(WINDOW)]
     assert events(reference, "rollback") == []
+
+
+MOE = {"model__moe__num_experts": 4, "model__moe__top_k": 2, "model__moe__bias_update_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__pp": 2, "model__num_layers": 2, "sample__max_new_tokens": 0},
+        {"parallel__cp": 2, "sample__max_new_tokens": 0},
+        {"parallel__ep": 2, **MOE},
+    ],
+    ids=["pp", "cp", "ep"],
+)
+def test_in_each_layout_all_ranks_go_back_alike(tmp_path: Path, layout: dict[str, Any]) -> None:
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    stream = Trainer(load_job(job)).loader.stream
+    row = stream.arrays(numpy.array([POISONED[0]]))["labels"][0, :8].tolist()
+    how = {
+        "train__loss": f"{__name__}:poisoned_row",
+        "train__loss_options__row": row,
+        "resilience__nonfinite__action": "rollback",
+        "resilience__nonfinite__max_in_a_row": 0,
+        **layout,
+    }
+    found = fit_on_ranks(2, job, **how)
+    assert [f.problems for f in found] == [(), ()]
+    wanted = fit_on_ranks(2, reference, LeaveOut, **how)
+    assert_same(found, wanted, job, reference)
+    assert [e["bad_steps"] for e in events(job, "rollback")] == [[7, 7]]
+
+
+def poisoned_row(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, *, row: list[int]
+) -> torch.Tensor:
+    """The loss of tokens, beyond all measure where a row begins with these labels."""
+    bad = (labels[:, : len(row)] == torch.tensor(row)).all(1).any()
+    return token_cross_entropy(logits, labels, weights) * torch.where(bad, math.inf, 1.0)
 
 
 def test_rows_are_read_late_and_saves_first_so_nothing_bad_is_saved(tmp_path: Path) -> None:
