@@ -57,6 +57,26 @@ def test_a_flag_reaches_into_name_keyed_tables() -> None:
     assert layers.values["data"]["sources"]["a"] == {"name": "builtin", "split": "validation"}
 
 
+@pytest.mark.parametrize(
+    ("skipped", "more", "wanted"),
+    [
+        (0, "", {"action": "stop"}),
+        (2, "", {"action": "skip", "max_in_a_row": 2}),
+        (
+            2,
+            '[resilience.nonfinite]\naction = "rollback"',
+            {"action": "rollback", "max_in_a_row": 2},
+        ),
+    ],
+)
+def test_the_key_of_version_0_1_for_skipped_steps_is_read(
+    tmp_path: Path, skipped: int, more: str, wanted: dict[str, object]
+) -> None:
+    layers = read_layers(write(tmp_path, a=f"[train]\nmax_skipped_steps = {skipped}\n{more}"))
+    layers.replace_old_keys()
+    assert layers.values == {"train": {}, "resilience": {"nonfinite": wanted}}
+
+
 def test_circle_names_every_file(tmp_path: Path) -> None:
     path = write(tmp_path, a='extends = "b.toml"', b='extends = "a.toml"')
     with pytest.raises(

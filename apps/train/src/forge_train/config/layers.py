@@ -78,9 +78,10 @@ class Layers:
         skipped = self.at("train.max_skipped_steps")
         if type(skipped) is int:
             origin = self._drop("train.max_skipped_steps")
-            self.set("resilience.nonfinite.action", "skip" if skipped else "stop", origin)
-            if skipped:
-                self.set("resilience.nonfinite.max_in_a_row", skipped, origin)
+            new = {"action": "skip", "max_in_a_row": skipped} if skipped else {"action": "stop"}
+            for key, value in new.items():
+                if f"resilience.nonfinite.{key}" not in self.origins:  # the new key wins
+                    self.set(f"resilience.nonfinite.{key}", value, origin)
 
     def _drop_options(self, dotted: str, origin: str) -> None:
         """Drop the options that earlier layers gave to another part: each part has its own."""
