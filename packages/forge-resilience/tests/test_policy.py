@@ -77,6 +77,16 @@ def test_going_back_answers_the_whole_run_of_bad_steps() -> None:
     assert outcome.skipped == (3, 4, 5, 8)
 
 
+def test_verdicts_of_many_steps_wait_in_few_tensors() -> None:
+    policy = NumericsPolicy(NonfiniteConfig("skip", 1))
+    losses = [NAN if step in (3, 1500, 1501) else 1.0 for step in range(1, 2501)]
+    (outcome,) = run(policy, losses, 2500)
+    assert outcome.skipped == (3, 1500, 1501)
+    assert (outcome.action, outcome.first, outcome.last) == ("stop", 1500, 1501)
+    judge(policy, [1.0] * 2500)
+    assert len(policy._verdicts) <= 1001
+
+
 # ---- spikes
 
 

@@ -13,6 +13,7 @@ __all__ = ["NonfiniteConfig", "NumericsPolicy", "Outcome", "RollbackConfig", "Sp
 
 _MAX_STEPS = 10**6
 _NONFINITE, _SPIKE = 1, 2  # verdicts; 0 is a good step
+_MOST_PIECES = 1000
 _COUNTERS = ("rollbacks", "in_a_row", "bad_since")
 
 
@@ -170,7 +171,9 @@ class NumericsPolicy:
         verdict = bad * _NONFINITE
         if self._window is not None:
             verdict = verdict + _SPIKE * self._window.judge(loss, grad_norm, bad)
-        self._verdicts.append(verdict)
+        self._verdicts.append(verdict[None])
+        if len(self._verdicts) > _MOST_PIECES:  # a tensor of one number holds 512 bytes of a GPU
+            self._verdicts = [self.take()]
         return verdict.clamp(max=1.0)
 
     def take(self) -> Any:
@@ -178,7 +181,7 @@ class NumericsPolicy:
         import torch
 
         taken, self._verdicts = self._verdicts, []
-        return torch.stack(taken) if taken else torch.zeros(0)
+        return torch.cat(taken) if taken else torch.zeros(0)
 
     def decide(self, verdicts: Sequence[float], step: int) -> Outcome:
         """What follows from `verdicts`, which `take` gave; the last of them is that of `step`.
