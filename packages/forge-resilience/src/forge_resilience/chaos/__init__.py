@@ -1,0 +1,24 @@
+"""Seeded faults for any training command: what strikes, when, and whether it struck there. No torch."""
+
+from forge_resilience.chaos.files import FILE_KINDS, damage
+from forge_resilience.chaos.processes import PROCESS_KINDS, ProcessKind
+from forge_resilience.chaos.schedule import BETWEEN, Fault, failure_rate_bound, make_schedule
+from forge_resilience.chaos.strike import ASYNC_SAVE, Life, Striker, Struck
+from forge_resilience.chaos.trial import Result, Trial
+
+__all__ = [
+    "ASYNC_SAVE",
+    "BETWEEN",
+    "FILE_KINDS",
+    "PROCESS_KINDS",
+    "Fault",
+    "Life",
+    "ProcessKind",
+    "Result",
+    "Striker",
+    "Struck",
+    "Trial",
+    "damage",
+    "failure_rate_bound",
+    "make_schedule",
+]

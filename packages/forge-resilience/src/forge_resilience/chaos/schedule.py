@@ -1,0 +1,82 @@
+"""Which fault strikes when: a list that a seed determines, every kind in every phase that applies."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+FIRST = ("start", "load")
+"""Phases that come once in a life, at its begin."""
+ONCE = (*FIRST, "exit")
+BETWEEN = "between"
+"""Phase of a fault that needs no running process: files, between two lives."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned fault.
+
+    phase: that of the heartbeat in which it strikes, `async_save` for the background's save, BETWEEN for none.
+    entry: it strikes in the entry-th time that the rank enters the phase in its life, from 1.
+    fraction: how far into the phase, 0 to 1 of the time that the phase took before.
+    seed: of what else is drawn (which file, which bit).
+    """
+
+    number: int
+    kind: str
+    phase: str
+    rank: int
+    entry: int
+    fraction: float
+    seed: int
+
+
+def make_schedule(
+    seed: int, count: int, kinds: Mapping[str, Sequence[str]], ranks: int, max_entry: int = 4
+) -> list[Fault]:
+    """`count` faults of `kinds` (kind -> phases that apply); the same arguments give the same list.
+
+    All pairs of kind and phase come in a random order, then all again in another one, so any prefix is spread
+    evenly. Raises ValueError without kinds, or for a kind without phases.
+    """
+    pairs = [(kind, phase) for kind, phases in kinds.items() for phase in phases]
+    empty = [kind for kind, phases in kinds.items() if not phases]
+    if not pairs or empty:
+        raise ValueError(f"kinds {empty or list(kinds)} must each have a phase; name some")
+    draw, faults = random.Random(seed), list[Fault]()
+    while len(faults) < count:
+        for kind, phase in draw.sample(pairs, len(pairs)):
+            fault = Fault(
+                number=len(faults),
+                kind=kind,
+                phase=phase,
+                rank=draw.randrange(ranks),
+                entry=1 if phase in ONCE else draw.randint(1, max_entry),
+                fraction=draw.random(),
+                seed=draw.getrandbits(32),
+            )
+            faults.append(fault)
+    return faults[:count]
+
+
+def failure_rate_bound(failures: int, faults: int, confidence: float = 0.95) -> float:
+    """Upper bound of the rate of failures among faults after `failures` of `faults`; exact for independent ones.
+
+    Without a failure it is 1 - (1 - confidence)^(1/n), just below 3 / n: the rule of three. 1.0 without faults.
+    """
+    if not 0 <= failures <= faults:
+        raise ValueError(f"failures {failures} must be 0 to the {faults} faults; count again")
+    if failures == faults:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        logs = (
+            math.lgamma(faults + 1) - math.lgamma(k + 1) - math.lgamma(faults - k + 1)
+            + k * math.log(rate) + (faults - k) * math.log1p(-rate)
+            for k in range(failures + 1)
+        )  # fmt: skip
+        low, high = (rate, high) if sum(map(math.exp, logs)) > 1 - confidence else (low, rate)
+    return high
