@@ -32,7 +32,8 @@ def on(number, code):
 _LAUNCHER = """
 import sys
 from forge_resilience import run_local_workers
-sys.exit(run_local_workers([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1])))
+more = eval(f"dict({sys.argv[2]})")
+sys.exit(run_local_workers([sys.executable, "-c", *sys.argv[3:]], int(sys.argv[1]), **more))
 """
 
 
@@ -40,10 +41,10 @@ def worker(body: str, folder: Path) -> list[str]:
     return [sys.executable, "-c", _HEAD + body, str(folder)]
 
 
-def launcher(body: str, nproc: int, folder: Path) -> subprocess.Popen[str]:
+def launcher(body: str, nproc: int, folder: Path, more: str = "") -> subprocess.Popen[str]:
     """The launcher as a process of its own, to be hurt."""
     return subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER, str(nproc), _HEAD + body, str(folder)],
+        [sys.executable, "-c", _LAUNCHER, str(nproc), more, _HEAD + body, str(folder)],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -221,6 +222,25 @@ while True:
     _, errors = job.communicate(timeout=30)
     assert job.returncode == 75, errors
     assert "died" not in errors
+
+
+def test_F59_a_rank_that_waits_for_one_that_a_stop_killed_is_ended_in_time(tmp_path):
+    """The stop came while the ranks imported: one died of it, another has a handler already and waits to meet it."""
+    body = """
+if rank == 0:
+    signal.signal(signal.SIGTERM, lambda *_: ready("flag"))
+ready("up")
+while True:
+    time.sleep(0.01)
+"""
+    job = launcher(body, 2, tmp_path, "grace_seconds=0.5")
+    for rank in range(2):
+        wait_for(tmp_path / f"up{rank}")
+    job.send_signal(signal.SIGTERM)
+    _, errors = job.communicate(timeout=30)
+    assert job.returncode == 75, errors
+    assert "rank 0" in errors
+    assert "killed" in errors
 
 
 def test_a_killed_launcher_leaves_no_orphan(tmp_path):

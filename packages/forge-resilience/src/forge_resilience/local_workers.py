@@ -85,23 +85,23 @@ class _Job:
         self.failed: int | None = None
         self.forwarded: set[int] = set()
         self.next_at: float | None = None  # when those that are left get a harder signal
+        self.killed = False
 
     def run(self, events: Events) -> int:
         """Follow `events` until every worker has ended, or cannot be ended; the job's exit code."""
-        killed = False
         while self.left:
             seconds = None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
             try:
                 rank, value = events.get(timeout=seconds)
             except queue.Empty:
-                if killed:
+                if self.killed:
                     self._report(self.left, "cannot be killed and is left behind")
                     break
                 self._report(
                     self.left, f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
                 )
                 self._send(signal.SIGKILL)
-                killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
+                self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
                 continue
             if rank is None:
                 self.forwarded.add(value)
@@ -113,7 +113,12 @@ class _Job:
     def _ended(self, rank: int, code: int) -> None:
         self.left.remove(rank)
         self.codes[rank] = code
-        if code in (0, ExitCode.REQUEUE) or self.failed is not None or self._died_forwarded(code):
+        if self._died_forwarded(code) and self.next_at is None:
+            # It had no handler yet, so the ranks have not met: those that have one wait for it in vain.
+            self.next_at = time.monotonic() + self.grace_seconds
+        if code in (0, ExitCode.REQUEUE) or self._died_forwarded(code):
+            return
+        if self.failed is not None or self.killed:
             return
         self.failed = rank
         self.next_at = time.monotonic() + self.grace_seconds

@@ -81,8 +81,11 @@ class Striker:
             if fault.phase != "start":
                 self._wait_into(fault, misses)
             pid = life.ranks().get(fault.rank) if beat is None else beat.pid
-            struck = pid and self._hit(life, fault, kind, pid, misses)
-            if struck:
+            if pid is None:  # not started yet
+                time.sleep(_POLL_SECONDS)
+                continue
+            struck = self._hit(life, fault, kind, pid, misses)
+            if struck is not None:
                 return struck
             misses, entry = misses + 1, seen + 1
         return None
