@@ -1,0 +1,239 @@
+"""What a job asks of Slurm, and how its ranks are started: `SlurmConfig`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["JobFacts", "SlurmConfig", "seconds_of"]
+
+#: Options of sbatch that the script sets or that its loop relies on, and the key to use instead.
+_OF_SBATCH = {
+    "--nodes": "nodes", "-N": "nodes", "--ntasks": "tasks_per_node", "-n": "tasks_per_node",
+    "--ntasks-per-node": "tasks_per_node", "--cpus-per-task": "cpus_per_task", "-c": "cpus_per_task",
+    "--time": "time_limit", "-t": "time_limit", "--partition": "partition", "-p": "partition",
+    "--account": "account", "-A": "account", "--qos": "qos", "-q": "qos", "--array": "array", "-a": "array",
+    "--job-name": "job_name", "-J": "job_name", "--mem": "memory", "--requeue": "on_stop",
+    "--no-requeue": "on_stop", "--mail-user": "mail_user", "--mail-type": "mail_type",
+    "--signal": "", "--open-mode": "", "--output": "", "-o": "", "--error": "", "-e": "", "--wrap": "",
+}  # fmt: skip
+_OF_SRUN = {
+    "--nodes": "nodes", "-N": "nodes", "--ntasks": "tasks_per_node", "-n": "tasks_per_node",
+    "--ntasks-per-node": "tasks_per_node", "--cpus-per-task": "cpus_per_task", "-c": "cpus_per_task",
+    "--kill-on-bad-exit": "", "-K": "", "--export": "environment", "--no-kill": "", "-k": "",
+}  # fmt: skip
+_HETEROGENEOUS = re.compile(r"^(:|hetjob|packjob|--het-group|--pack-group)")
+_TIME = re.compile(
+    r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
+    r"|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)|(?P<m>\d+)(?::(?P<s>\d+))?)"
+)
+_MAX_LEAD_SECONDS = 65535  # of sbatch --signal
+#: From the signal to the limit beyond the save: Slurm looks at limits once a minute.
+_EARLY_SECONDS = 60
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """The resources of a job, its surroundings on the nodes, and what follows a stop.
+
+    Values of `environment`, `container`, `srun_options` may name variables, `$SCRATCH` or `${SCRATCH}`, which the batch
+    script expands; everything else in them is literal. Raises ValueError with every broken rule, one a line.
+    Usage: `SlurmConfig(nodes=4, gpus_per_node=8, time_limit="12:00:00", partition="gpu")`.
+    """
+
+    nodes: int | str = _field(1, "nodes of the job: 4, or a range '3-4' of which Slurm gives what is free")
+    tasks_per_node: int | None = _field(None, "ranks on each node (default: gpus_per_node, or 1 without)")
+    gpus_per_node: int = _field(0, "GPUs of each node")
+    gpus_option: str = _field(
+        "--gpus-per-node={gpus}", "how this site asks for GPUs, such as '--gres=gpu:h100:{gpus}'"
+    )
+    cpus_per_task: int | None = _field(None, "cores of each rank, also its OMP_NUM_THREADS")
+    memory: str | None = _field(None, "host memory of each node, as sbatch --mem takes it: '200G', or '0' for all")
+    time_limit: int | str | None = _field(
+        None, "limit of one life: minutes or 'D-HH:MM:SS' (default: that of the partition)"
+    )
+    partition: str | None = _field(None, "partition of the job (default: that of the site)")
+    account: str | None = _field(None, "account that pays (default: the user's)")
+    qos: str | None = _field(None, "quality of service (default: the user's)")
+    job_name: str | None = _field(None, "name in the queue (default: that of the run's folder)")
+    mail_user: str | None = _field(None, "address that Slurm writes to")
+    mail_type: str | None = _field(None, "events that Slurm writes about, such as 'END,FAIL'")
+    array: str | None = _field(
+        None, "elements of a job array, '0-7' or '1-20%4'; '%1' runs one after another"
+    )
+    array_run_dirs: bool = _field(False, "each element of the array trains in a folder of its own, <run>/task-<number>")
+    array_arguments: tuple[str, ...] = _field(
+        (), "arguments added to the command, in which %a is the element: '--run.seed=%a'"
+    )
+    sbatch_options: tuple[str, ...] = _field((), "further options of sbatch, such as '--exclude=n7'")
+    srun_options: tuple[str, ...] = _field((), "further options of srun, such as '--cpu-bind=cores'")
+    prologue: tuple[str, ...] = _field((), "shell lines before the ranks start, such as 'module load cuda/12.8'")
+    environment: dict[str, str] = field(
+        default_factory=dict, metadata={"help": "variables of the ranks, set after the script's own"}
+    )
+    container: tuple[str, ...] = _field(
+        (), "command before that of each rank, such as ['apptainer', 'exec', '--nv', '$SCRATCH/torch.sif']"
+    )
+    cache_dir: str | None = _field(
+        None, "folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)"
+    )
+    on_stop: Literal["requeue", "resubmit"] = _field(
+        "requeue", "how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues"
+    )
+    max_restarts: int = _field(1000, "lives after the first; a job that stops once more ends with 75")
+    retries: int = _field(0, "times that crashed ranks are started again within one life, in the same nodes")
+
+    def __post_init__(self) -> None:
+        problems = [*_number_problems(self), *_text_problems(self), *_option_problems(self), *_array_problems(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """(fewest, most) nodes."""
+        low, _, high = str(self.nodes).partition("-")
+        return int(low), int(high or low)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tasks_per_node or self.gpus_per_node or 1
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """The places of a job: absolute paths that every node sees.
+
+    run_dir: folder of the run. script: where its batch script is kept, for a resubmission and for people.
+    working_dir: where the command runs. save_limit_seconds: the longest save. checkpoints: pattern, below run_dir, of the
+    files that committed checkpoints have; their newest change is what a life achieved (None: nothing looks at it).
+    """
+
+    run_dir: str
+    script: str
+    working_dir: str
+    save_limit_seconds: float = 300.0
+    checkpoints: str | None = "checkpoints/step-*/manifest.json"
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} {path!r} must be an absolute path without line breaks; write it out"
+            for name in ("run_dir", "script", "working_dir")
+            if not (path := getattr(self, name)).startswith("/") or "\n" in path
+        ]
+        pattern = self.checkpoints or "x"
+        if not re.fullmatch(r"[\w.*?/\-\[\]]+", pattern) or pattern.startswith("/"):
+            problems.append(
+                f"checkpoints {pattern!r} must be a pattern below run_dir of letters, digits and ./*?[]-; name the file "
+                "that each checkpoint has, such as 'checkpoint-*/trainer_state.json'"
+            )
+        if not 0 < self.save_limit_seconds <= _MAX_LEAD_SECONDS - _EARLY_SECONDS:
+            problems.append(
+                f"save_limit_seconds {self.save_limit_seconds:g} must be above 0 and at most "
+                f"{_MAX_LEAD_SECONDS - _EARLY_SECONDS}, as sbatch --signal takes {_MAX_LEAD_SECONDS}; lower it"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def lead_seconds(self) -> int:
+        """Seconds before the time limit at which the job is told to stop."""
+        return int(-(-self.save_limit_seconds // 1)) + _EARLY_SECONDS
+
+
+def seconds_of(time_limit: int | str) -> int | None:
+    """A time limit of Slurm in seconds; None for 'UNLIMITED' and what is none.
+
+    `90` and `"90"` are minutes, `"90:30"` minutes and seconds, `"1-12"` days and hours.
+    """
+    match = _TIME.fullmatch(str(time_limit))
+    if match is None:
+        return None
+    part = {name: int(value or 0) for name, value in match.groupdict().items()}
+    hours = 24 * part["d"] + part["dh"] + part["h"]
+    minutes = 60 * hours + part["dm"] + part["hm"] + part["m"]
+    return 60 * minutes + part["ds"] + part["hs"] + part["s"]
+
+
+def _number_problems(c: SlurmConfig) -> Iterator[str]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(c.nodes))
+    if match is None or int(match[1]) < 1 or int(match[2] or match[1]) < int(match[1]):
+        yield f"nodes {c.nodes!r} must be a number or a range such as '3-4'; use nodes = 1"
+    for name, least in (("tasks_per_node", 1), ("gpus_per_node", 0), ("cpus_per_task", 1),
+                        ("max_restarts", 0), ("retries", 0)):  # fmt: skip
+        value = getattr(c, name)
+        if value is not None and not least <= value <= 10**6:
+            yield f"{name} {value} must be from {least} to 10**6; use {least} or more"
+    limit = c.time_limit
+    if limit is not None and str(limit).upper() not in ("UNLIMITED", "INFINITE") and not seconds_of(limit):
+        yield f"time_limit {limit!r} must be minutes or 'D-HH:MM:SS'; use '12:00:00' for twelve hours"
+
+
+def _text_problems(c: SlurmConfig) -> Iterator[str]:
+    """Values that would end a directive, or a line of the script, before its end."""
+    for name in ("partition", "account", "qos", "mail_user", "mail_type", "memory"):
+        value = getattr(c, name)
+        if value is not None and not re.fullmatch(r"[^\s'\"\\#]+", value):
+            yield f"{name} {value!r} must be one word without quotes; write what Slurm calls it"
+    broken = [("job_name", c.job_name), ("cache_dir", c.cache_dir), ("gpus_option", c.gpus_option)]
+    lists = ("sbatch_options", "srun_options", "container", "prologue", "array_arguments")
+    broken += [(name, text) for name in lists for text in getattr(c, name)]
+    broken += [(f"environment.{name}", text or "empty") for name, text in c.environment.items()]
+    for name, text in broken:
+        if text is not None and (not text.strip() or "\n" in text or "\0" in text):
+            yield f"{name} {text!r} must be one line that is not empty; leave it out, or write a line each"
+    if "{gpus}" not in c.gpus_option:
+        yield f"gpus_option {c.gpus_option!r} must hold {{gpus}} for their number; use '--gres=gpu:{{gpus}}'"
+    for name in c.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            yield f"environment.{name} must be the name of a variable; use letters, digits and underscores"
+    if c.mail_type and not c.mail_user:
+        yield f"mail_type {c.mail_type!r} needs an address; set mail_user, too"
+
+
+def _option_problems(c: SlurmConfig) -> Iterator[str]:
+    for key, owned in (("sbatch_options", _OF_SBATCH), ("srun_options", _OF_SRUN)):
+        for option in getattr(c, key):
+            name = option.partition("=")[0].split()[0] if option.strip() else ""
+            if _HETEROGENEOUS.match(name) or " : " in option:
+                yield f"{key} {option!r} makes a heterogeneous job, which is not supported; ask for nodes of one kind"
+            elif not name.startswith("-"):
+                yield f"{key} {option!r} must begin with a dash; write each option with its value, as '--exclude=n7'"
+            elif name in owned:
+                own = f"set {owned[name]}" if owned[name] else "leave it out"
+                yield f"{key} {option!r} would undo what the script relies on; {own}"
+    yield from _container_problems(c.container)
+
+
+def _container_problems(words: Iterable[str]) -> Iterator[str]:
+    """`bash -c` takes the command as its own arguments, and a pipe hides signals and the exit code."""
+    words = list(words)
+    shell = bool(words) and words[0].rpartition("/")[2] in ("sh", "bash", "zsh", "dash")
+    if shell and "-c" in words:
+        yield (
+            f"container {shlex.join(words)!r} must end so that the command can follow, and a shell -c loses signals and "
+            'exit code; name a script whose last line is: exec "$@"'
+        )
+    if "|" in words:
+        yield f"container {words!r} must be one command, and a pipe loses signals; the batch script keeps the log anyway"
+
+
+def _array_problems(c: SlurmConfig) -> Iterator[str]:
+    if c.array is None:
+        for name in ("array_run_dirs", "array_arguments"):
+            if getattr(c, name):
+                yield f"{name} {getattr(c, name)!r} belongs to no array; set array, too"
+        return
+    if not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", c.array):
+        yield f"array {c.array!r} must be as sbatch takes it; use '0-7' or '1-20%4'"
+    elif not c.array_run_dirs and not c.array.endswith("%1") and not c.array.isdecimal():
+        yield (
+            f"array {c.array!r} runs elements at once in one run's folder, which only one job may use; set "
+            f"array_run_dirs = true, or array = '{c.array.partition('%')[0]}%1' for lives one after another"
+        )

@@ -1,0 +1,348 @@
+"""The batch script of a job that goes on after each stop: text from a description, for any command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
+from forge_resilience.slurm.quote import directive, expanded
+
+__all__ = ["batch_script", "interactive_commands"]
+
+#: Exit codes that starting again does not mend.
+_FINAL = sorted({code for code in ExitCode if code > 1} - {ExitCode.REQUEUE})
+
+_START = r"""
+# Slurm starts a script elsewhere when its folder is missing on the node, where relative paths name other files.
+cd -- {working_dir} || exit {config_error}
+run={run_dir}
+job={job}
+chain=${{FORGE_CHAIN:-$job}}  # the first job of resubmitted ones: their lives are counted together
+lives={folder}/lives-$chain  # a line for each life: the newest checkpoint when it began
+script={script}
+unset FORGE_CHAIN
+
+say() {{ printf '%(%FT%T)T forge: %s\n' -1 "$*" >&2; }}
+"""
+
+_PROGRESS = r"""
+newest() {{  # change time and name of the newest committed checkpoint; 'none' before the first
+  local found
+  found=$(stat --format='%.Y %n' -- "$run"/{checkpoints} 2>/dev/null | sort -n | tail -n 1)
+  printf '%s\n' "${{found:-none}}"
+}}
+
+stuck() {{  # whether the last two lives began with the checkpoint that is still the newest
+  local now begun=()
+  now=$(newest)
+  mapfile -t begun < <(tail -n 2 -- "$lives" 2>/dev/null)
+  [[ ${{#begun[@]}} -eq 2 && ${{begun[0]}} == "$now" && ${{begun[1]}} == "$now" ]]
+}}
+
+begin() {{  # count this life, unless the job gets nowhere
+  if stuck; then
+    say "two lives in a row ended without a new checkpoint ($(newest)): look into the log before starting again"
+    exit {no_progress}
+  fi
+  newest >>"$lives" || say "cannot write $lives: lives are not counted"
+}}
+"""
+
+_WITHOUT_PROGRESS = r"""
+stuck() { false; }  # no pattern of checkpoints was given
+begin() { printf 'life\n' >>"$lives" || say "cannot write $lives: lives are not counted"; }
+"""
+
+_AGAIN = r"""
+again() {{  # go on in another life, for the reason $1; never returns
+  if stuck; then
+    say "$1, but two lives in a row made no new checkpoint ($(newest)): look into the log before starting again"
+    exit {no_progress}
+  fi
+  if ((restarts >= {max_restarts})); then
+    say "$1, and was restarted $restarts times, as often as slurm.max_restarts allows: sbatch $script goes on"
+    exit {requeue}
+  fi
+  say "$1: {how}"
+{carry_on}  exit {requeue}  # Slurm ends this life now; that it must go on is written in Slurm's books already
+}}
+"""
+
+_REQUEUE = r"""  if ! scontrol requeue "$job"; then
+    # Slurm may have done so itself: a preemption, an administrator
+    [[ $(squeue --noheader --format=%T --jobs="$job" 2>/dev/null) == PENDING ]] ||
+      say "cannot be requeued; where the site forbids it set slurm.on_stop = 'resubmit'"
+  fi
+"""
+
+# A new job inherits the environment of sbatch: this job's SLURM_RESTART_COUNT, SLURM_MEM_PER_NODE and the like are not its.
+_RESUBMIT = r"""  for name in "${{!SLURM_@}}"; do  # the next job has its own
+    [[ $name == SLURM_CONF ]] || unset "$name"
+  done
+  FORGE_CHAIN=$chain sbatch --dependency="afterany:$job" {element}-- "$script" ||
+    say "sbatch failed: nothing goes on by itself; sbatch $script does"
+"""
+
+_SIGNALS = r"""
+# --signal=B: reaches this shell alone, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
+# kill them. A signal before the ranks start is remembered.
+stopped=''
+interrupted=0
+ranks=''
+stop() {
+  stopped=$1
+  interrupted=1
+  say "got $1: telling the ranks to save and leave"
+  [[ -z $ranks ]] || kill -USR1 "$ranks" 2>/dev/null
+}
+trap 'stop USR1' USR1
+trap 'stop TERM' TERM
+"""
+
+_LOST = r"""
+nodes_answer() {  # ranks of a dead node only lost a connection; Slurm itself takes minutes to notice
+  ((SLURM_JOB_NUM_NODES == 1)) && return
+  timeout 60 srun --overlap --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
+    --ntasks-per-node=1 --kill-on-bad-exit=1 true 2>/dev/null
+}
+"""
+
+_LOOP = r"""
+restarts=0
+[[ ! -e $lives ]] || restarts=$(wc -l <"$lives")
+if ((restarts > {max_restarts})); then  # Slurm itself requeues after a node failure, as often as it happens
+  say "was restarted $restarts times, oftener than slurm.max_restarts allows: sbatch $script goes on"
+  exit {requeue}
+fi
+for ((attempt = 0; ; attempt++)); do
+  begin
+  [[ -z $stopped ]] || again "was stopped by $stopped before the ranks started"
+  say "job $job, restart $restarts (${{SLURM_RESTART_COUNT:-0}} by Slurm), on $SLURM_JOB_NODELIST"
+  # A trap runs only while bash itself waits, so srun is in the background; wait ends at each signal and is called again.
+  start_ranks &
+  ranks=$!
+  [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null  # it came between the lines above
+  while interrupted=0; wait "$ranks"; code=$?; ((interrupted)); do :; done
+  ranks=''
+  case $code in
+    0) say "done"; exit 0 ;;
+    {requeue}) again "stopped and saved" ;;
+    {final}) say "ended with code $code, which starting again does not mend"; exit "$code" ;;
+  esac
+  # ranks that had no handler yet, or were killed behind those that had left already
+  [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"
+  nodes_answer || again "lost a node (code $code)"
+  ((attempt < {retries})) || {{ say "ended with code $code"; exit "$code"; }}
+  [[ -z $stopped ]] || again "crashed with code $code after $stopped"
+  say "crashed with code $code: starting the ranks again, retry $((attempt + 1)) of {retries}"
+done
+"""
+
+
+def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> str:
+    """The text of a batch script that runs `command` as the ranks of a job, life after life.
+
+    The command saves and exits with 75 when it gets SIGUSR1 or SIGTERM (`StopSignal`), and goes on from its newest
+    checkpoint when it is started again. 75 and a lost node continue the job as `config.on_stop` says; other codes end it
+    with that code; 70 is the code of two lives in a row without a new checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
+    Raises ValueError for a time limit that leaves no time before the save. The folder of `facts.script` must exist when
+    the job starts: its log and its list of lives are written there.
+    """
+    _check(config, facts)
+    blocks = [
+        "#!/bin/bash",
+        "\n".join(_directives(config, facts)),
+        f"# Written by forge_resilience.slurm. Submit it with: sbatch {shlex.quote(facts.script)}\nset -u",
+        _places(config, facts),
+        _SIGNALS,
+        "\n".join(_surroundings(config, facts)),
+        _progress(facts),
+        _again(config),
+        _LOST,
+        "\n".join(_start_ranks(config, command)),
+        _LOOP.format(
+            requeue=int(ExitCode.REQUEUE),
+            final=" | ".join(str(int(code)) for code in _FINAL),
+            retries=config.retries,
+            max_restarts=config.max_restarts,
+        ),
+    ]
+    return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
+
+
+def interactive_commands(
+    config: SlurmConfig, command: Sequence[str], facts: JobFacts
+) -> tuple[list[str], str]:
+    """(salloc command, script that it runs) for a job at a terminal: one life, no requeue.
+
+    The ranks get USR1 `facts.lead_seconds` before the time limit. The script is to be written to the last word of the
+    command. Raises ValueError as `batch_script` does, and for arrays.
+    """
+    _check(config, facts)
+    if config.array:
+        raise ValueError(f"array {config.array!r} needs a batch job; leave it out, or submit the job")
+    salloc = ["salloc", f"--signal=USR1@{facts.lead_seconds}"]
+    for option, value in _resources(config, facts):
+        salloc.append(option if value is None else f"{option}={value}")
+    lines = [
+        "#!/bin/bash",
+        f"# Written by forge_resilience.slurm; runs inside: {shlex.join(salloc)}",
+        "set -u",
+        f"cd -- {shlex.quote(facts.working_dir)} || exit {int(ExitCode.CONFIG_ERROR)}",
+        f"run={shlex.quote(facts.run_dir)}",
+        *_surroundings(config, facts),
+        *_start_ranks(config, command),
+        "start_ranks",
+    ]
+    script = os.path.join(os.path.dirname(facts.script), "interactive.sh")
+    return [*salloc, "bash", script], "\n".join(lines) + "\n"
+
+
+def _check(config: SlurmConfig, facts: JobFacts) -> None:
+    seconds = None if config.time_limit is None else seconds_of(config.time_limit)
+    if seconds is not None and seconds <= facts.lead_seconds:
+        raise ValueError(
+            f"time_limit {config.time_limit!r} must be longer than save_limit_seconds {facts.save_limit_seconds:g} and the "
+            f"minute that Slurm's clock is early ({facts.lead_seconds} s): the job would be told to stop at once; use a "
+            "longer limit or a lower save_limit_seconds"
+        )
+
+
+def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str | None]]:
+    """(option, value) of what sbatch and salloc are asked for."""
+    yield "--job-name", config.job_name or os.path.basename(facts.run_dir) or "forge"
+    yield "--nodes", str(config.nodes)
+    yield "--ntasks-per-node", str(config.ranks_per_node)
+    if config.gpus_per_node:
+        option, _, value = config.gpus_option.format(gpus=config.gpus_per_node).partition("=")
+        yield option, value or None
+    limit = None if config.time_limit is None else str(config.time_limit)
+    for option, value in (
+        ("--cpus-per-task", config.cpus_per_task),
+        ("--mem", config.memory),
+        ("--time", limit),
+        ("--partition", config.partition),
+        ("--account", config.account),
+        ("--qos", config.qos),
+        ("--mail-user", config.mail_user),
+        ("--mail-type", config.mail_type),
+    ):
+        if value is not None:
+            yield option, str(value)
+    for option in config.sbatch_options:
+        name, _, value = option.partition("=")
+        yield name, value or None
+
+
+def _directives(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
+    for option, value in _resources(config, facts):
+        yield directive(option, value)
+    if config.array:
+        yield directive("--array", config.array)
+    name = "job-%A_%a.out" if config.array else "job-%j.out"
+    yield directive("--output", os.path.dirname(facts.script).replace("%", "%%") + f"/{name}")
+    yield "# all lives of a job write one log; without this a requeue empties it"
+    yield directive("--open-mode", "append")
+    yield "# to this shell, so long before the time limit: save_limit_seconds, and a minute by which Slurm may be late"
+    yield directive("--signal", f"B:USR1@{facts.lead_seconds}")
+    if config.on_stop == "requeue":
+        yield "# a node that fails, and preemption, put the job into the queue again; scontrol requeue needs it, too"
+        yield directive("--requeue")
+    else:
+        yield "# slurm.on_stop = 'resubmit': a stopped job submits the next one"
+        yield directive("--no-requeue")
+
+
+def _places(config: SlurmConfig, facts: JobFacts) -> str:
+    own = '/"task-$SLURM_ARRAY_TASK_ID"' if config.array_run_dirs else ""
+    element = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # the job id of the last element means the whole array"
+    return _START.format(
+        working_dir=shlex.quote(facts.working_dir),
+        run_dir=shlex.quote(facts.run_dir) + own,
+        script=shlex.quote(facts.script),
+        folder=shlex.quote(os.path.dirname(facts.script)),
+        job=element if config.array else "$SLURM_JOB_ID",
+        config_error=int(ExitCode.CONFIG_ERROR),
+    )
+
+
+def _progress(facts: JobFacts) -> str:
+    if facts.checkpoints is None:
+        return _WITHOUT_PROGRESS
+    return _PROGRESS.format(checkpoints=facts.checkpoints, no_progress=int(ExitCode.NO_PROGRESS))
+
+
+def _surroundings(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
+    """Variables, each with its reason, and the lines of the site."""
+    cache = shlex.quote(os.path.join(os.path.dirname(facts.script), "cache"))
+    cache = cache if config.cache_dir is None else expanded(config.cache_dir)
+    stale = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID FORGE_NPROC"
+    yield "# of the shell that submitted: ranks would believe that torchrun started them"
+    yield f"unset {stale}"
+    yield "# of a job in which this one was submitted: srun takes them as its own options"
+    yield "unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_DISTRIBUTION SLURM_HINT SLURM_EXACT \\"
+    yield "  SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE"
+    yield "# the file that a later job, and a resubmission, start from"
+    yield f"export FORGE_JOB_SCRIPT={shlex.quote(facts.script)}"
+    yield "# lines reach the log when they are printed, not when a buffer is full or lost"
+    yield "export PYTHONUNBUFFERED=1"
+    yield "# compiled kernels survive a requeue: by default they are in /tmp of a node, and are made again in each life"
+    yield f"export TORCHINDUCTOR_CACHE_DIR={cache}/inductor"
+    yield f"export TRITON_CACHE_DIR={cache}/triton"
+    if config.cpus_per_task:
+        yield "# the cores of a rank; torch would start a thread for each core of the node in every rank"
+        yield f"export OMP_NUM_THREADS={config.cpus_per_task}"
+    if config.prologue:
+        yield "# slurm.prologue"
+        yield "set +u  # scripts of a site read variables that nobody set"
+        yield from config.prologue
+        yield "set -u"
+    for name, value in config.environment.items():
+        yield f"export {name}={expanded(value)}  # slurm.environment"
+
+
+def _again(config: SlurmConfig) -> str:
+    resubmits = config.on_stop == "resubmit"
+    element = '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else ""
+    return _AGAIN.format(
+        no_progress=int(ExitCode.NO_PROGRESS),
+        requeue=int(ExitCode.REQUEUE),
+        max_restarts=config.max_restarts,
+        how="the next job goes on" if resubmits else "back into the queue",
+        carry_on=_RESUBMIT.format(element=element) if resubmits else _REQUEUE,
+    )
+
+
+def _start_ranks(config: SlurmConfig, command: Sequence[str]) -> Iterator[str]:
+    """The function start_ranks of the script: one srun, with the reason of each option."""
+    tasks = config.ranks_per_node
+    words = [expanded(word) for word in config.container]
+    words += [shlex.quote(word) for word in command]
+    words += [_of_element(word) for word in config.array_arguments]
+    options = [
+        "--kill-on-bad-exit=1",
+        "--export=ALL",
+        '--nodes="$SLURM_JOB_NUM_NODES"',
+        f"--ntasks=$((SLURM_JOB_NUM_NODES * {tasks}))",
+        f"--ntasks-per-node={tasks}",
+    ]
+    if config.cpus_per_task:
+        options.append(f"--cpus-per-task={config.cpus_per_task}")
+    options += [expanded(option) for option in config.srun_options]
+    yield "start_ranks() {"
+    yield "  # kill-on-bad-exit: a rank that dies ends the others, which would wait for it. export: sites and sbatch --export=NONE"
+    yield "  # make srun start ranks without these variables. nodes, ntasks: of a range of nodes Slurm counts the fewest."
+    if config.cpus_per_task:
+        yield "  # cpus-per-task: srun does not inherit it since 22.05."
+    yield "  # exec: signals for $ranks reach srun itself. No pipe: ranks would lose its reader before they have saved."
+    yield "  exec srun " + " ".join(options) + " \\"
+    yield "    " + " ".join(words)
+    yield "}"
+
+
+def _of_element(word: str) -> str:
+    """`word` quoted, with the element of the array for each %a."""
+    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in word.split("%a"))
