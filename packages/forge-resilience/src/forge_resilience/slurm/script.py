@@ -71,10 +71,11 @@ again() {{  # go on in another life, for the reason $1; never returns
 }}
 """
 
-_REQUEUE = r"""  if ! scontrol requeue "$job"; then
-    # Slurm may have done so itself: a preemption, an administrator
-    [[ $(squeue --noheader --format=%T --jobs="$job" 2>/dev/null) == PENDING ]] ||
-      say "cannot be requeued; where the site forbids it set slurm.on_stop = 'resubmit'"
+_REQUEUE = r"""  local refusal
+  if ! refusal=$(scontrol requeue "$job" 2>&1) &&
+    # no longer RUNNING: a preemption or an administrator has requeued it already
+    [[ $(squeue --noheader --format=%T --jobs="$job" 2>/dev/null) == RUNNING ]]; then
+    say "cannot be requeued ($refusal): where the site forbids it set slurm.on_stop = 'resubmit'; sbatch $script goes on"
   fi
 """
 
