@@ -25,6 +25,7 @@ from forge_parallel import (
     parallelize,
 )
 from forge_parallel.pipeline import Pipeline, stages_of
+from forge_resilience.slurm import JobFacts, batch_script
 from forge_testing import run_on_ranks, write_job
 from forge_testing.disk import Disk
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
@@ -288,7 +289,50 @@ SPIKES = {
     "resilience.spike.window": 4,
     "resilience.spike.of": "grad_norm",
 }
+
+
+def batch(t: Trainer) -> Any:
+    """The batch script, and the options with which it would be run at a terminal."""
+    config, facts = (
+        t.config.slurm,
+        JobFacts("/run", "/run/slurm/job.sh", "/", t.config.resilience.save_limit_seconds),
+    )
+    return batch_script(config, ["train"], facts)
+
+
+_ELEMENTS = {"slurm.array": "0-3%1"}
+#: Each changes the script; what a script does is looked at in tests/slurm and in the package.
+SLURM = {
+    "nodes": Probe("3-4", batch),
+    "tasks_per_node": Probe(2, batch),
+    "gpus_per_node": Probe(2, batch),
+    "gpus_option": Probe("--gres=gpu:{gpus}", batch, {"slurm.gpus_per_node": 1}),
+    "cpus_per_task": Probe(2, batch),
+    "memory": Probe("5G", batch),
+    "time_limit": Probe("12:00:00", batch),
+    "partition": Probe("gpu", batch),
+    "account": Probe("lab", batch),
+    "qos": Probe("long", batch),
+    "job_name": Probe("mine", batch),
+    "mail_user": Probe("me@lab.org", batch),
+    "mail_type": Probe("END", batch, {"slurm.mail_user": "me@lab.org"}),
+    "array": Probe("0-3%1", batch),
+    "array_run_dirs": Probe(True, batch, _ELEMENTS),
+    "array_arguments": Probe(["--run.seed=%a"], batch, _ELEMENTS),
+    "sbatch_options": Probe(["--exclude=n1"], batch),
+    "srun_options": Probe(["--cpu-bind=cores"], batch),
+    "prologue": Probe(["module load cuda"], batch),
+    "environment": Probe({"NCCL_DEBUG": "INFO"}, batch),
+    "container": Probe(["env"], batch),
+    "cache_dir": Probe("/scratch/cache", batch),
+    "on_stop": Probe("resubmit", batch),
+    "max_restarts": Probe(3, batch),
+    "retries": Probe(3, batch),
+}
+
 PROBES: dict[str, Probe] = {
+    **{f"slurm.{key}": probe for key, probe in SLURM.items()},
+    "resilience.save_limit_seconds": Probe(100.0, batch),
     "model.moe.num_experts": Probe(4, shapes),
     "model.moe.every_n_layers": Probe(2, shapes, MOE),
     "model.moe.first_dense_layers": Probe(1, shapes, MOE),

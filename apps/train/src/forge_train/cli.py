@@ -207,6 +207,18 @@ def plan(args: list[str]) -> int:
     return ExitCode.DONE
 
 
+def slurm(args: list[str]) -> int:
+    """Write a batch script that survives stops for CONFIG; --submit, --interactive and --print do more or less.
+
+    The script and the configuration as it is now go into <run.dir>/slurm. What the site is like comes from
+    --site, FORGE_SITE or ~/.config/forge/site.toml, which `forge-train doctor --init` writes.
+    """
+    from forge_train.slurm import SlurmFlags, run_slurm
+
+    layers, flags = _layers(args, "slurm", slurm.__doc__ or "", SlurmFlags)
+    return run_slurm(layers, SlurmFlags(**flags))
+
+
 def generate(args: list[str]) -> int:
     """Stream text from the newest good checkpoint of a run."""
     from forge_train.report.text import stream_text
@@ -279,6 +291,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "explain": explain,
     "plan": plan,
+    "slurm": slurm,
     "generate": generate,
     "report": report,
     "import": import_,

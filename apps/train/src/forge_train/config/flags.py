@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from forge_train.config.structure import fits, inner_dataclass, section_types
+from forge_train.config.structure import fits, inner_dataclass, section_types, without_none
 
 _NONE = Literal["none"]
 _BOOL = Literal["true", "false"]  # as in TOML; tyro's own are True and False
@@ -90,8 +90,7 @@ def _leaf(kind: Any, item: Any, raw: Any) -> tuple[Any, Any]:
     if default is dataclasses.MISSING:
         kind, default = kind | None, None
     if type(None) in get_args(kind):  # `none` here as in a file, where structure() reads it
-        (inner,) = (a for a in get_args(kind) if a is not type(None))
-        kind, default = inner | _NONE, "none" if default is None else default
+        kind, default = without_none(kind) | _NONE, "none" if default is None else default
     if kind is bool:
         kind = _BOOL
     if isinstance(default, bool):

@@ -39,10 +39,13 @@ class ResolvedJob:
         """A digest of all values: ranks of one job must have the same."""
         return hashlib.sha256(repr(self.values()).encode()).hexdigest()[:16]
 
-    def to_toml(self) -> str:
-        """The resolved configuration as a file that `forge-train run` accepts, origins as comments."""
+    def to_toml(self, *, given: bool = False) -> str:
+        """The resolved configuration as a file that `forge-train run` accepts, origins as comments.
+
+        With `given` only the values that somebody gave, in files or as flags: the others follow from them again.
+        """
         document = tomlkit.document()
-        _fill(document, _plain(self.config), "", self)
+        _fill(document, _plain(self.config), "", self, given)
         return tomlkit.dumps(document)
 
 
@@ -248,13 +251,17 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _fill(table: Any, values: Mapping[str, Any], prefix: str, job: ResolvedJob) -> None:
+def _fill(
+    table: Any, values: Mapping[str, Any], prefix: str, job: ResolvedJob, given: bool
+) -> None:
     for key, value in values.items():
+        origin = job.origin(f"{prefix}{key}")
         if isinstance(value, dict):
             child = tomlkit.table()
-            _fill(child, value, f"{prefix}{key}.", job)
-            table.add(key, child)
-        else:
+            _fill(child, value, f"{prefix}{key}.", job, given)
+            if child or not given:
+                table.add(key, child)
+        elif not given or not origin.startswith(("default", "derived")):
             item = tomlkit.item("none" if value is None else value)
-            item.comment(job.origin(f"{prefix}{key}"))
+            item.comment(origin)
             table.add(key, item)

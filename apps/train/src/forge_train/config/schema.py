@@ -13,6 +13,7 @@ from forge_data import DataConfig
 from forge_parallel import ParallelConfig
 from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
+from forge_resilience.slurm import SlurmConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.layers import LENGTH_KEYS
 
@@ -353,6 +354,13 @@ class ResilienceConfig:
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
+    save_limit_seconds: float = _field(
+        300.0,
+        "longest time that a save may take: a batch job is told to stop so long, and a minute, before its limit",
+    )
+
+    def __post_init__(self) -> None:
+        _require(_within(1, 65_000, save_limit_seconds=self.save_limit_seconds))
 
 
 ModelSection = BuiltInModelConfig | ImportedModelConfig
@@ -374,6 +382,7 @@ class JobConfig:
     metrics: MetricsConfig
     sample: SampleConfig
     resilience: ResilienceConfig
+    slurm: SlurmConfig
     callbacks: dict[str, CallbackConfig] = field(default_factory=dict)
 
 

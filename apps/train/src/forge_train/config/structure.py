@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
+import operator
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -172,8 +174,18 @@ def _tuple(value: Any, kind: Any) -> Any:
 def _optional(value: Any, kind: Any) -> Any:
     if value is None or value == "none":  # TOML has no null
         return None
-    (inner,) = (a for a in get_args(kind) if a is not type(None))
-    return _CONVERTER.structure(value, inner)
+    return _CONVERTER.structure(value, without_none(kind))
+
+
+def without_none(kind: Any) -> Any:
+    """`X` of `X | None`, which may be a union itself."""
+    return functools.reduce(operator.or_, [a for a in get_args(kind) if a is not type(None)])
+
+
+def _number_or_text(value: Any, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{_show(value)} must be {type_name(kind)}")
+    return _CONVERTER.structure(value, str if isinstance(value, str) else int)
 
 
 def _is_optional(kind: Any) -> bool:
@@ -195,6 +207,9 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(expected, _strict(expected, accepted))
     converter.register_structure_hook_func(_is(Literal), _literal)
     converter.register_structure_hook_func(_is(tuple), _tuple)
+    converter.register_structure_hook_func(
+        lambda k: set(get_args(k)) == {int, str}, _number_or_text
+    )
     converter.register_structure_hook_func(_is_optional, _optional)
     return converter
 

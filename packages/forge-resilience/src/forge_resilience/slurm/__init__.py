@@ -1,9 +1,33 @@
 """Batch jobs of Slurm that survive stops: `batch_script` makes the text, of any command.
 
-Nothing here imports torch or reads a configuration file of Forge.
+Nothing here imports torch or reads a configuration file of Forge's runner.
 """
 
-from forge_resilience.slurm.config import JobFacts, SlurmConfig
+from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
+from forge_resilience.slurm.queue import clean_environ, jobs_of, submit
 from forge_resilience.slurm.script import batch_script, interactive_commands
+from forge_resilience.slurm.site import (
+    find_site,
+    grace_warnings,
+    limit_problem,
+    read_site,
+    site_path,
+    site_text,
+)
 
-__all__ = ["JobFacts", "SlurmConfig", "batch_script", "interactive_commands"]
+__all__ = [
+    "JobFacts",
+    "SlurmConfig",
+    "batch_script",
+    "clean_environ",
+    "find_site",
+    "grace_warnings",
+    "interactive_commands",
+    "jobs_of",
+    "limit_problem",
+    "read_site",
+    "seconds_of",
+    "site_path",
+    "site_text",
+    "submit",
+]

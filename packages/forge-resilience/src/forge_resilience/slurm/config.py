@@ -48,14 +48,20 @@ class SlurmConfig:
     Usage: `SlurmConfig(nodes=4, gpus_per_node=8, time_limit="12:00:00", partition="gpu")`.
     """
 
-    nodes: int | str = _field(1, "nodes of the job: 4, or a range '3-4' of which Slurm gives what is free")
-    tasks_per_node: int | None = _field(None, "ranks on each node (default: gpus_per_node, or 1 without)")
+    nodes: int | str = _field(
+        1, "nodes of the job: 4, or a range '3-4' of which Slurm gives what is free"
+    )
+    tasks_per_node: int | None = _field(
+        None, "ranks on each node (default: gpus_per_node, or 1 without)"
+    )
     gpus_per_node: int = _field(0, "GPUs of each node")
     gpus_option: str = _field(
         "--gpus-per-node={gpus}", "how this site asks for GPUs, such as '--gres=gpu:h100:{gpus}'"
     )
     cpus_per_task: int | None = _field(None, "cores of each rank, also its OMP_NUM_THREADS")
-    memory: str | None = _field(None, "host memory of each node, as sbatch --mem takes it: '200G', or '0' for all")
+    memory: str | None = _field(
+        None, "host memory of each node, as sbatch --mem takes it: '200G', or '0' for all"
+    )
     time_limit: int | str | None = _field(
         None, "limit of one life: minutes or 'D-HH:MM:SS' (default: that of the partition)"
     )
@@ -68,30 +74,51 @@ class SlurmConfig:
     array: str | None = _field(
         None, "elements of a job array, '0-7' or '1-20%4'; '%1' runs one after another"
     )
-    array_run_dirs: bool = _field(False, "each element of the array trains in a folder of its own, <run>/task-<number>")
+    array_run_dirs: bool = _field(
+        False, "each element of the array trains in a folder of its own, <run>/task-<number>"
+    )
     array_arguments: tuple[str, ...] = _field(
         (), "arguments added to the command, in which %a is the element: '--run.seed=%a'"
     )
-    sbatch_options: tuple[str, ...] = _field((), "further options of sbatch, such as '--exclude=n7'")
-    srun_options: tuple[str, ...] = _field((), "further options of srun, such as '--cpu-bind=cores'")
-    prologue: tuple[str, ...] = _field((), "shell lines before the ranks start, such as 'module load cuda/12.8'")
+    sbatch_options: tuple[str, ...] = _field(
+        (), "further options of sbatch, such as '--exclude=n7'"
+    )
+    srun_options: tuple[str, ...] = _field(
+        (), "further options of srun, such as '--cpu-bind=cores'"
+    )
+    prologue: tuple[str, ...] = _field(
+        (), "shell lines before the ranks start, such as 'module load cuda/12.8'"
+    )
     environment: dict[str, str] = field(
-        default_factory=dict, metadata={"help": "variables of the ranks, set after the script's own"}
+        default_factory=dict,
+        metadata={"help": "variables of the ranks, set after the script's own"},
     )
     container: tuple[str, ...] = _field(
-        (), "command before that of each rank, such as ['apptainer', 'exec', '--nv', '$SCRATCH/torch.sif']"
+        (),
+        "command before that of each rank, such as ['apptainer', 'exec', '--nv', '$SCRATCH/torch.sif']",
     )
     cache_dir: str | None = _field(
-        None, "folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)"
+        None,
+        "folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)",
     )
     on_stop: Literal["requeue", "resubmit"] = _field(
-        "requeue", "how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues"
+        "requeue",
+        "how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues",
     )
-    max_restarts: int = _field(1000, "lives after the first; a job that stops once more ends with 75")
-    retries: int = _field(0, "times that crashed ranks are started again within one life, in the same nodes")
+    max_restarts: int = _field(
+        1000, "lives after the first; a job that stops once more ends with 75"
+    )
+    retries: int = _field(
+        0, "times that crashed ranks are started again within one life, in the same nodes"
+    )
 
     def __post_init__(self) -> None:
-        problems = [*_number_problems(self), *_text_problems(self), *_option_problems(self), *_array_problems(self)]
+        problems = [
+            *_number_problems(self),
+            *_text_problems(self),
+            *_option_problems(self),
+            *_array_problems(self),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -171,7 +198,11 @@ def _number_problems(c: SlurmConfig) -> Iterator[str]:
         if value is not None and not least <= value <= 10**6:
             yield f"{name} {value} must be from {least} to 10**6; use {least} or more"
     limit = c.time_limit
-    if limit is not None and str(limit).upper() not in ("UNLIMITED", "INFINITE") and not seconds_of(limit):
+    if (
+        limit is not None
+        and str(limit).upper() not in ("UNLIMITED", "INFINITE")
+        and not seconds_of(limit)
+    ):
         yield f"time_limit {limit!r} must be minutes or 'D-HH:MM:SS'; use '12:00:00' for twelve hours"
 
 

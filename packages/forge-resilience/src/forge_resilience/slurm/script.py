@@ -53,11 +53,21 @@ begin() {{  # count this life, unless the job gets nowhere
 
 _WITHOUT_PROGRESS = r"""
 stuck() { false; }  # no pattern of checkpoints was given
-begin() { printf 'life\n' >>"$lives" || say "cannot write $lives: lives are not counted"; }
+begin() { printf 'life in %s\n' "$run" >>"$lives" || say "cannot write $lives: lives are not counted"; }
 """
 
 _AGAIN = r"""
+ended_outside() {{  # by scancel, which must be the end, or requeued by somebody already; its time limit is not meant
+  local state reason
+  IFS='|' read -r state reason < <(squeue --noheader --format='%T|%r' --jobs="$job" 2>/dev/null)
+  [[ $state == COMPLETING && $reason != TimeLimit ]]
+}}
+
 again() {{  # go on in another life, for the reason $1; never returns
+  if ended_outside; then
+    say "$1; the job was cancelled, or requeued by somebody else"
+    exit {requeue}
+  fi
   if stuck; then
     say "$1, but two lives in a row made no new checkpoint ($(newest)): look into the log before starting again"
     exit {no_progress}
@@ -71,12 +81,13 @@ again() {{  # go on in another life, for the reason $1; never returns
 }}
 """
 
-_REQUEUE = r"""  local refusal
-  if ! refusal=$(scontrol requeue "$job" 2>&1) &&
-    # no longer RUNNING: a preemption or an administrator has requeued it already
-    [[ $(squeue --noheader --format=%T --jobs="$job" 2>/dev/null) == RUNNING ]]; then
-    say "cannot be requeued ($refusal): where the site forbids it set slurm.on_stop = 'resubmit'; sbatch $script goes on"
-  fi
+_REQUEUE = r"""  local refusal tries
+  for ((tries = 1; tries <= 30; tries++)); do
+    refusal=$(scontrol requeue "$job" 2>&1) && exit {requeue}
+    scontrol ping >/dev/null 2>&1 && break  # the controller is there, and refuses
+    sleep 10
+  done
+  ended_outside || say "was not requeued ($refusal): where the site forbids it set slurm.on_stop = 'resubmit'; sbatch $script goes on"
 """
 
 # A new job inherits the environment of sbatch: this job's SLURM_RESTART_COUNT, SLURM_MEM_PER_NODE and the like are not its.
@@ -111,6 +122,16 @@ nodes_answer() {  # ranks of a dead node only lost a connection; Slurm itself ta
 }
 """
 
+_CAUSE = r"""
+log=$(readlink "/proc/$$/fd/2")  # srun writes to it, too
+code_of_the_first() {  # the code of the rank that left first: srun returns the highest, 143 or 137 of those it then killed
+  local first=''
+  [[ ! -f $log ]] || first=$(tail -c "+$(($1 + 1))" -- "$log" |
+    sed -nE 's/^srun: error: .*: tasks? [-0-9,]+: Exited with exit code ([0-9]+)$/\1/p' | head -n 1)
+  printf '%s\n' "${first:-$2}"
+}
+"""
+
 _LOOP = r"""
 restarts=0
 [[ ! -e $lives ]] || restarts=$(wc -l <"$lives")
@@ -122,12 +143,14 @@ for ((attempt = 0; ; attempt++)); do
   begin
   [[ -z $stopped ]] || again "was stopped by $stopped before the ranks started"
   say "job $job, restart $restarts (${{SLURM_RESTART_COUNT:-0}} by Slurm), on $SLURM_JOB_NODELIST"
+  written=$(stat --format=%s -- "$log" 2>/dev/null || echo 0)
   # A trap runs only while bash itself waits, so srun is in the background; wait ends at each signal and is called again.
   start_ranks &
   ranks=$!
   [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null  # it came between the lines above
   while interrupted=0; wait "$ranks"; code=$?; ((interrupted)); do :; done
   ranks=''
+  [[ $code -lt 128 ]] || code=$(code_of_the_first "$written" "$code")
   case $code in
     0) say "done"; exit 0 ;;
     {requeue}) again "stopped and saved" ;;
@@ -163,6 +186,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         _progress(facts),
         _again(config),
         _LOST,
+        _CAUSE,
         "\n".join(_start_ranks(config, command)),
         _LOOP.format(
             requeue=int(ExitCode.REQUEUE),
@@ -184,7 +208,9 @@ def interactive_commands(
     """
     _check(config, facts)
     if config.array:
-        raise ValueError(f"array {config.array!r} needs a batch job; leave it out, or submit the job")
+        raise ValueError(
+            f"array {config.array!r} needs a batch job; leave it out, or submit the job"
+        )
     salloc = ["salloc", f"--signal=USR1@{facts.lead_seconds}"]
     for option, value in _resources(config, facts):
         salloc.append(option if value is None else f"{option}={value}")
@@ -193,7 +219,6 @@ def interactive_commands(
         f"# Written by forge_resilience.slurm; runs inside: {shlex.join(salloc)}",
         "set -u",
         f"cd -- {shlex.quote(facts.working_dir)} || exit {int(ExitCode.CONFIG_ERROR)}",
-        f"run={shlex.quote(facts.run_dir)}",
         *_surroundings(config, facts),
         *_start_ranks(config, command),
         "start_ranks",
@@ -217,23 +242,22 @@ def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str 
     yield "--job-name", config.job_name or os.path.basename(facts.run_dir) or "forge"
     yield "--nodes", str(config.nodes)
     yield "--ntasks-per-node", str(config.ranks_per_node)
+    options = list(config.sbatch_options)
     if config.gpus_per_node:
-        option, _, value = config.gpus_option.format(gpus=config.gpus_per_node).partition("=")
-        yield option, value or None
-    limit = None if config.time_limit is None else str(config.time_limit)
-    for option, value in (
+        options.insert(0, config.gpus_option.format(gpus=config.gpus_per_node))
+    for key, number in (
         ("--cpus-per-task", config.cpus_per_task),
         ("--mem", config.memory),
-        ("--time", limit),
+        ("--time", config.time_limit),
         ("--partition", config.partition),
         ("--account", config.account),
         ("--qos", config.qos),
         ("--mail-user", config.mail_user),
         ("--mail-type", config.mail_type),
     ):
-        if value is not None:
-            yield option, str(value)
-    for option in config.sbatch_options:
+        if number is not None:
+            yield key, str(number)
+    for option in options:
         name, _, value = option.partition("=")
         yield name, value or None
 
@@ -313,7 +337,9 @@ def _again(config: SlurmConfig) -> str:
         requeue=int(ExitCode.REQUEUE),
         max_restarts=config.max_restarts,
         how="the next job goes on" if resubmits else "back into the queue",
-        carry_on=_RESUBMIT.format(element=element) if resubmits else _REQUEUE,
+        carry_on=_RESUBMIT.format(element=element)
+        if resubmits
+        else _REQUEUE.format(requeue=int(ExitCode.REQUEUE)),
     )
 
 
@@ -346,4 +372,6 @@ def _start_ranks(config: SlurmConfig, command: Sequence[str]) -> Iterator[str]:
 
 def _of_element(word: str) -> str:
     """`word` quoted, with the element of the array for each %a."""
-    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in word.split("%a"))
+    return '"$SLURM_ARRAY_TASK_ID"'.join(
+        shlex.quote(part) if part else "" for part in word.split("%a")
+    )

@@ -1,0 +1,187 @@
+"""`forge-train slurm`: the batch script of a job, written into its run directory, shown, submitted or run at a terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from forge_resilience import ExitCode
+from forge_resilience.slurm import (
+    JobFacts,
+    SlurmConfig,
+    batch_script,
+    clean_environ,
+    find_site,
+    grace_warnings,
+    interactive_commands,
+    jobs_of,
+    limit_problem,
+    read_site,
+    submit,
+)
+from forge_train.config.files import replace_text
+from forge_train.config.layers import Layers, flatten
+from forge_train.config.resolve import ResolvedJob, resolve
+from forge_train.errors import ConfigError, JobError, config_errors, refuse
+from forge_train.trainer.layout import layout_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmFlags:
+    """The flags of the verb, beside the keys of the configuration."""
+
+    submit: Annotated[bool, tyro.conf.arg(help="submit the script and print the id of the job")] = (
+        False
+    )
+    interactive: Annotated[
+        bool, tyro.conf.arg(help="run the job at this terminal, by salloc and srun")
+    ] = False
+    print: Annotated[bool, tyro.conf.arg(help="show the script and write nothing")] = False
+    site: Annotated[
+        str | None,
+        tyro.conf.arg(help="site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"),
+    ] = None
+
+
+def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
+    """Do what `flags` say with the job of `layers`. ConfigError for a job that could not run on these nodes."""
+    if flags.submit and (flags.interactive or flags.print):
+        raise ConfigError(["--submit stands alone; leave out --interactive and --print"])
+    _add_site(layers, flags.site)
+    job = resolve(layers)
+    _refuse_layouts(job)
+    facts, config = _facts(job), _elements(job)
+    command = [
+        "python" if config.container else sys.executable,
+        "-m",
+        "forge_train",
+        "run",
+        _config_file(facts),
+    ]
+    if config.time_limit is None:
+        problem = limit_problem(facts.lead_seconds, config.partition)
+        refuse([] if problem is None else [f"slurm: {problem}"])
+    for warning in grace_warnings(facts.save_limit_seconds, config.partition):
+        print(f"forge-train: {warning}", file=sys.stderr)
+    with config_errors():
+        if flags.interactive:
+            return _interactive(config, command, facts, job, flags.print)
+        text = batch_script(config, command, facts)
+    if flags.print:
+        print(text, end="")
+        return ExitCode.DONE
+    queued = jobs_of(facts.script)
+    if queued and flags.submit:
+        raise ConfigError(
+            [f"run.dir {facts.run_dir} has job {number} in the queue ({state}), and two jobs cannot train one run; "
+             f"scancel {number} first, or choose another run.dir" for number, state in queued]
+        )  # fmt: skip
+    _write(facts.script, text, facts, job)
+    if flags.submit:
+        return _submit(facts)
+    for number, state in queued:
+        print(
+            f"forge-train: job {number} ({state}) reads {_config_file(facts)} at its next start",
+            file=sys.stderr,
+        )
+    print(f"wrote {facts.script}\nsubmit it: sbatch {shlex.quote(facts.script)}")
+    return ExitCode.DONE
+
+
+def _add_site(layers: Layers, name: str | None) -> None:
+    """Lay the site below the job: it gives the keys of [slurm] that the job leaves open."""
+    with config_errors():
+        path = find_site(name)
+        table = {} if path is None else read_site(path)
+    for key, value in flatten(table):
+        if f"slurm.{key}" not in layers.origins:
+            layers.set(f"slurm.{key}", value, f"site {path}")
+
+
+def _refuse_layouts(job: ResolvedJob) -> None:
+    """Refuse numbers of nodes on which the ranks would end with a ConfigError, hours later."""
+    config = job.config.slurm
+    per_node = config.ranks_per_node
+    low, high = config.node_range
+    found: dict[str, None] = {}
+    for nodes in dict.fromkeys((low, high)):
+        found |= dict.fromkeys(layout_problems(job.config, nodes * per_node, per_node))
+    refuse(list(found))
+
+
+def _facts(job: ResolvedJob) -> JobFacts:
+    run_dir = os.path.abspath(job.config.run.dir)
+    with config_errors():
+        return JobFacts(
+            run_dir=run_dir,
+            script=os.path.join(run_dir, "slurm", "job.sh"),
+            working_dir=os.getcwd(),
+            save_limit_seconds=job.config.resilience.save_limit_seconds,
+        )
+
+
+def _elements(job: ResolvedJob) -> SlurmConfig:
+    """The description with the folder of each element of an array among its arguments."""
+    config = job.config.slurm
+    if not config.array_run_dirs:
+        return config
+    own = f"--run.dir={os.path.abspath(job.config.run.dir)}/task-%a"
+    return replace(config, array_arguments=(own, *config.array_arguments))
+
+
+def _config_file(facts: JobFacts) -> str:
+    return os.path.join(os.path.dirname(facts.script), "job.toml")
+
+
+def _write(path: str, text: str, facts: JobFacts, job: ResolvedJob) -> None:
+    """Write a script, and the configuration as it is now: editing CONFIG changes no job that waits in the queue."""
+    folder = Path(facts.script).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(Path(path), text)
+        replace_text(Path(_config_file(facts)), job.to_toml(given=True))
+    except OSError as error:
+        raise ConfigError(
+            [f"run.dir {facts.run_dir} cannot be written ({error.strerror}); choose another"]
+        ) from error
+
+
+def _submit(facts: JobFacts) -> int:
+    ours = sorted(name for name in os.environ if name.startswith("SBATCH_"))
+    if ours:
+        print(
+            f"forge-train: {', '.join(ours)} of this shell win over the script's own options",
+            file=sys.stderr,
+        )
+    try:
+        number = submit(facts.script)
+    except RuntimeError as error:
+        raise JobError([f"{facts.script} was not submitted: {error}"]) from error
+    print(
+        f"forge-train: its log: {os.path.dirname(facts.script)}/job-{number}*.out", file=sys.stderr
+    )
+    print(number)
+    return ExitCode.DONE
+
+
+def _interactive(
+    config: SlurmConfig, command: list[str], facts: JobFacts, job: ResolvedJob, show: bool
+) -> int:
+    salloc, text = interactive_commands(config, command, facts)
+    if show:
+        print(f"# {shlex.join(salloc)}\n{text}", end="")
+        return ExitCode.DONE
+    _write(salloc[-1], text, facts, job)
+    print(shlex.join(salloc), file=sys.stderr, flush=True)
+    try:
+        os.execvpe(salloc[0], salloc, clean_environ())
+    except FileNotFoundError:
+        raise JobError(
+            ["salloc is not on this machine; run this on a login node of the cluster"]
+        ) from None

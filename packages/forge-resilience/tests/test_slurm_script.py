@@ -1,0 +1,448 @@
+"""The batch script, run by bash itself: srun, scontrol and sbatch are small scripts that note how they were called."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_resilience.slurm import (
+    JobFacts,
+    SlurmConfig,
+    batch_script,
+    clean_environ,
+    interactive_commands,
+    seconds_of,
+)
+
+# One rank in the place of all: options up to the command are noted.
+_SRUN = """#!/bin/bash
+echo "srun $*" >>"$CALLS"
+while [[ $1 == -* ]]; do shift; done
+[[ $1 != true ]] || exit "${LOST:-0}"
+SLURM_PROCID=0 exec "$@"
+"""
+_NOTE = """#!/bin/bash
+echo "${0##*/} $*" >>"$CALLS"
+"""
+_SAVE = 'step="$RUN/checkpoints/step-$RANDOM$RANDOM"; mkdir -p "$step"; touch "$step/manifest.json"'
+
+
+@dataclass
+class Site:
+    """A folder with a run, and the programs of Slurm that a script calls."""
+
+    folder: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, text in {
+            "srun": _SRUN,
+            "scontrol": _NOTE,
+            "sbatch": _NOTE,
+            "squeue": _NOTE,
+        }.items():
+            self.executable(f"bin/{name}", text)
+        (self.run_dir / "slurm").mkdir(parents=True)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "a run"
+
+    @property
+    def facts(self) -> JobFacts:
+        return JobFacts(
+            str(self.run_dir),
+            str(self.run_dir / "slurm/job.sh"),
+            str(self.folder),
+            save_limit_seconds=30,
+        )
+
+    def executable(self, name: str, text: str) -> str:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+        return str(path)
+
+    def write(self, rank: str, **options: Any) -> None:
+        """The script whose ranks run the shell text `rank`."""
+        command = [self.executable("rank.sh", f"#!/bin/bash\n{rank}\n")]
+        Path(self.facts.script).write_text(
+            batch_script(SlurmConfig(**options), command, self.facts)
+        )
+
+    def start(self, log: Any = subprocess.PIPE, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", self.facts.script],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+                "HOME": "/home/somebody",
+                "CALLS": str(self.folder / "calls"),
+                "RUN": str(self.run_dir),
+                "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NUM_NODES": "2",
+                "SLURM_JOB_NODELIST": "n[1-2]",
+                **environ,
+            },
+        )
+
+    def life(self, rank: str | None = None, **environ: str) -> tuple[int, str]:
+        """(exit code, output) of one life."""
+        if rank is not None:
+            self.executable("rank.sh", f"#!/bin/bash\n{rank}\n")
+        started = self.start(**environ)
+        output, _ = started.communicate(timeout=60)
+        return started.returncode, output
+
+    def calls(self, program: str) -> list[str]:
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [
+            line.removeprefix(f"{program} ") for line in lines if line.startswith(f"{program} ")
+        ]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 65, 66, 70, 71, 76, 78])
+def test_a_code_other_than_75_ends_the_job_with_it(site: Site, code: int) -> None:
+    site.write(f"exit {code}")
+    assert site.life()[0] == code
+    assert site.calls("scontrol") == []
+
+
+def test_75_goes_back_into_the_queue(site: Site) -> None:
+    site.write(f"{_SAVE}; exit 75")
+    assert site.life()[0] == 75
+    assert site.calls("scontrol") == ["requeue 7"]
+
+
+def test_F65_restarts_are_counted_although_slurm_sets_no_count_at_first(site: Site) -> None:
+    """`set -u` is on: a bare $SLURM_RESTART_COUNT would end the script."""
+    site.write(f"{_SAVE}; exit 75", max_restarts=1)
+    code, output = site.life()
+    assert (code, "restart 0 (0 by Slurm)" in output) == (75, True)
+    code, output = site.life(SLURM_RESTART_COUNT="1")
+    assert code == 75
+    assert "restart 1 (1 by Slurm)" in output
+    assert "as often as slurm.max_restarts allows" in output
+    assert site.calls("scontrol") == ["requeue 7"], "the second stop is the last"
+    code, output = site.life(SLURM_RESTART_COUNT="2")  # a node failed: Slurm asks nobody
+    assert (code, "oftener than slurm.max_restarts" in output) == (75, True)
+    assert len(site.calls("srun")) == 2
+
+
+def test_F60_a_signal_for_the_shell_reaches_the_ranks_and_the_shell_waits_for_them(
+    site: Site,
+) -> None:
+    ready = site.folder / "ready"
+    ranks = f"""
+trap 'n=$((${{n:-0}} + 1))' USR1
+touch '{ready}'
+until [[ ${{n:-0}} -ge 3 ]]; do sleep 0.05; done
+sleep 0.2; {_SAVE}; exit 75
+"""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        site.write(ranks)
+        ready.unlink(missing_ok=True)
+        life = site.start()
+        deadline = time.monotonic() + 30
+        while not ready.exists():
+            assert time.monotonic() < deadline
+        while life.poll() is None:  # a storm: each ends the shell's wait
+            life.send_signal(number)
+            time.sleep(0.1)
+        output, _ = life.communicate()
+        assert life.returncode == 75, output
+    assert site.calls("scontrol") == ["requeue 7"] * 2
+    assert len(list(site.run_dir.glob("checkpoints/step-*"))) == 2
+
+
+def test_a_signal_that_comes_before_the_ranks_is_remembered(site: Site) -> None:
+    site.write("exit 3", prologue=("kill -USR1 $$",))
+    code, output = site.life()
+    assert (code, "before the ranks started" in output) == (75, True)
+    assert (site.calls("srun"), site.calls("scontrol")) == ([], ["requeue 7"])
+
+
+def test_ranks_without_a_handler_yet_are_requeued_after_a_signal(site: Site) -> None:
+    site.write(
+        "kill -USR1 $PPID; sleep 0.3; kill -USR1 $$; sleep 9"
+    )  # the parent of srun is the shell
+    assert site.life()[0] == 75
+    assert site.calls("scontrol") == ["requeue 7"]
+
+
+def test_two_lives_in_a_row_without_a_checkpoint_end_the_job(site: Site) -> None:
+    site.write("exit 75")
+    assert site.life()[0] == 75
+    assert site.life(f"{_SAVE}; exit 75")[0] == 75, "a checkpoint in between counts anew"
+    assert site.life("exit 75")[0] == 75
+    code, output = site.life()
+    assert (code, "two lives in a row made no new checkpoint" in output) == (70, True)
+    assert len(site.calls("scontrol")) == 3
+
+
+def test_lives_that_a_node_failure_ended_count_too(site: Site) -> None:
+    """Slurm requeues those itself: the next life finds out."""
+    site.write("kill -KILL $PPID; exit 1")
+    assert [site.life()[0] for _ in range(3)] == [-9, -9, 70]
+
+
+def test_a_lost_node_is_requeued_and_a_crash_is_not(site: Site) -> None:
+    site.write(f"{_SAVE}; exit 1")
+    code, output = site.life(LOST="1")
+    assert (code, "lost a node (code 1)" in output) == (75, True)
+    assert site.life()[0] == 1
+    assert site.life(LOST="1", SLURM_JOB_NUM_NODES="1")[0] == 1, (
+        "a single node is where the shell runs"
+    )
+
+
+def test_crashed_ranks_are_started_again_where_they_are(site: Site) -> None:
+    site.write(f"{_SAVE}; [[ -e once ]] && exit 0; touch once; kill -SEGV $$", retries=1)
+    code, output = site.life()
+    assert (code, "crashed with code 139: starting the ranks again, retry 1 of 1" in output) == (
+        0,
+        True,
+    )
+    site.write(f"{_SAVE}; exit 65", retries=5)
+    assert site.life()[0] == 65
+
+
+def test_where_requeues_are_forbidden_the_next_job_is_submitted(site: Site) -> None:
+    site.executable(
+        "bin/sbatch", '#!/bin/bash\necho "sbatch $* ($FORGE_CHAIN, ${!SLURM_@})" >>"$CALLS"\n'
+    )
+    site.write(f"{_SAVE}; exit 75", on_stop="resubmit")
+    assert site.life(SLURM_CONF="/etc/slurm.conf", SLURM_MEM_PER_NODE="5")[0] == 75
+    code, output = site.life(SLURM_JOB_ID="8", FORGE_CHAIN="7")
+    assert (code, "restart 1" in output) == (75, True), "lives of one chain are counted together"
+    script = site.facts.script
+    assert site.calls("sbatch") == [
+        f"--dependency=afterany:7 -- {script} (7, SLURM_CONF)",
+        f"--dependency=afterany:8 -- {script} (7, )",
+    ]
+    assert site.calls("scontrol") == []
+
+
+def test_an_element_of_an_array_requeues_itself_alone(site: Site) -> None:
+    """Its own job id is that of the whole array when it is the last one."""
+    element = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    site.write(
+        'echo "said $1"; RUN+=/task-3; ' + f"{_SAVE}; exit 75",
+        array="0-3", array_run_dirs=True, array_arguments=("--name=it's %a of $n",),
+    )  # fmt: skip
+    code, output = site.life(**element)
+    assert (code, "said --name=it's 3 of $n" in output) == (75, True)
+    assert site.calls("scontrol") == ["requeue 7_3"]
+    assert site.life(**element)[0] == site.life(**element)[0] == 75, (
+        "its own folder has the checkpoints"
+    )
+
+
+def test_words_reach_the_ranks_as_they_are_and_variables_where_it_says_so(site: Site) -> None:
+    words = ["a b", 'quo"te', "it's", "$HOME", "`id`", "back\\slash", "*", "", "--x=1 2"]
+    show = site.executable(
+        "show.py", f"#!{sys.executable}\nimport os, sys\nprint([sys.argv[1:], os.environ['SEEN']])"
+    )
+    config = SlurmConfig(
+        container=("env", 'A=${HOME}/`id` $(id) "\\'),
+        environment={"SEEN": "$HOME/b c"},
+        srun_options=("--cpu-bind=map_cpu:$HOME",),
+    )
+    Path(site.facts.script).write_text(batch_script(config, [show, *words], site.facts))
+    code, output = site.life()
+    assert code == 0, output
+    assert str([words, "/home/somebody/b c"]) in output
+    (call,) = site.calls("srun")
+    assert "--cpu-bind=map_cpu:/home/somebody" in call
+    assert 'A=/home/somebody/`id` $(id) "\\' in call
+
+
+def test_directives_are_quoted_for_sbatch(tmp_path: Path) -> None:
+    facts = JobFacts('/r/50% "of" it', '/r/50% "of" it/slurm/job.sh', "/")
+    text = batch_script(SlurmConfig(), ["true"], facts)
+    assert '#SBATCH --job-name="50% \\"of\\" it"' in text
+    assert '#SBATCH --output="/r/50%% \\"of\\" it/slurm/job-%j.out"' in text
+
+
+def test_what_is_asked_of_slurm(site: Site) -> None:
+    config = SlurmConfig(
+        nodes="3-4", gpus_per_node=8, gpus_option="--gres=gpu:h100:{gpus}", cpus_per_task=12, memory="0",
+        time_limit="1-00:00:00", partition="gpu", account="lab", qos="long", job_name="x", mail_user="a@b.c",
+        mail_type="END,FAIL", array="1-9%1", sbatch_options=("--exclude=n7", "--exclusive"),
+    )  # fmt: skip
+    lines = batch_script(config, ["true"], site.facts).splitlines()
+    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
+    assert asked >= {
+        "--nodes=3-4", "--ntasks-per-node=8", "--gres=gpu:h100:8", "--cpus-per-task=12", "--mem=0",
+        "--time=1-00:00:00", "--partition=gpu", "--account=lab", "--qos=long", "--job-name=x", "--mail-user=a@b.c",
+        "--mail-type=END,FAIL", "--array=1-9%1", "--exclude=n7", "--exclusive", "--requeue", "--open-mode=append",
+        "--signal=B:USR1@90",
+    }  # fmt: skip
+    text = "\n".join(lines)
+    assert "--ntasks=$((SLURM_JOB_NUM_NODES * 8))" in text, "of a range Slurm counts the fewest"
+    assert "--cpus-per-task=12 " in text[text.index("exec srun") :], "srun does not inherit it"
+    assert "export OMP_NUM_THREADS=12" in text
+
+
+def test_every_variable_has_its_reason_in_the_line_before(site: Site) -> None:
+    config = SlurmConfig(cpus_per_task=2, cache_dir="$SCRATCH/cache")
+    lines = batch_script(config, ["true"], site.facts).splitlines()
+    named = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith(("export ", "unset ")) and "CHAIN" not in line
+    ]
+    assert len(named) >= 6
+    for i in named:
+        before = (
+            i - 1 if not lines[i - 1].startswith("export TORCHINDUCTOR") else i - 2
+        )  # two share one
+        assert lines[before].startswith("# "), lines[i]
+    assert 'export TRITON_CACHE_DIR="$SCRATCH/cache"/triton' in lines
+
+
+def test_at_a_terminal_it_is_salloc_with_the_same_options(site: Site) -> None:
+    config = SlurmConfig(nodes=2, partition="gpu", time_limit=30, environment={"A": "b"})
+    salloc, text = interactive_commands(config, ["echo", "a b"], site.facts)
+    assert shlex.join(salloc).startswith("salloc --signal=USR1@90 '--job-name=a run' --nodes=2")
+    assert salloc[-2:] == ["bash", str(site.run_dir / "slurm/interactive.sh")]
+    Path(salloc[-1]).write_text(text)
+    done = subprocess.run(
+        salloc[-2:],
+        env={"PATH": f"{site.folder}/bin:{os.environ['PATH']}", "CALLS": str(site.folder / "calls"),
+             "SLURM_JOB_NUM_NODES": "2"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "a b\n"), done.stderr
+
+
+def test_a_rank_that_was_killed_behind_the_others_does_not_hide_their_code(site: Site) -> None:
+    """srun returns the highest code: 143 of a rank that it ended because another had left with 75."""
+    for code, state in ((75, 75), (78, 78)):
+        left = f"srun: error: n2: tasks 1,3-4: Exited with exit code {code}"
+        site.write(f"{_SAVE}; echo '{left}'; echo 'srun: error: n1: task 0: Terminated'; exit 143")
+        with (site.folder / "log").open("ab") as log:
+            log.write(b"srun: error: n1: task 0: Exited with exit code 1\n")  # of the life before
+            life = site.start(log)
+            assert life.wait(timeout=60) == state
+    assert site.calls("scontrol") == ["requeue 7"]
+
+
+@pytest.mark.parametrize("on_stop", ["requeue", "resubmit"])
+def test_a_cancelled_job_stays_cancelled(site: Site, on_stop: str) -> None:
+    """scancel sends SIGTERM, ranks save and leave with 75; scontrol requeue would bring the job back."""
+    site.write(f"{_SAVE}; exit 75", on_stop=on_stop)
+    site.executable("bin/squeue", "#!/bin/bash\necho 'COMPLETING|None'\n")
+    code, output = site.life()
+    assert (code, "was cancelled, or requeued by somebody else" in output) == (75, True)
+    site.executable("bin/squeue", "#!/bin/bash\necho 'COMPLETING|TimeLimit'\n")
+    assert site.life()[0] == 75
+    assert site.calls("scontrol") + site.calls("sbatch") == (
+        ["requeue 7"]
+        if on_stop == "requeue"
+        else [f"--dependency=afterany:7 -- {site.facts.script}"]
+    )
+
+
+def test_a_controller_that_restarts_is_waited_for_and_one_that_refuses_is_named(site: Site) -> None:
+    site.write(f"{_SAVE}; exit 75")
+    site.executable("bin/sleep", "#!/bin/bash\ntouch later\n")
+    site.executable(
+        "bin/scontrol",
+        '#!/bin/bash\n[[ -e later ]] && echo "scontrol $*" >>"$CALLS" || { echo "no contact"; exit 1; }\n',
+    )
+    code, output = site.life()
+    assert (code, "was not requeued" in output) == (75, False)
+    assert site.calls("scontrol") == ["requeue 7"]
+    site.executable(
+        "bin/scontrol", '#!/bin/bash\n[[ $1 == ping ]] || { echo "disabled for job 7"; exit 1; }\n'
+    )
+    assert "was not requeued (disabled for job 7): where the site forbids it" in site.life()[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"nodes": "4-3"}, "nodes '4-3' must be a number or a range"),
+        ({"nodes": 0}, "nodes 0 must be"),
+        ({"tasks_per_node": 0}, "tasks_per_node 0 must be from 1"),
+        ({"time_limit": "soon"}, "time_limit 'soon' must be minutes or"),
+        ({"partition": "gpu --exclusive"}, "partition 'gpu --exclusive' must be one word"),
+        ({"job_name": "a\nb"}, "must be one line"),
+        ({"gpus_option": "--gpus=8"}, "must hold {gpus}"),
+        ({"environment": {"A-B": "1"}}, "environment.A-B must be the name of a variable"),
+        ({"mail_type": "END"}, "mail_type 'END' needs an address"),
+        ({"sbatch_options": ("--nodes=3",)}, "would undo what the script relies on; set nodes"),
+        (
+            {"sbatch_options": ("--signal=USR1@5",)},
+            "would undo what the script relies on; leave it out",
+        ),
+        ({"sbatch_options": ("hetjob",)}, "makes a heterogeneous job, which is not supported"),
+        ({"srun_options": ("--het-group=1",)}, "makes a heterogeneous job"),
+        ({"srun_options": ("cores",)}, "must begin with a dash"),
+        ({"srun_options": ("--export=NONE",)}, "set environment"),
+        ({"container": ("bash", "-c")}, 'name a script whose last line is: exec "$@"'),
+        ({"container": ("env", "|", "tee")}, "a pipe loses signals"),
+        ({"array": "x"}, "array 'x' must be as sbatch takes it"),
+        ({"array": "0-3"}, "runs elements at once in one run's folder"),
+        ({"array_run_dirs": True}, "array_run_dirs True belongs to no array"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        SlurmConfig(**options)
+
+
+def test_a_limit_that_leaves_no_time_is_refused(site: Site) -> None:
+    with pytest.raises(ValueError, match="the job would be told to stop at once"):
+        batch_script(SlurmConfig(time_limit="1:30"), ["true"], site.facts)
+
+
+def test_time_limits_are_read_as_slurm_reads_them() -> None:
+    cases = {
+        90: 5400,
+        "90": 5400,
+        "90:30": 5430,
+        "1:30:30": 5430,
+        "1-12": 129600,
+        "1-1:30": 91800,
+        "2-0:0:5": 172805,
+    }
+    assert {limit: seconds_of(limit) for limit in cases} == cases
+    assert seconds_of("UNLIMITED") is None
+
+
+def test_a_job_inside_a_job_gets_none_of_its_variables() -> None:
+    inside = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_MEM_PER_CPU": "5",
+        "SLURM_CONF": "c",
+        "PATH": "p",
+        "FORGE_CHAIN": "1",
+    }
+    assert clean_environ(inside) == {"SLURM_CONF": "c", "PATH": "p"}
+
+
+def test_importing_it_costs_no_torch() -> None:
+    seen = "import sys, forge_resilience.slurm; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
