@@ -52,6 +52,7 @@ def test_what_a_rank_enters_is_what_a_watcher_reads(tmp_path):
     (beat,) = read_heartbeats(tmp_path)
     assert (beat.phase, beat.step, beat.entries, beat.background) == ("step", 7, 3, "save")
     assert beat.seconds >= beat.background_seconds >= 0
+    assert (beat.steps, beat.background_entries) == (1, 2)
     heartbeat.background("")
     heartbeat.enter("naïve phase", 0)
     (beat,) = read_heartbeats(tmp_path)

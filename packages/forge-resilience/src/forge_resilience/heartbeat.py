@@ -31,7 +31,7 @@ PHASES = ("start", "load", "data", "step", "evaluate", "save", "exit")
 _OWNER = "FORGE_HEARTBEAT_OWNER"  # the pid that took the rank's file; a child that inherits it takes none
 _HEAD = struct.Struct("<8sqqQ")  # magic, pid, rank, start of the process
 _MAGIC = b"FORGEHB1"
-_ENTRY = struct.Struct("<Qdq32s")  # number, CLOCK_MONOTONIC, step or -1, name
+_ENTRY = struct.Struct("<QdqI32s")  # number, CLOCK_MONOTONIC, step or -1, steps so far, name
 _SLOT, _SIZE = 64, 512
 _MAIN, _BACKGROUND = 64, 192  # where their two slots begin
 _NO_STEP = -1
@@ -57,7 +57,7 @@ class Heartbeat:
     def __init__(self, folder: str | os.PathLike[str] | None = None, rank: int = 0) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
         self._entries = self._background_entries = 0
-        self._step = _NO_STEP
+        self._step, self._steps = _NO_STEP, 0
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, process_start(os.getpid()))
         self.background("")
         self.enter("start")
@@ -82,17 +82,19 @@ class Heartbeat:
         """The main loop enters `phase`, in `step` (without one, still that of the entry before)."""
         if step is not None:
             self._step = step
+        if phase == "step":
+            self._steps += 1
         self._entries = number = self._entries + 1
-        entry = _ENTRY.pack(number, monotonic(), self._step, _encode(phase))
+        entry = _ENTRY.pack(number, monotonic(), self._step, self._steps, _encode(phase))
         at = _MAIN + _SLOT * (number & 1)
-        self._memory[at : at + _SLOT] = entry + zlib.crc32(entry).to_bytes(8, "little")
+        self._memory[at : at + _SLOT] = entry + zlib.crc32(entry).to_bytes(4, "little")
 
     def background(self, name: str) -> None:
         """Another thread begins work (`"save"`), or is done with it (`""`)."""
         self._background_entries = number = self._background_entries + 1
-        entry = _ENTRY.pack(number, monotonic(), _NO_STEP, _encode(name))
+        entry = _ENTRY.pack(number, monotonic(), _NO_STEP, 0, _encode(name))
         at = _BACKGROUND + _SLOT * (number & 1)
-        self._memory[at : at + _SLOT] = entry + zlib.crc32(entry).to_bytes(8, "little")
+        self._memory[at : at + _SLOT] = entry + zlib.crc32(entry).to_bytes(4, "little")
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,13 @@ class Beat:
     seconds: float
     """Since the entry, on a clock that stands still while the machine sleeps."""
     entries: int
-    """So far; ranks of one program make the same ones, so the lowest number is the late rank."""
+    """So far; ranks of one program make the same ones, so the lowest number is that of the late rank."""
+    steps: int
+    """Times that it entered the phase step: 1 in the first one of its life, which may compile."""
     background: str
     """Work under way beside the main loop, "" for none."""
     background_seconds: float
+    background_entries: int
 
 
 def read_heartbeats(folder: str | os.PathLike[str]) -> list[Beat]:
@@ -146,25 +151,27 @@ def _read(path: Path) -> Beat | None:
                 rank=rank,
                 pid=pid,
                 process_start=start,
-                phase=main[3],
+                phase=main[4],
                 step=None if main[2] == _NO_STEP else main[2],
                 seconds=max(0.0, now - main[1]),
                 entries=main[0],
-                background=background[3],
+                steps=main[3],
+                background=background[4],
                 background_seconds=max(0.0, now - background[1]),
+                background_entries=background[0],
             )
     return None
 
 
-def _newest(data: bytes, at: int) -> tuple[int, float, int, str] | None:
+def _newest(data: bytes, at: int) -> tuple[int, float, int, int, str] | None:
     """The newer of the two slots at `at` that are whole; None if both are being written."""
     whole = []
     for begin in (at, at + _SLOT):
         entry = data[begin : begin + _ENTRY.size]
         crc = int.from_bytes(data[begin + _ENTRY.size : begin + _SLOT], "little")
         if crc == zlib.crc32(entry):
-            number, time, step, name = _ENTRY.unpack(entry)
-            whole.append((number, time, step, name.rstrip(b"\0").decode(errors="replace")))
+            *numbers, name = _ENTRY.unpack(entry)
+            whole.append((*numbers, name.rstrip(b"\0").decode(errors="replace")))
     return max(whole, default=None)
 
 

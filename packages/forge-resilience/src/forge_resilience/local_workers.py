@@ -13,15 +13,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from forge_resilience.exit_codes import ExitCode
 
-__all__ = ["RUN_NAME", "STORE_FD", "run_local_workers"]
+__all__ = ["RUN_NAME", "STORE_FD", "Outcome", "local_ranks", "run_local_workers", "run_workers"]
 
 Environ = Mapping[str, str]
+Look = Callable[[Mapping[int, int], Mapping[int, int]], str]
+"""Called with the pids of the ranks that run and the exit codes of those that ended; a text ends them all."""
 LOOPBACK = "127.0.0.1"
 # What a launcher and `forge_parallel.start_process_group` agree on, apart from torch's own variables.
 STORE_FD = "FORGE_STORE_FD"
@@ -31,6 +34,20 @@ RUN_NAME = "FORGE_RUN_NAME"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How workers ended: the job's exit code, and the cause of a failure ("" without one) with its rank."""
+
+    code: int
+    cause: str = ""
+    rank: int | None = None
+    requested: bool = False
+    """Whether somebody asked for the end by a signal."""
+    left_behind: tuple[int, ...] = ()
+    """Ranks that outlive SIGKILL: they hang in the kernel."""
+
 
 Events = queue.SimpleQueue[tuple[int | None, int]]
 """(rank, exit code as of subprocess) of one that ended, or (None, number of a signal to pass on)."""
@@ -61,54 +78,104 @@ def run_local_workers(
     Raises ValueError for nproc below 1, RuntimeError off the main thread, OSError if the command
     cannot be started. Usage: `sys.exit(run_local_workers([sys.executable, "train.py"], 4))`.
     """
-    if nproc < 1:
-        raise ValueError(f"nproc {nproc} must be at least 1; use the number of ranks on this host")
+    with local_ranks(nproc, os.environ if environ is None else environ) as (environs, store):
+        return run_workers(command, environs, store=store, grace_seconds=grace_seconds).code
+
+
+def run_workers(
+    command: Sequence[str],
+    environs: Sequence[Environ],
+    *,
+    store: socket.socket | None = None,
+    grace_seconds: float = 10.0,
+    look: Look | None = None,
+    look_seconds: float = 0.5,
+    parent: int | None = None,
+) -> Outcome:
+    """Run `command` once in each of `environs`, as `run_local_workers` does, and call `look` now and then.
+
+    The first gets stdin and the descriptor of `store`. A text that `look` returns is a cause: all are killed.
+    With `parent`, the pid of the process that guards this one, they are stopped when that is gone.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "run_local_workers must run on the main thread, the only one that gets signals; call it there"
         )
     events: Events = queue.SimpleQueue()
     with _forwarding(events):
-        workers = _start(list(command), nproc, os.environ if environ is None else environ)
+        workers = _start(list(command), environs, store)
         for rank, worker in enumerate(workers):
             threading.Thread(target=_wait, args=(rank, worker, events), daemon=True).start()
-        return _Job(workers, grace_seconds).run(events)
+        ranks = [_rank(environ, number) for number, environ in enumerate(environs)]
+        return _Job(workers, ranks, grace_seconds, look, look_seconds, parent).run(events)
 
 
 class _Job:
     """The running workers and the exit codes of those that ended."""
 
-    def __init__(self, workers: list[subprocess.Popen[bytes]], grace_seconds: float) -> None:
-        self.workers, self.grace_seconds = workers, grace_seconds
+    def __init__(
+        self,
+        workers: list[subprocess.Popen[bytes]],
+        ranks: list[int],
+        grace_seconds: float,
+        look: Look | None,
+        look_seconds: float,
+        parent: int | None,
+    ) -> None:
+        self.workers, self.ranks, self.grace_seconds = workers, ranks, grace_seconds
+        self.look, self.look_seconds, self.parent = look, look_seconds, parent
         self.left = list(range(len(workers)))
-        self.codes: dict[int, int] = {}  # by rank, in the order of their ends
+        self.codes: dict[int, int] = {}  # by number, in the order of their ends
         self.failed: int | None = None
+        self.hung = ""
         self.forwarded: set[int] = set()
         self.next_at: float | None = None  # when those that are left get a harder signal
         self.killed = False
 
-    def run(self, events: Events) -> int:
-        """Follow `events` until every worker has ended, or cannot be ended; the job's exit code."""
+    def run(self, events: Events) -> Outcome:
+        """Follow `events` until every worker has ended, or cannot be ended."""
         while self.left:
-            seconds = None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
             try:
-                rank, value = events.get(timeout=seconds)
+                number, value = events.get(timeout=self._timeout())
             except queue.Empty:
-                if self.killed:
-                    self._report(self.left, "cannot be killed and is left behind")
-                    break
-                self._report(
-                    self.left, f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
-                )
-                self._send(signal.SIGKILL)
-                self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
+                if self.next_at is not None and time.monotonic() >= self.next_at:
+                    if self.killed:
+                        self._report(self.left, "cannot be killed and is left behind")
+                        break
+                    self._report(
+                        self.left, f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
+                    )
+                    self._kill()
+                elif self.look is not None and self.failed is None and not self.killed:
+                    self._look(self.look)
                 continue
-            if rank is None:
-                self.forwarded.add(value)
-                self._send(value)
+            if number is None:
+                self._forward(value)
             else:
-                self._ended(rank, value)
-        return self._exit_code()
+                self._ended(number, value)
+        return self._outcome()
+
+    def _timeout(self) -> float | None:
+        left = None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
+        if self.look is None:
+            return left
+        return self.look_seconds if left is None else min(left, self.look_seconds)
+
+    def _look(self, look: Look) -> None:
+        running = {self.ranks[number]: self.workers[number].pid for number in self.left}
+        self.hung = look(running, {self.ranks[n]: code for n, code in self.codes.items()})
+        if self.hung:
+            self._kill()
+
+    def _forward(self, number: int) -> None:
+        if self.parent is not None and os.getppid() != self.parent:
+            self.next_at = time.monotonic() + self.grace_seconds  # nobody else will end them
+        self.forwarded.add(number)
+        self._send(number)
+
+    def _kill(self) -> None:
+        self._send(signal.SIGKILL)
+        self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
 
     def _ended(self, rank: int, code: int) -> None:
         self.left.remove(rank)
@@ -132,7 +199,7 @@ class _Job:
 
     def _report(self, ranks: list[int], what: str) -> None:
         for rank in ranks:
-            line = f"rank {rank} (pid {self.workers[rank].pid}) {what}"
+            line = f"rank {self.ranks[rank]} (pid {self.workers[rank].pid}) {what}"
             with contextlib.suppress(OSError):  # a terminal that is gone
                 print(line, file=sys.stderr, flush=True)
 
@@ -141,16 +208,23 @@ class _Job:
             with contextlib.suppress(ProcessLookupError):
                 self.workers[rank].send_signal(number)
 
-    def _exit_code(self) -> int:
+    def _outcome(self) -> Outcome:
+        requested, left = bool(self.forwarded), tuple(self.ranks[number] for number in self.left)
+        if self.hung:  # a stop was asked for: the job is to come again
+            code: int = ExitCode.REQUEUE if requested else ExitCode.ERROR
+            return Outcome(code, self.hung, None, requested, left)
         if self.failed is None:
             stopped = any(self._died_forwarded(code) for code in self.codes.values())
-            return ExitCode.REQUEUE if stopped else max(self.codes.values())
-        for rank, code in self.codes.items():
-            if code > 1 and code != ExitCode.REQUEUE:
-                if rank != self.failed:
-                    self._report([rank], f"{_cause(code)}, which is the job's")
-                return code
-        return 1
+            code = ExitCode.REQUEUE if stopped else max(self.codes.values(), default=1)
+            return Outcome(code, requested=requested, left_behind=left)
+        code, cause = 1, self.failed
+        for number, ended in self.codes.items():
+            if ended > 1 and ended != ExitCode.REQUEUE:
+                if number != self.failed:
+                    self._report([number], f"{_cause(ended)}, which is the job's")
+                code, cause = ended, number
+                break
+        return Outcome(code, _cause(self.codes[cause]), self.ranks[cause], requested, left)
 
 
 def _cause(code: int) -> str:
@@ -158,6 +232,11 @@ def _cause(code: int) -> str:
         return f"ended with code {code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     return f"died by {signal.Signals(-code).name}{hint}"
+
+
+def _rank(environ: Environ, number: int) -> int:
+    text = environ.get("RANK", "")
+    return int(text) if text.isdecimal() else number
 
 
 def _wait(rank: int, worker: subprocess.Popen[bytes], events: Events) -> None:
@@ -183,27 +262,54 @@ def _forwarding(events: Events) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _start(command: list[str], nproc: int, environ: Environ) -> list[subprocess.Popen[bytes]]:
-    workers: list[subprocess.Popen[bytes]] = []
+@contextlib.contextmanager
+def local_ranks(
+    nproc: int, environ: Environ, hand_over_port: bool = True
+) -> Iterator[tuple[list[dict[str, str]], socket.socket | None]]:
+    """Environments of `nproc` ranks that are all of a job, and the listening socket of MASTER_PORT for rank 0.
+
+    With `hand_over_port` False, for programs that know nothing of STORE_FD, the port is closed again and None comes in
+    place of the socket: torch's own start-up opens it, a moment later. Raises ValueError for nproc below 1.
+    """
+    if nproc < 1:
+        raise ValueError(f"nproc {nproc} must be at least 1; use the number of ranks on this host")
     with socket.create_server((LOOPBACK, 0)) as listening:
         shared = _shared_environ(environ, nproc, listening.getsockname()[1])
-        try:
-            for rank in range(nproc):
-                fd = str(listening.fileno()) if rank == 0 else ""
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE_FD: fd}
-                worker = subprocess.Popen(
-                    command,
-                    env=shared | own,
-                    stdin=None if rank == 0 else subprocess.DEVNULL,
-                    pass_fds=(listening.fileno(),) if rank == 0 else (),
-                    preexec_fn=_end_with_parent(),
-                )
-                workers.append(worker)
-        except BaseException:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-            raise
+        environs = [
+            shared | {"RANK": str(r), "LOCAL_RANK": str(r), STORE_FD: ""} for r in range(nproc)
+        ]
+        if not hand_over_port:
+            listening.close()
+            for environ in environs:
+                del environ[STORE_FD]
+            yield environs, None
+            return
+        environs[0][STORE_FD] = str(listening.fileno())
+        yield environs, listening
+
+
+def _start(
+    command: list[str], environs: Sequence[Environ], store: socket.socket | None
+) -> list[subprocess.Popen[bytes]]:
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, environ in enumerate(environs):
+            worker = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=None if number == 0 else subprocess.DEVNULL,
+                pass_fds=(store.fileno(),) if store is not None and number == 0 else (),
+                preexec_fn=_end_with_parent(),
+            )
+            workers.append(worker)
+    except BaseException:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        raise
+    finally:
+        if store is not None:
+            store.close()  # rank 0 has it; a copy here would take connections that nobody answers
     return workers
 
 

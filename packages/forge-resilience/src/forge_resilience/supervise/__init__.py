@@ -1,0 +1,10 @@
+"""A supervisor around local ranks of any program: names a hang, ends everything, starts it again.
+
+`python -m forge_resilience.supervise --nproc 4 -- python train.py`; no torch is imported.
+"""
+
+from forge_resilience.supervise.config import WatchConfig
+from forge_resilience.supervise.guard import run_guarded
+from forge_resilience.supervise.lives import FINAL_CODES, supervise
+
+__all__ = ["FINAL_CODES", "WatchConfig", "run_guarded", "supervise"]

@@ -1,0 +1,113 @@
+"""The command line: `python -m forge_resilience.supervise [--nproc N] [options] -- COMMAND ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.supervise.config import WatchConfig
+from forge_resilience.supervise.guard import run_guarded
+from forge_resilience.supervise.lives import supervise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run guarded, and return the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    at = args.index("--") if "--" in args else len(args)
+    own, command = parser.parse_args(args[:at]), args[at + 1 :]
+    if not command:
+        parser.error("a command must follow --, such as: -- python train.py")
+    try:
+        config = WatchConfig(**{f.name: getattr(own, f.name) for f in fields(WatchConfig)})
+
+        def run(guard: int | None) -> int:
+            return supervise(
+                command,
+                own.nproc,
+                config=config,
+                folder=own.heartbeats,
+                journal=own.journal,
+                expects_heartbeats=own.expect_heartbeats,
+                grace_seconds=own.grace_seconds,
+                guard=guard,
+            )
+
+        return run_guarded(_with_sentences(run), own.grace_seconds)
+    except ValueError as error:
+        return _refuse(error)
+
+
+def _with_sentences(run: Any) -> Any:
+    def guarded(guard: int | None) -> int:
+        try:
+            return int(run(guard))
+        except (ValueError, OSError) as error:
+            return _refuse(error)
+
+    return guarded
+
+
+def _refuse(error: Exception) -> int:
+    for line in str(error).splitlines():
+        print(f"supervise: {line}", file=sys.stderr)
+    return ExitCode.CONFIG_ERROR
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(_refuse(ValueError(f"{message}; --help lists the options")))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "python -m forge_resilience.supervise",
+        usage="%(prog)s [options] -- COMMAND ...",
+        description="Start COMMAND, watch its ranks by their heartbeats, and start them again in place.",
+        epilog="exit codes: that of the ranks; 1 after a hang, 70 after two lives without progress, 78 for a wrong "
+        "option; a stop signal is handed on and never leads to a restart",
+    )
+    parser.add_argument(
+        "--nproc", type=int, help="start N ranks (of this node, under srun); else COMMAND once"
+    )
+    for field in fields(WatchConfig):
+        text, name = field.metadata["help"], f"--{field.name}"
+        if field.name == "limits":
+            parser.add_argument(
+                name, type=_limits, default={}, metavar="PHASE=SECONDS,...", help=text
+            )
+        elif field.name == "action":
+            parser.add_argument(
+                name, choices=["off", "report", "restart"], default="restart", help=text
+            )
+        else:
+            parser.add_argument(name, type=type(field.default), default=field.default, help=text)
+    parser.add_argument(
+        "--journal", metavar="FILE", help="an events.jsonl that gets hang, restart, no_progress"
+    )
+    parser.add_argument(
+        "--heartbeats", metavar="DIR", help="folder of the heartbeats, on this host"
+    )
+    parser.add_argument(
+        "--expect_heartbeats",
+        action="store_true",
+        help="COMMAND writes them: without any it is late in its start",
+    )
+    parser.add_argument("--grace_seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL")
+    return parser
+
+
+def _limits(text: str) -> dict[str, float]:
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {phase: float(seconds) for phase, seconds in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must read like save=900,step=60") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""How long ranks may stay in a phase, and what follows when one stays longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["WatchConfig"]
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """Limits of the phases of a rank, in seconds; 0 means none. Raises ValueError with every broken rule.
+
+    Usage: `WatchConfig("restart", step_seconds=120, limits={"save": 900})`.
+    """
+
+    action: Literal["off", "report", "restart"] = _field(
+        "report",
+        "of the process that starts the ranks when one is late: restart kills them and starts them again, as it does "
+        "after a crash; report prints where each rank is, and leaves them alone",
+    )
+    step_seconds: float = _field(900.0, "limit of a step, and of the wait for its data; 0: none")
+    first_step_seconds: float = _field(
+        3600.0, "the same for the first step of a process, which may compile for long"
+    )
+    start_seconds: float = _field(
+        3600.0, "limit of the start, imports included, and of loading a checkpoint"
+    )
+    other_seconds: float = _field(
+        7200.0, "limit of any other phase: evaluate, save, exit, and a save in the background"
+    )
+    limits: dict[str, float] = field(
+        default_factory=dict, metadata={"help": "limits of single phases, by name: {save = 900}"}
+    )
+    max_restarts: int = _field(
+        10, "restarts of one start of the command; two in a row without progress end it with 70"
+    )
+
+    def __post_init__(self) -> None:
+        names = ("step_seconds", "first_step_seconds", "start_seconds", "other_seconds")
+        seconds = {name: getattr(self, name) for name in names}
+        seconds |= {f"limits.{phase}": value for phase, value in self.limits.items()}
+        problems = [
+            f"{name} {value} must be from 0.1 to 10**7 seconds, or 0 for no limit; use 900"
+            for name, value in seconds.items()
+            if value and not 0.1 <= value <= 10**7
+        ]
+        if self.action not in ("off", "report", "restart"):
+            problems.append(f"action {self.action!r} must be off, report or restart; use restart")
+        if not 0 <= self.max_restarts <= 10**6:
+            problems.append(f"max_restarts {self.max_restarts} must be from 0 to 10**6; use 10")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def limit(self, phase: str, first_step: bool = False) -> float:
+        """Seconds that a rank may stay in `phase`; infinity without a limit."""
+        seconds = self.limits.get(phase)
+        if seconds is None:
+            if phase in ("start", "load"):
+                seconds = self.start_seconds
+            elif phase in ("data", "step"):
+                seconds = self.first_step_seconds if first_step else self.step_seconds
+            else:
+                seconds = self.other_seconds
+        return seconds or float("inf")
+
+    @property
+    def shortest(self) -> float:
+        """The shortest limit, infinity without any."""
+        phases = ("start", "step", "other", *self.limits)
+        return min(min(self.limit(phase), self.limit(phase, True)) for phase in phases)

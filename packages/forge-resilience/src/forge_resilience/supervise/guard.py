@@ -1,0 +1,72 @@
+"""A parent that does nothing but end everything when the supervisor itself is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.supervise.process_tree import adopt_orphans, end_descendants
+
+__all__ = ["run_guarded"]
+
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -> int:
+    """`run(pid of this process)` in a forked child; its exit code. Signals are handed on to it.
+
+    If the child dies by a signal, all that it started gets TERM and, after the grace, KILL. If this process is
+    killed, the child gets TERM from the kernel and does the same. So no process is left behind by one SIGKILL.
+    Call it before threads start, on the main thread. Off Linux `run(None)` runs here.
+    """
+    if not sys.platform.startswith("linux"):
+        return run(None)
+    adopt_orphans()
+    parent = os.getpid()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until both have handlers
+    pid = os.fork()
+    if pid == 0:
+        code: int = ExitCode.ERROR
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() == parent:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+                code = run(parent)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else ExitCode.ERROR
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    for number in _SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda received, _: _send(pid, received))
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code >= 0:
+        return code
+    died = time.monotonic()
+    count = end_descendants(grace_seconds)
+    with contextlib.suppress(OSError):
+        print(
+            f"supervise: the supervisor (pid {pid}) died by {signal.Signals(-code).name}; ended {count} processes "
+            f"below it in {time.monotonic() - died:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return ExitCode.ERROR
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

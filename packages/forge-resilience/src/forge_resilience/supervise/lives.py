@@ -1,0 +1,309 @@
+"""Lives of a job on one node: start its ranks, watch them, end them, start them again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.heartbeat import FOLDER, read_heartbeats
+from forge_resilience.journal import Journal, read_events
+from forge_resilience.local_workers import Outcome, run_workers
+from forge_resilience.supervise import process_tree
+from forge_resilience.supervise.config import WatchConfig
+from forge_resilience.supervise.place import Place, find_place
+from forge_resilience.supervise.report import Hang, describe_hang
+from forge_resilience.supervise.watch import Late, Watch
+
+__all__ = ["FINAL_CODES", "supervise"]
+
+#: Codes that say what a new start would not change, or what others start again.
+FINAL_CODES = frozenset(ExitCode) - {ExitCode.ERROR}
+_LOOK_SECONDS = 0.5
+_MOST_LIVES_WITHOUT_PROGRESS = 2
+_OWNER = "FORGE_HEARTBEAT_OWNER"
+LIFE = "FORGE_LIFE"
+"""Of each rank: how many lives of the job this supervisor had started before, 0 in the first."""
+
+
+def supervise(
+    command: Sequence[str],
+    nproc: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    config: WatchConfig | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    journal: str | os.PathLike[str] | None = None,
+    expects_heartbeats: bool = False,
+    grace_seconds: float = 10.0,
+    guard: int | None = None,
+    hand_over_port: bool = False,
+) -> int:
+    """Run `command` in `nproc` ranks, watch them by their heartbeats, and start them again; the job's exit code.
+
+        sys.exit(supervise([sys.executable, "train.py"], 4, config=WatchConfig("restart", step_seconds=120)))
+
+    nproc: ranks of this node; None runs the command once as it is, such as torchrun, or one rank of srun or
+    torchrun. environ: as of subprocess. folder: of the heartbeats, else FORGE_HEARTBEAT_DIR, else a new one in
+    memory. journal: an events.jsonl that gets `hang`, `stall`, `restart` and `no_progress`; a message with all stacks
+    is put beside it. guard: pid of the process that `run_guarded` keeps. hand_over_port: see `local_ranks`.
+
+    A rank that fails, or is late by `config`, ends the others. With `action="restart"` all are started again in
+    place, unless somebody asked for a stop by a signal, the code is one of FINAL_CODES, other nodes have ranks of
+    the job, or `max_restarts` are used up. Two lives in a row without progress (no step beyond the best one so far,
+    no newer `save` in the journal) end with code 70. A hang that is not followed by a restart is code 1, or 75 if a
+    stop had been asked for. What ranks leave running is ended.
+
+    Raises ValueError, RuntimeError and OSError as `run_local_workers` does. Cost: two reads a second for each rank.
+    """
+    config = config or WatchConfig("restart")
+    environ = dict(os.environ if environ is None else environ)
+    place = replace(find_place(nproc, environ), hand_over_port=hand_over_port)
+    with _heartbeat_folder(folder or environ.get(FOLDER)) as beats:
+        job = _Supervised(list(command), place, environ, beats, config)
+        job.journal = None if journal is None else Journal(journal)
+        job.expects_heartbeats, job.grace_seconds, job.guard = (
+            expects_heartbeats,
+            grace_seconds,
+            guard,
+        )
+        process_tree.adopt_orphans()
+        try:
+            return job.run()
+        finally:
+            process_tree.adopt_orphans(False)
+
+
+@contextlib.contextmanager
+def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        yield Path(folder).absolute()
+        return
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix="forge-heartbeats-", dir=memory))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _Supervised:
+    """The lives of one job, and what they achieved."""
+
+    journal: Journal | None = None
+    expects_heartbeats = False
+    grace_seconds = 10.0
+    guard: int | None = None
+
+    def __init__(
+        self,
+        command: list[str],
+        place: Place,
+        environ: dict[str, str],
+        folder: Path,
+        config: WatchConfig,
+    ) -> None:
+        self.command, self.place, self.folder, self.config = command, place, folder, config
+        self.environ = environ | {FOLDER: str(folder)}
+        self.environ.setdefault(
+            "PYTHONFAULTHANDLER", "1"
+        )  # stacks of programs that register nothing
+        self.environ.pop(_OWNER, None)  # an outer rank's
+        self.life = 0
+        self.best_step = self.best_save = -1
+        self.lives_without_progress = 0
+        self.hang: Hang | None = None
+
+    def run(self) -> int:
+        while True:
+            outcome = self._live()
+            ended = process_tree.end_descendants(0.0 if self.hang else self.grace_seconds)
+            if ended and outcome.code == ExitCode.DONE:
+                _say(f"ended {ended} processes that the ranks had left running")
+            progressed = self._progressed()
+            self.lives_without_progress = 0 if progressed else self.lives_without_progress + 1
+            final = self._final_code(outcome)
+            if final is not None:
+                return final
+            self._restart(outcome)
+
+    def _live(self) -> Outcome:
+        """One start of the ranks, to their end."""
+        self.hang, self.watch = None, Watch(self.config, self.expects_heartbeats)
+        self.steps: dict[int, int] = {}
+        self.began = time.monotonic()
+        off = self.config.action == "off"
+        with self.place.environs(self.environ | {LIFE: str(self.life)}) as (environs, store):
+            self._remove_old_heartbeats(environs)
+            return run_workers(
+                self.command,
+                environs,
+                store=store,
+                grace_seconds=self.grace_seconds,
+                look=None if off else self._look,
+                look_seconds=min(_LOOK_SECONDS, self.config.shortest / 4),
+                parent=self.guard,
+            )
+
+    def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
+        """Those of an earlier life; of the ranks that are started here, others may share the folder."""
+        mine = [environ.get("RANK", "") for environ in environs] if self.place.nproc else []
+        names = [f"rank-{int(rank):05d}" for rank in mine] if mine else ["rank-?????"]
+        if not self.place.whole and not mine:
+            names = [f"rank-{_rank_of(environs[0]):05d}"]
+        for name in names:
+            for path in [*self.folder.glob(name), *self.folder.glob(f"{name}.stacks")]:
+                path.unlink(missing_ok=True)
+
+    # ---- while ranks run
+
+    def _look(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
+        """Judge the ranks; the cause for which they are to be killed, "" for none."""
+        beats = read_heartbeats(self.folder)
+        process_tree.collect_adopted(running.values())
+        mine = [
+            b for b in beats if not b.process_start or process_tree.is_below(b.pid, os.getpid())
+        ]
+        for beat in mine:
+            if beat.step is not None and beat.phase != "start":
+                self.steps[beat.rank] = max(beat.step, self.steps.get(beat.rank, -1))
+        known = {beat.rank: beat.pid for beat in mine}
+        ranks = {rank: known.get(rank, pid) for rank, pid in running.items()}
+        if known and self.place.nproc is None and self.place.whole:
+            ranks = known  # those of the launcher that was run
+        traced = any(process_tree.is_traced(pid) for pid in ranks.values())
+        late = self.watch.look(mine, ranks, paused=traced)
+        return "" if late is None else self._hangs(late, ranks, ended)
+
+    def _hangs(self, late: Late, ranks: Mapping[int, int], ended: Mapping[int, int]) -> str:
+        hang = describe_hang(self.folder, late, ranks, ended, self.watch.seconds(), self.environ)
+        path = self._keep(f"{hang.message}\n{hang.stacks}\n")
+        _say(hang.message if path else f"{hang.message}\n{hang.stacks}")
+        if path:
+            _say(f"stacks of all ranks are in {path}")
+        restarts = self.config.action == "restart"
+        self._record(
+            "hang" if restarts else "stall",
+            cause=hang.cause,
+            rank=hang.rank,
+            phase=hang.phase,
+            step=hang.step,
+            seconds=round(hang.seconds, 3),
+            seconds_lost=self._seconds_lost(),
+        )
+        if not restarts:
+            return ""
+        self.hang = hang
+        for rank, pid in ranks.items():
+            if not (self.folder / f"rank-{rank:05d}.stacks").exists():
+                process_tree.abort(pid)
+        time.sleep(0.2 if ranks else 0)  # for the stacks that an abort writes
+        return hang.cause
+
+    # ---- between lives
+
+    def _progressed(self) -> bool:
+        """Whether this life went beyond the best one: a later step, or a newer save."""
+        step, save = max(self.steps.values(), default=-1), -1
+        for beat in read_heartbeats(self.folder):
+            if beat.step is not None and beat.phase != "start":
+                step = max(step, beat.step)
+        saves = [event.get("step") for event in self._events("save")]
+        save = max((s for s in saves if isinstance(s, int)), default=-1)
+        unknown = step < 0 and save < 0 and self.best_step < 0 and not self.expects_heartbeats
+        progressed = unknown or step > self.best_step or save > self.best_save
+        self.best_step, self.best_save = max(step, self.best_step), max(save, self.best_save)
+        return progressed
+
+    def _final_code(self, outcome: Outcome) -> int | None:
+        """The job's exit code; None if its ranks are to be started again."""
+        final = outcome.code in FINAL_CODES or outcome.requested or outcome.left_behind
+        if final or self.config.action != "restart" or not self.place.whole:
+            return outcome.code
+        if self.lives_without_progress >= _MOST_LIVES_WITHOUT_PROGRESS:
+            _say(
+                f"{self.lives_without_progress} lives in a row made no progress beyond step {self.best_step}: ended "
+                f"with code {int(ExitCode.NO_PROGRESS)}; look at the cause of the last one: {outcome.cause}"
+            )
+            self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
+            return ExitCode.NO_PROGRESS
+        if self.life >= self.config.max_restarts:
+            if self.config.max_restarts:
+                _say(f"{self.life} restarts are used up; ended with code {outcome.code}")
+            return outcome.code
+        return None
+
+    def _restart(self, outcome: Outcome) -> None:
+        self.life += 1
+        hang = self.hang
+        rank, phase, step = (
+            (hang.rank, hang.phase, hang.step) if hang else self._where(outcome.rank)
+        )
+        lost = self._seconds_lost()
+        cause = outcome.cause if hang else f"rank {outcome.rank} {outcome.cause}"
+        _say(f"restart {self.life} of {self.config.max_restarts}: {cause}")
+        self._record(
+            "restart",
+            cause=cause,
+            rank=rank,
+            phase=phase,
+            step=step,
+            life=self.life,
+            seconds_lost=lost,
+        )
+
+    def _where(self, rank: int | None) -> tuple[int | None, str | None, int | None]:
+        for beat in read_heartbeats(self.folder):
+            if beat.rank == rank:
+                return rank, beat.phase, beat.step
+        return rank, None, None
+
+    # ---- what is written down
+
+    def _record(self, event: str, **fields: Any) -> None:
+        if self.journal is not None and self.journal.path.parent.is_dir():
+            self.journal.record(event, **fields)
+
+    def _keep(self, text: str) -> Path | None:
+        """Put the message beside the journal."""
+        if self.journal is None or not self.journal.path.parent.is_dir():
+            return None
+        path = self.journal.path.with_name(f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError:  # a full disk: the message is printed whole
+            return None
+        return path
+
+    def _seconds_lost(self) -> float:
+        """Since the newest save of this life, or since it began."""
+        lost = time.monotonic() - self.began
+        for event in self._events("save"):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                saved = datetime.fromisoformat(event["time"])
+                lost = min(lost, (datetime.now(UTC) - saved).total_seconds())
+        return round(max(0.0, lost), 3)
+
+    def _events(self, name: str) -> list[dict[str, Any]]:
+        events = [] if self.journal is None else read_events(self.journal.path)
+        return [event for event in events if event.get("event") == name]
+
+
+def _rank_of(environ: Mapping[str, str]) -> int:
+    text = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
+    return int(text) if text.isdecimal() else 0
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        print(f"supervise: {text}", file=sys.stderr, flush=True)

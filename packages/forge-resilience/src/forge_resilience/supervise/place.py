@@ -1,0 +1,95 @@
+"""Which ranks of a job this supervisor starts: all of them, those of one node, or one that is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from forge_resilience.local_workers import RUN_NAME, STORE_FD, local_ranks
+
+__all__ = ["Place", "find_place"]
+
+_PORTS = (20000, 10007)  # the first, and how many: below Linux's ephemeral ports, a prime
+
+
+@dataclass(frozen=True)
+class Place:
+    """`nproc` ranks from `node * nproc` on, of `nodes` supervisors; None: the command as it is, once."""
+
+    nproc: int | None
+    node: int = 0
+    nodes: int = 1
+    whole: bool = True
+    """Whether no other process is of the job: only then ranks can be started again in place."""
+    hand_over_port: bool = False
+    """Whether rank 0 takes MASTER_PORT as an open socket, as Forge's start-up does."""
+
+    @contextlib.contextmanager
+    def environs(
+        self, environ: Mapping[str, str]
+    ) -> Iterator[tuple[list[dict[str, str]], socket.socket | None]]:
+        """Environments of the ranks to start, for each life anew, and the socket of MASTER_PORT where it is here."""
+        if self.nproc is None:
+            yield [dict(environ)], None
+        elif self.nodes == 1:
+            with local_ranks(self.nproc, environ, self.hand_over_port) as (environs, store):
+                yield environs, store
+        else:
+            yield self._of_node(environ, self.nproc), None
+
+    def _of_node(self, environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
+        address = environ.get("MASTER_ADDR") or _first_host(environ["SLURM_STEP_NODELIST"])
+        run = [
+            environ.get(name, "0")
+            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        ]
+        job, step, restarts = (int(number) for number in run)
+        port = _PORTS[0] + (7 * job + step + 3 * restarts) % _PORTS[1]
+        shared = dict(environ) | {
+            "WORLD_SIZE": str(self.nodes * nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+            RUN_NAME: "-".join(run),
+            STORE_FD: "",
+        }
+        return [
+            shared | {"RANK": str(self.node * nproc + local), "LOCAL_RANK": str(local)}
+            for local in range(nproc)
+        ]
+
+
+def find_place(nproc: int | None, environ: Mapping[str, str] = os.environ) -> Place:
+    """Where this supervisor stands, by the variables of srun or torchrun around it.
+
+    Raises ValueError for `nproc` inside a rank of torchrun, or in a Slurm step with several tasks on a node.
+    """
+    world = environ.get("WORLD_SIZE", "1")
+    step_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_STEP_ID" in environ else 1
+    if nproc is None:
+        given = "RANK" in environ and world != "1"
+        return Place(None, whole=not given and step_tasks == 1)
+    if "RANK" in environ and world != "1":
+        raise ValueError(
+            f"nproc {nproc} starts ranks, but this process is rank {environ['RANK']} of {world} that a launcher "
+            "started; leave nproc out to supervise this one"
+        )
+    if step_tasks == 1:
+        return Place(nproc)
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if nodes != step_tasks:
+        raise ValueError(
+            f"the Slurm step has {step_tasks} tasks on {nodes} nodes, and a supervisor with nproc {nproc} starts "
+            "the ranks of a whole node; use srun --ntasks-per-node=1, or leave nproc out"
+        )
+    return Place(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
+
+
+def _first_host(nodes: str) -> str:
+    """`rack1-n003` of `rack1-n[003-007,9],login`."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes.strip())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)

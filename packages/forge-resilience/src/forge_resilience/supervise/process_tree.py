@@ -1,0 +1,178 @@
+"""Processes below this one, and what the kernel tells of a process. Linux; elsewhere nothing is found."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Container
+from pathlib import Path
+
+from forge_resilience.heartbeat import process_start
+
+__all__ = [
+    "abort", "adopt_orphans", "catches", "collect_adopted", "descendants", "end_descendants", "is_below", "is_traced",
+    "signal_process", "state",
+]  # fmt: skip
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PATIENT_SECONDS = 0.3  # processes that notice the end of their parent need so long
+_KILL_SECONDS = 10.0
+_STATES = {
+    "T": "stopped by a signal (SIGSTOP, SIGTSTP)",
+    "t": "stopped by a debugger",
+    "D": "in uninterruptible sleep in the kernel",
+    "Z": "ended",
+    "X": "ended",
+}
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Descendants whose parent dies become children of this process, not of init: none gets out of sight."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Pid -> state (a letter of /proc/PID/stat) of the processes below `pid`. Costs a read for each process here."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for entry in _proc():
+        fields = _stat(int(entry.name))
+        if fields:
+            children.setdefault(int(fields[1]), []).append((int(entry.name), fields[0]))
+    found: dict[int, str] = {}
+    level = [pid]
+    while level:
+        below = [child for parent in level for child in children.get(parent, ())]
+        found.update(below)
+        level = [child for child, _ in below]
+    return found
+
+
+def collect_adopted(keep: Container[int]) -> None:
+    """Collect ended children of this process that nobody waits for; those in `keep` have somebody."""
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid in keep:
+                return
+            os.waitpid(found.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            return
+
+
+def is_below(pid: int, ancestor: int) -> bool:
+    """Whether `ancestor` started the process, or one that did."""
+    while pid > 1:
+        fields = _stat(pid)
+        if not fields:
+            return False
+        pid = int(fields[1])
+        if pid == ancestor:
+            return True
+    return False
+
+
+def end_descendants(grace_seconds: float) -> int:
+    """End what is below this process, with SIGKILL after the grace, and collect it.
+
+    Without a grace SIGKILL comes at once; with one they have a moment to end by themselves. How many were told.
+    """
+    told: set[int] = set()
+    patient_until = time.monotonic() + min(_PATIENT_SECONDS, grace_seconds)
+    deadline = time.monotonic() + grace_seconds
+    while True:
+        found = descendants(os.getpid())
+        alive = {pid for pid, letter in found.items() if letter != "Z" or not _collect(pid)}
+        now = time.monotonic()
+        if not alive or now >= deadline + _KILL_SECONDS:
+            return len(told)
+        if now >= patient_until:
+            late = now >= deadline
+            for pid in alive if late else alive - told:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+            told |= alive
+        time.sleep(0.02)  # polling processes
+
+
+def _collect(pid: int) -> bool:
+    """Collect an ended process; False while some of its threads have not ended yet."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # the child of another one, which collects it
+        return True
+
+
+def state(pid: int) -> tuple[str, str]:
+    """(letter, words) of a process: "T" is stopped, and the words say more where there is more to say."""
+    fields = _stat(pid)
+    if not fields:
+        return "X", _STATES["X"]
+    words = _STATES.get(fields[0], "")
+    if fields[0] == "D":
+        with contextlib.suppress(OSError):
+            where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n ")
+            words += f" ({where})" if where else ""
+    return fields[0], words
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger holds the process."""
+    return _status(pid).get("TracerPid", "0") != "0"
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, so that it does not die of it."""
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+def signal_process(pid: int, start: int, number: int) -> bool:
+    """Signal the process that began at `start` (0: whichever it is); False if it is gone, and the pid perhaps another's."""
+    try:
+        handle = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return False
+    try:
+        if start and process_start(pid) != start:
+            return False
+        signal.pidfd_send_signal(handle, number)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def abort(pid: int) -> None:
+    """SIGABRT, without a core file: a Python with faulthandler on (PYTHONFAULTHANDLER) writes its stacks to stderr."""
+    if catches(pid, signal.SIGABRT):
+        with contextlib.suppress(OSError, ValueError):
+            resource.prlimit(
+                pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1])
+            )
+        signal_process(pid, 0, signal.SIGABRT)
+
+
+def _proc() -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return []
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, and so on."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _status(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}

@@ -1,0 +1,172 @@
+"""One message about ranks that hang: who is late, and where each of them is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_resilience.heartbeat import Beat, process_start, read_heartbeats
+from forge_resilience.supervise.process_tree import state
+from forge_resilience.supervise.stacks import Stack, collect_stacks
+from forge_resilience.supervise.watch import Late
+
+__all__ = ["Hang", "describe_hang"]
+
+_MOST_FRAMES = 12
+_RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank at the moment of the hang."""
+
+    rank: int
+    pid: int
+    beat: Beat | None
+    letter: str
+    words: str
+    seconds: float
+    stack: Stack
+    ended: int | None = None
+
+    def line(self) -> str:
+        if self.ended is not None:
+            return f"rank {self.rank} has ended with code {self.ended}"
+        phase, step = ("start", None) if self.beat is None else (self.beat.phase, self.beat.step)
+        parts = [f"rank {self.rank} (pid {self.pid})", f"phase {phase}"]
+        if step is not None:
+            parts.append(f"step {step}")
+        if self.beat is not None and self.beat.background:
+            parts.append(f"{self.beat.background} in the background")
+        parts.append(f"{self.seconds:.1f} s without an entry")
+        if self.words:
+            parts.append(self.words)
+        collective, place = self.stack.collective, self.stack.place
+        if collective:
+            parts.append(f"waits for other ranks in {collective}")
+        if place:
+            parts.append(f"in {place}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The late rank, in a sentence and in a message about all ranks, and the stacks of all."""
+
+    rank: int
+    phase: str
+    step: int | None
+    seconds: float
+    cause: str
+    message: str
+    stacks: str
+
+
+def describe_hang(
+    folder: Path,
+    late: Late,
+    running: Mapping[int, int],
+    ended: Mapping[int, int],
+    seconds: Mapping[int, float],
+    environ: Mapping[str, str],
+) -> Hang:
+    """Collect stacks of the ranks in `running` (rank -> pid) and find the one that the others wait for."""
+    beats = {beat.rank: beat for beat in read_heartbeats(folder)}
+    alive = [b for b in beats.values() if process_start(b.pid) == b.process_start]
+    stacks = collect_stacks(folder, alive)
+    ranks = []
+    for rank in sorted({*running, *(b.rank for b in alive)}):
+        beat = beats.get(rank)
+        pid = beat.pid if beat in alive and beat is not None else running.get(rank, 0)
+        waited = seconds.get(rank, 0.0)
+        ranks.append(_Rank(rank, pid, beat, *state(pid), waited, stacks.get(rank, Stack(""))))
+    culprit, why = _late_rank(ranks, late)
+    gone = [
+        _Rank(rank, 0, None, "X", "", 0.0, Stack(""), code) for rank, code in sorted(ended.items())
+    ]
+    beat = culprit.beat
+    phase = late.phase if culprit.rank == late.rank else beat.phase if beat else "start"
+    step = beat.step if beat else None
+    at = "" if step is None else f", step {step}"
+    cause = f"rank {culprit.rank} is late: phase {phase}{at}, {why}"
+    lines = [
+        f"hang: {cause}; no entry for {late.seconds:.1f} s, and the limit of {late.phase} is {late.limit:g} s",
+        *(f"  {one.line()}" for one in [*ranks, *gone]),
+        *_flight_recorder(environ, [one.rank for one in ranks]),
+    ]
+    frames = culprit.stack.frames[:_MOST_FRAMES]
+    if frames:
+        lines.append(f"  rank {culprit.rank} is here, innermost first:")
+        lines += [f"    {file}:{line} {function}" for file, line, function in frames]
+    texts = [f"--- rank {rank}\n{stack.text.strip()}" for rank, stack in sorted(stacks.items())]
+    return Hang(culprit.rank, phase, step, late.seconds, cause, "\n".join(lines), "\n".join(texts))
+
+
+def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
+    """The rank that the others wait for, and how one knows.
+
+    A stopped process, or one that the kernel holds, explains itself. Else the one with the fewest entries, as all
+    ranks make the same ones; among equals the one that is not waiting for others, or is where no other one is; else
+    the one that was late first.
+    """
+    for one in ranks:
+        if one.letter in "TtD":
+            return one, f"its process is {one.words}"
+    counts = {one.rank: one.beat.entries if one.beat else 0 for one in ranks}
+    behind = [one for one in ranks if counts[one.rank] == min(counts.values())]
+    others = [one for one in ranks if one not in behind]
+    busy = [one for one in behind if not one.stack.collective]
+    stuck = [one for one in behind if one.stack.collective]
+    places = Counter(one.stack.place for one in behind)
+    common, most = places.most_common(1)[0]
+    odd = [one for one in behind if one.stack.place not in ("", common)] if most > 1 else []
+    suspects = busy if stuck and busy else odd or behind
+    chosen = next((one for one in suspects if one.rank == late.rank), suspects[0])
+    where = chosen.stack.place and f", in {chosen.stack.place}"
+    if chosen.stack.collective:
+        where = f", waits in {chosen.stack.collective}{where}"
+    if others:
+        lag = min(counts[one.rank] for one in others) - counts[chosen.rank]
+        return chosen, f"{lag} {'entry' if lag == 1 else 'entries'} behind the others{where}"
+    if busy and stuck:
+        return chosen, f"the others wait for it in {stuck[0].stack.collective}{where}"
+    if odd:
+        return chosen, f"{most} others are together in {common}{where}"
+    return chosen, f"{'makes no entry' if len(ranks) == 1 else 'no rank is behind another'}{where}"
+
+
+def _flight_recorder(environ: Mapping[str, str], ranks: list[int]) -> list[str]:
+    """Ask torch's flight recorders for their dumps, where they are on, and say where they lie."""
+    if all(environ.get(name, "0") in ("", "0") for name in _RECORDERS):
+        return []
+    dump = next((environ[name] for name in _DUMPS if environ.get(name)), "")
+    pipe = environ.get(_PIPE, "")
+    asked = [rank for rank in ranks if pipe and _write_pipe(f"{pipe}{rank}.pipe")]
+    if asked:
+        time.sleep(1.0)  # the recorder's thread looks once a second
+    where = (
+        f"{dump}RANK" if dump else "the file of TORCH_FR_DUMP_TEMP_FILE, with the rank behind it"
+    )
+    how = f"ranks {asked} were asked for it" if asked else (
+        "it is written at torch's own time-out; with TORCH_NCCL_DEBUG_INFO_PIPE_FILE it comes at once"
+    )  # fmt: skip
+    return [
+        f"  flight recorder: {where} ({how}); read it by: torchfrtrace --prefix {dump or 'PREFIX'}"
+    ]
+
+
+def _write_pipe(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # no recorder listens
+        return False
+    try:
+        return os.write(descriptor, b"1\n") > 0
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""Which rank is late: entries of heartbeats against limits, on the watcher's own clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from forge_resilience.heartbeat import Beat
+from forge_resilience.supervise.config import WatchConfig
+
+__all__ = ["Late", "Watch"]
+
+#: At most so much of the time between two looks counts: a watcher that was stopped, starved, or asleep with its
+#: machine has seen nothing.
+_MOST_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that has been in a phase for longer than its limit."""
+
+    rank: int
+    phase: str
+    step: int | None
+    seconds: float
+    limit: float
+
+
+@dataclass
+class _Seen:
+    """What the watcher knows of one rank."""
+
+    entries: tuple[int, int] = (-1, -1)  # process start, number
+    seconds: float = 0.0
+    background: int = -1
+    background_seconds: float = 0.0
+
+
+class Watch:
+    """Adds up how long each rank has made no entry, look by look.
+
+        watch = Watch(config)
+        late = watch.look(read_heartbeats(folder), {0, 1, 2, 3})     # every half second
+
+    Only the time between looks counts, and of a long one two seconds, so a suspended laptop, a stopped
+    supervisor or a jump of the clock makes nobody late. A rank without a file is in its start, but while no rank
+    has one the program may write none: then nobody is late, unless `expects_heartbeats`. Reported once, a rank is
+    late again after its next entry.
+    """
+
+    def __init__(
+        self,
+        config: WatchConfig,
+        expects_heartbeats: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._clock = config, clock
+        self._sees_heartbeats = expects_heartbeats
+        self._seen: dict[int, _Seen] = {}
+        self._reported: set[tuple[int, tuple[int, int], int]] = set()
+        self._last: float | None = None
+
+    def look(
+        self, beats: Iterable[Beat], running: Iterable[int], paused: bool = False
+    ) -> Late | None:
+        """The rank of `running` that is furthest beyond its limit; None. `paused` (a debugger) lets no time pass."""
+        now = self._clock()
+        passed = 0.0 if self._last is None or paused else min(now - self._last, _MOST_SECONDS)
+        self._last = now
+        known = {beat.rank: beat for beat in beats}
+        self._sees_heartbeats |= bool(known)
+        late = [self._judge(rank, known.get(rank), passed) for rank in running]
+        found = [one for one in late if one is not None]
+        return max(found, key=lambda one: one.seconds - one.limit, default=None)
+
+    def seconds(self) -> Mapping[int, float]:
+        """Seconds since the last entry of each rank, as the watcher counts them."""
+        return {rank: seen.seconds for rank, seen in self._seen.items()}
+
+    def _judge(self, rank: int, beat: Beat | None, passed: float) -> Late | None:
+        seen = self._seen.setdefault(rank, _Seen())
+        entries = (0, 0) if beat is None else (beat.process_start, beat.entries)
+        seen.seconds = 0.0 if entries != seen.entries else seen.seconds + passed
+        seen.entries = entries
+        if beat is None:
+            if not self._sees_heartbeats:
+                return None
+            return self._beyond(rank, "start", None, seen.seconds, self._config.limit("start"))
+        limit = self._config.limit(beat.phase, first_step=beat.steps <= 1)
+        late = self._beyond(rank, beat.phase, beat.step, seen.seconds, limit)
+        return late or self._judge_background(seen, beat, passed)
+
+    def _judge_background(self, seen: _Seen, beat: Beat, passed: float) -> Late | None:
+        began = beat.background_entries if beat.background else -1
+        seen.background_seconds = (
+            0.0 if began != seen.background else seen.background_seconds + passed
+        )
+        seen.background = began
+        if began < 0:
+            return None
+        phase = f"{beat.background} in the background"
+        limit = self._config.limits.get(beat.background, self._config.other_seconds)
+        return self._beyond(
+            beat.rank, phase, beat.step, seen.background_seconds, limit or float("inf"), began
+        )
+
+    def _beyond(
+        self,
+        rank: int,
+        phase: str,
+        step: int | None,
+        seconds: float,
+        limit: float,
+        background: int = -1,
+    ) -> Late | None:
+        key = (rank, self._seen[rank].entries if background < 0 else (0, 0), background)
+        if seconds <= limit or key in self._reported:
+            return None
+        self._reported.add(key)
+        return Late(rank, phase, step, seconds, limit)

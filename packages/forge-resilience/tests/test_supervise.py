@@ -1,0 +1,399 @@
+"""Supervised ranks as real processes: each kind of hang is named, all are started again, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from forge_resilience import ExitCode, read_events
+from forge_resilience.heartbeat import read_heartbeats
+from forge_resilience.supervise import FINAL_CODES, WatchConfig, supervise
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+LIMIT = 2.0
+_FLAGS = ("--start_seconds=60", "--grace_seconds=5")
+SOON = ("--step_seconds=2", "--first_step_seconds=2")
+
+# A rank without torch: ten steps, of which `body` may spoil one, and a sum at the end.
+_RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from forge_resilience.heartbeat import Heartbeat
+here, rank = Path(sys.argv[1]), int(os.environ.get("RANK", 0))
+life = int(os.environ["FORGE_LIFE"])
+heartbeat = Heartbeat.from_environ()
+world = int(os.environ.get("WORLD_SIZE", 1))
+def wait(step):  # as a collective does: nobody goes on before all are there
+    (here / f"met-{life}-{step}-{rank}").touch()
+    while len(list(here.glob(f"met-{life}-{step}-*"))) < world:
+        time.sleep(0.002)
+def step(number):
+    heartbeat.enter("data", number)
+    data(number)
+    heartbeat.enter("step")
+    compute(number)
+    wait(number)
+def data(number): pass
+def compute(number): pass
+BODY
+done = [here / f"done{number}" for number in range(world)]  # what a checkpoint would hold: steps of all
+first = min(path.stat().st_size if path.exists() else 0 for path in done) + 1
+if done[rank % world].exists():
+    os.truncate(done[rank % world], first - 1)
+for number in range(first, 11):
+    step(number)
+    with done[rank % world].open("a") as file:
+        file.write("x")
+heartbeat.enter("exit")
+"""
+
+
+class Ran(NamedTuple):
+    code: int
+    said: str
+    events: list[dict]
+
+
+def command(folder: Path, body: str) -> list[str]:
+    return [sys.executable, "-c", _RANK.replace("BODY", body), str(folder)]
+
+
+def start(folder: Path, body: str, *flags: str, nproc: int | None = 2) -> subprocess.Popen[str]:
+    own = [] if nproc is None else [f"--nproc={nproc}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "forge_resilience.supervise", *own, *_FLAGS, f"--journal={folder}/events.jsonl",
+         f"--heartbeats={folder}/beats", *flags, "--", *command(folder, body)],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def run(folder: Path, body: str, *flags: str, nproc: int | None = 2) -> Ran:
+    return end(start(folder, body, *flags, nproc=nproc), folder)
+
+
+def end(process: subprocess.Popen[str], folder: Path) -> Ran:
+    try:
+        said = process.communicate(timeout=90)[1]
+    finally:
+        process.kill()  # its ranks end with it
+    return Ran(process.returncode, said, list(read_events(folder / "events.jsonl")))
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.005)
+    return path.read_text()
+
+
+def gone(pid: int) -> bool:
+    """True once nothing of the process is left; one that stays is killed."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True  # its parent is what the test killed
+        except OSError:
+            return True
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+HANGS = {
+    # in its step, before the others' "collective"
+    "a stopped process": (
+        "def compute(number):\n    if (life, number, rank) == (0, 5, 1): os.kill(os.getpid(), signal.SIGSTOP)",
+        ("step", 5), r"rank 1 is late: phase step, step 5, its process is stopped by a signal \(SIGSTOP",
+    ),
+    # a C call that holds the GIL: no Python code of the rank runs, no handler of Python either
+    "a held GIL": (
+        "def compute(number):\n    if (life, number, rank) == (0, 5, 1): hold_the_gil()\n"
+        "def hold_the_gil():\n    import ctypes; ctypes.PyDLL(None).sleep(600)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)",
+        ("step", 5), r"rank 1 \(pid \d+\), phase step, step 5, .* in hold_the_gil ",
+    ),
+    "a data loader that blocks": (
+        "import queue\n"
+        "def data(number):\n    if (life, number, rank) == (0, 5, 1): read_a_dead_disk()\n"
+        "def read_a_dead_disk():\n    queue.Queue().get()",
+        ("data", 5), r"rank 1 is late: phase data, step 5, 1 entry behind the others, in read_a_dead_disk ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HANGS)
+def test_F66_a_hang_is_named_within_its_limit_and_the_run_goes_on(tmp_path, kind):
+    body, (phase, step), said = HANGS[kind]
+    ran = run(tmp_path, body, *SOON, nproc=3)
+    assert ran.code == 0, ran.said
+    hang, restart = ran.events
+    assert (hang["event"], restart["event"]) == ("hang", "restart")
+    assert (hang["rank"], hang["phase"], hang["step"]) == (1, phase, step)
+    assert (restart["rank"], restart["step"], restart["life"]) == (1, step, 1)
+    assert LIMIT < hang["seconds"] <= LIMIT + 5  # by the supervisor's clock
+    assert restart["seconds_lost"] >= hang["seconds_lost"] >= hang["seconds"]
+    assert re.search(said, ran.said), ran.said
+    assert len(re.findall(r"^  rank \d \(pid", ran.said, re.MULTILINE)) == 3
+    assert [wait_for(tmp_path / f"done{rank}") for rank in range(3)] == ["x" * 10] * 3
+    (message,) = tmp_path.glob("hang-*.txt")
+    assert "--- rank 0" in message.read_text()  # stacks of all threads of all that answer
+    assert "restart 1 of 10" in ran.said
+
+
+def test_a_late_rank_is_reported_and_left_alone(tmp_path):
+    body = "def compute(number):\n    if (number, rank) == (5, 1): time.sleep(4)"
+    ran = run(tmp_path, body, *SOON, "--action=report")
+    assert ran.code == 0, ran.said
+    assert [(e["event"], e["rank"], e["step"]) for e in ran.events] == [("stall", 1, 5)] * len(
+        ran.events
+    )
+    assert 1 <= len(ran.events) <= 2  # one a rank at most, and nobody twice
+    assert "restart" not in ran.said
+
+
+def test_a_program_without_heartbeats_runs_as_long_as_it_likes(tmp_path):
+    body = "import subprocess\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(2)'])\nsys.exit(0)"
+    quiet = body.replace(
+        "import subprocess", "(here / 'beats/rank-00000').unlink(); import subprocess"
+    )
+    ran = run(tmp_path, quiet, "--start_seconds=1", nproc=1)
+    assert (ran.code, ran.events) == (0, []), ran.said
+
+
+def test_stacks_of_a_program_that_registers_nothing(tmp_path):
+    script = "import time\ndef sleeps(): time.sleep(600)\nsleeps()"
+    process = subprocess.run(
+        [sys.executable, "-m", "forge_resilience.supervise", "--nproc=1", "--start_seconds=1", "--max_restarts=0",
+         "--expect_heartbeats", "--", sys.executable, "-c", script],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert process.returncode == 1
+    assert "rank 0 is late: phase start, makes no entry" in process.stderr
+    assert re.search(r'File "<string>", line 2 in sleeps', process.stderr)  # by its end, SIGABRT
+
+
+def test_a_rank_that_ended_well_is_named_beside_those_that_wait_for_it(tmp_path):
+    body = "def compute(number):\n    if (life, number, rank) == (0, 5, 1): sys.exit(0)"
+    ran = run(tmp_path, body, *SOON)
+    assert ran.code == 0, ran.said
+    assert "rank 1 has ended with code 0" in ran.said
+    assert [e["event"] for e in ran.events] == ["hang", "restart"]
+
+
+# ---- crashes, and when a job is not started again
+
+
+def test_a_crash_starts_all_ranks_again(tmp_path):
+    body = (
+        "def compute(number):\n"
+        "    if (life, number, rank) == (0, 3, 0): sys.exit(1)\n"
+        "    if (life, number, rank) == (1, 6, 1): os.kill(os.getpid(), 9)\n"
+        "    if (life, number, rank) == (2, 9, 1): os.abort()"
+    )
+    ran = run(tmp_path, body)
+    assert ran.code == 0, ran.said
+    causes = [
+        "rank 0 ended with code 1",
+        "rank 1 died by SIGKILL (out of memory?)",
+        "rank 1 died by SIGABRT",
+    ]
+    assert [(e["event"], e["cause"], e["life"]) for e in ran.events] == [
+        ("restart", cause, life + 1) for life, cause in enumerate(causes)
+    ]
+    assert [(e["phase"], e["step"]) for e in ran.events] == [("step", 3), ("step", 6), ("step", 9)]
+    assert [wait_for(tmp_path / f"done{rank}") for rank in range(2)] == ["x" * 10] * 2
+
+
+@pytest.mark.parametrize("code", [0, 65, 75])
+def test_codes_that_are_final(tmp_path, code):
+    assert set(ExitCode) - {1} == FINAL_CODES
+    assert run(tmp_path, f"sys.exit({int(code)})", nproc=1) == (code, "" if code in (0, 75) else
+        f"rank 0 (pid {read_heartbeats(tmp_path / 'beats')[0].pid}) ended with code {int(code)}\n", [])  # fmt: skip
+
+
+def test_two_lives_without_progress_end_the_job(tmp_path):
+    body = "def compute(number):\n    if number == 4: sys.exit(1)"
+    ran = run(tmp_path, body, nproc=1)
+    assert ran.code == 70
+    # life 0 came to step 4, and two more did not get beyond it
+    assert [(e["event"], e["step"]) for e in ran.events] == [("restart", 4)] * 2 + [
+        ("no_progress", 4)
+    ]
+    assert "2 lives in a row made no progress beyond step 4: ended with code 70" in ran.said
+
+
+def test_restarts_are_counted(tmp_path):
+    ran = run(tmp_path, "def compute(number):\n    sys.exit(3)", "--max_restarts=1", nproc=1)
+    assert (ran.code, [e["event"] for e in ran.events]) == (3, ["restart"])
+    assert "1 restarts are used up; ended with code 3" in ran.said
+
+
+def test_a_newer_save_is_progress(tmp_path):
+    """A run whose steps begin anew at each start, but which saves."""
+    body = (
+        "from forge_resilience import Journal\n"
+        "Journal(here / 'events.jsonl').record('save', step=life + 1)\n"
+        "if life < 4: heartbeat.enter('step', 1); sys.exit(1)"
+    )
+    ran = run(tmp_path, body, nproc=1)
+    assert ran.code == 0, ran.said
+    assert [e["event"] for e in ran.events].count("restart") == 4
+
+
+def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeypatch):
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    body = "world = 1\ndef compute(number):\n    if number == 5: time.sleep(600)"
+    ran = run(tmp_path, body, *SOON, nproc=None)
+    assert ran.code == 1
+    assert [(e["event"], e["rank"], e["step"]) for e in ran.events] == [("hang", 3, 5)]
+
+
+# ---- stop signals
+
+
+def test_a_stop_is_handed_on_and_never_leads_to_a_restart(tmp_path):
+    """Nor does a rank that fails after it."""
+    body = (
+        "asked = []\nsignal.signal(signal.SIGUSR1, lambda *_: asked.append(1))\n"
+        "def compute(number):\n    (here / f'up{rank}').write_text('1')\n"
+        "    while not asked: time.sleep(0.01); heartbeat.enter('step')\n"
+        "    sys.exit(75 if (here / 'good').exists() else 1)"
+    )
+    for good, code in ((True, 75), (False, 1)):
+        if good:
+            (tmp_path / "good").touch()
+        process = start(tmp_path, body)
+        for rank in range(2):
+            wait_for(tmp_path / f"up{rank}")
+        process.send_signal(signal.SIGUSR1)
+        ran = end(process, tmp_path)
+        assert (ran.code, ran.events) == (code, []), ran.said
+        for path in tmp_path.glob("*[0-9]"):
+            path.unlink()
+        (tmp_path / "good").unlink(missing_ok=True)
+
+
+def test_a_hang_after_a_stop_ends_with_75(tmp_path):
+    body = "signal.signal(signal.SIGTERM, lambda *_: None)\n(here / 'up0').write_text('1')\nheartbeat.enter('save', 4)\ntime.sleep(600)"
+    process = start(tmp_path, body, "--limits=save=1", nproc=1)
+    wait_for(tmp_path / "up0")
+    process.terminate()
+    ran = end(process, tmp_path)
+    assert (ran.code, [e["event"] for e in ran.events]) == (75, ["hang"]), ran.said
+
+
+# ---- nobody is left behind
+
+_FAMILY = """
+def child(name, deaf):
+    pid = os.fork()
+    if pid == 0:
+        if deaf: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (here / f"{name}{rank}.tmp").write_text(str(os.getpid()))
+        (here / f"{name}{rank}.tmp").rename(here / f"{name}{rank}")
+        if name == "child" and os.fork() == 0:
+            os.setsid()
+            (here / f"daemon{rank}").write_text(str(os.getpid()))
+            time.sleep(600)
+        time.sleep(600)
+    return pid
+def compute(number):
+    if number == 1:
+        child("child", False); child("deaf", True)
+        (here / f"rank{rank}").write_text(str(os.getpid()))
+    if number == 5: LAST
+"""
+
+
+def family(folder: Path) -> list[int]:
+    names = [f"{name}{rank}" for name in ("rank", "child", "deaf", "daemon") for rank in range(2)]
+    return [int(wait_for(folder / name)) for name in names]
+
+
+@pytest.mark.parametrize("victim", ["guard", "supervisor"])
+def test_a_killed_supervisor_leaves_no_process(tmp_path, victim):
+    last = "heartbeat.enter('mine'); time.sleep(600)"
+    process = start(tmp_path, _FAMILY.replace("LAST", last), "--grace_seconds=1")
+    pids = family(tmp_path)
+    status = Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()
+    supervisor = int(status[1])
+    assert supervisor != process.pid
+    os.kill(process.pid if victim == "guard" else supervisor, signal.SIGKILL)
+    process.wait(timeout=60)
+    assert all([gone(pid) for pid in [*pids, supervisor]])
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("last", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
+def test_what_ranks_leave_running_is_ended(tmp_path, last):
+    flags = (*SOON, "--max_restarts=0", "--grace_seconds=0.5")
+    process = start(tmp_path, _FAMILY.replace("LAST", last), *flags)
+    pids = family(tmp_path)
+    ran = end(process, tmp_path)
+    assert ran.code == (0 if "exit" in last else 1), ran.said
+    assert all([gone(pid) for pid in pids])
+
+
+def test_orphans_are_collected_while_ranks_run(tmp_path):
+    body = (
+        "def compute(number):\n    if number == 1:\n        if os.fork() == 0:\n"
+        "            orphan = os.fork()\n            if orphan == 0: time.sleep(0.1); os._exit(0)\n"
+        "            (here / 'orphan').write_text(str(orphan)); os._exit(0)\n"
+        "        os.wait()\n"
+        "    if number == 2:\n        pid = (here / 'orphan').read_text()\n"
+        "        while Path('/proc', pid).exists(): time.sleep(0.01); heartbeat.enter('step')"
+    )
+    ran = run(tmp_path, body, nproc=1)
+    assert ran.code == 0, ran.said
+
+
+# ---- the function, and what is refused
+
+
+def test_the_function(tmp_path):
+    config = WatchConfig("restart", step_seconds=LIMIT, first_step_seconds=LIMIT)
+    body = "def compute(number):\n    if (life, number) == (0, 5): time.sleep(600)"
+    before = signal.getsignal(signal.SIGTERM)
+    assert (
+        supervise(command(tmp_path, body), 2, config=config, journal=tmp_path / "events.jsonl") == 0
+    )
+    assert [e["event"] for e in read_events(tmp_path / "events.jsonl")] == ["hang", "restart"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--nproc", "0", "--", "true"], "nproc 0 must be at least 1"),
+        (["--nproc", "2"], "a command must follow --"),
+        (["--step_seconds", "-1", "--", "true"], "step_seconds -1.0 must be from 0.1"),
+        (["--limits", "save", "--", "true"], "'save' must read like save=900,step=60"),
+        (["--", "no-such-program"], "No such file or directory: 'no-such-program'"),
+    ],
+)
+def test_refusals(args, said):
+    done = subprocess.run(
+        [sys.executable, "-m", "forge_resilience.supervise", *args], capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+    assert done.returncode == 78, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_torch_is_imported():
+    code = "import sys, forge_resilience.supervise.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
