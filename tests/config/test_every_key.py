@@ -28,6 +28,7 @@ from forge_parallel.pipeline import Pipeline, stages_of
 from forge_resilience.slurm import JobFacts, batch_script
 from forge_testing import run_on_ranks, write_job
 from forge_testing.disk import Disk
+from forge_testing.probes import wrong_products
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
 from forge_train.config.experts import MoESection
@@ -181,6 +182,15 @@ def _answers(t: Trainer, factor: float) -> Any:
     names = ("event", "step", "to_step", "skipped_instances")
     events = [[e.get(n) for n in names] for e in found.events if e["event"] in kinds]
     return code, events, found.metrics["lr"]
+
+
+def probed(t: Trainer) -> Any:
+    """How often a device that computes wrong is looked at, how, and the end of the run."""
+    with wrong_products(lambda: True) as asked:
+        try:
+            return t.fit().step, asked
+        except HardwareError as error:
+            return error.exit_code, asked
 
 
 def layout(options: dict[str, Any]) -> Any:
@@ -443,6 +453,11 @@ PROBES: dict[str, Probe] = {
     "resilience.nonfinite.max_in_a_row": Probe(
         0, survives_a_bad_step, {"resilience.nonfinite.action": "skip"}
     ),
+    "health.at_start": Probe(False, probed),
+    "health.every_steps": Probe(2, probed, {"health.at_start": False}),
+    "health.action": Probe("warn", probed),
+    "health.memory_mib": Probe(2, probed),
+    "health.timeout_seconds": Probe(30.0, probed),
     "resilience.replicas.every_steps": Probe(1, survives_a_flipped_bit),
     "resilience.replicas.action": Probe(
         "warn", survives_a_flipped_bit, {"resilience.replicas.every_steps": 1}

@@ -332,4 +332,31 @@ MISTAKES: tuple[Mistake, ...] = (
             "packages/forge-resilience/tests/test_replicas.py::test_copies_are_along_the_axes_that_replicate",
         ),
     ),
+    Mistake(
+        "a node that is broken together with most others is blamed",
+        f"{_RESILIENCE}/health/check.py",
+        "return nodes if several == 1 or 2 * len(nodes) <= several else []",
+        "return nodes",
+        (
+            "packages/forge-resilience/tests/test_health.py::test_all_ranks_get_one_report_with_ranks_and_nodes",
+        ),
+    ),
+    Mistake(
+        "nodes of an earlier life are excluded, too",
+        f"{_RESILIENCE}/health/exclude.py",
+        "            nodes.clear()",
+        "            pass",
+        (
+            "packages/forge-resilience/tests/test_health.py::test_the_nodes_of_the_last_life_that_are_known_to_be_broken",
+        ),
+    ),
+    Mistake(
+        "old errors of a GPU are taken for new ones",
+        f"{_RESILIENCE}/health/nvml.py",
+        "new = count - self._uncorrected",
+        "new = count",
+        (
+            "packages/forge-resilience/tests/test_health.py::test_errors_of_an_earlier_process_are_a_warning",
+        ),
+    ),
 )

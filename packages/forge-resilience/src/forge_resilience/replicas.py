@@ -111,6 +111,7 @@ class ReplicaCheck:
         self._agreement = Agreement(group)
         self._group, self._plain = group, plain
         self._sealed: dict[_Key, Tensor] = {}
+        self._copies_of: dict[tuple[Any, Any], str] = {}
 
     @property
     def is_sealed(self) -> bool:
@@ -179,17 +180,14 @@ class ReplicaCheck:
             sums.update(zip(here, checksums(list(here.values())).unbind()))
         return sums
 
-    def _copies(self, tensor: Tensor) -> str:
+    def _copies(self, tensor: Any) -> str:
         """An id of the set of ranks with the same bits as this rank's part of `tensor`."""
-        mesh = getattr(tensor, "device_mesh", None)
-        if mesh is None:
+        if not hasattr(tensor, "device_mesh"):
             return f"plain {self._plain_ranks()}"
-        placements, place = tensor.placements, mesh.get_coordinate()  # type: ignore[attr-defined]
-        if place is None or any(p.is_partial() for p in placements):
-            return _ALONE
-        index = tuple(slice(None) if p.is_replicate() else i for p, i in zip(placements, place))
-        ranks = mesh.mesh[index].flatten().tolist()
-        return _ALONE if len(ranks) == 1 else _digest(ranks)
+        place = (tensor.device_mesh, tensor.placements)
+        if place not in self._copies_of:
+            self._copies_of[place] = _copies_of(*place)
+        return self._copies_of[place]
 
     def _plain_ranks(self) -> str:
         if self._plain is None or isinstance(self._plain, Sequence):
@@ -197,6 +195,16 @@ class ReplicaCheck:
         import torch.distributed as dist
 
         return f"{dist.get_process_group_ranks(self._plain)}"
+
+
+def _copies_of(mesh: Any, placements: Sequence[Any]) -> str:
+    """An id of the ranks with the bits of this rank, along the axes that replicate."""
+    place = mesh.get_coordinate()
+    if place is None or any(p.is_partial() for p in placements):
+        return _ALONE
+    index = tuple(slice(None) if p.is_replicate() else i for p, i in zip(placements, place))
+    ranks = mesh.mesh[index].flatten().tolist()
+    return _ALONE if len(ranks) == 1 else _digest(ranks)
 
 
 def training_tensors(model: Any, optimizer: Any = None) -> dict[str, Tensor]:

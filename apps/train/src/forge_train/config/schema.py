@@ -11,6 +11,7 @@ from forge_core.optim import StageConfig
 from forge_core.registry import installed
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
+from forge_resilience.health import HealthConfig
 from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
@@ -383,6 +384,7 @@ class JobConfig:
     sample: SampleConfig
     resilience: ResilienceConfig
     slurm: SlurmConfig
+    health: HealthConfig
     callbacks: dict[str, CallbackConfig] = field(default_factory=dict)
 
 

@@ -44,6 +44,7 @@ from forge_train.trainer.build import build_model, freeze_groups, open_data, tot
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
+from forge_train.trainer.health import HealthPolicy
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import life_fields
 from forge_train.trainer.numerics import Numerics, Rollback, refuse_without_checkpoint
@@ -194,7 +195,10 @@ class Trainer:
     def _fit(self, store: Store, changes: dict[str, list[Any]]) -> RunResult:
         self._materialise()
         self._resume(store, changes)
+        health = self.config.health
+        self.health = HealthPolicy(health, self.paths.path, self.device, self.meshes, self._record)
         try:
+            self.health.at_start(self.progress.step)
             self._call("on_start")
             self.rows = self._metric_rows()
             while not self._reach_the_end():
@@ -420,6 +424,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         self._announce(self.checkpoints.announce(self._decision.saved))
+        self.health.after_step(self.progress.step)
         self._call("on_step_end")
         self.replicas.seal(self.progress.step)
         if self._evaluation_due():

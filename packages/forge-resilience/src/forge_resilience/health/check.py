@@ -1,0 +1,136 @@
+"""All probes of all ranks, in one report that is the same everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_resilience.agreement import Agreement
+from forge_resilience.health.config import HealthConfig
+from forge_resilience.health.device import known_answer, memory_patterns
+from forge_resilience.health.finding import BROKEN, OK, Finding
+from forge_resilience.health.liveness import arrived
+from forge_resilience.health.node import (
+    clocks,
+    disk,
+    loopback,
+    sees_token,
+    shared_folder,
+    shared_memory,
+    write_token,
+)
+from forge_resilience.health.nvml import NvmlProbe
+from forge_resilience.provenance import node_name
+
+
+@dataclass(frozen=True)
+class RankFinding:
+    """What is not ok on a rank, and the name of its node; empty if nobody knows it."""
+
+    rank: int
+    node: str
+    finding: Finding
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}{f' on {self.node}' if self.node else ''}: {self.finding}"
+
+
+class HealthCheck:
+    """The probes of this rank's device and node, exchanged with the others.
+
+        check = HealthCheck("runs/a", device)
+        for found in check.run():            # on every rank; the same list
+            print(found)                     # "rank 3 on n7: computing: cuda:1: 12 of 8388608 elements ..."
+
+    folder: of the run, which all nodes must see. group: gloo, over all ranks (as in `Agreement`).
+    Cost of `run`: see `known_answer` and `memory_patterns`; a barrier and two small exchanges between hosts.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        device: Any = "cpu",
+        config: HealthConfig | None = None,
+        group: Any = None,
+    ) -> None:
+        import torch
+
+        self._folder, self._device = str(folder), torch.device(device)
+        self._config, self._group = config or HealthConfig(), group
+        self._agreement = Agreement(group)
+        self._nvml = NvmlProbe.of(self._device)
+        self._count = 0
+        self._nodes: dict[int, str] = {}  # by rank, from the last time that all arrived
+
+    def run(self) -> list[RankFinding]:
+        """What is not ok, by rank; empty if all is well. Every rank calls it.
+
+        If a rank does not arrive in time the list holds that alone, rank 0 alone knows which one it is, and nothing
+        collective works any more.
+        """
+        live, late = arrived(self._group, self._config.timeout_seconds)
+        rank = self._rank()
+        if live.state == BROKEN:
+            return [RankFinding(n, self._nodes.get(n, ""), live) for n in late or [rank]]
+        self._count += 1
+        own = [f.as_dict() for f in self._local() if f.state != OK]
+        token = self._token() if rank == 0 else None
+        name = self._agreement.exchange(token)[0]
+        now = time.time()  # all leave an exchange at about the same moment
+        row = {"node": node_name(), "time": now, "findings": own}
+        row["seen"] = name is None or sees_token(self._folder, name)
+        rows = self._agreement.exchange(row)
+        self._nodes = {rank: row["node"] for rank, row in enumerate(rows)}
+        if token is not None:
+            with contextlib.suppress(OSError):
+                Path(self._folder, token).unlink()
+        return _report(self._folder, rows)
+
+    def nodes_at_fault(self, found: Sequence[RankFinding]) -> list[str]:
+        """Nodes with something broken; none if they are more than half of all, as that has a common cause."""
+        nodes = list(dict.fromkeys(f.node for f in found if f.finding.state == BROKEN and f.node))
+        several = len(set(self._nodes.values()))
+        return nodes if several == 1 or 2 * len(nodes) <= several else []
+
+    def _local(self) -> list[Finding]:
+        nvml = self._nvml
+        return [
+            known_answer(self._device, seed=self._count),
+            memory_patterns(self._device, self._config.memory_mib),
+            *([] if nvml is None else nvml.findings() if isinstance(nvml, NvmlProbe) else [nvml]),
+            disk(self._folder),
+            shared_memory(),
+            loopback(),
+        ]
+
+    def _token(self) -> str | None:
+        """A file for the others to see; None where it cannot be written, which `disk` says."""
+        try:
+            return write_token(self._folder)
+        except OSError:
+            return None
+
+    def _rank(self) -> int:
+        import torch.distributed as dist
+
+        return dist.get_rank(self._group) if dist.is_initialized() else 0
+
+
+def _report(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:
+    nodes = [row["node"] for row in rows]
+    time_of = clocks([row["time"] for row in rows])
+    seen = shared_folder(folder, [row["seen"] for row in rows], nodes)
+    found = []
+    for rank, row in enumerate(rows):
+        own = [Finding(**finding) for finding in row["findings"]]
+        found += [
+            RankFinding(rank, nodes[rank], finding)
+            for finding in [*own, time_of[rank], seen[rank]]
+            if finding.state != OK
+        ]
+    return found

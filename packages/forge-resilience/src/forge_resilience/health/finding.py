@@ -1,0 +1,36 @@
+"""The result of a probe, in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OK = "ok"
+WARN = "warn"
+BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a probe found: `state` is ok, warn (runs can go on) or broken (they cannot, or compute wrong).
+
+    Usage: `if finding.state == BROKEN: print(finding)`.
+    """
+
+    what: str
+    state: str
+    value: str
+    rule: str = ""
+    fix: str = ""
+
+    @property
+    def detail(self) -> str:
+        """The value, and the rule that it breaks."""
+        return f"{self.value}; {self.rule}" if self.rule else self.value
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.detail}" + (f"; {self.fix}" if self.fix else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, without empty fields."""
+        return {name: value for name, value in asdict(self).items() if value}
