@@ -1,0 +1,348 @@
+"""A small process that keeps one training job in Slurm's queue, on as many nodes as there are: `orchestrate`.
+
+It may be killed at any instant and started again, by Slurm or by hand. What it must not forget is in Slurm's books (all
+jobs of a run have one name, of which Slurm runs one at a time) and in a small file that is replaced whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.slurm.commands import JobRow, Queue, QueueDown, QueueRefusal
+
+__all__ = ["OrchestratorConfig", "chain_name", "orchestrate"]
+
+#: Ends that are not the job's own doing. A time limit is met when a save took too long.
+_LOST = {"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED"}
+_NOW_SECONDS = 5.0  # Slurm's answer "at once" is the time of its last look
+_MINUTE = 60.0  # Slurm plans in steps of it
+_HOUR = 3600.0
+
+Record = Callable[..., None]
+"""`Journal.record`: an event and its fields."""
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig:
+    """When a job is submitted at which size, and when it moves to a larger one.
+
+    Raises ValueError with every broken rule. Usage: `OrchestratorConfig(wait_seconds=1800)`.
+    """
+
+    wait_seconds: float = _field(
+        600.0, "the largest size that starts within this is taken; else the one that starts first"
+    )
+    grow_after_seconds: float = _field(
+        900.0, "nodes that a larger size needs must be free for so long"
+    )
+    max_resizes_per_hour: int = _field(
+        2,
+        "times per hour that a job is stopped for a larger size, or withdrawn for a smaller one; 0: never",
+    )
+    poll_seconds: float = _field(30.0, "seconds between looks at the queue")
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} {value} must be from {least:g} to {most:g}; use {usual:g}"
+            for name, least, most, usual in (
+                ("wait_seconds", 0, 10**7, 600),
+                ("grow_after_seconds", 0, 10**7, 900),
+                ("max_resizes_per_hour", 0, 60, 2),
+                ("poll_seconds", 0.1, 3600, 30),
+            )
+            if not least <= (value := getattr(self, name)) <= most
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+@dataclass
+class _State:
+    """What outlives a killed orchestrator, beside Slurm's books.
+
+    handled: the newest job whose end was acted upon. withdrawn: waiting jobs that this orchestrator cancelled itself.
+    resizes: times of the last moves to another size.
+    """
+
+    handled: int
+    restarts: int = 0
+    withdrawn: tuple[int, ...] = ()
+    resizes: tuple[float, ...] = ()
+
+
+def chain_name(run_dir: str | os.PathLike[str]) -> str:
+    """The name that all jobs of a run have in the queue: its folder's, and a digest of the whole path."""
+    path = os.path.realpath(run_dir)
+    return f"{os.path.basename(path)[:40]}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+
+
+def orchestrate(
+    script: str | os.PathLike[str],
+    sizes: Sequence[int],
+    name: str,
+    config: OrchestratorConfig | None = None,
+    *,
+    max_restarts: int = 1000,
+    record: Record | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Keep the job of `script` running on one of `sizes` (numbers of nodes) until it ends; its exit code.
+
+    The script must not continue itself (`SlurmConfig(on_stop="leave")`): it leaves with 75 when it was stopped by USR1,
+    TERM or a lost node, and appends a line `<job id> <exit code>` to `ends-<name>` in its folder when it ends, for an
+    orchestrator that was away longer than Slurm remembers. 75 and Slurm's own ends (node failure, preemption, time limit) are followed by another
+    submission, at most `max_restarts` times; every other code is returned, and 1 for a job that somebody cancelled.
+    `stopped` turning true makes it return 75 and leaves the job alone; started again, it finds the job.
+
+    Raises ValueError for sizes or a name that cannot be, QueueRefusal when Slurm refuses the script.
+    Cost: a few client commands each `poll_seconds`, no more than a user who looks. Usage:
+    `sys.exit(orchestrate("runs/a/slurm/job.sh", [4, 3, 2], chain_name("runs/a")))`.
+    """
+    script = Path(script)
+    if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise ValueError(
+            f"sizes {list(sizes)} must be different numbers of nodes from 1 on; use [4, 3, 2]"
+        )
+    if not script.is_file():
+        raise ValueError(f"{script} must be a batch script; write it before")
+    config = OrchestratorConfig() if config is None else config
+    own = _Orchestrator(script, sorted(sizes, reverse=True), name, config, max_restarts, record)
+    while True:
+        code = own.look()
+        deadline = time.monotonic() + config.poll_seconds
+        while code is None and time.monotonic() < deadline:
+            if stopped():
+                own.say(
+                    "stopped; the job goes on, and so does this command when it is started again"
+                )
+                return int(ExitCode.REQUEUE)
+            time.sleep(min(0.5, config.poll_seconds))
+        if code is not None:
+            return code
+
+
+class _Orchestrator:
+    def __init__(
+        self,
+        script: Path,
+        sizes: Sequence[int],
+        name: str,
+        config: OrchestratorConfig,
+        max_restarts: int,
+        record: Record | None,
+    ) -> None:
+        self.script, self.sizes, self.name, self.config = script, sizes, name, config
+        self.max_restarts, self.record = max_restarts, record
+        self.queue = Queue()
+        self.path = script.parent / f"orchestrator-{name}.json"
+        self.state: _State | None = None
+        self._seen: tuple[int, str] | None = None  # job and state of the last look, and since when
+        self._since = 0.0
+        self._free: tuple[int, float] | None = (
+            None  # a larger size that is possible, and since when
+        )
+        self._told = 0  # the job that was told to leave for a larger size
+        self._is_down = False
+
+    def say(self, text: str, event: str | None = None, **fields: Any) -> None:
+        """A line for people, and an event for the journal."""
+        print(f"{time.strftime('%FT%T')} forge: {text}", file=sys.stderr, flush=True)
+        if event is not None and self.record is not None:
+            self.record(event, **fields)
+
+    def look(self) -> int | None:
+        """One look at the queue, and at most one deed; the exit code once all is over."""
+        try:
+            code = self._look()
+        except QueueDown as error:  # decide nothing: the job may well be running
+            if not self._is_down:
+                self.say(f"Slurm does not answer: {error}")
+            self._is_down = True
+            return None
+        self._is_down = False
+        return code
+
+    def _look(self) -> int | None:
+        rows = self.queue.jobs(self.name)
+        live = [row for row in rows if row.is_live]
+        if self.state is None:
+            self.state = self._read() or _State(handled=0)
+            if (
+                not self.path.exists()
+            ):  # what had ended before the first submission is not of this run
+                before = [row.job for row in [*rows, *self._written_ends()] if not row.is_live]
+                self._write(handled=max(before, default=0))
+        for extra in live[
+            1:
+        ]:  # a submission whose answer was lost; `singleton` has kept it waiting
+            self._cancel(extra.job, f"is one too many beside job {live[0].job}")
+        if live:
+            return self._follow(live[0])
+        ended = [row for row in rows if row.job > self.state.handled] or self._written_ends()
+        return self._judge(ended[0]) if ended else self._submit()
+
+    # ---- the deeds
+
+    def _submit(self) -> None:
+        size = self._choose()
+        # lives of all jobs are counted together by the script, against `max_restarts` and no progress
+        try:
+            job = self.queue.submit(self.script, size, self.name, {"FORGE_CHAIN": self.name})
+        except QueueRefusal as error:
+            if not self._known.restarts:
+                raise
+            self.say(f"{error}; trying again")  # it was accepted before: a limit of the moment
+            return
+        self.say(f"job {job} submitted on {size} nodes", "submit", job=job, nodes=size)
+
+    def _choose(self) -> int:
+        """The largest size that starts within wait_seconds, else the one that starts a minute before larger ones, else the smallest."""
+        first: tuple[float, int] | None = None
+        for size in self.sizes:
+            seconds = self.queue.starts_in(self.script, size)
+            if seconds is not None and seconds <= self.config.wait_seconds:
+                return size
+            if seconds is not None and (first is None or seconds < first[0] - _MINUTE):
+                first = (seconds, size)
+        return self.sizes[-1] if first is None else first[1]
+
+    def _follow(self, row: JobRow) -> None:
+        now = time.monotonic()
+        if self._seen != (row.job, row.state):
+            self._seen, self._since, self._free = (row.job, row.state), now, None
+        if row.state == "PENDING":
+            if now - self._since > self.config.wait_seconds and not row.reason.startswith(
+                ("JobHeld", "Dependency")
+            ):
+                self._withdraw(row)
+        elif row.state == "RUNNING" and row.job != self._told:
+            self._grow(row, now)
+
+    def _withdraw(self, row: JobRow) -> None:
+        """Cancel a job that waits longer than was foretold beside idle nodes that suffice for a smaller size."""
+        if not self._may_resize() or self.sizes[-1] >= row.nodes:
+            return
+        idle = self.queue.idle(row.partition)
+        if idle >= self.sizes[-1]:
+            self._write(resizes=(*self._recent(), time.time()))
+            self._cancel(row.job, f"waits for {row.nodes} nodes while {idle} are idle")
+
+    def _cancel(self, job: int, why: str) -> None:
+        """Withdraw a waiting job; its end is then known to be no wish of the user."""
+        self._write(withdrawn=(*self._known.withdrawn[-9:], job))
+        self.queue.cancel(job)
+        self.say(f"job {job} {why}: withdrawn", "withdraw", job=job)
+
+    def _grow(self, row: JobRow, now: float) -> None:
+        """Tell the job to save and leave, when nodes for a larger size have been free for long enough."""
+        if not self._may_resize():
+            return
+        larger = (size for size in self.sizes if size > row.nodes)
+        size = next((n for n in larger if self._are_free(n - row.nodes)), None)
+        if size is None:
+            self._free = None
+            return
+        if self._free is None:
+            self._free = (size, now)
+        if now - self._free[1] < self.config.grow_after_seconds:
+            return
+        self._write(
+            resizes=(*self._recent(), time.time())
+        )  # before the deed: a kill in between costs a chance, not the bound
+        self.queue.tell(row.job)
+        self._told = row.job
+        self.say(f"{size - row.nodes} more nodes are free: job {row.job} saves and moves from {row.nodes} to {size}",
+                 "grow", job=row.job, nodes=row.nodes, to=size)  # fmt: skip
+
+    def _recent(self) -> tuple[float, ...]:
+        """Times of the last hour's resizes."""
+        return tuple(t for t in self._known.resizes if 0 <= time.time() - t < _HOUR)
+
+    def _may_resize(self) -> bool:
+        return len(self._recent()) < self.config.max_resizes_per_hour
+
+    def _are_free(self, nodes: int) -> bool:
+        """Whether a job of so many nodes would start at once: they are idle, fit, and nobody else waits for them."""
+        seconds = self.queue.starts_in(self.script, nodes)
+        return seconds is not None and seconds <= _NOW_SECONDS
+
+    def _judge(self, row: JobRow) -> int | None:
+        """Act on the end of a job: None to go on, else the exit code."""
+        known = self._known
+        own = row.state == "CANCELLED" and row.job in known.withdrawn
+        stopped = row.state == "FAILED" and row.code == ExitCode.REQUEUE
+        if row.state == "COMPLETED":
+            self._write(handled=row.job)
+            self.say(f"job {row.job} is done")
+            return int(ExitCode.DONE)
+        if not (own or stopped or row.state in _LOST):
+            self._write(handled=row.job)
+            self.say(
+                f"job {row.job} ended as {row.state} with code {row.code}, which starting again does not mend"
+            )
+            return (
+                int(ExitCode.ERROR) if row.state == "CANCELLED" else row.code or int(ExitCode.ERROR)
+            )
+        if known.restarts >= self.max_restarts:
+            self._write(handled=row.job)
+            self.say(
+                f"job {row.job} ended as {row.state}, and was started again {known.restarts} times, as often as allowed"
+            )
+            return int(ExitCode.ERROR)
+        self._write(handled=row.job, restarts=known.restarts + (not own))
+        if not own:
+            self.say(f"job {row.job} ended as {row.state} with code {row.code}: starting it again",
+                     "lost" if row.state in _LOST else "left", job=row.job, cause=row.state.lower())  # fmt: skip
+        return None
+
+    # ---- what is remembered
+
+    @property
+    def _known(self) -> _State:
+        assert self.state is not None
+        return self.state
+
+    def _written_ends(self) -> list[JobRow]:
+        """Ends that Slurm has forgotten, as the jobs wrote them down."""
+        try:
+            lines = (self.script.parent / f"ends-{self.name}").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        found = [tuple(map(int, line.split())) for line in lines if re.fullmatch(r"\d+ \d+", line)]
+        return [
+            JobRow(job, "FAILED" if code else "COMPLETED", 0, code)
+            for job, code in found
+            if job > self._known.handled
+        ]
+
+    def _read(self) -> _State | None:
+        try:
+            found = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return None
+        return _State(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+
+    def _write(self, **changes: Any) -> None:
+        """Replace the state file; a kill leaves the old one or the new one."""
+        known = _State(**{**asdict(self._known), **changes})
+        draft = self.path.with_suffix(".tmp")
+        with draft.open("w") as file:
+            json.dump(asdict(known), file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.path)
+        self.state = known
