@@ -35,6 +35,7 @@ from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.metrics.console import console_mode
+from forge_train.slurm import orchestrator_command, small_job
 from forge_train.trainer.auto_layout import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
 
@@ -310,6 +311,13 @@ def batch(t: Trainer) -> Any:
     return batch_script(config, ["train"], facts)
 
 
+def orchestrated(t: Trainer) -> Any:
+    """The command that orchestrates, and the script of the small job that runs it."""
+    facts = JobFacts("/run", "/run/slurm/orchestrator.sh", "/", 1.0, None)
+    command = orchestrator_command(t.job, facts, [2, 1], "name")
+    return batch_script(small_job(t.config.slurm), command, facts)
+
+
 _ELEMENTS = {"slurm.array": "0-3%1"}
 #: Each changes the script; what a script does is looked at in tests/slurm and in the package.
 SLURM = {
@@ -336,6 +344,17 @@ SLURM = {
     "container": Probe(["env"], batch),
     "cache_dir": Probe("/scratch/cache", batch),
     "on_stop": Probe("resubmit", batch),
+    **{
+        f"orchestrator.{key}": Probe(value, orchestrated)
+        for key, value in {
+            "wait_seconds": 60.0,
+            "grow_after_seconds": 60.0,
+            "max_resizes_per_hour": 5,
+            "poll_seconds": 5.0,
+            "partition": "cpu",
+            "time_limit": "24:00:00",
+        }.items()
+    },
     "max_restarts": Probe(3, batch),
     "retries": Probe(3, batch),
 }

@@ -16,6 +16,7 @@ from forge_resilience.slurm import (
     JobFacts,
     SlurmConfig,
     batch_script,
+    chain_name,
     clean_environ,
     find_site,
     grace_warnings,
@@ -30,6 +31,10 @@ from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.trainer.layout import layout_problems
+from forge_train.trainer.run_directory import RunDirectory
+
+#: Scripts of a run's jobs, in <run.dir>/slurm.
+_SCRIPTS = ("job.sh", "orchestrated.sh", "orchestrator.sh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,16 @@ class SlurmFlags:
     interactive: Annotated[
         bool, tyro.conf.arg(help="run the job at this terminal, by salloc and srun")
     ] = False
+    orchestrate: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="keep the job running on as many nodes of --sizes as there are: from this terminal, or with --submit from "
+            "a small job of its own"
+        ),
+    ] = False
+    sizes: Annotated[
+        str | None, tyro.conf.arg(help="numbers of nodes for --orchestrate, such as 32,24,16")
+    ] = None
     print: Annotated[bool, tyro.conf.arg(help="show the script and write nothing")] = False
     site: Annotated[
         str | None,
@@ -55,33 +70,21 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         raise ConfigError(["--submit stands alone; leave out --interactive and --print"])
     _add_site(layers, flags.site)
     job = resolve(layers)
+    if flags.orchestrate or flags.sizes is not None:
+        return _orchestrate(job, flags)
     _refuse_layouts(job)
     facts, config = _facts(job), _elements(job)
-    command = [
-        "python" if config.container else sys.executable,
-        "-m",
-        "forge_train",
-        "run",
-        _config_file(facts),
-    ]
-    if config.time_limit is None:
-        problem = limit_problem(facts.lead_seconds, config.partition)
-        refuse([] if problem is None else [f"slurm: {problem}"])
-    for warning in grace_warnings(facts.save_limit_seconds, config.partition):
-        print(f"forge-train: {warning}", file=sys.stderr)
+    _look_at_limits(config, facts)
     with config_errors():
         if flags.interactive:
-            return _interactive(config, command, facts, job, flags.print)
-        text = batch_script(config, command, facts)
+            return _interactive(config, _command(config, facts), facts, job, flags.print)
+        text = batch_script(config, _command(config, facts), facts)
     if flags.print:
         print(text, end="")
         return ExitCode.DONE
-    queued = jobs_of(facts.script)
+    queued = [job for name in _SCRIPTS for job in jobs_of(_beside(facts, name))]
     if queued and flags.submit:
-        raise ConfigError(
-            [f"run.dir {facts.run_dir} has job {number} in the queue ({state}), and two jobs cannot train one run; "
-             f"scancel {number} first, or choose another run.dir" for number, state in queued]
-        )  # fmt: skip
+        raise ConfigError(_two_jobs(facts, queued))
     _write(facts.script, text, facts, job)
     if flags.submit:
         return _submit(facts)
@@ -92,6 +95,125 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         )
     print(f"wrote {facts.script}\nsubmit it: sbatch {shlex.quote(facts.script)}")
     return ExitCode.DONE
+
+
+def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
+    """Keep the job in the queue at its legal sizes, in place of this process or in a small job."""
+    sizes = _legal_sizes(job, flags)
+    facts = replace(_facts(job), script=_beside(_facts(job), "orchestrated.sh"))
+    config = replace(job.config.slurm, on_stop="leave", nodes=max(sizes))
+    _look_at_limits(config, facts)
+    name = chain_name(facts.run_dir)
+    command = orchestrator_command(job, facts, sizes, name)
+    own = replace(
+        facts, script=_beside(facts, "orchestrator.sh"), checkpoints=None, save_limit_seconds=1
+    )
+    with config_errors():
+        text = batch_script(config, _command(config, facts), facts)
+        small = batch_script(small_job(config), command, own)
+    if flags.print:
+        print(text, end="")
+        return ExitCode.DONE
+    # jobs of the run's own name are found again by an orchestrator: they may be there
+    others = [
+        found
+        for script in ("job.sh", "orchestrator.sh")
+        for found in jobs_of(_beside(facts, script))
+    ]
+    if others:
+        raise ConfigError(_two_jobs(facts, others))
+    _write(facts.script, text, facts, job)
+    if flags.submit:
+        _write(own.script, small, facts, job)
+        return _submit(own)
+    print(shlex.join(command), file=sys.stderr, flush=True)
+    os.execvpe(command[0], command, clean_environ())
+
+
+def _legal_sizes(job: ResolvedJob, flags: SlurmFlags) -> list[int]:
+    """Numbers of nodes on which the job can run; the others are left out aloud."""
+    if not flags.orchestrate or flags.sizes is None:
+        raise ConfigError(
+            ["--orchestrate and --sizes belong together; give both: --orchestrate --sizes 4,3,2"]
+        )
+    if flags.interactive or job.config.slurm.array:
+        raise ConfigError(
+            ["--orchestrate keeps one batch job; leave out --interactive and slurm.array"]
+        )
+    words = flags.sizes.split(",")
+    if not all(word.isdecimal() and 1 <= int(word) <= 10**6 for word in words) or len(
+        set(words)
+    ) < len(words):
+        raise ConfigError(
+            [f"--sizes {flags.sizes!r} must be different numbers of nodes; use --sizes 32,24,16"]
+        )
+    per_node = job.config.slurm.ranks_per_node
+    problems = {
+        int(word): layout_problems(job.config, int(word) * per_node, per_node) for word in words
+    }
+    sentences = [f"--sizes {size}: {text}" for size, found in problems.items() for text in found]
+    legal = [size for size, found in problems.items() if not found]
+    refuse([] if legal else sentences)
+    for sentence in sentences:
+        print(f"forge-train: left out: {sentence}", file=sys.stderr)
+    return legal
+
+
+def orchestrator_command(
+    job: ResolvedJob, facts: JobFacts, sizes: list[int], name: str
+) -> list[str]:
+    """The command that orchestrates: the leaf's own, which imports no torch."""
+    config = job.config.slurm
+    keys = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
+    command = [sys.executable, "-m", "forge_resilience.slurm", facts.script, "--name", name]
+    command += ["--sizes", ",".join(map(str, sizes)), "--max-restarts", str(config.max_restarts)]
+    command += ["--journal", str(RunDirectory(facts.run_dir).events)]
+    for key in keys:
+        command += [f"--{key.replace('_', '-')}", str(getattr(config.orchestrator, key))]
+    return command
+
+
+def small_job(config: SlurmConfig) -> SlurmConfig:
+    """One core of one node, in the surroundings of the job; it goes on after each of its own ends."""
+    own = config.orchestrator
+    return SlurmConfig(
+        nodes=1,
+        tasks_per_node=1,
+        cpus_per_task=1,
+        time_limit=own.time_limit,
+        partition=own.partition or config.partition,
+        account=config.account,
+        qos=config.qos,
+        prologue=config.prologue,
+        environment=config.environment,
+        max_restarts=10**6,
+    )
+
+
+def _beside(facts: JobFacts, name: str) -> str:
+    return os.path.join(os.path.dirname(facts.script), name)
+
+
+def _two_jobs(facts: JobFacts, queued: list[tuple[str, str]]) -> list[str]:
+    return [
+        f"run.dir {facts.run_dir} has job {number} in the queue ({state}), and two jobs cannot train one run; "
+        f"scancel {number} first, or choose another run.dir"
+        for number, state in queued
+    ]
+
+
+def _command(config: SlurmConfig, facts: JobFacts) -> list[str]:
+    python = "python" if config.container else sys.executable
+    return [python, "-m", "forge_train", "run", _config_file(facts)]
+
+
+def _look_at_limits(config: SlurmConfig, facts: JobFacts) -> None:
+    """Refuse a time limit, and warn of kills, that leave no time for a save."""
+    if config.time_limit is None:
+        problem = limit_problem(facts.lead_seconds, config.partition)
+        refuse([] if problem is None else [f"slurm: {problem}"])
+    for warning in grace_warnings(facts.save_limit_seconds, config.partition):
+        print(f"forge-train: {warning}", file=sys.stderr)
 
 
 def _add_site(layers: Layers, name: str | None) -> None:

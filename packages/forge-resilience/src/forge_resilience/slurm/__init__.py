@@ -3,7 +3,9 @@
 Nothing here imports torch or reads a configuration file of Forge's runner.
 """
 
+from forge_resilience.slurm.commands import QueueRefusal
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
+from forge_resilience.slurm.orchestrate import OrchestratorConfig, chain_name, orchestrate
 from forge_resilience.slurm.queue import clean_environ, jobs_of, submit
 from forge_resilience.slurm.script import batch_script, interactive_commands
 from forge_resilience.slurm.site import (
@@ -17,14 +19,18 @@ from forge_resilience.slurm.site import (
 
 __all__ = [
     "JobFacts",
+    "OrchestratorConfig",
+    "QueueRefusal",
     "SlurmConfig",
     "batch_script",
+    "chain_name",
     "clean_environ",
     "find_site",
     "grace_warnings",
     "interactive_commands",
     "jobs_of",
     "limit_problem",
+    "orchestrate",
     "read_site",
     "seconds_of",
     "site_path",

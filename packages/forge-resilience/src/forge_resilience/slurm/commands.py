@@ -1,4 +1,4 @@
-"""Slurm's queue as one user sees it, through the client commands of any Slurm since 21.08."""
+"""Slurm's queue as an orchestrator needs it: what is known, and what was only not answered."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from forge_resilience.slurm.queue import clean_environ
+
 __all__ = ["JobRow", "Queue", "QueueDown", "QueueRefusal"]
 
-_PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
+_PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 _LIMIT_SECONDS = 120.0
 _PR_SET_PDEATHSIG = 1
 _COLUMNS = "--Format=JobID:|,State:|,NumNodes:|,exit_code:|,Reason:|,Partition:|"
@@ -72,12 +74,7 @@ class Queue:
             raise QueueRefusal(
                 f"{', '.join(missing)} cannot be found here; start this where sbatch works"
             )
-        kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-        self.environ = {
-            name: value
-            for name, value in environ.items()
-            if not name.startswith("SLURM_") or name in kept
-        }
+        self.environ = clean_environ(environ)
         self.environ["SLURM_TIME_FORMAT"] = "standard"
 
     def jobs(self, name: str) -> list[JobRow]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from forge_resilience.slurm.orchestrate import OrchestratorConfig
+
 __all__ = ["JobFacts", "SlurmConfig", "seconds_of"]
 
 #: Options of sbatch that the script sets or that its loop relies on, and the key to use instead.
@@ -101,15 +103,19 @@ class SlurmConfig:
         None,
         "folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)",
     )
-    on_stop: Literal["requeue", "resubmit"] = _field(
+    on_stop: Literal["requeue", "resubmit", "leave"] = _field(
         "requeue",
-        "how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues",
+        "how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues; leave: it ends "
+        "with code 75, for an orchestrator",
     )
     max_restarts: int = _field(
         1000, "lives after the first; a job that stops once more ends with 75"
     )
     retries: int = _field(
         0, "times that crashed ranks are started again within one life, in the same nodes"
+    )
+    orchestrator: OrchestratorConfig = field(
+        default_factory=OrchestratorConfig, metadata={"help": "of --orchestrate"}
     )
 
     def __post_init__(self) -> None:

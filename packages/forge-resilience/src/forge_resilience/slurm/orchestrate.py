@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,12 @@ class OrchestratorConfig:
         "times per hour that a job is stopped for a larger size, or withdrawn for a smaller one; 0: never",
     )
     poll_seconds: float = _field(30.0, "seconds between looks at the queue")
+    partition: str | None = _field(
+        None, "partition of the small job that orchestrates (default: that of the job)"
+    )
+    time_limit: int | str | None = _field(
+        None, "limit of one life of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
+    )
 
     def __post_init__(self) -> None:
         problems = [
@@ -191,13 +197,18 @@ class _Orchestrator:
         ]:  # a submission whose answer was lost; `singleton` has kept it waiting
             self._cancel(extra.job, f"is one too many beside job {live[0].job}")
         if live:
-            return self._follow(live[0])
+            self._follow(live[0])
+            return None
         ended = [row for row in rows if row.job > self.state.handled] or self._written_ends()
-        return self._judge(ended[0]) if ended else self._submit()
+        if ended:
+            return self._judge(ended[0])
+        self._submit()
+        return None
 
     # ---- the deeds
 
     def _submit(self) -> None:
+        """Ask for the job; whether it was accepted, the next look tells."""
         size = self._choose()
         # lives of all jobs are counted together by the script, against `max_restarts` and no progress
         try:
@@ -334,11 +345,12 @@ class _Orchestrator:
             found = json.loads(self.path.read_text())
         except FileNotFoundError:
             return None
-        return _State(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        return _State(**fields)
 
     def _write(self, **changes: Any) -> None:
         """Replace the state file; a kill leaves the old one or the new one."""
-        known = _State(**{**asdict(self._known), **changes})
+        known = replace(self._known, **changes)
         draft = self.path.with_suffix(".tmp")
         with draft.open("w") as file:
             json.dump(asdict(known), file)

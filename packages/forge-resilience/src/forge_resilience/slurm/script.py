@@ -98,6 +98,11 @@ _RESUBMIT = r"""  for name in "${{!SLURM_@}}"; do  # the next job has its own
     say "sbatch failed: nothing goes on by itself; sbatch $script does"
 """
 
+# Slurm forgets a job minutes after its end; whoever submitted it may have been away for longer.
+_LEAVE = r"""
+trap 'printf "%s %s\n" "$job" "$?" >>{folder}/ends-"$chain"' EXIT
+"""
+
 _SIGNALS = r"""
 # --signal=B: reaches this shell alone, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
 # kill them. A signal before the ranks start is remembered.
@@ -181,6 +186,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         "\n".join(_directives(config, facts)),
         f"# Written by forge_resilience.slurm. Submit it with: sbatch {shlex.quote(facts.script)}\nset -u",
         _places(config, facts),
+        *([_LEAVE.format(folder=_folder(facts))] if config.on_stop == "leave" else []),
         _SIGNALS,
         "\n".join(_surroundings(config, facts)),
         _progress(facts),
@@ -192,7 +198,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
             requeue=int(ExitCode.REQUEUE),
             final=" | ".join(str(int(code)) for code in _FINAL),
             retries=config.retries,
-            max_restarts=config.max_restarts,
+            max_restarts=_max_restarts(config),
         ),
     ]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
@@ -277,7 +283,7 @@ def _directives(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
         yield "# a node that fails, and preemption, put the job into the queue again; scontrol requeue needs it, too"
         yield directive("--requeue")
     else:
-        yield "# slurm.on_stop = 'resubmit': a stopped job submits the next one"
+        yield f"# slurm.on_stop = '{config.on_stop}': a stopped job goes on as another one"
         yield directive("--no-requeue")
 
 
@@ -288,7 +294,7 @@ def _places(config: SlurmConfig, facts: JobFacts) -> str:
         working_dir=shlex.quote(facts.working_dir),
         run_dir=shlex.quote(facts.run_dir) + own,
         script=shlex.quote(facts.script),
-        folder=shlex.quote(os.path.dirname(facts.script)),
+        folder=_folder(facts),
         job=element if config.array else "$SLURM_JOB_ID",
         config_error=int(ExitCode.CONFIG_ERROR),
     )
@@ -330,17 +336,29 @@ def _surroundings(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
 
 
 def _again(config: SlurmConfig) -> str:
-    resubmits = config.on_stop == "resubmit"
     element = '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else ""
+    requeue = int(ExitCode.REQUEUE)
+    how, carry_on = {
+        "requeue": ("back into the queue", _REQUEUE.format(requeue=requeue)),
+        "resubmit": ("the next job goes on", _RESUBMIT.format(element=element)),
+        "leave": ("leaving with code 75 to whoever submitted this job", ""),
+    }[config.on_stop]
     return _AGAIN.format(
         no_progress=int(ExitCode.NO_PROGRESS),
-        requeue=int(ExitCode.REQUEUE),
-        max_restarts=config.max_restarts,
-        how="the next job goes on" if resubmits else "back into the queue",
-        carry_on=_RESUBMIT.format(element=element)
-        if resubmits
-        else _REQUEUE.format(requeue=int(ExitCode.REQUEUE)),
+        requeue=requeue,
+        max_restarts=_max_restarts(config),
+        how=how,
+        carry_on=carry_on,
     )
+
+
+def _max_restarts(config: SlurmConfig) -> int:
+    """Lives after the first that the script itself allows; whoever submits them counts them otherwise."""
+    return 10**9 if config.on_stop == "leave" else config.max_restarts
+
+
+def _folder(facts: JobFacts) -> str:
+    return shlex.quote(os.path.dirname(facts.script))
 
 
 def _start_ranks(config: SlurmConfig, command: Sequence[str]) -> Iterator[str]:

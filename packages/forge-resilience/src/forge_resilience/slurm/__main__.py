@@ -1,0 +1,68 @@
+"""`python -m forge_resilience.slurm job.sh --sizes 4,3,2`: keep a job running on as many nodes as there are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from forge_resilience.exit_codes import ExitCode
+from forge_resilience.journal import Journal
+from forge_resilience.slurm.commands import QueueRefusal
+from forge_resilience.slurm.orchestrate import OrchestratorConfig, orchestrate
+from forge_resilience.stop import StopSignal
+
+_DESCRIPTION = (
+    "Submits the job at the largest size that starts soon, again when it was stopped or lost a node, and at a larger "
+    "size when nodes are free. Ends with the job's exit code; may be killed and started again at any time."
+)
+_KEYS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Orchestrate the job of a script as the arguments say; its exit code, 75 after a signal, 78 for a refusal."""
+    parser = argparse.ArgumentParser("python -m forge_resilience.slurm", description=_DESCRIPTION)
+    parser.add_argument("script", help="batch script, made with SlurmConfig(on_stop='leave')")
+    parser.add_argument("--sizes", required=True, type=_sizes, help="numbers of nodes: 4,3,2")
+    parser.add_argument(
+        "--name", required=True, help="name of the run's jobs in the queue, of no other jobs"
+    )
+    parser.add_argument("--journal", help="file that gets an event for each deed")
+    parser.add_argument(
+        "--max-restarts", type=int, default=1000, help="submissions after a lost job"
+    )
+    for key in fields(OrchestratorConfig):
+        if key.name in _KEYS:
+            kind: Any = type(key.default)
+            parser.add_argument(
+                f"--{key.name.replace('_', '-')}",
+                type=kind,
+                default=key.default,
+                help=key.metadata["help"],
+            )
+    flags = parser.parse_args(argv)
+    record = None if flags.journal is None else Journal(flags.journal).record
+    with StopSignal(announce=False) as stop:
+        try:
+            return orchestrate(
+                flags.script,
+                flags.sizes,
+                flags.name,
+                OrchestratorConfig(**{key: getattr(flags, key) for key in _KEYS}),
+                max_restarts=flags.max_restarts,
+                record=record,
+                stopped=lambda: stop.requested,
+            )
+        except (ValueError, QueueRefusal) as error:
+            print(f"forge_resilience.slurm: {error}", file=sys.stderr)
+            return int(ExitCode.CONFIG_ERROR)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

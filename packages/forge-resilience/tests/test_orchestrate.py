@@ -1,0 +1,117 @@
+"""What the orchestrator refuses, and how it reads Slurm's answers; on a real Slurm: tests/slurm/test_orchestrate.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_resilience.slurm import (
+    JobFacts,
+    OrchestratorConfig,
+    SlurmConfig,
+    batch_script,
+    chain_name,
+    orchestrate,
+)
+from forge_resilience.slurm.commands import JobRow, Queue, QueueDown, QueueRefusal
+
+
+def test_every_broken_rule_is_named() -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the sentences are looked at below
+        OrchestratorConfig(
+            wait_seconds=-1, grow_after_seconds=-1, max_resizes_per_hour=61, poll_seconds=0
+        )
+    assert str(caught.value).splitlines() == [
+        "wait_seconds -1 must be from 0 to 1e+07; use 600",
+        "grow_after_seconds -1 must be from 0 to 1e+07; use 900",
+        "max_resizes_per_hour 61 must be from 0 to 60; use 2",
+        "poll_seconds 0 must be from 0.1 to 3600; use 30",
+    ]
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [2, 2]])
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="must be different numbers of nodes from 1 on"):
+        orchestrate(tmp_path / "job.sh", sizes, "name")
+    with pytest.raises(ValueError, match=r"job\.sh must be a batch script; write it before"):
+        orchestrate(tmp_path / "job.sh", [1], "name")
+
+
+def test_a_run_has_one_name_wherever_it_is_called_from(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert (
+        chain_name(tmp_path / "run")
+        == chain_name(tmp_path / "x/../run")
+        == chain_name(tmp_path / "link")
+    )
+    assert chain_name(tmp_path / "run") != chain_name(tmp_path / "other" / "run")
+
+
+def test_an_orchestrated_script_never_continues_itself() -> None:
+    script = batch_script(
+        SlurmConfig(on_stop="leave", max_restarts=3), ["train"], JobFacts("/r", "/r/job.sh", "/")
+    )
+    assert "#SBATCH --no-requeue" in script
+    assert "scontrol requeue" not in script
+    assert "  FORGE_CHAIN=$chain sbatch" not in script
+    assert 'printf "%s %s\\n" "$job" "$?" >>/r/ends-"$chain"' in script
+    assert "restarts >= 3" not in script
+
+
+def _clients(folder: Path, **does: str) -> Queue:
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo"):
+        (folder / name).write_text(f"#!/bin/sh\n{does.get(name, 'exit 1')}\n")
+        (folder / name).chmod(0o755)
+    return Queue(
+        {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_CONF": "/etc/x"}
+    )
+
+
+def test_the_queue_is_read_with_codes_and_signals(tmp_path: Path) -> None:
+    rows = "7|FAILED|3|19200|NonZeroExitCode|low|\\n12|RUNNING|4|0|None|low|\\n9|CANCELLED|3|9|None|low|\\n"
+    queue = _clients(
+        tmp_path,
+        squeue=f"printf '{rows}'",
+        sinfo="printf 'n1 idle\\nn2 idle*\\nn3 plnd\\nn4 mix\\n'",
+    )
+    assert queue.jobs("run") == [
+        JobRow(7, "FAILED", 3, 75, "NonZeroExitCode", "low"),
+        JobRow(9, "CANCELLED", 3, 137, "None", "low"),
+        JobRow(12, "RUNNING", 4, 0, "None", "low"),
+    ]
+    assert [row.is_live for row in queue.jobs("run")] == [False, False, True]
+    assert queue.idle("low") == 1
+    assert "SLURM_JOB_ID" not in queue.environ, "sbatch would take options from it"
+
+
+def test_no_answer_is_not_a_refusal(tmp_path: Path) -> None:
+    """Of a controller that is down nothing is known; one that is there may refuse a script, never a question."""
+    queue = _clients(tmp_path)
+    for ask in (lambda: queue.jobs("run"), lambda: queue.starts_in(tmp_path, 2)):
+        with pytest.raises(QueueDown):
+            ask()
+    queue = _clients(tmp_path, scontrol="exit 0", sbatch="echo no such partition >&2; exit 1")
+    with pytest.raises(QueueDown):
+        queue.jobs("run")
+    assert queue.starts_in(tmp_path, 2) is None
+    with pytest.raises(QueueRefusal, match="sbatch: no such partition"):
+        queue.submit(tmp_path, 2, "run", {})
+    queue.cancel(7)  # it has ended meanwhile
+
+
+def test_without_slurm_it_leaves_with_the_code_of_a_refusal(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "forge_resilience.slurm", tmp_path / "job.sh", "--sizes", "2,1", "--name", "run"],
+        env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 78
+    assert (
+        "sbatch, squeue, scancel, scontrol, sinfo cannot be found here; start this where sbatch works"
+        in done.stderr
+    )
+    assert not list(tmp_path.glob("orchestrator-*"))
