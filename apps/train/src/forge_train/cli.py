@@ -230,13 +230,33 @@ def doctor(args: list[str]) -> int:
     """Print the abilities of this machine and missing packages: 0 ready, 1 something missing, 2 broken."""
 
     def options(
+        config: Annotated[
+            str | None,
+            tyro.conf.Positional,
+            tyro.conf.arg(help="a job: its data and run directory are looked at, too"),
+        ] = None,
         json: Annotated[
             bool, tyro.conf.arg(help="print one JSON object instead of a table")
         ] = False,
+        requires: Annotated[
+            str | None, tyro.conf.arg(help="what must be there, by comma: slurm, multi-node, gpu")
+        ] = None,
+        init: Annotated[
+            bool, tyro.conf.arg(help="write the site file from what Slurm says of this cluster")
+        ] = False,
+        site: Annotated[
+            str | None,
+            tyro.conf.arg(
+                help="site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"
+            ),
+        ] = None,
     ) -> int:
         from forge_train.doctor import examine
+        from forge_train.requirements import required_findings, write_site
 
-        return examine(as_json=json)
+        if init:
+            return write_site(site)
+        return examine(json, required_findings(requires, config, site))
 
     return tyro.cli(
         options,

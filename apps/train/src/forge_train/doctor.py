@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from rich.console import Console
@@ -44,9 +44,10 @@ _PACKAGES = (
 )
 
 
-def examine(as_json: bool = False) -> int:
-    """Print the findings; 0 when all is well, 1 when something is missing or amiss, 2 when runs cannot work."""
-    findings = list(_findings())
+def examine(as_json: bool = False, required: Iterable[Finding] = ()) -> int:
+    """Print the findings, and those that were `required`; 0 when all is well, 1 when something is missing or amiss,
+    2 when runs cannot work."""
+    findings = [*_findings(), *required]
     code = max(_EXIT[f.state] for f in findings)
     if as_json:
         rows = [

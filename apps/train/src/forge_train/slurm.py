@@ -68,7 +68,7 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     """Do what `flags` say with the job of `layers`. ConfigError for a job that could not run on these nodes."""
     if flags.submit and (flags.interactive or flags.print):
         raise ConfigError(["--submit stands alone; leave out --interactive and --print"])
-    _add_site(layers, flags.site)
+    add_site(layers, flags.site)
     job = resolve(layers)
     if flags.orchestrate or flags.sizes is not None:
         return _orchestrate(job, flags)
@@ -217,6 +217,7 @@ def _look_at_limits(config: SlurmConfig, facts: JobFacts) -> None:
 
 
 def _add_site(layers: Layers, name: str | None) -> None:
+def add_site(layers: Layers, name: str | None) -> None:
     """Lay the site below the job: it gives the keys of [slurm] that the job leaves open."""
     with config_errors():
         path = find_site(name)

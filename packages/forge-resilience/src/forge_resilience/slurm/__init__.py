@@ -8,6 +8,7 @@ from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 from forge_resilience.slurm.orchestrate import OrchestratorConfig, chain_name, orchestrate
 from forge_resilience.slurm.queue import clean_environ, jobs_of, submit
 from forge_resilience.slurm.script import batch_script, interactive_commands
+from forge_resilience.slurm.shared import NoNodes, unseen_files
 from forge_resilience.slurm.site import (
     find_site,
     grace_warnings,
@@ -21,6 +22,7 @@ __all__ = [
     "JobFacts",
     "OrchestratorConfig",
     "QueueRefusal",
+    "NoNodes",
     "SlurmConfig",
     "batch_script",
     "chain_name",
@@ -36,4 +38,5 @@ __all__ = [
     "site_path",
     "site_text",
     "submit",
+    "unseen_files",
 ]

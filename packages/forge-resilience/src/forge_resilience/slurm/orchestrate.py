@@ -345,7 +345,9 @@ class _Orchestrator:
             found = json.loads(self.path.read_text())
         except FileNotFoundError:
             return None
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        fields: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
+        }
         return _State(**fields)
 
     def _write(self, **changes: Any) -> None:

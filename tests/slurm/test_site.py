@@ -1,0 +1,106 @@
+"""The site file, and what `doctor` finds out about a cluster by trying."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_resilience.slurm import SlurmConfig, find_site, grace_warnings, limit_problem, read_site
+from forge_testing import forge_train, write_job
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def doctor(
+    slurm: Any, *arguments: str | Path, home: Path, **environ: str
+) -> tuple[int, dict[str, dict[str, str]]]:
+    """(exit code, findings by what they are about)."""
+    done = forge_train(
+        "doctor", "--json", *arguments, **{**slurm.environ, "HOME": str(home), **environ}
+    )
+    report = json.loads(done.out)
+    assert report["exit_code"] == done.code, done.err
+    return done.code, {finding["what"]: finding for finding in report["findings"]}
+
+
+def test_the_site_that_doctor_writes_is_below_every_job(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environ = {**slurm.environ, "HOME": str(tmp_path)}
+    written = forge_train("doctor", "--init", **environ)
+    assert written.code == 0, written.err
+    path = tmp_path / ".config/forge/site.toml"
+    assert find_site(environ={}) == path
+    assert SlurmConfig(**read_site(path)) == SlurmConfig(partition="low", time_limit="01:00:00")
+    again = forge_train("doctor", "--init", **environ)
+    assert (again.code, "exists; edit it" in again.err) == (78, True)
+    path.write_text(
+        '[slurm]\npartition = "cpu"\ntime_limit = 30\nprologue = ["echo hello"]\n[slurm.environment]\nA = "site"\n'
+    )
+    job = write_job(tmp_path, '[slurm]\ntime_limit = 20\n[slurm.environment]\nB = "job"\n')
+    shown = forge_train("slurm", job, "--print", **environ)
+    assert shown.code == 0, shown.err
+    for line in (
+        "--partition=cpu",
+        "--time=20",
+        "\necho hello\n",
+        'export A="site"',
+        'export B="job"',
+    ):
+        assert line in shown.out
+    (tmp_path / "other.toml").write_text('[slurm]\npartition = "high"\n')
+    other = forge_train("slurm", job, "--print", FORGE_SITE=str(tmp_path / "other.toml"), **environ)
+    assert "--partition=high" in other.out
+    named = forge_train("slurm", job, "--print", "--site", "nowhere", **environ)
+    assert (named.code, "--site 'nowhere'" in named.err) == (78, True)
+    (tmp_path / "other.toml").write_text('[slurm]\npartitoin = "high"\n')
+    wrong = forge_train("slurm", job, "--print", "--site", tmp_path / "other.toml", **environ)
+    assert (wrong.code, "did you mean slurm.partition?" in wrong.err) == (78, True)
+
+
+def test_grace_below_the_save_limit_is_a_warning(slurm, monkeypatch):
+    for name, value in slurm.environ.items():
+        monkeypatch.setenv(name, value)
+    kill_wait, grace = grace_warnings(60)
+    assert "KillWait of this site is 10 s, below resilience.save_limit_seconds 60" in kill_wait
+    assert "partition low preempts jobs (REQUEUE) after a GraceTime of 30 s" in grace
+    assert len(grace_warnings(60, "high")) == 1, "nobody preempts there"
+    assert len(grace_warnings(25, "low")) == 1
+    assert grace_warnings(5) == []
+    assert "partition low gives a job without one 00:05:00" in str(limit_problem(300))
+    assert limit_problem(299, "cpu") is None
+
+
+def test_files_that_another_node_does_not_see_are_named(slurm, tmp_path):
+    shared = tmp_path / "shared folder"
+    shared.mkdir()
+    job = write_job(shared)
+    code, found = doctor(slurm, job, "--requires", "slurm,multi-node", home=tmp_path)
+    assert (code, found["slurm"]["state"], found["multi-node"]["state"]) == (0, "ok", "ok"), found
+    assert str(shared) in found["multi-node"]["detail"]
+    assert list(shared.iterdir()) == [job], "what was written to be seen is gone"
+    slurm.drain("n3", "n4")
+    with slurm.hidden("n2", shared):
+        code, found = doctor(slurm, job, "--requires", "multi-node", home=tmp_path)
+    assert (code, found["multi-node"]["state"]) == (2, "broken")
+    assert found["multi-node"]["detail"] == f"n2 does not see {shared}"
+
+
+def test_a_machine_without_slurm_lacks_it(tmp_path):
+    done = forge_train(
+        "doctor",
+        "--json",
+        "--requires",
+        "slurm,gpu",
+        PATH="/nowhere",
+        HOME=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    states = {finding["what"]: finding["state"] for finding in json.loads(done.out)["findings"]}
+    assert (done.code, states["slurm"], states["gpu"]) == (1, "missing", "missing")
+    unknown = forge_train("doctor", "--requires", "slrum")
+    assert (unknown.code, "--requires 'slrum' is not known" in unknown.err) == (78, True)
+    init = forge_train("doctor", "--init", PATH="/nowhere", HOME=str(tmp_path))
+    assert (init.code, "was not written" in init.err) == (1, True)
