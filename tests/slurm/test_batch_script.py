@@ -172,7 +172,7 @@ def test_F61_a_command_before_that_of_the_ranks_saves_and_a_pipe_does_not(slurm,
 
 def test_F62_a_save_before_the_end_is_no_success_and_codes_are_kept(slurm, tmp_path):
     """75 is the only code that continues: 0 would be COMPLETED with half of the steps."""
-    half = Job(slurm, tmp_path / "half", "75 75 0", nodes=2)
+    half = Job(slurm, tmp_path / "half", "75 75 0")
     lost = Job(slurm, tmp_path / "lost", "65", nodes=1)
     stuck = Job(slurm, tmp_path / "stuck", "wait", nodes=1)
     stuck.text = stuck.text.replace(" wait\n", " 75 75 75\n").replace(
@@ -244,7 +244,7 @@ def test_elements_of_an_array_and_sites_that_forbid_requeues(slurm, tmp_path):
     array.text = array.text.replace(
         "run/checkpoints", "run/../checkpoints"
     )  # the trainer's are above
-    chain = Job(slurm, tmp_path / "chain", "75 75 0", on_stop="resubmit", nodes=2)
+    chain = Job(slurm, tmp_path / "chain", "75 75 0", on_stop="resubmit")
     for job in (array, chain):
         job.submit("--export=NONE") if job is chain else job.submit()
     wait_until(lambda: not slurm.run("squeue", "--noheader"), every=0.2)

@@ -216,7 +216,6 @@ def _look_at_limits(config: SlurmConfig, facts: JobFacts) -> None:
         print(f"forge-train: {warning}", file=sys.stderr)
 
 
-def _add_site(layers: Layers, name: str | None) -> None:
 def add_site(layers: Layers, name: str | None) -> None:
     """Lay the site below the job: it gives the keys of [slurm] that the job leaves open."""
     with config_errors():

@@ -20,9 +20,9 @@ from forge_resilience.slurm.site import (
 
 __all__ = [
     "JobFacts",
+    "NoNodes",
     "OrchestratorConfig",
     "QueueRefusal",
-    "NoNodes",
     "SlurmConfig",
     "batch_script",
     "chain_name",
