@@ -194,6 +194,12 @@ def probed(t: Trainer) -> Any:
             return error.exit_code, asked
 
 
+def alerts_that_failed(t: Trainer) -> Any:
+    t.fit()
+    failed = [e for e in read_run(t.paths.path).events if e["event"] == "alert_failed"]
+    return [(e["of"], e["way"], e["cause"], e["attempts"]) for e in failed]
+
+
 def layout(options: dict[str, Any]) -> Any:
     """What FSDP2 made of the keys, on one rank of several."""
     config = ParallelConfig(device="cpu", **options)
@@ -236,6 +242,12 @@ STAGE = {
 }
 
 
+ALERTS = {
+    "resilience.alerts.events": ["done"],
+    "resilience.alerts.command": "bash -c 'sleep 60'",
+    "resilience.alerts.timeout_seconds": 0.2,
+    "resilience.alerts.attempts": 1,
+}
 KEEP_ONE = {"checkpoint.every_steps": 1, "checkpoint.keep_last": 1}
 
 
@@ -472,6 +484,11 @@ PROBES: dict[str, Probe] = {
     "resilience.nonfinite.max_in_a_row": Probe(
         0, survives_a_bad_step, {"resilience.nonfinite.action": "skip"}
     ),
+    "resilience.alerts.command": Probe("false", alerts_that_failed, ALERTS),
+    "resilience.alerts.webhook": Probe("http://127.0.0.1:9", alerts_that_failed, ALERTS),
+    "resilience.alerts.events": Probe(["start"], alerts_that_failed, ALERTS),
+    "resilience.alerts.timeout_seconds": Probe(0.4, alerts_that_failed, ALERTS),
+    "resilience.alerts.attempts": Probe(2, alerts_that_failed, ALERTS),
     "health.at_start": Probe(False, probed),
     "health.every_steps": Probe(2, probed, {"health.at_start": False}),
     "health.action": Probe("warn", probed),

@@ -359,4 +359,22 @@ MISTAKES: tuple[Mistake, ...] = (
             "packages/forge-resilience/tests/test_health.py::test_errors_of_an_earlier_process_are_a_warning",
         ),
     ),
+    Mistake(
+        "an event is sent at each look into the journal",
+        f"{_RESILIENCE}/alerts.py",
+        "            self.offset = end",
+        "            self.offset = self.offset",
+        (
+            "packages/forge-resilience/tests/test_alerts.py::test_new_events_reach_both_ways_once_and_others_none",
+        ),
+    ),
+    Mistake(
+        "a failed alert shows the words of its command",
+        f"{_RESILIENCE}/alerts.py",
+        "problem = type(error).__name__",
+        "problem = str(error)",
+        (
+            "packages/forge-resilience/tests/test_alerts.py::test_a_command_that_fails_is_told_without_its_words",
+        ),
+    ),
 )

@@ -11,6 +11,7 @@ from forge_core.optim import StageConfig
 from forge_core.registry import installed
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
+from forge_resilience.alerts import AlertsConfig
 from forge_resilience.health import HealthConfig
 from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
@@ -353,6 +354,7 @@ class ResilienceConfig:
 
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
     save_limit_seconds: float = _field(

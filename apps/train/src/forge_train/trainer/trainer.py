@@ -38,6 +38,7 @@ from forge_train.errors import (
     run_on_all_ranks,
 )
 from forge_train.metrics.rows import Columns, MetricRows
+from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.auto_layout import describe_placement, with_layout
 from forge_train.trainer.build import build_model, freeze_groups, open_data, total_steps
@@ -173,6 +174,7 @@ class Trainer:
         rank = self.meshes.rank
         run_on_all_ranks(self.agreement, lambda: self.paths.create(rank))
         with contextlib.ExitStack() as stack:
+            stack.enter_context(alerts(self.paths, self.config.resilience.alerts, rank))
             with store_errors(self.paths.checkpoints, ConfigError):
                 store = self._open_store()
             stack.enter_context(store)

@@ -1,0 +1,313 @@
+"""Alerts: a command or a webhook for events of the journal, from a process of its own that outlives the run's faults."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_resilience.journal import Journal
+
+__all__ = ["FOLLOWED", "Alerts", "AlertsConfig"]
+
+FOLLOWED = "FORGE_ALERTS"
+"""Variable that a process sets for the ranks that it starts, if it follows the journal for them."""
+
+_LOOK_SECONDS = 0.25
+_DRAIN_SECONDS = 30.0  # for what is left to send when the run has ended
+_BACKOFF_SECONDS = 1.0  # doubled after each failed attempt
+_MOST_OF_A_KIND = 10  # in one life; a run that spikes in each step would send thousands
+_FAILED = "alert_failed"
+_WORDS = ("step", "rank", "cause", "signal", "tensor", "error")
+
+
+@dataclass(frozen=True)
+class AlertsConfig:
+    """Who is told of which events."""
+
+    command: str | None = field(
+        default=None,
+        metadata={
+            "help": "program for each event: it gets a sentence as its last argument and the event as JSON on stdin"
+        },
+    )
+    webhook: str | None = field(
+        default=None,
+        metadata={
+            "help": "URL that gets a POST of {text, event} as JSON; '$NAME' is read from the environment, so that no "
+            "secret is in a file"
+        },
+    )
+    events: tuple[str, ...] = field(
+        default=("stop", "hang", "stall", "spike", "rollback", "no_progress", "mismatch", "health", "fault", "save_failed"),
+        metadata={"help": "names of the events of events.jsonl"},
+    )  # fmt: skip
+    timeout_seconds: float = field(
+        default=10.0, metadata={"help": "a command that takes longer is killed, a webhook given up"}
+    )
+    attempts: int = field(default=3, metadata={"help": "attempts for each event"})
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.command is not None and not _words_of(self.command):
+            problems.append(
+                "command must be a program with its arguments, quoted as in a shell; use 'notify.sh --to me'"
+            )
+        if self.webhook is not None and not re.fullmatch(
+            r"https?://[^/\s]+\S*|\$\w+", self.webhook
+        ):
+            problems.append(
+                "webhook must be an http(s) URL or '$NAME' of a variable; use '$SLACK_URL'"
+            )
+        if not self.events or not all(re.fullmatch(r"\w+", name) for name in self.events):
+            problems.append(f"events {list(self.events)} must be names of events; use ['stop', 'hang']")  # fmt: skip
+        if not 0 < self.timeout_seconds <= 600:
+            problems.append(
+                f"timeout_seconds {self.timeout_seconds} must be above 0 and at most 600; use 10"
+            )
+        if not 1 <= self.attempts <= 100:
+            problems.append(f"attempts {self.attempts} must be from 1 to 100; use 3")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody is told."""
+        return self.command is not None or self.webhook is not None
+
+
+def _words_of(command: str) -> list[str]:
+    """The words of a command; none if its quotes do not match."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
+
+
+class Alerts:
+    """Sends alerts for new events of a journal while open; whatever fails never reaches the run.
+
+        with Alerts("runs/a/events.jsonl", AlertsConfig(webhook="$SLACK_URL")):
+            train()
+
+    A process follows the file from its present end, or from where the last one stopped (a number in `.alerts`
+    beside the journal): what a supervisor wrote about a life that it killed is sent by the next one. Each event is
+    sent once, to both; ten of a kind in a life at most. An attempt is limited in time, a command is killed with its
+    children; the last failure is an event `alert_failed` without the URL or the command. It ends with this
+    process, killed or not, after at most 30 s for what is left; `close` waits for it for `close_seconds`.
+    Cost: one small process; nothing in this one.
+    """
+
+    def __init__(
+        self,
+        journal: str | os.PathLike[str],
+        config: AlertsConfig,
+        *,
+        close_seconds: float = 10.0,
+    ) -> None:
+        self._journal, self._config = Path(journal), config
+        self._close_seconds = close_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Alerts:
+        """Start the process, if anybody is to be told."""
+        if not self._config.is_on:
+            return self
+        size = self._journal.stat().st_size if self._journal.exists() else 0
+        order = {"journal": str(self._journal.absolute()), "offset": size, "parent": os.getpid()}
+        order["config"] = asdict(self._config)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "forge_resilience.alerts"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is for the run; this tells of it
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                print(f"alerts are not sent: {error}", file=sys.stderr)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let the process send what is left, and end; it is left alone if that takes longer than `close_seconds`."""
+        if self._process is None or self._process.stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._close_seconds)
+
+
+class _Follower:
+    """Reads new lines of a journal and sends those that are asked for."""
+
+    def __init__(self, journal: Path, config: AlertsConfig, offset: int) -> None:
+        self.journal, self.config = journal, config
+        self.state = journal.with_name(journal.name + ".alerts")
+        self.offset = self._resume(offset)
+        self.sent: Counter[str] = Counter()
+        self.deadline: float | None = None  # once the run has ended
+
+    def _resume(self, offset: int) -> int:
+        """Where the last follower stopped, if that is a place in this file."""
+        with contextlib.suppress(OSError, ValueError):
+            kept = int(self.state.read_text())
+            return kept if 0 <= kept <= offset else offset
+        return offset
+
+    def run(self, ended: Callable[[float], bool]) -> None:
+        """Follow until `ended(seconds)`, which waits so long, and then send what is left."""
+        while not ended(_LOOK_SECONDS):
+            self._send_new()
+        self.deadline = time.monotonic() + _DRAIN_SECONDS
+        self._send_new()
+
+    def _send_new(self) -> None:
+        for event, end in self._new_events():
+            name = str(event.get("event"))
+            if name in self.config.events and name != _FAILED:
+                self.sent[name] += 1
+                if self.sent[name] <= _MOST_OF_A_KIND:
+                    self._send(event, is_last=self.sent[name] == _MOST_OF_A_KIND)
+            self.offset = end
+            with contextlib.suppress(OSError):
+                self.state.write_text(str(end))
+
+    def _new_events(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Events behind the offset, each with the offset behind it."""
+        try:
+            with self.journal.open("rb") as file:
+                file.seek(self.offset)
+                lines = file.read().splitlines(keepends=True)
+        except OSError:
+            return
+        end = self.offset
+        for line in lines:
+            end += len(line)
+            with contextlib.suppress(
+                ValueError, RecursionError
+            ):  # a line that is torn, or not whole yet
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    yield event, end
+
+    def _send(self, event: dict[str, Any], is_last: bool) -> None:
+        text = sentence(self.journal.parent, event)
+        if is_last:
+            text += f" (more events of this kind are in {self.journal.name} only)"
+        ways: list[tuple[str, Callable[[], str]]] = []
+        command, webhook = self.config.command, self.config.webhook
+        if command is not None:
+            ways.append(("command", lambda: self._run_command(command, text, event)))
+        if webhook is not None:
+            ways.append(("webhook", lambda: self._post(webhook, text, event)))
+        for way, attempt in ways:
+            problem, attempts = self._try(attempt)
+            if problem:
+                fields = {"of": event.get("event"), "way": way, "attempts": attempts}
+                Journal(self.journal).record(_FAILED, **fields, cause=problem)
+
+    def _try(self, attempt: Callable[[], str]) -> tuple[str, int]:
+        """Attempts until one succeeds: the problem of the last, empty after a success, and their number."""
+        problem = "the run ended before it could be sent"
+        for number in range(self.config.attempts):
+            if number:
+                time.sleep(min(_BACKOFF_SECONDS * 2 ** (number - 1), self._seconds_left()))
+            if not self._seconds_left():
+                return problem, number
+            try:
+                problem = attempt()
+            except Exception as error:  # its text may hold the URL or the command
+                problem = type(error).__name__
+            if not problem:
+                break
+        return problem, number + 1
+
+    def _seconds_left(self) -> float:
+        """Of the limit of an attempt, or until the end."""
+        limit = self.config.timeout_seconds
+        return limit if self.deadline is None else min(limit, max(0.0, self.deadline - time.monotonic()))  # fmt: skip
+
+    def _run_command(self, command: str, text: str, event: dict[str, Any]) -> str:
+        process = subprocess.Popen(
+            [*shlex.split(command), text],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(event).encode(), timeout=self._seconds_left())
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too
+            process.wait()
+            return f"took longer than {self.config.timeout_seconds:g} s and was killed"
+        return f"ended with code {process.returncode}" if process.returncode else ""
+
+    def _post(self, webhook: str, text: str, event: dict[str, Any]) -> str:
+        url = os.environ.get(webhook[1:], "") if webhook.startswith("$") else webhook
+        if not url:
+            return f"the variable {webhook[1:]} is not set"
+        body = json.dumps({"text": text, "event": event}).encode()
+        headers = {"Content-Type": "application/json", "User-Agent": "forge-resilience"}
+        request = urllib.request.Request(url, body, headers)
+        try:
+            with urllib.request.build_opener(_NoRedirect).open(
+                request, timeout=self._seconds_left()
+            ):
+                return ""
+        except urllib.error.HTTPError as error:
+            return f"answered {error.code}"
+        except urllib.error.URLError as error:
+            return f"cannot be reached: {type(error.reason).__name__}"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A POST that is sent elsewhere would become a GET, and tell the other place."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+def sentence(folder: Path, event: dict[str, Any]) -> str:
+    """`runs/a: hang, step 40, rank 3, cause ...`."""
+    said = [f"{word} {event[word]}" for word in _WORDS if event.get(word) not in (None, "")]
+    return f"{folder}: {', '.join([str(event.get('event')), *said])}"
+
+
+def _main() -> int:
+    """Follow the journal that the first line of stdin names, until stdin closes or the parent is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the run is the end of stdin
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    order = json.loads(sys.stdin.buffer.readline())
+    config = AlertsConfig(**{**order["config"], "events": tuple(order["config"]["events"])})
+
+    def ended(seconds: float) -> bool:
+        readable, _, _ = select.select([sys.stdin], [], [], seconds)
+        return bool(readable) or os.getppid() != order["parent"]
+
+    _Follower(Path(order["journal"]), config, order["offset"]).run(ended)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
