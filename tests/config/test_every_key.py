@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,9 @@ from forge_parallel import (
     parallelize,
 )
 from forge_parallel.pipeline import Pipeline, stages_of
+from forge_resilience.heartbeat import Beat
 from forge_resilience.slurm import JobFacts, batch_script
+from forge_resilience.supervise import Watch, supervise
 from forge_testing import run_on_ranks, write_job
 from forge_testing.disk import Disk
 from forge_testing.probes import wrong_products
@@ -371,7 +374,40 @@ SLURM = {
     "retries": Probe(3, batch),
 }
 
+
+def lives(t: Trainer) -> Any:
+    """How often ranks that fail at once are started, and the code at their end."""
+    folder = Path(t.config.run.dir).parent
+    (folder / "lives").write_text("")
+    script = f"open({str(folder / 'lives')!r}, 'a').write('x'); raise SystemExit(1)"
+    code = supervise([sys.executable, "-c", script], 1, config=t.config.resilience.watch)
+    return code, (folder / "lives").read_text()
+
+
+def patience(phase: str, steps: int) -> Callable[[Trainer], Any]:
+    """Seconds until a rank that makes no entry in `phase` is late."""
+
+    def look(t: Trainer) -> Any:
+        seconds = iter(range(10**6))
+        watch = Watch(t.config.resilience.watch, clock=lambda: float(next(seconds)))
+        beat = Beat(0, 1, 1, phase, 1, 0.0, 1, steps, "", 0.0, 1)
+        return next(late.limit for _ in range(10**5) if (late := watch.look([beat], [0])))
+
+    return look
+
+
+WATCH = {
+    "action": Probe("restart", lives),
+    "max_restarts": Probe(0, lives, {"resilience.watch.action": "restart"}),
+    "step_seconds": Probe(7.0, patience("step", 2)),
+    "first_step_seconds": Probe(7.0, patience("step", 1)),
+    "start_seconds": Probe(7.0, patience("load", 0)),
+    "other_seconds": Probe(7.0, patience("evaluate", 2)),
+    "limits": Probe({"save": 7.0}, patience("save", 2)),
+}
+
 PROBES: dict[str, Probe] = {
+    **{f"resilience.watch.{key}": probe for key, probe in WATCH.items()},
     **{f"slurm.{key}": probe for key, probe in SLURM.items()},
     "resilience.save_limit_seconds": Probe(100.0, batch),
     "model.moe.num_experts": Probe(4, shapes),

@@ -121,7 +121,8 @@ HANGS = {
     # a C call that holds the GIL: no Python code of the rank runs, no handler of Python either
     "a held GIL": (
         "def compute(number):\n    if (life, number, rank) == (0, 5, 1): hold_the_gil()\n"
-        "def hold_the_gil():\n    import ctypes; ctypes.PyDLL(None).sleep(600)\n"
+        "def hold_the_gil():\n    import ctypes, fcntl\n    lock, again = open(here / 'lock', 'w'), open(here / 'lock', 'w')\n"
+        "    fcntl.flock(lock, 2)\n    ctypes.PyDLL(None).flock(again.fileno(), 2)  # no signal wakes it\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)",
         ("step", 5), r"rank 1 \(pid \d+\), phase step, step 5, .* in hold_the_gil ",
     ),

@@ -74,12 +74,14 @@ def run(args: list[str]) -> int:
     """Train the job that CONFIG describes, or resume from the newest checkpoint in its run directory.
 
     `--nproc N` starts N processes on this machine; under torchrun, srun or RANK/WORLD_SIZE each
-    process is one rank of the job.
+    process is one rank of the job. With `resilience.watch.action = "restart"` a process that this one
+    starts trains, and is started again after a crash or a hang.
     """
     nproc, rest = _nproc(args)
     job = _job(rest, "run", run.__doc__ or "")
-    if nproc is not None and nproc > 1:
-        return _run_local_workers(job, rest, nproc)
+    supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
+    if supervised or (nproc is not None and nproc > 1):
+        return _supervise(job, rest, nproc or 1)
     from forge_parallel import StartError, launch
     from forge_train.errors import JobError
     from forge_train.report.summary import print_summary
@@ -146,13 +148,26 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
     return None, rest
 
 
-def _run_local_workers(job: ResolvedJob, args: list[str], nproc: int) -> int:
+def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """Run the same command in `nproc` processes; problems of the layout are found here, once."""
-    from forge_resilience import run_local_workers
+    from forge_resilience.supervise import run_guarded, supervise
+    from forge_train.trainer.run_directory import RunDirectory
 
     _refuse_layout(job, nproc)
     command = [sys.executable, "-m", "forge_train", "run", *args]
-    return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
+    environ = {**os.environ, "FORGE_NPROC": str(nproc)}
+    return run_guarded(
+        lambda guard: supervise(
+            command,
+            nproc,
+            environ,
+            config=job.config.resilience.watch,
+            journal=RunDirectory(job.config.run.dir).events,
+            expects_heartbeats=True,
+            guard=guard,
+            hand_over_port=True,
+        )
+    )
 
 
 def explain(args: list[str]) -> int:

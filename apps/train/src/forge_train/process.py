@@ -26,6 +26,11 @@ def is_rank_of_many() -> bool:
     return any(world.isdecimal() and int(world) > 1 for world in worlds)
 
 
+def may_supervise() -> bool:
+    """Whether no launcher or supervisor has started this process: it may start its ranks, and watch them."""
+    return not is_rank_of_many() and "FORGE_LIFE" not in os.environ
+
+
 #: Opened as early as can be in a rank of many, where a stop is for all ranks to agree on.
 early_stop = StopSignal(announce=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0")
 

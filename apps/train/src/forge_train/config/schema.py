@@ -16,6 +16,7 @@ from forge_resilience.health import HealthConfig
 from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
+from forge_resilience.supervise import WatchConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.layers import LENGTH_KEYS
 
@@ -357,6 +358,7 @@ class ResilienceConfig:
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     save_limit_seconds: float = _field(
         300.0,
         "longest time that a save may take: a batch job is told to stop so long, and a minute, before its limit",

@@ -6,5 +6,6 @@
 from forge_resilience.supervise.config import WatchConfig
 from forge_resilience.supervise.guard import run_guarded
 from forge_resilience.supervise.lives import FINAL_CODES, supervise
+from forge_resilience.supervise.watch import Late, Watch
 
-__all__ = ["FINAL_CODES", "WatchConfig", "run_guarded", "supervise"]
+__all__ = ["FINAL_CODES", "Late", "Watch", "WatchConfig", "run_guarded", "supervise"]
