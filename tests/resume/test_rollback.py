@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from forge_resilience.policy import NonfiniteConfig, NumericsPolicy, SpikeConfig
 from forge_testing.parts import smoothed
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
 from forge_train import Callback, Trainer, load_job, read_run
 from forge_train.trainer.objective import token_cross_entropy
+from forge_train.trainer.progress import Progress
 
 pytestmark = pytest.mark.distributed
 
@@ -171,6 +173,23 @@ def test_batches_before_the_bad_ones_are_left_out_and_checkpoints_among_them_rem
     assert [e["step"] for e in events(job, "save")] == [0, 3, 6, 6, 9, 12]
 
 
+def test_windows_that_overlap_a_checkpoint_and_each_other_are_left_out_behind_it(
+    tmp_path: Path,
+) -> None:
+    """Both reach back to step 6, which the only checkpoint holds already."""
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    few = {"checkpoint__every_steps": 6, "checkpoint__keep_last": 1, **BACK}
+    few |= {"resilience__rollback__batches_before": 1, "train__objective_options__last": 90}
+    found = fit_on_ranks(1, job, **few)
+    assert_same(found, fit_on_ranks(1, reference, LeaveOutTwo, **few), job, reference)
+    backs = [(e["to_step"], e["skipped_instances"]) for e in events(job, "rollback")]
+    assert backs == [(6, [[72, 83]]), (6, [[72, 95]])]
+
+
+class LeaveOutTwo(LeaveOut):
+    last = WINDOW[1] + BATCH
+
+
 def test_before_the_first_interval_the_run_goes_back_to_its_initial_state(tmp_path: Path) -> None:
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
     rare = {**BACK, "checkpoint__every_steps": 0}
@@ -227,6 +246,20 @@ def test_each_rollback_lowers_the_learning_rate(tmp_path: Path) -> None:
     mine, plain = rows(job)["lr"], rows(whole)["lr"]
     assert mine[:6] == plain[:6]
     assert mine[6:] == [0.5 * lr for lr in plain[6:]]
+
+
+def test_a_checkpoint_without_verdicts_undoes_those_behind_it() -> None:
+    """Version 0.1 saved none; what was judged since is of steps that a rollback undid."""
+    policy = NumericsPolicy(
+        NonfiniteConfig("rollback", max_in_a_row=1), SpikeConfig("skip", window=2)
+    )
+    for loss in (1.0, 2.0, math.inf, math.inf):
+        policy.judge(torch.tensor(loss), torch.tensor(1.0))
+    policy.decide(policy.take().tolist(), 4)
+    assert policy.state_dict()["in_a_row"] == 2
+    Progress(policy).load_state_dict({"step": 2, "tokens": 8, "seconds": 1.0})
+    new = {"rollbacks": 0, "in_a_row": 0, "bad_since": 0, "window": [[], []]}
+    assert policy.state_dict() == new
 
 
 class StopAt7(Callback):

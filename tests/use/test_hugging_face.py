@@ -23,6 +23,7 @@ from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import HFFolder
 from forge_data.prepare import prepare
 from forge_testing.jobs import TINY_JOB
+from forge_testing.parts import smoothed
 from forge_testing.processes import forge_train
 from forge_testing.runs import fit_on_ranks
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
@@ -268,6 +269,27 @@ def test_a_run_from_an_import_resumes_and_keeps_its_sidecar(tmp_path: Path) -> N
     import_folder(tmp_path / "out", run_dir=tmp_path / "again" / "run")
     job = load_job(write_job(tmp_path / "again"), {"train.steps": 1})
     assert job.config.model == trainer.config.model
+
+
+def test_a_rollback_never_goes_back_to_an_import(tmp_path: Path) -> None:
+    """It has weights alone. The bad batch and two before it are left out from step 3 on, the first of the run's own."""
+    save("Mixtral", tmp_path / "hf")
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    back = {"action": "rollback", "max_in_a_row": 0}
+    train(
+        tmp_path,
+        6,
+        **{f"resilience.nonfinite.{key}": value for key, value in back.items()},
+        **{"checkpoint.every_steps": 3, "resilience.rollback.batches_before": 2},
+        **{"train.objective": f"{__name__}:bad_in_step_4"},
+    )
+    (event,) = [e for e in read_run(tmp_path / "run").events if e["event"] == "rollback"]
+    assert (event["to_step"], event["bad_steps"]) == (3, [4, 4])
+
+
+def bad_in_step_4(model: Any, batch: Any) -> dict[str, Tensor]:
+    bad = (batch.instance_ids == 12).any()
+    return {"loss": smoothed(model, batch)["loss"] * torch.where(bad, torch.inf, 1.0)}
 
 
 def test_the_model_of_a_job_is_that_of_the_import(tmp_path: Path) -> None:

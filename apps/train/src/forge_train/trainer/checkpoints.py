@@ -83,7 +83,7 @@ class Checkpoints:
         """
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
-            if self._is_import():
+            if self._store.steps() == [0] and self._imported():
                 step = self._store.load({"model": self._state["model"]})
             else:
                 step = self._store.load(self._state, self._check_saved)
@@ -101,11 +101,12 @@ class Checkpoints:
 
     def go_back(self, latest: int, wanted: int) -> float | None:
         """Load the newest checkpoint up to step `wanted`, or else the oldest up to `latest`, and remove those behind
-        it; the seconds it took. None if there is no such checkpoint. After `settle`."""
+        it; the seconds it took. None if there is no such checkpoint; an import is none. After `settle`."""
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
-            steps = [] if self._is_import() else self._store.steps()
-            steps = [step for step in steps if step <= latest]
+            steps = [step for step in self._store.steps() if step <= latest]
+            if steps[:1] == [0] and self._imported():
+                del steps[0]
             if not steps:
                 return None
             target = max((step for step in steps if step <= wanted), default=steps[0])
@@ -160,9 +161,9 @@ class Checkpoints:
         self._in_flight = None
         return [committed]
 
-    def _is_import(self) -> bool:
-        """Whether there is one checkpoint, and an import wrote it."""
-        return self._store.steps() == [0] and IMPORTED in self._store.inspect(0)["objects"]
+    def _imported(self) -> bool:
+        """Whether an import wrote step 0."""
+        return IMPORTED in self._store.inspect(0)["objects"]
 
     @property
     def set_aside(self) -> list[tuple[int, str]]:

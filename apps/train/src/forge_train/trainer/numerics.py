@@ -76,8 +76,8 @@ class Numerics:
 def refuse_without_checkpoint(found: Outcome, store: object) -> NoReturn:
     """There is nothing to go back to."""
     raise NumericsError(
-        [f"{_bad_steps(found)} and {store} holds no checkpoint from before to go back to; set "
-         "checkpoint.every_steps below the length of such a window, or keep more (checkpoint.keep_last)"]
+        [f"{_bad_steps(found)}, and {store} holds no state of a run of step {found.first - 1} or before to go back "
+         "to; save more often (checkpoint.every_steps), or keep more checkpoints (checkpoint.keep_last)"]
     )  # fmt: skip
 
 

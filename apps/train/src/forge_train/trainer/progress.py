@@ -38,5 +38,5 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.tokens, self.seconds = (state[name] for name in _COUNTERS)
-        if "policy" in state:
-            self.policy.load_state_dict(state["policy"])
+        # without one, that of a new run: after a rollback this one has judged steps that are undone
+        self.policy.load_state_dict(state.get("policy", NumericsPolicy().state_dict()))

@@ -240,9 +240,9 @@ class Trainer:
         if seconds is None:
             refuse_without_checkpoint(bad, self.paths.checkpoints)
         self.numerics.policy.rollbacks = rollbacks
-        following = int(self.loader.ids(self.loader.cursor, self.loader.cursor + 1)[0])
         for first, last in windows:
-            if last >= following:  # those before are in the checkpoint's own ledger
+            following = int(self.loader.ids(self.loader.cursor, self.loader.cursor + 1)[0])
+            if last >= following:  # those before are in the ledger already
                 self.loader.skip(max(first, following), last)
         self._forget_steps()
         self._record(
