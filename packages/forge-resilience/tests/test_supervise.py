@@ -225,6 +225,13 @@ def test_codes_that_are_final(tmp_path, code):
         f"rank 0 (pid {read_heartbeats(tmp_path / 'beats')[0].pid}) ended with code {int(code)}\n", [])  # fmt: skip
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_change_the_code(closed):
+    line = f"{sys.executable} -m forge_resilience.supervise -- sh -c 'exit 75' {closed}"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 def test_two_lives_without_progress_end_the_job(tmp_path):
     body = "def compute(number):\n    if number == 4: sys.exit(1)"
     ran = run(tmp_path, body, nproc=1)

@@ -44,9 +44,9 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):  # None where the caller had closed it
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
             os._exit(code)
     for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
