@@ -247,7 +247,12 @@ def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str 
     """(option, value) of what sbatch and salloc are asked for."""
     yield "--job-name", config.job_name or os.path.basename(facts.run_dir) or "forge"
     yield "--nodes", str(config.nodes)
-    yield "--ntasks-per-node", str(config.ranks_per_node)
+    low, high = config.node_range
+    if low < high and config.ranks_per_node == 1:
+        # with --ntasks-per-node=1 Slurm (22.05) gives the fewest nodes of a range, though all are idle
+        yield "--mincpus", str(config.cpus_per_task or 1)
+    else:
+        yield "--ntasks-per-node", str(config.ranks_per_node)
     options = list(config.sbatch_options)
     if config.gpus_per_node:
         options.insert(0, config.gpus_option.format(gpus=config.gpus_per_node))
