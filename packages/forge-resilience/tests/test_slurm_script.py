@@ -205,6 +205,13 @@ def test_lives_that_a_node_failure_ended_count_too(site: Site) -> None:
     assert [site.life()[0] for _ in range(3)] == [-9, -9, 70]
 
 
+def test_lives_that_lost_a_node_are_no_lack_of_progress(site: Site) -> None:
+    """Slurm starts a job on a dead node again and again until it has noticed, after SlurmdTimeout."""
+    site.write("exit 1")
+    assert [site.life(LOST="1")[0] for _ in range(4)] == [75] * 4
+    assert "restart 4 " in site.life("exit 0")[1], "they are counted against slurm.max_restarts"
+
+
 def test_a_lost_node_is_requeued_and_a_crash_is_not(site: Site) -> None:
     site.write(f"{_SAVE}; exit 1")
     code, output = site.life(LOST="1")

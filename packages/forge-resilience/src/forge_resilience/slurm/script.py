@@ -163,7 +163,11 @@ for ((attempt = 0; ; attempt++)); do
   esac
   # ranks that had no handler yet, or were killed behind those that had left already
   [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"
-  nodes_answer || again "lost a node (code $code)"
+  if ! nodes_answer; then
+    # not this job's fault: until Slurm has noticed, minutes later, the next lives meet the dead node again
+    sed -i '$s/$/ (lost a node)/' -- "$lives"
+    again "lost a node (code $code)"
+  fi
   ((attempt < {retries})) || {{ say "ended with code $code"; exit "$code"; }}
   [[ -z $stopped ]] || again "crashed with code $code after $stopped"
   say "crashed with code $code: starting the ranks again, retry $((attempt + 1)) of {retries}"
