@@ -132,6 +132,12 @@ def test_nothing_is_judged_before_the_window_is_full_and_a_lasting_rise_is_no_sp
     assert found[-1] == 0
 
 
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.0])
+def test_behind_equal_values_a_rise_is_no_spike_for_ever(value: float) -> None:
+    policy = NumericsPolicy(spike=SpikeConfig("skip", 6.0, 32))
+    assert not any(judge(policy, [value] * 32 + [value + 1] * 400)[-200:])
+
+
 @pytest.mark.parametrize("action", ["stop", "rollback"])
 def test_a_spike_has_its_action_at_once(action: Any) -> None:
     policy = NumericsPolicy(NonfiniteConfig("skip", 3), SpikeConfig(action, 6.0, 16))

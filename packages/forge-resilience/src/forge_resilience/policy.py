@@ -266,8 +266,10 @@ class _Window:
         if self._values is None:
             self._place(new.device)
         full = self._count >= self._size
-        limit = self._values.mean(1) + self._sigma * self._values.std(1)  # (2,)
-        above = full & (new > limit)
+        deviation = self._values.std(1)  # (2,)
+        limit = self._values.mean(1) + self._sigma * deviation
+        # equal values have no scale: above them everything would be a spike, and cut to the limit for ever
+        above = full & (deviation > 0) & (new > limit)
         new = torch.where(above, limit, new)
         entered = torch.cat([self._values[:, 1:], new[:, None]], dim=1)
         self._values = torch.where(bad > 0, self._values, entered)
