@@ -69,6 +69,12 @@ def test_the_window_does_not_depend_on_the_number_of_ranks(stream):
     assert seen == [0, 1, *range(5, 11)]
 
 
+@pytest.mark.parametrize("window", [(5, 3), (-5, 3), (1.5, 3), ("a", 3), (0, 2**62)])
+def test_windows_that_are_none_are_refused(window):
+    with pytest.raises(ValueError, match="must be integers from 0 to"):
+        Ledger([window])
+
+
 def test_what_was_handed_out_cannot_be_skipped(stream):
     loader = Loader(stream, 4)
     next(loader)

@@ -19,7 +19,8 @@ class Ledger:
     """Windows of instance ids, both ends included, that no batch contains.
 
     The instances that remain are numbered from 0 without gaps: `ids(positions)` maps those numbers, int64
-    (N,), to instance ids. Without windows both are the same. Windows that touch become one.
+    (N,), to instance ids. Without windows both are the same. Windows that touch become one. ValueError for a
+    window that is none.
     Usage: `Ledger([(8, 11)]).ids(np.arange(10))` ends with 7, 12, 13.
     """
 
@@ -33,11 +34,6 @@ class Ledger:
 
     def add(self, first: int, last: int) -> None:
         """Leave out `first .. last`. ValueError for a window that is none."""
-        if type(first) is not int or type(last) is not int or not 0 <= first <= last <= _LAST_ID:
-            raise ValueError(
-                f"window {first!r}..{last!r} must be integers from 0 to {_LAST_ID}, the first not behind "
-                "the last; give instance ids of the stream"
-            )
         self._set([*self.windows, (first, last)])
 
     def ids(self, positions: Any) -> np.ndarray:
@@ -48,6 +44,16 @@ class Ledger:
         return ids
 
     def _set(self, windows: list[tuple[int, int]]) -> None:
+        for first, last in windows:
+            if (
+                type(first) is not int
+                or type(last) is not int
+                or not 0 <= first <= last <= _LAST_ID
+            ):
+                raise ValueError(
+                    f"window {first!r}..{last!r} must be integers from 0 to {_LAST_ID}, the first not behind "
+                    "the last; give instance ids of the stream"
+                )
         merged: list[tuple[int, int]] = []
         for first, last in sorted(windows):
             if merged and first <= merged[-1][1] + 1:
