@@ -1,0 +1,112 @@
+"""What is changed inside a rank before it begins: a point at which it dies, a limit, a data loader that takes time."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_MATRIX = Path(__file__).parents[2] / "packages/forge-ckpt/tests/fault_matrix.py"
+_DATA_SECONDS = 0.003
+
+
+@cache
+def fault_matrix() -> ModuleType:
+    """The named points of forge-ckpt's own tests."""
+    spec = importlib.util.spec_from_file_location("fault_matrix", _MATRIX)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def slow_data(rank: int) -> None:
+    """The phase `data` takes 3 ms, so that it can be met."""
+    from forge_train.trainer.trainer import Trainer
+
+    real = Trainer._next_batch
+
+    def next_batch(self: Any) -> Any:
+        time.sleep(_DATA_SECONDS)
+        return real(self)
+
+    Trainer._next_batch = next_batch  # type: ignore[method-assign]
+
+
+def dies_at(point: str, victim: int, marker: Path) -> Callable[[int], None]:
+    """Rank `victim` kills itself at a point of the matrix (rank 0 where only it comes there), and says so before."""
+    matrix = fault_matrix()
+    how, owner, name, ranks = matrix.POINTS[point]
+    victim = victim % len(ranks)
+
+    def die(*_args: Any, **_kwargs: Any) -> None:
+        marker.write_text(f"{victim} {point}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def plant(rank: int) -> None:
+        slow_data(rank)
+        if rank == victim:
+            matrix.die = die
+            matrix.before.__globals__["die"] = die
+            how(owner, name)
+
+    return plant
+
+
+def exits(victim: int, after: int, marker: Path) -> Callable[[int], None]:
+    """`sys.exit(0)` in one rank after so many of its steps, as a stray script would."""
+
+    def plant(rank: int) -> None:
+        from forge_train.trainer.trainer import Trainer
+
+        slow_data(rank)
+        real, left = Trainer._after_step, [after]
+
+        def after_step(self: Any) -> None:
+            real(self)
+            left[0] -= 1
+            if left[0] == 0:
+                marker.write_text(f"{victim} exit")
+                sys.exit(0)
+
+        if rank == victim:
+            Trainer._after_step = after_step  # type: ignore[method-assign]
+
+    return plant
+
+
+def limited(size: int, victim: int, marker: Path) -> Callable[[int], None]:
+    """Rank `victim` may write no file beyond `size` bytes: a full quota."""
+
+    def plant(rank: int) -> None:
+        slow_data(rank)
+        if rank == victim:
+            marker.write_text(f"{victim} limit")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    return plant
+
+
+def output(path: str | None) -> Callable[[int], None]:
+    """stdout and stderr closed, or onto a file such as /dev/full."""
+
+    def plant(rank: int) -> None:
+        slow_data(rank)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            if path is None:
+                os.close(number)
+                setattr(sys, name, None)  # as Python finds it when it starts
+                setattr(sys, f"__{name}__", None)
+            else:
+                os.dup2(os.open(path, os.O_WRONLY), number)
+
+    return plant

@@ -1,0 +1,130 @@
+"""What the campaign strikes: suites of kinds and phases, each with the flags of its runs."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from forge_resilience.chaos import ASYNC_SAVE, BETWEEN, FILE_KINDS, PROCESS_KINDS
+
+STEPS, EVERY = 48, 4
+JOB = """
+[run]
+dir = "{run_dir}"
+[model]
+dim = 16
+num_layers = 1
+num_heads = 2
+[data]
+seq_len = 32
+[data.sources.text]
+name = "builtin"
+[train]
+steps = {steps}
+global_batch = 12
+[optimizer]
+lr = 1e-2
+eps = 1e-4
+[parallel]
+device = "cpu"
+precision = "fp32"
+[eval]
+every_steps = 6
+sequences = 4
+[checkpoint]
+every_steps = {every}
+keep_last = 4
+[metrics]
+every_steps = 1
+console = "off"
+[sample]
+max_new_tokens = 0
+"""
+
+_PHASES = ("start", "load", "data", "step", "evaluate")
+_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_CRASHES = ("kill_rank", "kill_all", "kill_launcher", "segfault", "abort", "pause", "slow")
+_REQUESTS = ("term", "term_rank", "usr1", "usr1_rank", "int", "hup", "term_then_kill", "storm")
+#: Points inside a save or a load at which a rank kills itself: of the fault matrix of forge-ckpt.
+POINTS = (
+    "after the plan", "while writing", "after the fsync of its file", "before the manifest", "before the rename",
+    "after the rename", "after the commit", "while reading back", "before the removal", "while removing",
+    "while loading", "while filling",
+)  # fmt: skip
+#: Files of a checkpoint that a kind of damage is for.
+DAMAGE = {
+    **{f"{kind} of data": kind for kind in FILE_KINDS if kind not in ("wrong_json", "clock", "stale_folders", "dangling_latest", "remove_folder")},
+    **{f"{kind} of the manifest": kind for kind in ("flip_bit", "truncate", "remove", "swap", "wrong_json")},
+    **{kind: kind for kind in ("clock", "stale_folders", "dangling_latest", "remove_folder")},
+}  # fmt: skip
+#: Errors of the file system, for one step's save: FORGE_FAULT of the shim.
+DISK = {
+    "mkdir ENOSPC": "mkdir {step}.tmp 28",
+    "write ENOSPC": "pwrite {step}.tmp 28",
+    "write EIO": "pwrite {step}.tmp 5",
+    "write of the manifest ENOSPC": "pwrite manifest.json$ 28",
+    "fsync EIO": "fsync {step}.tmp 5",
+    "fsync of the manifest EIO": "fsync manifest.json$ 5",
+    "close EIO": "close {step}.tmp 5",
+    "rename EIO": "rename {step}.tmp 5",
+    "read back EIO": "preadv {step}/data- 5",
+    "removal EIO": "unlinkat {old} 5",
+}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """kinds: kind -> phases. flags: of all lives. nproc: ranks of each life."""
+
+    name: str
+    kinds: dict[str, tuple[str, ...]]
+    flags: tuple[str, ...] = ()
+    nproc: tuple[int, ...] = (2,)
+    launcher: str = "forge"
+
+
+def _process(save: str) -> dict[str, tuple[str, ...]]:
+    return {kind: (*_PHASES, save, "exit") for kind in (*_CRASHES, *_REQUESTS)}
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("wait", _process("save"), ("--checkpoint.wait", "true")),
+        Suite("async", _process(ASYNC_SAVE), ("--checkpoint.wait", "false")),
+        Suite("points", {kind: ("load" if kind in POINTS[-2:] else "save",) for kind in POINTS}),
+        Suite("files", dict.fromkeys(DAMAGE, (BETWEEN,))),
+        Suite("disk", dict.fromkeys(DISK, ("save",))),
+        Suite("odd", {"exit 0 in a rank": ("step",), "file size limit": ("save",), "stdout closed": ("start",),
+                      "stdout full": ("start",), "second job": ("step",)}),
+        Suite("world", {"kill_all": ("step", "save"), "term": ("step", "save")}, nproc=(2, 3, 1, 4)),
+        Suite("torchrun", {kind: ("step", "save") for kind in ("kill_rank", "kill_all", "term", "usr1_rank", "pause")},
+              launcher="torchrun"),
+    )
+}  # fmt: skip
+
+
+def allowed_codes(kind: str, phase: str, launcher: str, nproc: int = 2) -> set[int]:
+    """Exit codes of the launcher that are documented for a life struck so.
+
+    A stop that comes when all work is done ends with 0; one that comes before there is a handler kills.
+    """
+    if launcher == "torchrun":  # its own codes: 1, or death by the signal
+        return {0, 1, 75, *(-int(number) for number in (*_STOPS, signal.SIGKILL))}
+    if nproc == 1 and kind == "kill_all":  # a run without a launcher
+        return {-signal.SIGKILL}
+    if kind in ("kill_rank", "kill_all", "segfault", "abort"):
+        return {1}
+    if kind == "kill_launcher":
+        return {-signal.SIGKILL}
+    if kind == "term_then_kill":
+        return {0, 1, 75}
+    if kind == "storm" and phase == "start":
+        return {1, 75, *(-int(number) for number in _STOPS)}
+    if kind in _REQUESTS:
+        early = {1} if phase == "start" and kind.endswith("_rank") else set()
+        return {0, 75} | early
+    return {1}
+
+
+__all__ = ["ASYNC_SAVE", "BETWEEN", "DAMAGE", "DISK", "EVERY", "JOB", "POINTS", "PROCESS_KINDS", "STEPS", "SUITES", "Suite", "allowed_codes"]  # fmt: skip
