@@ -1,6 +1,6 @@
 """Faults on runs of forge-train, one after another, each followed by all invariants; resumable.
 
-    hatch run chaos --campaign                 # the whole plan: docs/reliability.jsonl, .json and .md
+    hatch run chaos --campaign                 # the whole plan, into runs/chaos.jsonl and docs/reliability.*
     hatch run chaos --faults 20                # a smoke
     hatch run chaos --suite files --faults 200 --seed 3
 
@@ -87,7 +87,7 @@ class Job:
         self.log_from = self.log.stat().st_size if self.log.exists() else 0
         self.nproc = nproc = self.suite.nproc[self.worlds % len(self.suite.nproc)]
         self.worlds += 1
-        command = ["run", self.toml, *self.suite.flags, *flags]
+        command = ["run", self.toml, *self.suite.flags, *self.suite.numbers, *flags]
         if self.suite.launcher == "forge":
             command += ["--nproc", str(nproc)]
         environ = {FOLDER: str(self.striker.folder)}
@@ -140,7 +140,7 @@ class Job:
         """Run on until the steps that faults struck are passed; False if the run is complete."""
         goal = max((step for _, step, _ in self.struck), default=-1)
         life, deadline = self.start(), time.monotonic() + _LIMIT
-        while life.poll() is None and self.newest_step() <= goal:
+        while life.poll() is None and self.newest_step() <= goal + 1:  # one may be ahead of another
             if time.monotonic() > deadline:
                 raise Failed(f"no progress beyond step {goal} in {_LIMIT:g} s")
             time.sleep(0.002)  # polling memory
@@ -463,17 +463,11 @@ def close_enough(run: str, reference: str) -> str:
 # ---- the campaign
 
 
-def make_reference(folder: Path) -> Reference:
+def make_reference(folder: Path, numbers: Sequence[str]) -> Reference:
     job = Job(Suite("reference", {}), folder, None)  # type: ignore[arg-type]
-    flags = (
-        "--checkpoint.every_steps",
-        "1",
-        "--checkpoint.keep_last",
-        "1000",
-        "--checkpoint.wait",
-        "true",
-    )
-    job.suite = Suite("reference", {}, flags)
+    keys = {"every_steps": "1", "keep_last": "1000", "wait": "true"}
+    flags = [text for key, value in keys.items() for text in (f"--checkpoint.{key}", value)]
+    job.suite = Suite("reference", {}, (*flags, *numbers))
     job.start(lambda rank: None)
     if job.end(180) != 0:
         raise SystemExit(job.output())
@@ -539,7 +533,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--campaign", action="store_true", help="the whole plan, into docs/")
+    parser.add_argument(
+        "--campaign", action="store_true", help="the whole plan, into runs/ and docs/"
+    )
     parser.add_argument("--suite", default="", help="only these suites, by comma")
     parser.add_argument("--faults", type=int, default=20, help="so many in all, without --campaign")
     parser.add_argument("--seed", type=int, default=0)
@@ -564,6 +560,9 @@ def main() -> int:
     plan = {
         n: PLAN[n] if args.campaign else max(1, round(args.faults * PLAN[n] / total)) for n in names
     }
+    if args.campaign and args.out is None:
+        args.out = ROOT / "runs/chaos.jsonl"
+        args.out.parent.mkdir(exist_ok=True)
     done = done_rows(args.out)
     left = {}
     for name in names:
@@ -574,8 +573,7 @@ def main() -> int:
     folder = args.keep or Path(tempfile.mkdtemp(prefix="forge-chaos-"))
     end, failures, count = time.monotonic() + 60 * args.minutes, 0, 0
     try:
-        reference = make_reference(folder / f"reference-{os.getpid()}")
-        for row in run_suites(left, folder / str(os.getpid()), reference):
+        for row in run_suites(left, folder / str(os.getpid())):
             row |= {"campaign_seed": args.seed, "commit": head()}
             count += 1
             failures += bool(row["problem"])
@@ -590,19 +588,23 @@ def main() -> int:
         if args.keep is None and not failures:
             shutil.rmtree(folder, ignore_errors=True)
     print(f"{count} faults, {failures} failures", flush=True)
+    if args.campaign:
+        subprocess.run([sys.executable, "-m", "tests.chaos.page", str(args.out)], check=True)
     return int(bool(failures))
 
 
-def run_suites(
-    left: dict[str, list[Fault]], folder: Path, reference: Reference
-) -> Iterator[dict[str, Any]]:
+def run_suites(left: dict[str, list[Fault]], folder: Path) -> Iterator[dict[str, Any]]:
     """Rows of all suites, three dozens of each in turn: a campaign that ends early has seen some of everything."""
-    part = 0
+    part, references = 0, dict[tuple[str, ...], Reference]()
     while any(left.values()):
         for name, faults in left.items():
             left[name], chosen = faults[_TURN:], faults[:_TURN]
-            part += 1
-            yield from run_suite(SUITES[name], chosen, folder / f"{part}", reference)
+            suite, part = SUITES[name], part + 1
+            if chosen and suite.numbers not in references:
+                made = make_reference(folder / f"reference-{part}", suite.numbers)
+                references[suite.numbers] = made
+            if chosen:
+                yield from run_suite(suite, chosen, folder / f"{part}", references[suite.numbers])
 
 
 def done_rows(out: Path | None) -> set[tuple[str, int, int]]:

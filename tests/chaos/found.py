@@ -1,0 +1,24 @@
+"""What campaigns found, and the test that stays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Found(NamedTuple):
+    """`fault`: suite, seed and number. `test` fails without the repair."""
+
+    fault: str
+    happened: str
+    now: str
+    test: str
+
+
+FOUND = (
+    Found(
+        "wait 0, seed 0 (term in start)",
+        "TERM killed one rank that had no handler yet; the other had one and waited to meet it until the time limit",
+        "the launcher ends it after the grace; the job's code is 75",
+        "test_F59_a_rank_that_waits_for_one_that_a_stop_killed_is_ended_in_time",
+    ),
+)
