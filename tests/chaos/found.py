@@ -21,4 +21,10 @@ FOUND = (
         "the launcher ends it after the grace; the job's code is 75",
         "test_F59_a_rank_that_waits_for_one_that_a_stop_killed_is_ended_in_time",
     ),
+    Found(
+        "wait 38, seed 0 (storm in data)",
+        "a SIGINT of the storm met the process in atexit, after the stop was saved: tracebacks of nobody's mistake",
+        "a signal while a run leaves ends it at once, with the run's code",
+        "test_an_interrupt_while_a_run_leaves_prints_no_traceback",
+    ),
 )

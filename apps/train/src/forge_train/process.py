@@ -57,7 +57,9 @@ def prepare(is_run: bool) -> None:
 
 
 def end(code: int, is_run: bool) -> NoReturn:
-    """Flush the output and leave with `code`."""
+    """Flush the output and leave with `code`, at once if a signal comes meanwhile: it has nothing to stop any more."""
+    if is_run:
+        leave_on_signal(code, signal.SIGINT)
     for descriptor, stream in enumerate((sys.stdout, sys.stderr), start=1):
         try:
             stream.flush()
