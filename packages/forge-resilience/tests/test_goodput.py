@@ -73,6 +73,14 @@ def test_a_rollback_undoes_steps_of_the_same_life():
     assert (ledger.losses, ledger.steps_done) == (0, 30)
 
 
+def test_the_save_of_a_stop_was_waited_for():
+    story = [*STORY[:4], event("save", 31.0, step=19, seconds=2.0), event("stop", 31.5, step=19)]
+    ledger = read_ledger(story)
+    assert ledger.milliseconds()["save"] == 1_000 + 2_000
+    assert ledger.milliseconds()["steps"] == 10_000 + 8_000 + 500
+    assert ledger.saves == (1.0, 2.0)
+
+
 def test_a_run_that_goes_on_ends_at_its_last_sign():
     assert read_ledger(STORY[:4], last_sign=29.5).milliseconds()["steps"] == 10_000 + 8_500
     assert read_ledger(STORY[:4], last_sign=1.0).wall_ms == 19_000

@@ -116,6 +116,8 @@ class _Reader:
         self.gap = ""  # cause of the time up to the next life; "" while one runs
         self.captured: dict[int, int] = {}  # step -> when the state was taken that was saved
         self.saves: list[float] = []
+        self.last_save: tuple[int, int, float] | None = None  # step, end, seconds; of no pause
+        self.paused_at: set[Any] = set()
         self.lives = self.losses = self.stops = self.first = self.step = 0
 
     def read(self, event: Mapping[str, Any]) -> None:
@@ -139,6 +141,8 @@ class _Reader:
             self.interrupt(str(event.get("cause")), now, seconds)
             if event.get("cause") == "save":
                 self.saves.append(seconds)
+                self.paused_at.add(event.get("step"))
+                self.last_save = None
         elif name == "hang":
             self.interrupt("hung", now, seconds)
             self.lose()
@@ -148,11 +152,16 @@ class _Reader:
             self.revoke(self.step)
             return
         elif name in ("stop", "done") and not self.gap:
+            if self.last_save is not None and self.last_save[0] == self.step:  # it was waited for
+                self.interrupt("save", *self.last_save[1:])
+                self.saves.append(self.last_save[2])
             self.lay("steps", now)
             if self.step in self.captured:  # the way out after the last save is no work to be lost
                 self.captured[self.step] = now
             self.stops += name == "stop"
             self.gap = "queue" if name == "stop" else "idle"
+        if name == "save" and event.get("step") not in self.paused_at:
+            self.last_save = int(event.get("step", -1)), now, seconds
         if name in _SAVES and "step" in event and not self.gap:
             self.captured.setdefault(int(event["step"]), now - round(1000 * seconds))
 

@@ -495,7 +495,11 @@ class Trainer:
             self.checkpoints.save(step, wait, metrics)
             if wait:
                 self._announce(self.checkpoints.settle())
-        self._record("pause", cause="save", step=step, seconds=settling.seconds + pause.seconds)
+        if (
+            step < self.total_steps and self._decision.stop is None
+        ):  # of the last one `save` says it
+            seconds = settling.seconds + pause.seconds
+            self._record("pause", cause="save", step=step, seconds=seconds)
 
     def _announce(self, steps: Sequence[int]) -> None:
         """Call on_checkpoint for steps that all ranks know to be committed."""

@@ -4,7 +4,7 @@ from forge_resilience.chaos.files import FILE_KINDS, damage
 from forge_resilience.chaos.processes import PROCESS_KINDS, ProcessKind
 from forge_resilience.chaos.schedule import BETWEEN, FIRST, Fault, failure_rate_bound, make_schedule
 from forge_resilience.chaos.strike import ASYNC_SAVE, Life, Striker, Struck
-from forge_resilience.chaos.trial import Result, Trial
+from forge_resilience.chaos.trial import CommandLife, Result, Trial
 
 __all__ = [
     "ASYNC_SAVE",
@@ -12,6 +12,7 @@ __all__ = [
     "FILE_KINDS",
     "FIRST",
     "PROCESS_KINDS",
+    "CommandLife",
     "Fault",
     "Life",
     "ProcessKind",
