@@ -33,12 +33,10 @@ exit $code
 _ORCHESTRATE = """
 import sys
 from pathlib import Path
-from forge_resilience import Journal
 from forge_resilience.slurm.orchestrate import OrchestratorConfig, orchestrate
 config = OrchestratorConfig(wait_seconds=2, grow_after_seconds=1, max_resizes_per_hour=int(sys.argv[3]), poll_seconds=0.2)
 folder = Path(sys.argv[1])
-record = Journal(folder / "events.jsonl").record
-sys.exit(orchestrate(folder / "job.sh", [4, 3, 2], sys.argv[2], config, max_restarts=4, record=record))
+sys.exit(orchestrate(folder / "job.sh", [4, 3, 2], sys.argv[2], config, max_restarts=4, journal=folder / "events.jsonl"))
 """
 # A client command that kills the orchestrator before or after it did its work, once for each file in `points`.
 _CLIENT = """#!/bin/bash
@@ -211,6 +209,22 @@ def tell(run: Run, slurm: Slurm):
     while len(run.lives()) < 4:
         yield
     run.finish()
+
+
+def test_a_node_that_was_found_broken_is_left_out(run, slurm):
+    """Beside those that the script leaves out; without a known node 71 is the end."""
+    script = run.folder / "job.sh"
+    script.write_text(script.read_text().replace("#SBATCH", "#SBATCH --exclude=n4", 1))
+    found = json.dumps({"event": "health", "nodes": ["n2"], "is_known": True})
+    run.life(1, f"echo '{found}' >>events.jsonl; exit $((code = 71))")
+    run.life(2, "exit $((code = 71))")
+    process = run.start()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 71, err
+    first, second = (job for job, _ in run.lives())
+    assert slurm.job(first)["ExcNodeList"] == "n4"
+    assert slurm.job(second)["ExcNodeList"] == "n[2,4]"
+    assert slurm.job(second)["NodeList"] == "n[1,3]"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from dataclasses import fields
 from typing import Any
 
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.journal import Journal
 from forge_resilience.slurm.commands import QueueRefusal
 from forge_resilience.slurm.orchestrate import OrchestratorConfig, orchestrate
 from forge_resilience.stop import StopSignal
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 help=key.metadata["help"],
             )
     flags = parser.parse_args(argv)
-    record = None if flags.journal is None else Journal(flags.journal).record
     with StopSignal(announce=False) as stop:
         try:
             return orchestrate(
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flags.name,
                 OrchestratorConfig(**{key: getattr(flags, key) for key in _KEYS}),
                 max_restarts=flags.max_restarts,
-                record=record,
+                journal=flags.journal,
                 stopped=lambda: stop.requested,
             )
         except (ValueError, QueueRefusal) as error:

@@ -97,13 +97,14 @@ class Queue:
         rows = {line.strip() for line in self._run(*command)[0].splitlines()}
         return sum(row.endswith(" idle") for row in rows)
 
-    def starts_in(self, script: Path, nodes: int) -> float | None:
+    def starts_in(self, script: Path, nodes: int, excluded: Sequence[str] = ()) -> float | None:
         """Seconds until a job of so many nodes would start; None if the nodes there are now cannot hold it.
 
         Slurm counts jobs that wait already as if they ran for their whole limit, an own one too.
         """
         try:
-            _, err = self._run("sbatch", "--test-only", f"--nodes={nodes}", str(script))
+            options = (f"--nodes={nodes}", *_exclude(script, excluded))
+            _, err = self._run("sbatch", "--test-only", *options, str(script))
         except QueueRefusal:
             return None
         start = _START.search(err)
@@ -111,12 +112,20 @@ class Queue:
             raise QueueDown(f"sbatch --test-only names no start: {err.strip()}")
         return (datetime.fromisoformat(start[1]) - datetime.now()).total_seconds()
 
-    def submit(self, script: Path, nodes: int, name: str, environ: Mapping[str, str]) -> int:
+    def submit(
+        self,
+        script: Path,
+        nodes: int,
+        name: str,
+        excluded: Sequence[str],
+        environ: Mapping[str, str],
+    ) -> int:
         """Submit the script; its id. Slurm itself runs no two jobs of that name at once (`singleton`).
 
         Raises QueueRefusal with Slurm's reason.
         """
-        options = (f"--job-name={name}", f"--nodes={nodes}", "--dependency=singleton")
+        options = [f"--job-name={name}", f"--nodes={nodes}", "--dependency=singleton"]
+        options += _exclude(script, excluded)
         out, _ = self._run("sbatch", "--parsable", *options, str(script), more=environ)
         return int(out.strip().partition(";")[0])
 
@@ -155,6 +164,14 @@ class Queue:
             )
         except subprocess.TimeoutExpired as error:
             raise QueueDown(f"{command[0]} gave no answer within {_LIMIT_SECONDS:g} s") from error
+
+
+def _exclude(script: Path, nodes: Sequence[str]) -> list[str]:
+    """The option that leaves nodes out, beside those that the script leaves out itself."""
+    if not nodes:
+        return []
+    own = re.findall(r"^#SBATCH (?:--exclude|-x)[= ](\S+)", script.read_text(), re.MULTILINE)
+    return [f"--exclude={','.join([*own, *nodes])}"]
 
 
 def _exit_code(status: int) -> int:

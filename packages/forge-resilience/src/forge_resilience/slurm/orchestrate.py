@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.health import broken_nodes
+from forge_resilience.journal import Journal
 from forge_resilience.slurm.commands import JobRow, Queue, QueueDown, QueueRefusal
 
 __all__ = ["OrchestratorConfig", "chain_name", "orchestrate"]
@@ -27,9 +29,6 @@ _LOST = {"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED"
 _NOW_SECONDS = 5.0  # Slurm's answer "at once" is the time of its last look
 _MINUTE = 60.0  # Slurm plans in steps of it
 _HOUR = 3600.0
-
-Record = Callable[..., None]
-"""`Journal.record`: an event and its fields."""
 
 
 def _field(default: Any, help: str) -> Any:
@@ -81,13 +80,14 @@ class _State:
     """What outlives a killed orchestrator, beside Slurm's books.
 
     handled: the newest job whose end was acted upon. withdrawn: waiting jobs that this orchestrator cancelled itself.
-    resizes: times of the last moves to another size.
+    resizes: times of the last moves to another size. excluded: nodes that were found broken.
     """
 
     handled: int
     restarts: int = 0
     withdrawn: tuple[int, ...] = ()
     resizes: tuple[float, ...] = ()
+    excluded: tuple[str, ...] = ()
 
 
 def chain_name(run_dir: str | os.PathLike[str]) -> str:
@@ -103,15 +103,16 @@ def orchestrate(
     config: OrchestratorConfig | None = None,
     *,
     max_restarts: int = 1000,
-    record: Record | None = None,
+    journal: str | os.PathLike[str] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int:
     """Keep the job of `script` running on one of `sizes` (numbers of nodes) until it ends; its exit code.
 
     The script must not continue itself (`SlurmConfig(on_stop="leave")`): it leaves with 75 when it was stopped by USR1,
     TERM or a lost node, and appends a line `<job id> <exit code>` to `ends-<name>` in its folder when it ends, for an
-    orchestrator that was away longer than Slurm remembers. 75 and Slurm's own ends (node failure, preemption, time limit) are followed by another
-    submission, at most `max_restarts` times; every other code is returned, and 1 for a job that somebody cancelled.
+    orchestrator that was away longer than Slurm remembers. 75, Slurm's own ends (node failure, preemption, time limit), and 71 if
+    the journal names nodes to leave out, are followed by another submission, at most `max_restarts` times; every other
+    code is returned, and 1 for a job that somebody cancelled. What it does is recorded in the journal.
     `stopped` turning true makes it return 75 and leaves the job alone; started again, it finds the job.
 
     Raises ValueError for sizes or a name that cannot be, QueueRefusal when Slurm refuses the script.
@@ -126,7 +127,7 @@ def orchestrate(
     if not script.is_file():
         raise ValueError(f"{script} must be a batch script; write it before")
     config = OrchestratorConfig() if config is None else config
-    own = _Orchestrator(script, sorted(sizes, reverse=True), name, config, max_restarts, record)
+    own = _Orchestrator(script, sorted(sizes, reverse=True), name, config, max_restarts, journal)
     while True:
         code = own.look()
         deadline = time.monotonic() + config.poll_seconds
@@ -149,10 +150,10 @@ class _Orchestrator:
         name: str,
         config: OrchestratorConfig,
         max_restarts: int,
-        record: Record | None,
+        journal: str | os.PathLike[str] | None,
     ) -> None:
         self.script, self.sizes, self.name, self.config = script, sizes, name, config
-        self.max_restarts, self.record = max_restarts, record
+        self.max_restarts, self.journal = max_restarts, journal
         self.queue = Queue()
         self.path = script.parent / f"orchestrator-{name}.json"
         self.state: _State | None = None
@@ -167,8 +168,8 @@ class _Orchestrator:
     def say(self, text: str, event: str | None = None, **fields: Any) -> None:
         """A line for people, and an event for the journal."""
         print(f"{time.strftime('%FT%T')} forge: {text}", file=sys.stderr, flush=True)
-        if event is not None and self.record is not None:
-            self.record(event, **fields)
+        if event is not None and self.journal is not None:
+            Journal(self.journal).record(event, **fields)
 
     def look(self) -> int | None:
         """One look at the queue, and at most one deed; the exit code once all is over."""
@@ -212,7 +213,9 @@ class _Orchestrator:
         size = self._choose()
         # lives of all jobs are counted together by the script, against `max_restarts` and no progress
         try:
-            job = self.queue.submit(self.script, size, self.name, {"FORGE_CHAIN": self.name})
+            job = self.queue.submit(
+                self.script, size, self.name, self._known.excluded, {"FORGE_CHAIN": self.name}
+            )
         except QueueRefusal as error:
             if not self._known.restarts:
                 raise
@@ -224,7 +227,7 @@ class _Orchestrator:
         """The largest size that starts within wait_seconds, else the one that starts a minute before larger ones, else the smallest."""
         first: tuple[float, int] | None = None
         for size in self.sizes:
-            seconds = self.queue.starts_in(self.script, size)
+            seconds = self.queue.starts_in(self.script, size, self._known.excluded)
             if seconds is not None and seconds <= self.config.wait_seconds:
                 return size
             if seconds is not None and (first is None or seconds < first[0] - _MINUTE):
@@ -288,37 +291,41 @@ class _Orchestrator:
 
     def _are_free(self, nodes: int) -> bool:
         """Whether a job of so many nodes would start at once: they are idle, fit, and nobody else waits for them."""
-        seconds = self.queue.starts_in(self.script, nodes)
+        seconds = self.queue.starts_in(self.script, nodes, self._known.excluded)
         return seconds is not None and seconds <= _NOW_SECONDS
 
     def _judge(self, row: JobRow) -> int | None:
         """Act on the end of a job: None to go on, else the exit code."""
         known = self._known
         own = row.state == "CANCELLED" and row.job in known.withdrawn
-        stopped = row.state == "FAILED" and row.code == ExitCode.REQUEUE
+        broken = self._broken(row)
+        ended = f"job {row.job} ended as {row.state} with code {row.code}"
         if row.state == "COMPLETED":
             self._write(handled=row.job)
             self.say(f"job {row.job} is done")
             return int(ExitCode.DONE)
-        if not (own or stopped or row.state in _LOST):
+        stopped = row.state == "FAILED" and row.code == ExitCode.REQUEUE
+        if not (own or stopped or broken or row.state in _LOST):
             self._write(handled=row.job)
-            self.say(
-                f"job {row.job} ended as {row.state} with code {row.code}, which starting again does not mend"
-            )
-            return (
-                int(ExitCode.ERROR) if row.state == "CANCELLED" else row.code or int(ExitCode.ERROR)
-            )
+            self.say(f"{ended}, which starting again does not mend")
+            return 1 if row.state == "CANCELLED" else row.code or 1
         if known.restarts >= self.max_restarts:
             self._write(handled=row.job)
-            self.say(
-                f"job {row.job} ended as {row.state}, and was started again {known.restarts} times, as often as allowed"
-            )
-            return int(ExitCode.ERROR)
-        self._write(handled=row.job, restarts=known.restarts + (not own))
+            self.say(f"{ended}, after {known.restarts} restarts, as many as are allowed")
+            return 1
+        excluded = (*known.excluded, *broken)
+        self._write(handled=row.job, restarts=known.restarts + (not own), excluded=excluded)
         if not own:
-            self.say(f"job {row.job} ended as {row.state} with code {row.code}: starting it again",
-                     "lost" if row.state in _LOST else "left", job=row.job, cause=row.state.lower())  # fmt: skip
+            without = f", without {','.join(excluded)}" if excluded else ""
+            self.say(f"{ended}: starting it again{without}", "lost" if row.state in _LOST else "left",
+                     job=row.job, cause=row.state.lower(), code=row.code)  # fmt: skip
         return None
+
+    def _broken(self, row: JobRow) -> list[str]:
+        """Nodes that made the job leave with code 71, and were not left out yet."""
+        if row.code != ExitCode.HARDWARE or self.journal is None:
+            return []
+        return [node for node in broken_nodes(self.journal) if node not in self._known.excluded]
 
     # ---- what is remembered
 
