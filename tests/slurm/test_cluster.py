@@ -47,18 +47,6 @@ def test_a_job_of_the_higher_partition_requeues_one_of_the_lower(slurm, script):
     assert slurm.wait_for_end(job) == "COMPLETED"
 
 
-def test_a_crashed_node_requeues_its_job_and_comes_back(slurm, script):
-    job = slurm.sbatch("--exclusive", script)
-    slurm.wait_for(job, "RUNNING")
-    wait_until(lambda: len(slurm._step_daemons("n2")) == 1)
-    slurm.crash("n2")
-    slurm.wait_until_down("n2")
-    slurm.revive("n2")
-    assert slurm.wait_for_end(job) == "COMPLETED"
-    assert slurm.job(job)["Restarts"] == "1"
-    assert said(script)[:: len(said(script)) - 1] == ["start 0", "start 1"]
-
-
 def test_a_controller_that_crashes_keeps_its_jobs(slurm, script):
     job = slurm.sbatch(script)
     slurm.wait_for(job, "RUNNING")

@@ -15,15 +15,9 @@ _EXTRA = "[slurm]\ntasks_per_node = 2\n"
     ("flags", "said"),
     [
         (["--orchestrate"], "--orchestrate and --sizes belong together"),
-        (["--sizes", "2"], "--orchestrate and --sizes belong together"),
-        (["--orchestrate", "--sizes", "2,0"], "--sizes '2,0' must be different numbers of nodes"),
         (["--orchestrate", "--sizes", "2,2"], "--sizes '2,2' must be different numbers of nodes"),
         (["--orchestrate", "--sizes", "2", "--interactive"], "leave out --interactive"),
         (["--orchestrate", "--sizes", "3,1", "--parallel.dp_shard", "4"], "--sizes 3: "),
-        (
-            ["--orchestrate", "--sizes", "2", "--slurm.orchestrator.poll_seconds", "0"],
-            "poll_seconds",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
