@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,24 @@ def test_what_is_asked_of_slurm(site: Site) -> None:
     assert "--ntasks=$((SLURM_JOB_NUM_NODES * 8))" in text, "of a range Slurm counts the fewest"
     assert "--cpus-per-task=12 " in text[text.index("exec srun") :], "srun does not inherit it"
     assert "export OMP_NUM_THREADS=12" in text
+
+
+def test_a_supervisor_on_each_node_starts_its_ranks(site: Site) -> None:
+    facts = replace(site.facts, supervisor=("echo", "watch", "--action=restart"))
+    config = SlurmConfig(
+        tasks_per_node=4,
+        cpus_per_task=3,
+        container=("env",),
+        array="1-2%1",
+        array_arguments=("-%a",),
+    )
+    Path(facts.script).write_text(batch_script(config, ["train me"], facts))
+    code, output = site.life(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    assert (code, "watch --action=restart --nproc 4 -- train me -2\n" in output) == (0, True), (
+        output
+    )
+    (call,) = site.calls("srun")
+    assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 env echo" in call
 
 
 def test_every_variable_has_its_reason_in_the_line_before(site: Site) -> None:

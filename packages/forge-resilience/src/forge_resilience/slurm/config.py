@@ -146,6 +146,8 @@ class JobFacts:
     run_dir: folder of the run. script: where its batch script is kept, for a resubmission and for people.
     working_dir: where the command runs. save_limit_seconds: the longest save. checkpoints: pattern, below run_dir, of the
     files that committed checkpoints have; their newest change is what a life achieved (None: nothing looks at it).
+    supervisor: a command that starts the ranks of a node, given `--nproc N -- COMMAND`: srun then starts one of it on each
+    node, such as `("python", "-m", "forge_resilience.supervise")`, instead of the ranks.
     """
 
     run_dir: str
@@ -153,6 +155,7 @@ class JobFacts:
     working_dir: str
     save_limit_seconds: float = 300.0
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
+    supervisor: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [

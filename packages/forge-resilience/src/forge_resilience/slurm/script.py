@@ -197,7 +197,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         _again(config),
         _LOST,
         _CAUSE,
-        "\n".join(_start_ranks(config, command)),
+        "\n".join(_start_ranks(config, command, facts)),
         _LOOP.format(
             requeue=int(ExitCode.REQUEUE),
             final=" | ".join(str(int(code)) for code in _FINAL),
@@ -230,7 +230,7 @@ def interactive_commands(
         "set -u",
         f"cd -- {shlex.quote(facts.working_dir)} || exit {int(ExitCode.CONFIG_ERROR)}",
         *_surroundings(config, facts),
-        *_start_ranks(config, command),
+        *_start_ranks(config, command, facts),
         "start_ranks",
     ]
     script = os.path.join(os.path.dirname(facts.script), "interactive.sh")
@@ -370,9 +370,14 @@ def _folder(facts: JobFacts) -> str:
     return shlex.quote(os.path.dirname(facts.script))
 
 
-def _start_ranks(config: SlurmConfig, command: Sequence[str]) -> Iterator[str]:
+def _start_ranks(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> Iterator[str]:
     """The function start_ranks of the script: one srun, with the reason of each option."""
-    tasks = config.ranks_per_node
+    tasks, cpus = config.ranks_per_node, config.cpus_per_task
+    if (
+        facts.supervisor
+    ):  # one task on each node, which starts its ranks and has the cores of all of them
+        command = [*facts.supervisor, "--nproc", str(tasks), "--", *command]
+        tasks, cpus = 1, tasks * (cpus or 1)
     words = [expanded(word) for word in config.container]
     words += [shlex.quote(word) for word in command]
     words += [_of_element(word) for word in config.array_arguments]
@@ -383,13 +388,15 @@ def _start_ranks(config: SlurmConfig, command: Sequence[str]) -> Iterator[str]:
         f"--ntasks=$((SLURM_JOB_NUM_NODES * {tasks}))",
         f"--ntasks-per-node={tasks}",
     ]
-    if config.cpus_per_task:
-        options.append(f"--cpus-per-task={config.cpus_per_task}")
+    if cpus:
+        options.append(f"--cpus-per-task={cpus}")
     options += [expanded(option) for option in config.srun_options]
     yield "start_ranks() {"
     yield "  # kill-on-bad-exit: a rank that dies ends the others, which would wait for it. export: sites and sbatch --export=NONE"
     yield "  # make srun start ranks without these variables. nodes, ntasks: of a range of nodes Slurm counts the fewest."
-    if config.cpus_per_task:
+    if facts.supervisor:
+        yield "  # One supervisor on each node starts its ranks: it names a rank that hangs, and starts them again."
+    if cpus:
         yield "  # cpus-per-task: srun does not inherit it since 22.05."
     yield "  # exec: signals for $ranks reach srun itself. No pipe: ranks would lose its reader before they have saved."
     yield "  exec srun " + " ".join(options) + " \\"
