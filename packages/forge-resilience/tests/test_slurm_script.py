@@ -168,7 +168,7 @@ sleep 0.2; {_SAVE}; exit 75
         while life.poll() is None:  # a storm: each ends the shell's wait
             life.send_signal(number)
             time.sleep(0.1)
-        output, _ = life.communicate()
+        output, _ = life.communicate(timeout=30)
         assert life.returncode == 75, output
     assert site.calls("scontrol") == ["requeue 7"] * 2
     assert len(list(site.run_dir.glob("checkpoints/step-*"))) == 2
