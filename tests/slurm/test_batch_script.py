@@ -269,3 +269,35 @@ def test_at_a_terminal(slurm, tmp_path):
     assert started.returncode == 0, started.stderr
     assert "step 12/12" in started.stdout
     assert len(json.loads((tmp_path / "run/environment.json").read_text())["hosts"]) >= 1
+
+
+_CRASH = """
+import os
+from forge_train import Callback
+
+class Crash(Callback):
+    def on_step_end(self, trainer):
+        if trainer.progress.step == 7 and os.environ["RANK"] == "1" and not os.path.exists("crashed"):
+            open("crashed", "w").close()
+            os.abort()
+"""
+
+
+def test_a_supervisor_on_each_node_and_a_crash_in_one_of_them(slurm, tmp_path):
+    """Neither supervisor can start the other's ranks again: the script starts both anew, in the same job."""
+    (tmp_path / "my_crash.py").write_text(_CRASH)
+    write_job(
+        tmp_path,
+        '[callbacks.crash]\nname = "my_crash:Crash"\n[resilience]\nsave_limit_seconds = 30\n[resilience.watch]\naction = '
+        '"restart"\nlimits = { save = 300 }\n[slurm]\nnodes = 2\n'
+        'environment = { MASTER_ADDR = "127.0.0.1" }\n',
+    )
+    job = submit_forge(slurm, "job.toml", "--submit", cwd=tmp_path).out.strip()
+    assert slurm.wait_for_end(job) == "COMPLETED"
+    log = (tmp_path / f"run/slurm/job-{job}.out").read_text()
+    assert slurm.job(job)["Restarts"] == "0", log
+    assert "starting the ranks again, retry 1 of 10" in log
+    assert read_run(tmp_path / "run").metrics["step"] == list(range(1, 13))
+    assert [
+        event["step"] for event in read_run(tmp_path / "run").events if event["event"] == "resume"
+    ] == [6]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -101,12 +101,16 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
     """Keep the job in the queue at its legal sizes, in place of this process or in a small job."""
     sizes = _legal_sizes(job, flags)
     facts = replace(_facts(job), script=_beside(_facts(job), "orchestrated.sh"))
-    config = replace(job.config.slurm, on_stop="leave", nodes=max(sizes))
+    config = replace(_elements(job), on_stop="leave", nodes=max(sizes))
     _look_at_limits(config, facts)
     name = chain_name(facts.run_dir)
     command = orchestrator_command(job, facts, sizes, name)
     own = replace(
-        facts, script=_beside(facts, "orchestrator.sh"), checkpoints=None, save_limit_seconds=1
+        facts,
+        script=_beside(facts, "orchestrator.sh"),
+        checkpoints=None,
+        save_limit_seconds=1,
+        supervisor=(),
     )
     with config_errors():
         text = batch_script(config, _command(config, facts), facts)
@@ -245,12 +249,35 @@ def _facts(job: ResolvedJob) -> JobFacts:
             script=os.path.join(run_dir, "slurm", "job.sh"),
             working_dir=os.getcwd(),
             save_limit_seconds=job.config.resilience.save_limit_seconds,
+            supervisor=_supervisor(job, run_dir),
         )
 
 
+def _supervisor(job: ResolvedJob, run_dir: str) -> tuple[str, ...]:
+    """The command of a supervisor of a node's ranks, which starts them again; empty unless the job asks for one."""
+    watch, config = job.config.resilience.watch, job.config.slurm
+    if watch.action != "restart":
+        return ()
+    words = ["python" if config.container else sys.executable, "-m", "forge_resilience.supervise"]
+    for item in fields(watch):
+        value = getattr(watch, item.name)
+        if item.name == "limits":
+            value = ",".join(f"{phase}={seconds}" for phase, seconds in value.items())
+        if value != "":
+            words.append(f"--{item.name}={value}")
+    if not config.array_run_dirs:  # else each element has a journal of its own
+        words.append(f"--journal={RunDirectory(run_dir).events}")
+    return (*words, "--expect_heartbeats")
+
+
 def _elements(job: ResolvedJob) -> SlurmConfig:
-    """The description with the folder of each element of an array among its arguments."""
-    config = job.config.slurm
+    """The description with the folder of each element of an array among its arguments, and restarts of crashes.
+
+    A supervisor of one node of several cannot start the others' ranks again: the script does it for all of them.
+    """
+    config, watch = job.config.slurm, job.config.resilience.watch
+    if watch.action == "restart" and config.node_range[1] > 1 and not config.retries:
+        config = replace(config, retries=watch.max_restarts)
     if not config.array_run_dirs:
         return config
     own = f"--run.dir={os.path.abspath(job.config.run.dir)}/task-%a"
