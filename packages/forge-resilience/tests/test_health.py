@@ -286,6 +286,38 @@ def test_a_rank_that_does_not_arrive_is_named_by_rank_0() -> None:
     assert "a rank that rank 0 names did not arrive" in other[0]
 
 
+def nodes_blamed(folder: str, absent: int) -> list[str]:
+    os.environ["SLURMD_NODENAME"] = f"n{dist.get_rank()}"
+    config = HealthConfig(timeout_seconds=0.5)
+    check = HealthCheck(folder, config=config, group=dist.new_group(backend="gloo"))
+    try:
+        check.run()
+        found = check.run() if dist.get_rank() != absent else []
+        dist.barrier()
+        return check.nodes_at_fault(found)
+    finally:
+        del os.environ["SLURMD_NODENAME"]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_does_not_know_who_is_late_blames_no_node(tmp_path: Path) -> None:
+    assert run_on_ranks(3, nodes_blamed, str(tmp_path), 1) == [["n1"], [], []]
+
+
+def test_memory_is_taken_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device lacks is a warning; it must not end the run from within the probe."""
+
+    def full(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype == torch.bool:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, dtype=dtype, **kwargs)
+
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch.Tensor, "ne", None)
+    assert memory_patterns("cpu", 2).state == WARN
+
+
 # ---- the node is left out
 
 

@@ -76,7 +76,9 @@ class HealthCheck:
         live, late = arrived(self._group, self._config.timeout_seconds)
         rank = self._rank()
         if live.state == BROKEN:
-            return [RankFinding(n, self._nodes.get(n, ""), live) for n in late or [rank]]
+            if not late:  # nobody's fault as far as this rank knows, its own node's least of all
+                return [RankFinding(rank, "", live)]
+            return [RankFinding(n, self._nodes.get(n, ""), live) for n in late]
         self._count += 1
         own = [f.as_dict() for f in self._local() if f.state != OK]
         token = self._token() if rank == 0 else None

@@ -61,26 +61,28 @@ def _hadamard(n: int) -> torch.Tensor:
 def memory_patterns(device: torch.device | str, mib: int | None = None) -> Finding:
     """Write four patterns and the addresses into `mib` MiB of free memory and read them back; one host sync.
 
-    By default 512 MiB of an accelerator and 1 of a CPU, and at most half of what is free.
+    By default 512 MiB of an accelerator and 1 of a CPU, and at most a third of what is free: it needs twice and an
+    eighth of that.
     """
     import torch
 
     device = torch.device(device)
     mib = _MIB.get(device.type, _ACCELERATOR_MIB) if mib is None else mib
     if device.type == "cuda":
-        mib = min(mib, torch.cuda.mem_get_info(device)[0] // 2**21)
+        mib = min(mib, torch.cuda.mem_get_info(device)[0] // (3 * 2**20))
     name = _name(device)
     try:
         block = torch.empty(mib * _WORDS, dtype=torch.int64, device=device)
         addresses = torch.arange(mib * _WORDS, device=device)
+        changed = torch.empty(mib * _WORDS, dtype=torch.bool, device=device)
     except RuntimeError:
         mib = 0
     if not mib:  # the run itself will say so, if it matters
         return Finding("device memory", WARN, f"{name}: no free memory to try", "", "free some")
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for pattern in _PATTERNS:
-        wrong += block.fill_(pattern).ne(pattern).sum()
-    wrong += block.copy_(addresses).ne(addresses).sum()
+        wrong += torch.ne(block.fill_(pattern), pattern, out=changed).sum()
+    wrong += torch.ne(block.copy_(addresses), addresses, out=changed).sum()
     if count := int(wrong):
         rule = "memory must keep what was written"
         value = f"{name}: {count} words of {mib} MiB came back changed"
