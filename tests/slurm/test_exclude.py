@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.slurm.cluster import Slurm
 
+from forge_resilience.slurm import JobFacts, SlurmConfig, batch_script
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 _SCRIPT = """#!/bin/bash
@@ -37,3 +39,42 @@ def test_a_broken_node_is_excluded_and_the_job_goes_on_without_it(
     assert first != second
     assert slurm.job(job)["Restarts"] == "1"
     assert set(slurm.job(job)["ExcNodeList"].split(",")) == {"n4", first}
+
+
+_RANK = """
+import os, sys, time
+from forge_resilience import Journal
+node = os.environ["SLURMD_NODENAME"]
+rank = os.environ["SLURM_PROCID"]
+life = os.environ.get("SLURM_RESTART_COUNT", "0")
+print("life", life, node, flush=True)
+if life == "0":
+    if rank == "1":
+        Journal("{run}/events.jsonl").record("health", nodes=[node], is_known=True)
+        time.sleep(60)  # ended by srun, as the other rank leaves with a code
+    while not os.path.exists("{run}/events.jsonl"):
+        time.sleep(0.05)
+    sys.exit(71)
+"""
+
+
+def test_a_batch_script_goes_on_without_the_node_that_its_ranks_found_broken(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "slurm").mkdir(parents=True)
+    (tmp_path / "rank.py").write_text(_RANK.format(run=run))
+    script = run / "slurm/job.sh"
+    broken = (sys.executable, "-m", "forge_resilience.health")
+    facts = JobFacts(str(run), str(script), str(tmp_path), 30, broken_nodes=broken)
+    command = [sys.executable, str(tmp_path / "rank.py")]
+    script.write_text(batch_script(SlurmConfig(nodes=2, tasks_per_node=1), command, facts))
+    job = slurm.sbatch(script)
+    assert slurm.wait_for_end(job) == "COMPLETED", (run / f"slurm/job-{job}.out").read_text()
+    log = (run / f"slurm/job-{job}.out").read_text()
+    (excluded,) = slurm.job(job)["ExcNodeList"].split(",")
+    assert f"{excluded} is broken: back into the queue" in log
+    lives = [line.split()[1:] for line in log.splitlines() if line.startswith("life ")]
+    assert ["0", excluded] in lives
+    assert sorted(life for life, node in lives if node != excluded) == ["0", "1", "1"]
+    assert ["1", excluded] not in lives

@@ -43,6 +43,7 @@ class Site:
 
     folder: Path
     environ: dict[str, str] = field(default_factory=dict)
+    broken_nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, text in {
@@ -65,6 +66,7 @@ class Site:
             str(self.run_dir / "slurm/job.sh"),
             str(self.folder),
             save_limit_seconds=30,
+            broken_nodes=self.broken_nodes,
         )
 
     def executable(self, name: str, text: str) -> str:
@@ -246,6 +248,40 @@ def test_where_requeues_are_forbidden_the_next_job_is_submitted(site: Site) -> N
         f"--dependency=afterany:7 -- {script} (7, SLURM_CONF)",
         f"--dependency=afterany:8 -- {script} (7, )",
     ]
+    assert site.calls("scontrol") == []
+
+
+_SHOW = """#!/bin/bash
+[[ $1 == --oneliner ]] && { echo "JobId=7 ReqNodeList=(null) ExcNodeList=${EXCLUDED:-(null)} NodeList=n[1-2]"; exit; }
+echo "scontrol $*" >>"$CALLS"
+"""
+
+
+@pytest.mark.parametrize(("before", "all_of_them"), [("(null)", "n2,n4"), ("n9", "n9,n2,n4")])
+@pytest.mark.parametrize("on_stop", ["requeue", "resubmit"])
+def test_71_goes_on_without_the_nodes_that_are_broken(
+    site: Site, on_stop: str, before: str, all_of_them: str
+) -> None:
+    site.executable("bin/scontrol", _SHOW)
+    find = '#!/bin/bash\n[[ $2 == "$RUN" ]] && echo "$1"\n'
+    site.broken_nodes = (site.executable("find broken.sh", find), "n2,n4")
+    site.write("exit 71", on_stop=on_stop)
+    code, output = site.life(EXCLUDED=before)
+    assert (code, "n2,n4 is broken" in output) == (75, True)
+    if on_stop == "requeue":
+        excluded = f"update JobId=7 ExcNodeList={all_of_them}"
+        assert site.calls("scontrol") == ["requeue 7", excluded]
+    else:
+        options = f"--dependency=afterany:7 --exclude={all_of_them}"
+        assert site.calls("sbatch") == [f"{options} -- {site.facts.script}"]
+
+
+@pytest.mark.parametrize("text", ["exit 1", "exit 0"])
+def test_71_ends_the_job_where_no_node_is_known_to_be_broken(site: Site, text: str) -> None:
+    site.broken_nodes = (site.executable("find.sh", f"#!/bin/bash\n{text}\n"),)
+    site.write("exit 71")
+    code, output = site.life()
+    assert (code, "no single node is known" in output) == (71, True)
     assert site.calls("scontrol") == []
 
 

@@ -250,6 +250,7 @@ def _facts(job: ResolvedJob) -> JobFacts:
             working_dir=os.getcwd(),
             save_limit_seconds=job.config.resilience.save_limit_seconds,
             supervisor=_supervisor(job, run_dir),
+            broken_nodes=(sys.executable, "-m", "forge_resilience.health"),
         )
 
 

@@ -1,6 +1,6 @@
 """Keep a failing node out of the next life of a Slurm job.
 
-    nodes=$(python -m forge_resilience.health.exclude runs/a/events.jsonl) || exit 71
+    nodes=$(python -m forge_resilience.health runs/a) || exit 71
 
 prints the nodes that events of the last life name as broken, separated by commas; exit code 1 if there are none.
 """
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from forge_resilience.journal import read_events
 
@@ -73,15 +74,12 @@ def _scontrol(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the broken nodes of a journal; 1 if it names none, 2 for wrong arguments."""
+    """Print the broken nodes of a run's folder, or of a journal; 1 if it names none, 2 for wrong arguments."""
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2
-    nodes = broken_nodes(arguments[0])
+    path = Path(arguments[0])
+    nodes = broken_nodes(path / "events.jsonl" if path.is_dir() else path)
     if nodes:
         print(",".join(nodes))
     return 0 if nodes else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

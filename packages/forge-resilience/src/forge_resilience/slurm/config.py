@@ -148,6 +148,8 @@ class JobFacts:
     files that committed checkpoints have; their newest change is what a life achieved (None: nothing looks at it).
     supervisor: a command that starts the ranks of a node, given `--nproc N -- COMMAND`: srun then starts one of it on each
     node, such as `("python", "-m", "forge_resilience.supervise")`, instead of the ranks.
+    broken_nodes: a command that gets run_dir as its last argument and prints, with commas between them, the nodes that the
+    last life found broken; it fails if it knows of none. After code 71 the job goes on without them (empty: 71 ends it).
     """
 
     run_dir: str
@@ -156,6 +158,7 @@ class JobFacts:
     save_limit_seconds: float = 300.0
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
     supervisor: tuple[str, ...] = ()
+    broken_nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [

@@ -83,7 +83,7 @@ again() {{  # go on in another life, for the reason $1; never returns
 
 _REQUEUE = r"""  local refusal tries
   for ((tries = 1; tries <= 30; tries++)); do
-    refusal=$(scontrol requeue "$job" 2>&1) && exit {requeue}
+    refusal=$(scontrol requeue "$job" 2>&1) && {{ leave_out; exit {requeue}; }}
     scontrol ping >/dev/null 2>&1 && break  # the controller is there, and refuses
     sleep 10
   done
@@ -94,8 +94,31 @@ _REQUEUE = r"""  local refusal tries
 _RESUBMIT = r"""  for name in "${{!SLURM_@}}"; do  # the next job has its own
     [[ $name == SLURM_CONF ]] || unset "$name"
   done
-  FORGE_CHAIN=$chain sbatch --dependency="afterany:$job" {element}-- "$script" ||
+  FORGE_CHAIN=$chain sbatch --dependency="afterany:$job" {element}${{broken:+--exclude="$(excluded)"}} -- "$script" ||
     say "sbatch failed: nothing goes on by itself; sbatch $script does"
+"""
+
+_BROKEN = r"""
+broken=''  # nodes that this life found broken
+excluded() {  # they, and those that the job leaves out already
+  local words
+  words=$(scontrol --oneliner show job "$job" 2>/dev/null)
+  words=${words##* ExcNodeList=}
+  words=${words%% *}
+  [[ -z $words || $words == '(null)' ]] || printf '%s,' "$words"
+  printf '%s\n' "$broken"
+}
+leave_out() {  # while the requeued job waits until its old credential has expired
+  [[ -z $broken ]] || scontrol update JobId="$job" ExcNodeList="$(excluded)" || say "cannot exclude $broken: it may start there"
+}
+"""
+
+_BROKEN_CODE = """    {hardware})
+      if broken=$({command}) && [[ -n $broken ]]; then
+        trap '' TERM USR1  # a requeue sends TERM to all processes of the job; scontrol must outlive it
+        again "$broken is broken"
+      fi
+      say "ended with code {hardware}, and no single node is known to be broken"; exit {hardware} ;;
 """
 
 # Slurm forgets a job minutes after its end; whoever submitted it may have been away for longer.
@@ -159,7 +182,7 @@ for ((attempt = 0; ; attempt++)); do
   case $code in
     0) say "done"; exit 0 ;;
     {requeue}) again "stopped and saved" ;;
-    {final}) say "ended with code $code, which starting again does not mend"; exit "$code" ;;
+{hardware}    {final}) say "ended with code $code, which starting again does not mend"; exit "$code" ;;
   esac
   # ranks that had no handler yet, or were killed behind those that had left already
   [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"
@@ -179,8 +202,8 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
     """The text of a batch script that runs `command` as the ranks of a job, life after life.
 
     The command saves and exits with 75 when it gets SIGUSR1 or SIGTERM (`StopSignal`), and goes on from its newest
-    checkpoint when it is started again. 75 and a lost node continue the job as `config.on_stop` says; other codes end it
-    with that code; 70 is the code of two lives in a row without a new checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
+    checkpoint when it is started again. 75 and a lost node continue the job as `config.on_stop` says, and so does 71, without
+    the nodes that `facts.broken_nodes` prints; other codes end it with that code; 70 is the code of two lives in a row without a new checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
     Raises ValueError for a time limit that leaves no time before the save. The folder of `facts.script` must exist when
     the job starts: its log and its list of lives are written there.
     """
@@ -194,12 +217,14 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         _SIGNALS,
         "\n".join(_surroundings(config, facts)),
         _progress(facts),
+        _BROKEN,
         _again(config),
         _LOST,
         _CAUSE,
         "\n".join(_start_ranks(config, command, facts)),
         _LOOP.format(
             requeue=int(ExitCode.REQUEUE),
+            hardware=_hardware(config, facts),
             final=" | ".join(str(int(code)) for code in _FINAL),
             retries=config.retries,
             max_restarts=_max_restarts(config),
@@ -368,6 +393,17 @@ def _max_restarts(config: SlurmConfig) -> int:
 
 def _folder(facts: JobFacts) -> str:
     return shlex.quote(os.path.dirname(facts.script))
+
+
+def _hardware(config: SlurmConfig, facts: JobFacts) -> str:
+    """The case of the code for broken hardware, before that of codes that end the job."""
+    if not facts.broken_nodes or config.on_stop == "leave":
+        return ""
+    words = [expanded(word) for word in config.container]
+    words += [shlex.quote(word) for word in facts.broken_nodes]
+    return _BROKEN_CODE.format(
+        hardware=int(ExitCode.HARDWARE), command=" ".join([*words, '"$run"'])
+    )
 
 
 def _start_ranks(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> Iterator[str]:
