@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from forge_train.metrics.console import console_mode
 from forge_train.slurm import orchestrator_command, small_job
 from forge_train.trainer.auto_layout import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
+from forge_train.trainer.run_directory import RunDirectory
 
 
 class Probe(NamedTuple):
@@ -822,6 +824,44 @@ def test_the_layout_is_chosen_with_reasons_and_kept_by_the_run(tmp_path: Path) -
     again, reasons = with_layout(job, alone)
     assert again.config == chosen.config
     assert reasons == [f"kept from {tmp_path / 'run'}"]
+
+
+def test_a_layout_is_chosen_anew_for_another_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 -> 3 -> 4: tensor parallelism of two cannot be on three ranks, and comes back on four."""
+
+    def choose(job: Any, world_size: int, gpus_per_node: int) -> Any:
+        asked.append(world_size)
+        return replace(job.config.parallel, layout="manual", tp=2 - world_size % 2), ["chosen"]
+
+    def live(ranks: int) -> tuple[int, list[str]]:
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+        world = find_world(dict(zip(names, ("0", "0", str(ranks), str(ranks), "127.0.0.1", "1"))))
+        chosen, reasons = with_layout(job, world)
+        paths.record(chosen, ["host"] * ranks)
+        return chosen.config.parallel.tp, reasons
+
+    asked: list[int] = []
+    monkeypatch.setattr("forge_train.plan.choose_layout", choose)
+    job = load_job(write_job(tmp_path), {"parallel.layout": "auto"})
+    paths = RunDirectory(tmp_path / "run")
+    paths.create()
+    kept = [f"kept from {tmp_path / 'run'}"]
+    assert [live(4), live(4), live(3), live(4)] == [
+        (2, ["chosen"]),
+        (2, kept),
+        (1, ["chosen"]),
+        (2, ["chosen"]),
+    ]
+    assert asked == [4, 3, 4]
 
 
 def test_the_number_of_shards_is_kept_to(tmp_path: Path) -> None:
