@@ -152,24 +152,28 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
 
 def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """Run the same command in `nproc` processes; problems of the layout are found here, once."""
+    from forge_resilience.alerts import FOLLOWED
     from forge_resilience.supervise import run_guarded, supervise
+    from forge_train.trainer.alerts import alerts
     from forge_train.trainer.run_directory import RunDirectory
 
     _refuse_layout(job, nproc)
     command = [sys.executable, "-m", "forge_train", "run", *args]
-    environ = {**os.environ, "FORGE_NPROC": str(nproc)}
-    return run_guarded(
-        lambda guard: supervise(
-            command,
-            nproc,
-            environ,
-            config=job.config.resilience.watch,
-            journal=RunDirectory(job.config.run.dir).events,
-            expects_heartbeats=True,
-            guard=guard,
-            hand_over_port=True,
+    environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
+    paths = RunDirectory(job.config.run.dir)
+    with alerts(paths, job.config.resilience.alerts):  # outlives ranks that are killed
+        return run_guarded(
+            lambda guard: supervise(
+                command,
+                nproc,
+                environ,
+                config=job.config.resilience.watch,
+                journal=paths.events,
+                expects_heartbeats=True,
+                guard=guard,
+                hand_over_port=True,
+            )
         )
-    )
 
 
 def explain(args: list[str]) -> int:
