@@ -21,7 +21,7 @@ _ORIGIN = "chosen by the planner"
 def with_layout(job: ResolvedJob, world: World) -> tuple[ResolvedJob, list[str]]:
     """The job with its layout chosen, and the reasons; a manual layout stays as it is.
 
-    A resumed run keeps the layout that was chosen when it began, if that fits the ranks there are now.
+    A resumed run keeps the layout that was chosen before for as many ranks; for another number it is chosen anew.
     """
     parallel = job.config.parallel
     if parallel.layout == "manual":
@@ -44,8 +44,11 @@ def describe_placement(config: ParallelConfig, world: World, model: nn.Module) -
 
 
 def _earlier(job: ResolvedJob, world_size: int, per_node: int) -> ParallelConfig | None:
-    """The layout that the planner chose when this run began; None if there is none that fits."""
-    path = RunDirectory(job.config.run.dir).config
+    """The layout that the planner chose for the last life of this run; None if there is none that fits."""
+    paths = RunDirectory(job.config.run.dir)
+    if paths.num_ranks() not in (None, world_size):
+        return None
+    path = paths.config
     try:
         table: Any = tomlkit.parse(read_text(path))["parallel"]
         rows = [(key.key, item) for key, item in table.value.body if key is not None]

@@ -142,6 +142,14 @@ class RunDirectory:
                  "choose another folder"]
             ) from error  # fmt: skip
 
+    def num_ranks(self) -> int | None:
+        """Ranks of the last life; None for a new run, or if nothing says it."""
+        try:
+            hosts = json.loads(self.environment.read_text())["hosts"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return len(hosts) if isinstance(hosts, list) else None
+
     def has_checkpoints(self) -> bool:
         """True once a step was committed."""
         return any(self.checkpoints.glob("step-*/manifest.json"))
