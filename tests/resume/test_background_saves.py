@@ -167,3 +167,18 @@ def test_all_ranks_hear_of_a_checkpoint_in_the_same_step(tmp_path: Path) -> None
     assert step == 10
     assert [saved for _, saved, _ in calls] == [3, 10]
     assert all(there for _, _, there in calls)
+
+
+def test_a_save_longer_than_a_batch_job_allows_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(tmp_path, "")
+    settings = {"train.steps": 1, "resilience.save_limit_seconds": 0.001}
+    Trainer(load_job(job, {**settings, "run.dir": str(tmp_path / "slow")})).fit()
+    assert "longer than resilience.save_limit_seconds 0.001" in capfd.readouterr().err
+    (save,) = [e for e in read_run(tmp_path / "slow").events if e["event"] == "save"]
+    assert save["limit"] == 0.001
+    settings["resilience.save_limit_seconds"] = 300
+    Trainer(load_job(job, {**settings, "run.dir": str(tmp_path / "quick")})).fit()
+    assert capfd.readouterr().err == ""
+    assert all("limit" not in event for event in read_run(tmp_path / "quick").events)

@@ -365,7 +365,7 @@ class ResilienceConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(_within(1, 65_000, save_limit_seconds=self.save_limit_seconds))
+        _require(_within(0.001, 65_000, save_limit_seconds=self.save_limit_seconds))
 
 
 ModelSection = BuiltInModelConfig | ImportedModelConfig

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from forge_ckpt import SaveEvent
 from forge_resilience import Journal
 from forge_train.config.schema import MetricsConfig
 from forge_train.metrics.console import ConsoleSink, console_mode
@@ -50,6 +53,21 @@ class Recorder:
         """Append an event to the journal."""
         if self.journal is not None:
             self.journal.record(event, **fields)
+
+    def over_limit(self, event: SaveEvent, limit: float) -> dict[str, float]:
+        """{"limit": seconds} of a save that took longer than a batch job leaves it at its end, and a line that says so."""
+        if self.journal is None or event.seconds <= limit:
+            return {}
+        with contextlib.suppress(
+            OSError
+        ):  # in the thread that writes: nobody may read stderr any more
+            print(
+                f"forge-train: the save of step {event.step} took {event.seconds:.3g} s, longer than "
+                f"resilience.save_limit_seconds {limit:g}: a batch job may be killed before its last save ends; "
+                "raise it",
+                file=sys.stderr,
+            )
+        return {"limit": limit}
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to all sinks."""

@@ -511,6 +511,8 @@ class Trainer:
         if event.kind != "written":
             self.heartbeat.background("save" if event.kind == "staged" else "")
         fields: dict[str, Any] = {"step": event.step, "seconds": round(event.seconds, 4)}
+        if event.kind == "committed":
+            fields |= self.recorder.over_limit(event, self.config.resilience.save_limit_seconds)
         if event.error:
             fields |= {"error": event.error, "failures": event.failures}
         self._record(_SAVE_EVENTS[event.kind], **fields)
