@@ -27,4 +27,10 @@ FOUND = (
         "a signal while a run leaves ends it at once, with the run's code",
         "test_an_interrupt_while_a_run_leaves_prints_no_traceback",
     ),
+    Found(
+        "async 61, seed 0 (kill_launcher in start)",
+        "the launcher was killed before all ranks had a handler: one died with it, the other waited 300 s to meet it",
+        "a rank that waits to meet others leaves when it is told to stop and its launcher is gone",
+        "test_F59_a_rank_that_waits_to_meet_others_leaves_when_its_launcher_is_killed",
+    ),
 )

@@ -144,3 +144,40 @@ process.end(75, True)
             [sys.executable, "-c", script], env=environ, capture_output=True, text=True
         )
         assert (done.returncode, done.stderr) == (75, "")
+
+
+def test_F59_a_rank_that_waits_to_meet_others_leaves_when_its_launcher_is_killed(
+    tmp_path: Path,
+) -> None:
+    """Found by the campaign (suite async, fault 61 of seed 0): the other one had no handler yet and died."""
+    job, log = write_job(tmp_path), tmp_path / "log"
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FORGE_NPROC": "2",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+    script = f"""
+import ctypes, os, signal, socket, subprocess, sys
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = str(free.getsockname()[1])
+with open({str(tmp_path / "port")!r}, "w") as file:
+    file.write(port)
+die_with_me = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+subprocess.Popen([sys.executable, "-m", "forge_train", "run", {str(job)!r}],
+                 env={{**os.environ, "MASTER_PORT": port}}, preexec_fn=die_with_me).wait()
+"""
+    command = [sys.executable, "-c", script]
+    life = CommandLife(command, {**os.environ, "OMP_NUM_THREADS": "1", **environ}, log)
+    deadline = time.monotonic() + 100
+    port = tmp_path / "port"
+    while not port.exists() or not port.read_text() or not listens(int(port.read_text())):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    os.kill(life.pid, signal.SIGKILL)
+    while life.living() or life.poll() is None:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    assert "Traceback" not in log.read_text()
+
+
+def listens(port: int) -> bool:
+    """Whether somebody on this machine accepts connections there: rank 0, which then waits for the others."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[3] == "0A" and int(row[1].split(":")[1], 16) == port for row in rows)

@@ -88,8 +88,10 @@ def run(args: list[str]) -> int:
     from forge_train.trainer.trainer import Trainer
 
     trainer = Trainer(job)
+    met = process.leave_with_launcher()
     try:
         with launch(job.config.parallel, {"configuration": job.digest()}) as meshes:
+            met()
             result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
             # the run is over: a signal during the sample ends the process with the run's code at once
             process.leave_on_signal(result.exit_code)

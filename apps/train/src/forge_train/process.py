@@ -8,7 +8,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from forge_resilience import ExitCode, StopSignal
@@ -35,6 +36,41 @@ def may_supervise() -> bool:
 early_stop = StopSignal(announce=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0")
 
 
+_launcher = 0  # pid of the one that started this rank on this machine
+
+
+def leave_with_launcher() -> Callable[[], None]:
+    """Until the returned function is called, a rank that is told to stop and whose launcher is gone leaves at once.
+
+    For the wait until the ranks have met: those that had no handler yet died with the launcher and never come.
+    Nothing is lost, so the code is that of a stop.
+    """
+    if not _launcher:
+        return lambda: None
+    before = {number: signal.getsignal(number) for number in early_stop.signals}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+        leave_if_alone()
+
+    def leave_if_alone() -> None:
+        if early_stop.requested and os.getppid() != _launcher:
+            os._exit(ExitCode.REQUEUE)
+
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, handle)
+    leave_if_alone()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore
+
+
 def prepare(is_run: bool) -> None:
     """Prepare for closed streams, odd encodings, and signals that come before the training loop handles them."""
     for name in ("stdout", "stderr"):
@@ -50,6 +86,8 @@ def prepare(is_run: bool) -> None:
         return
     if is_rank_of_many():
         early_stop.__enter__()
+        global _launcher
+        _launcher = os.getppid() if "FORGE_NPROC" in os.environ else 0
         Heartbeat.from_environ()  # a rank that hangs while it imports can be asked for its stacks
     else:  # until the loop has a handler of its own: nothing is lost yet, so the job is requeued
         # Not by an exception: torch and numpy import from C code, which drops it or keeps a lock.
