@@ -305,7 +305,7 @@ def test_a_rank_that_does_not_know_who_is_late_blames_no_node(tmp_path: Path) ->
 
 
 def test_memory_is_taken_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a device lacks is a warning; it must not end the run from within the probe."""
+    """What a device lacks is no fault of it, and must not end the run from within the probe."""
 
     def full(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
         if dtype == torch.bool:
@@ -314,8 +314,21 @@ def test_memory_is_taken_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> 
 
     real = torch.empty
     monkeypatch.setattr(torch, "empty", full)
-    monkeypatch.setattr(torch.Tensor, "ne", None)
-    assert memory_patterns("cpu", 2).state == WARN
+    monkeypatch.setattr(torch, "ne", None)
+    found = memory_patterns("cpu", 2)
+    assert (found.state, found.value) == (OK, "cpu: no free memory to try")
+
+
+def test_a_device_that_fails_in_a_probe_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nand many words")
+
+    monkeypatch.setattr(torch, "matmul", fails)
+    (found,) = HealthCheck(tmp_path).run()
+    assert found.finding.state == BROKEN
+    assert found.finding.value == "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 
 # ---- the node is left out

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forge_resilience.agreement import Agreement
 from forge_resilience.health.config import HealthConfig
-from forge_resilience.health.device import known_answer, memory_patterns
+from forge_resilience.health.device import DRAIN, known_answer, memory_patterns
 from forge_resilience.health.finding import BROKEN, OK, Finding
 from forge_resilience.health.liveness import arrived
 from forge_resilience.health.node import (
@@ -101,9 +101,10 @@ class HealthCheck:
 
     def _local(self) -> list[Finding]:
         nvml = self._nvml
+        device, mib = self._device, self._config.memory_mib
         return [
-            known_answer(self._device, seed=self._count),
-            memory_patterns(self._device, self._config.memory_mib),
+            _tried("computing", lambda: known_answer(device, seed=self._count)),
+            _tried("device memory", lambda: memory_patterns(device, mib)),
             *([] if nvml is None else nvml.findings() if isinstance(nvml, NvmlProbe) else [nvml]),
             disk(self._folder),
             shared_memory(),
@@ -121,6 +122,15 @@ class HealthCheck:
         import torch.distributed as dist
 
         return dist.get_rank(self._group) if dist.is_initialized() else 0
+
+
+def _tried(what: str, probe: Callable[[], Finding]) -> Finding:
+    """The finding of a device, which may fail in the middle of a probe: an error of its memory is an exception."""
+    try:
+        return probe()
+    except RuntimeError as error:
+        value = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return Finding(what, BROKEN, value, "a device must answer", DRAIN)
 
 
 def _report(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:

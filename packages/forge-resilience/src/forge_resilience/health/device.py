@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forge_resilience.health.finding import BROKEN, OK, WARN, Finding
+from forge_resilience.health.finding import BROKEN, OK, Finding
 
 if TYPE_CHECKING:
     import torch
@@ -14,8 +14,9 @@ _ACCELERATOR_SIZE = 2048
 _MIB = {"cpu": 1}
 _ACCELERATOR_MIB = 512  # several times the caches that would answer in place of the memory
 _WORDS = 2**17  # of 8 bytes in a MiB
+_PART = 2**20  # words that are compared at once
 _PATTERNS = (0, -1, 0x5555555555555555, -0x5555555555555556)
-_DRAIN = "have the device looked at; until then leave its node out of the queue, or hide it (CUDA_VISIBLE_DEVICES=)"
+DRAIN = "have the device looked at; until then leave its node out of the queue, or hide it (CUDA_VISIBLE_DEVICES=)"
 
 
 def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
@@ -44,7 +45,7 @@ def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
     if count:
         rule = "a product of integers must be exact"
         value = f"{name}: {count} of {len(dtypes) * n * n} elements of a known product are wrong"
-        return Finding("computing", BROKEN, value, rule, _DRAIN)
+        return Finding("computing", BROKEN, value, rule, DRAIN)
     return Finding("computing", OK, f"{name}: a known product is exact")
 
 
@@ -61,32 +62,40 @@ def _hadamard(n: int) -> torch.Tensor:
 def memory_patterns(device: torch.device | str, mib: int | None = None) -> Finding:
     """Write four patterns and the addresses into `mib` MiB of free memory and read them back; one host sync.
 
-    By default 512 MiB of an accelerator and 1 of a CPU, and at most a third of what is free: it needs twice and an
-    eighth of that.
+    By default 512 MiB of an accelerator and 1 of a CPU, and at most half of what is free; where nothing is, as in the
+    middle of a run, nothing is tried.
     """
     import torch
 
     device = torch.device(device)
     mib = _MIB.get(device.type, _ACCELERATOR_MIB) if mib is None else mib
     if device.type == "cuda":
-        mib = min(mib, torch.cuda.mem_get_info(device)[0] // (3 * 2**20))
+        mib = min(mib, torch.cuda.mem_get_info(device)[0] // 2**21)
     name = _name(device)
-    try:
+    try:  # all that is needed is taken before it is tried
         block = torch.empty(mib * _WORDS, dtype=torch.int64, device=device)
-        addresses = torch.arange(mib * _WORDS, device=device)
-        changed = torch.empty(mib * _WORDS, dtype=torch.bool, device=device)
-    except RuntimeError:
+        addresses = torch.arange(_PART, device=device)
+        expected = torch.empty(_PART, dtype=torch.int64, device=device)
+        changed = torch.empty(_PART, dtype=torch.bool, device=device)
+    except torch.OutOfMemoryError:
         mib = 0
-    if not mib:  # the run itself will say so, if it matters
-        return Finding("device memory", WARN, f"{name}: no free memory to try", "", "free some")
+    if not mib:
+        return Finding("device memory", OK, f"{name}: no free memory to try")
     wrong = torch.zeros((), dtype=torch.int64, device=device)
+    parts = block.split(_PART)
     for pattern in _PATTERNS:
-        wrong += torch.ne(block.fill_(pattern), pattern, out=changed).sum()
-    wrong += torch.ne(block.copy_(addresses), addresses, out=changed).sum()
+        block.fill_(pattern)
+        for part in parts:
+            wrong += torch.ne(part, pattern, out=changed[: len(part)]).sum()
+    for i, part in enumerate(parts):
+        part.copy_(torch.add(addresses, i * _PART, out=expected)[: len(part)])
+    for i, part in enumerate(parts):
+        same = torch.add(addresses, i * _PART, out=expected)[: len(part)]
+        wrong += torch.ne(part, same, out=changed[: len(part)]).sum()
     if count := int(wrong):
         rule = "memory must keep what was written"
         value = f"{name}: {count} words of {mib} MiB came back changed"
-        return Finding("device memory", BROKEN, value, rule, _DRAIN)
+        return Finding("device memory", BROKEN, value, rule, DRAIN)
     return Finding("device memory", OK, f"{name}: {mib} MiB keep five patterns")
 
 
