@@ -260,8 +260,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a run begins from fresh weights where an import is",
         f"{_TRAIN}/trainer/checkpoints.py",
-        "return self._store.steps() == [0] and",
-        "return self._store.steps() == [] and",
+        "if self._store.steps() == [0] and",
+        "if self._store.steps() == [] and",
         ("tests/use/test_hugging_face.py::test_F57_F58_imported_weights_train_and_go_back",),
     ),
     Mistake(
