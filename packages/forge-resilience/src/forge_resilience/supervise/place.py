@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class Place:
             yield self._of_node(environ, self.nproc), None
 
     def _of_node(self, environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
-        address = environ.get("MASTER_ADDR") or _first_host(environ["SLURM_STEP_NODELIST"])
+        address = environ.get("MASTER_ADDR") or _address(environ["SLURM_STEP_NODELIST"])
         run = [
             environ.get(name, "0")
             for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -89,7 +90,16 @@ def find_place(nproc: int | None, environ: Mapping[str, str] = os.environ) -> Pl
     return Place(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
 
 
-def _first_host(nodes: str) -> str:
-    """`rack1-n003` of `rack1-n[003-007,9],login`."""
+def _address(nodes: str) -> str:
+    """Of the first node, `rack1-n003` of `rack1-n[003-007,9],login`: its name, or what Slurm knows of it."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes.strip())
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:  # node names need not be host names
+            command = ["scontrol", "show", "node", host, "--oneliner"]
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            found = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+            return found[1] if found else host
+    return host
