@@ -15,7 +15,8 @@ import pytest
 
 from forge_resilience import ExitCode, read_events
 from forge_resilience.heartbeat import read_heartbeats
-from forge_resilience.supervise import FINAL_CODES, WatchConfig, supervise
+from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, supervise
+from forge_resilience.supervise.report import describe_hang
 
 pytestmark = [
     pytest.mark.distributed,
@@ -194,6 +195,29 @@ def test_a_rank_that_ended_well_is_named_beside_those_that_wait_for_it(tmp_path)
     assert [e["event"] for e in ran.events] == ["hang", "restart"]
 
 
+def test_the_flight_recorder_is_asked_and_its_files_are_named(tmp_path):
+    """torch opens a pipe for each rank, and dumps what it recorded when something is written into it."""
+    pipe = tmp_path / "pipe_0.pipe"
+    os.mkfifo(pipe)
+    listener = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    environ = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": "/scratch/fr_"}
+    late = Late(0, "step", 3, 9.0, 8.0)
+    try:
+        for more, said in (
+            ({}, "nobody listens at TORCH_NCCL_DEBUG_INFO_PIPE_FILE"),
+            (
+                {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/pipe_"},
+                "ranks [0] were asked for /scratch/fr_RANK; torchfrtrace /scratch --prefix fr_",
+            ),
+        ):
+            hang = describe_hang(tmp_path, late, {0: os.getpid()}, {}, {0: 9.0}, environ | more)
+            assert said in hang.message
+        assert os.read(listener, 10) == b"1\n"
+        assert "flight" not in describe_hang(tmp_path, late, {0: os.getpid()}, {}, {}, {}).message
+    finally:
+        os.close(listener)
+
+
 # ---- crashes, and when a job is not started again
 
 
@@ -302,6 +326,24 @@ def test_a_hang_after_a_stop_ends_with_75(tmp_path):
     process.terminate()
     ran = end(process, tmp_path)
     assert (ran.code, [e["event"] for e in ran.events]) == (75, ["hang"]), ran.said
+
+
+def test_a_stop_between_two_lives(tmp_path):
+    """Ranks have crashed, and what they left takes its time to end."""
+    body = (
+        "def compute(number):\n    if number == 3:\n        pid = os.fork()\n        if pid == 0:\n"
+        "            signal.signal(signal.SIGTERM, lambda *_: (here / 'told').write_text('1'))\n"
+        "            (here / 'child').write_text(str(os.getpid()))\n"
+        "            while True: time.sleep(0.1)\n"
+        "        while not (here / 'child').exists(): time.sleep(0.01)\n"
+        "        sys.exit(1)"
+    )
+    process = start(tmp_path, body, "--grace_seconds=3", nproc=1)
+    wait_for(tmp_path / "told")
+    process.send_signal(signal.SIGUSR1)
+    ran = end(process, tmp_path)
+    assert (ran.code, ran.events) == (75, []), ran.said
+    assert gone(int(wait_for(tmp_path / "child")))
 
 
 # ---- nobody is left behind

@@ -54,6 +54,7 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code >= 0:
+        end_descendants(0.0)  # none, unless the supervisor failed
         return code
     died = time.monotonic()
     count = end_descendants(grace_seconds)

@@ -18,6 +18,7 @@ from forge_resilience.exit_codes import ExitCode
 from forge_resilience.heartbeat import FOLDER, read_heartbeats
 from forge_resilience.journal import Journal, read_events
 from forge_resilience.local_workers import Outcome, run_workers
+from forge_resilience.stop import StopSignal
 from forge_resilience.supervise import process_tree
 from forge_resilience.supervise.config import WatchConfig
 from forge_resilience.supervise.place import Place, find_place
@@ -123,19 +124,25 @@ class _Supervised:
         self.best_step = self.best_save = -1
         self.lives_without_progress = 0
         self.hang: Hang | None = None
+        self.failed_to_look = False
 
     def run(self) -> int:
-        while True:
-            outcome = self._live()
-            ended = process_tree.end_descendants(0.0 if self.hang else self.grace_seconds)
-            if ended and outcome.code == ExitCode.DONE:
-                _say(f"ended {ended} processes that the ranks had left running")
-            progressed = self._progressed()
-            self.lives_without_progress = 0 if progressed else self.lives_without_progress + 1
-            final = self._final_code(outcome)
-            if final is not None:
-                return final
-            self._restart(outcome)
+        with StopSignal(
+            announce=False
+        ) as stop:  # between lives; ranks that run are handed each signal
+            while True:
+                outcome = self._live()
+                ended = process_tree.end_descendants(0.0 if self.hang else self.grace_seconds)
+                if ended and outcome.code == ExitCode.DONE:
+                    _say(f"ended {ended} processes that the ranks had left running")
+                progressed = self._progressed()
+                self.lives_without_progress = 0 if progressed else self.lives_without_progress + 1
+                final = self._final_code(outcome)
+                if final is not None:
+                    return final
+                if stop.requested:  # the job is to come again
+                    return ExitCode.REQUEUE
+                self._restart(outcome)
 
     def _live(self) -> Outcome:
         """One start of the ranks, to their end."""
@@ -169,6 +176,15 @@ class _Supervised:
 
     def _look(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
         """Judge the ranks; the cause for which they are to be killed, "" for none."""
+        try:
+            return self._judge(running, ended)
+        except OSError as error:  # no descriptors, no memory: no reason to end the ranks
+            if not self.failed_to_look:
+                _say(f"ranks cannot be watched at the moment: {error}")
+            self.failed_to_look = True
+            return ""
+
+    def _judge(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
         beats = read_heartbeats(self.folder)
         process_tree.collect_adopted(running.values())
         mine = [

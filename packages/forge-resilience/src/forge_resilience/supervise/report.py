@@ -111,12 +111,12 @@ def describe_hang(
 def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
     """The rank that the others wait for, and how one knows.
 
-    A stopped process, or one that the kernel holds, explains itself. Else the one with the fewest entries, as all
-    ranks make the same ones; among equals the one that is not waiting for others, or is where no other one is; else
+    A stopped process, or one that the kernel holds (it does not answer), explains itself. Else the one with the fewest
+    entries, as all ranks make the same ones; among equals the one that is not waiting for others, or is where no other one is; else
     the one that was late first.
     """
     for one in ranks:
-        if one.letter in "TtD":
+        if one.letter in "Tt" or (one.letter == "D" and not one.stack.text):
             return one, f"its process is {one.words}"
     counts = {one.rank: one.beat.entries if one.beat else 0 for one in ranks}
     behind = [one for one in ranks if counts[one.rank] == min(counts.values())]
@@ -150,14 +150,14 @@ def _flight_recorder(environ: Mapping[str, str], ranks: list[int]) -> list[str]:
     asked = [rank for rank in ranks if pipe and _write_pipe(f"{pipe}{rank}.pipe")]
     if asked:
         time.sleep(1.0)  # the recorder's thread looks once a second
-    where = (
-        f"{dump}RANK" if dump else "the file of TORCH_FR_DUMP_TEMP_FILE, with the rank behind it"
-    )
-    how = f"ranks {asked} were asked for it" if asked else (
-        "it is written at torch's own time-out; with TORCH_NCCL_DEBUG_INFO_PIPE_FILE it comes at once"
-    )  # fmt: skip
+    if not asked:
+        return [
+            f"  flight recorder: nobody listens at {_PIPE}, so a dump is written only by torch's own time-out; set it to "
+            "be asked here"
+        ]
+    path = Path(dump or "/tmp/nccl_trace_rank_")  # torch's default
     return [
-        f"  flight recorder: {where} ({how}); read it by: torchfrtrace --prefix {dump or 'PREFIX'}"
+        f"  flight recorder: ranks {asked} were asked for {path}RANK; torchfrtrace {path.parent} --prefix {path.name}"
     ]
 
 

@@ -67,9 +67,9 @@ def collect_stacks(folder: Path, beats: Iterable[Beat], seconds: float = 2.0) ->
     waiting: dict[int, tuple[Path, int]] = {}
     for beat in beats:
         path = folder / f"rank-{beat.rank:05d}.stacks"
-        size = path.stat().st_size if path.exists() else 0
+        size = len(_read(path))
         answers = (
-            path.exists() and catches(beat.pid, signal.SIGUSR2) and state(beat.pid)[0] not in "TtD"
+            path.exists() and catches(beat.pid, signal.SIGUSR2) and state(beat.pid)[0] not in "Tt"
         )
         if answers and signal_process(beat.pid, beat.process_start, signal.SIGUSR2):
             waiting[beat.rank] = path, size
@@ -78,9 +78,16 @@ def collect_stacks(folder: Path, beats: Iterable[Beat], seconds: float = 2.0) ->
     while waiting and time.monotonic() < deadline:
         time.sleep(0.02)  # polling files
         for rank, (path, size) in list(waiting.items()):
-            text = path.read_bytes()[size:].decode(errors="replace")
+            text = _read(path)[size:].decode(errors="replace")
             if text and text == found.get(rank, Stack("")).text:  # it has stopped growing
                 del waiting[rank]
             elif text:
                 found[rank] = Stack(text)
     return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
