@@ -175,6 +175,9 @@ class Slurm:
         """
         slurmd = self._daemons.pop(f"slurmd.{node}")
         doomed = watch.with_descendants([slurmd.pid, *self._step_daemons(node)])
+        watch.kill(
+            doomed, signal.SIGSTOP
+        )  # all at one instant: none may report the death of another
         watch.kill(doomed)
         slurmd.wait()
 

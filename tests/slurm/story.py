@@ -95,25 +95,23 @@ class Run:
         )
         return rows[-1] if rows else 0
 
-    def wait_for_life(self, kind: str, ranks: int, began: float | None = None) -> None:
-        """Wait until the next life, on so many ranks, has trained six steps; `kind` is what began it, and when."""
-        began, number = began or time.monotonic(), len(self.lives)
+    def expect(self, kind: str, ranks: int, happens: Callable[[Run], None] | None = None) -> None:
+        """Let something happen, and wait until a life after it, on so many ranks, has trained six steps."""
+        began, before = time.monotonic(), len(self.begun())
+        if happens is not None:
+            happens(self)
 
         def trains() -> bool:
             assert self.slurm.run("squeue", "--noheader"), self.log()  # it ended instead
-            events = self.begun()[number:]
-            return bool(events) and self.step() >= events[0]["step"] + 6
+            found.extend(self.begun()[before + len(found) :])
+            return bool(found) and self.step() >= found[-1]["step"] + 6
 
+        found: list[dict[str, Any]] = []
         wait_until(trains, _SECONDS, every=0.3)
-        event, seconds = self.begun()[number], time.monotonic() - began
-        assert event["world_size"] == ranks, (event, self.log())
+        seconds = round(time.monotonic() - began, 1)
+        assert found[-1]["world_size"] == ranks, (found, self.log())
         self.lives.append(
-            {
-                "after": kind,
-                "ranks": ranks,
-                "from_step": event["step"],
-                "seconds": round(seconds, 1),
-            }
+            {"after": kind, "ranks": ranks, "from_step": found[-1]["step"], "seconds": seconds}
         )
 
     def nodes(self) -> list[str]:
@@ -195,19 +193,14 @@ SHORT = [(node_crashed, 3), (node_returned, 4)]
 def disturb(run: Run, plan: list[tuple[Callable[[Run], None], int]]) -> None:
     """Submit once, let all of it happen, and wait for the end."""
     run.submit()
-    run.wait_for_life("the submission", 4)
+    run.expect("the submission", 4)
     for happens, ranks in plan:
-        began = time.monotonic()
-        happens(run)
-        run.wait_for_life(SENTENCES[happens], ranks, began)
+        run.expect(SENTENCES[happens], ranks, happens)
     assert run.slurm.wait_for_end(run.job) == "COMPLETED", run.log()
-    # a job that is back before Slurm has noticed the dead node starts on it once more: a life without a step
+    # A job that is back before Slurm has noticed a dead node starts on it once more: a life without a step.
     run.restarts = int(run.slurm.job(run.job)["Restarts"])
     counted = (run.dir / f"slurm/lives-{run.job}").read_text().splitlines()
-    assert run.restarts == len(counted) - 1 >= len(plan) == len(run.begun()) - 1, (
-        counted,
-        run.log(),
-    )
+    assert run.restarts == len(counted) - 1 >= len(plan), (counted, run.log())
 
 
 def orchestrated(run: Run) -> None:
@@ -215,28 +208,25 @@ def orchestrated(run: Run) -> None:
     slurm = run.slurm
     run.submit("--orchestrate", "--sizes", "4,3,2")
     small = run.job
-    run.wait_for_life("the submission", 4)
-    slurm.drain("n4")
-    run.job = _training_job(run)
-    told(run)
-    run.wait_for_life("n4 drained, then USR1", 3)
-    slurm.crash(CPU_NODE)
-    slurm.wait_until_down(CPU_NODE)
-    run.job = _training_job(run)
-    slurm.resume("n4")
-    slurm.revive(CPU_NODE)
-    run.wait_for_life("the orchestrator's node crashed; n4 returned", 4)
+    run.expect("the submission", 4)
+
+    def drained(run: Run) -> None:
+        slurm.drain("n4")
+        run.job = slurm.run("squeue", "--noheader", "--partition=low", "--format=%i").strip()
+        told(run)
+
+    def returned(run: Run) -> None:
+        slurm.crash(CPU_NODE)
+        slurm.wait_until_down(CPU_NODE)
+        slurm.resume("n4")
+        slurm.revive(CPU_NODE)
+
+    run.expect("n4 drained, then USR1", 3, drained)
+    run.expect("the orchestrator's node crashed and came back; n4 returned", 4, returned)
     assert slurm.wait_for_end(small) == "COMPLETED", run.log()
     assert slurm.job(small)["Restarts"] == "1"
     submitted = [e["nodes"] for e in read_run(run.dir).events if e["event"] == "submit"]
     assert submitted == [4, 3, 4]
-
-
-def _training_job(run: Run) -> str:
-    (job,) = run.slurm.run(
-        "squeue", "--noheader", "--partition=low", "--states=RUNNING", "--format=%i"
-    ).split()
-    return job
 
 
 # ---- what must hold at the end

@@ -37,11 +37,11 @@ def kill_all(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def kill(pids: Iterable[int]) -> None:
-    """SIGKILL those that are still there."""
+def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to those that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def parents() -> dict[int, int]:
