@@ -1,4 +1,4 @@
-"""The story of a job on a real Slurm: `python -m tests.slurm.story [--write]`.
+"""The story of a job on a real Slurm: `hatch run slurm-story [--write]`.
 
 A script that `forge-train slurm` generated is submitted once and disturbed in each way that a cluster knows, on
 four, three and four nodes again; another job is orchestrated while nodes are drained and returned, and the node of the
@@ -307,7 +307,7 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# One job, and what happened to it",
         "",
-        f"Made by `python -m tests.slurm.story --write` on {result['slurm']}, torch {result['torch']}, commit "
+        f"Made by `hatch run slurm-story --write` on {result['slurm']}, torch {result['torch']}, commit "
         f"{result['commit']}, in {result['seconds']} s: a real Slurm whose four nodes are processes of one machine with two "
         "cores, real ranks over gloo, a tiny model, global batch 256. `seconds` runs from the disturbance to the sixth "
         "step of the next life: detection, the queue (5 s at least), start-up and imports of all ranks on two cores.",
