@@ -115,6 +115,8 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path: Path, case: str
     assert {(f.code, f.step) for f in fitted} == {(ExitCode.HARDWARE, STEP)}
     assert len({f.problems for f in fitted}) == 1
     assert f"step {STEP}: {callback.name} " in fitted[0].problems[0]
+    # of a buffer that a model's own forward writes each rank has its own
+    assert ("persistent=False" in fitted[0].problems[0]) == (callback is InBias)
     (event,) = mismatches(tmp_path)
     assert (event["kind"], event["ranks"], event["tensor"]) == ("replicas", ranks, callback.name)
     assert event["rank"] == (RANK if len(ranks) == 1 else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -78,7 +78,8 @@ class ReplicaPolicy:
         for kind in dict.fromkeys(m.kind for m in found):
             self._tell(step, [m for m in found if m.kind == kind], hosts)
         if self._config.action == "stop":
-            raise HardwareError(_problems(step, found, hosts))
+            buffers = {name for name, _ in self._model.named_buffers()}
+            raise HardwareError(_problems(step, found, hosts, buffers))
 
     def _tell(self, step: int, found: Sequence[Mismatch], hosts: Sequence[str]) -> None:
         ranks = sorted({rank for m in found for rank in m.ranks})
@@ -101,7 +102,9 @@ class ReplicaPolicy:
         return training_tensors(self._model, self._optimizer)
 
 
-def _problems(step: int, found: Sequence[Mismatch], hosts: Sequence[str]) -> list[str]:
+def _problems(
+    step: int, found: Sequence[Mismatch], hosts: Sequence[str], buffers: Collection[str]
+) -> list[str]:
     """One sentence for each rank that is named, with its node."""
     by_ranks: dict[tuple[int, ...], list[Mismatch]] = {}
     for mismatch in found:
@@ -110,9 +113,11 @@ def _problems(step: int, found: Sequence[Mismatch], hosts: Sequence[str]) -> lis
     for ranks, some in by_ranks.items():
         nodes = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
         more = f" (and {len(some) - 1} more tensors)" if len(some) > 1 else ""
+        fix = "so that hardware is at fault: run again without that node"
+        if all(m.tensor in buffers for m in some):
+            fix += ", or, if the model's forward writes to it, register that buffer with persistent=False"
         problems.append(
             f"step {step}: {some[0]}{more} on {nodes}; copies must be equal bit by bit and memory must keep its "
-            "values, so that hardware is at fault: run again without that node. This step was not saved, and "
-            "checkpoints before it were compared when they were saved"
+            f"values, {fix}. This step was not saved, and checkpoints before it were compared when they were saved"
         )
     return problems
