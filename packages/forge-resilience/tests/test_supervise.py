@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from forge_resilience import ExitCode, read_events
-from forge_resilience.heartbeat import read_heartbeats
+from forge_resilience.heartbeat import Heartbeat, read_heartbeats
 from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, supervise
 from forge_resilience.supervise.report import describe_hang
 
@@ -265,6 +265,15 @@ def test_two_lives_without_progress_end_the_job(tmp_path):
         ("no_progress", 4)
     ]
     assert "2 lives in a row made no progress beyond step 4: ended with code 70" in ran.said
+
+
+def test_heartbeats_that_another_run_left_are_no_progress(tmp_path):
+    (tmp_path / "beats").mkdir()
+    Heartbeat(tmp_path / "beats", 5).enter("step", 5000)
+    body = "def compute(number):\n    if number == 3 * (life + 1): sys.exit(1)"
+    ran = run(tmp_path, body, nproc=1)
+    assert ran.code == 0, ran.said
+    assert [(e["event"], e["step"]) for e in ran.events] == [("restart", n) for n in (3, 6, 9)]
 
 
 def test_restarts_are_counted(tmp_path):

@@ -163,11 +163,10 @@ class _Supervised:
             )
 
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Those of an earlier life; of the ranks that are started here, others may share the folder."""
-        mine = [environ.get("RANK", "") for environ in environs] if self.place.nproc else []
-        names = [f"rank-{int(rank):05d}" for rank in mine] if mine else ["rank-?????"]
-        if not self.place.whole and not mine:
-            names = [f"rank-{_rank_of(environs[0]):05d}"]
+        """Those of an earlier life or run; where other supervisors share the folder, of the ranks that start here."""
+        names = [f"rank-{_rank_of(environ):05d}" for environ in environs]
+        if self.place.whole:
+            names = ["rank-?????"]
         for name in names:
             for path in [*self.folder.glob(name), *self.folder.glob(f"{name}.stacks")]:
                 path.unlink(missing_ok=True)
