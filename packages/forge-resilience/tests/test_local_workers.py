@@ -228,7 +228,7 @@ def test_F59_a_rank_that_waits_for_one_that_a_stop_killed_is_ended_in_time(tmp_p
     """The stop came while the ranks imported: one died of it, another has a handler already and waits to meet it."""
     body = """
 if rank == 0:
-    signal.signal(signal.SIGTERM, lambda *_: ready("flag"))
+    signal.signal(signal.SIGUSR1, lambda *_: ready("flag"))
 ready("up")
 while True:
     time.sleep(0.01)
@@ -236,11 +236,11 @@ while True:
     job = launcher(body, 2, tmp_path, "grace_seconds=0.5")
     for rank in range(2):
         wait_for(tmp_path / f"up{rank}")
-    job.send_signal(signal.SIGTERM)
+    job.send_signal(signal.SIGUSR1)
     _, errors = job.communicate(timeout=30)
     assert job.returncode == 75, errors
     assert "rank 0" in errors
-    assert "killed" in errors
+    assert "did not end within 0.5 s of SIGUSR1: killed" in errors
 
 
 def test_a_killed_launcher_leaves_no_orphan(tmp_path):

@@ -129,6 +129,7 @@ class _Job:
         self.failed: int | None = None
         self.hung = ""
         self.forwarded: set[int] = set()
+        self.told = signal.SIGTERM.name  # the last signal that asked workers to end
         self.next_at: float | None = None  # when those that are left get a harder signal
         self.killed = False
 
@@ -142,9 +143,8 @@ class _Job:
                     if self.killed:
                         self._report(self.left, "cannot be killed and is left behind")
                         break
-                    self._report(
-                        self.left, f"did not end within {self.grace_seconds:g} s of SIGTERM: killed"
-                    )
+                    within = f"within {self.grace_seconds:g} s of {self.told}"
+                    self._report(self.left, f"did not end {within}: killed")
                     self._kill()
                 elif self.look is not None and self.failed is None and not self.killed:
                     self._look(self.look)
@@ -171,6 +171,7 @@ class _Job:
         if self.parent is not None and os.getppid() != self.parent:
             self.next_at = time.monotonic() + self.grace_seconds  # nobody else will end them
         self.forwarded.add(number)
+        self.told = signal.Signals(number).name
         self._send(number)
 
     def _kill(self) -> None:
@@ -191,6 +192,7 @@ class _Job:
         self.next_at = time.monotonic() + self.grace_seconds
         rest = f"; stopping the other {len(self.left)}" if self.left else ""
         self._report([rank], _cause(code) + rest)
+        self.told = signal.SIGTERM.name
         self._send(signal.SIGTERM)
 
     def _died_forwarded(self, code: int) -> bool:
