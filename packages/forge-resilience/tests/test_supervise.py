@@ -428,11 +428,17 @@ def test_the_function(tmp_path):
     config = WatchConfig("restart", step_seconds=LIMIT, first_step_seconds=LIMIT)
     body = "def compute(number):\n    if (life, number) == (0, 5): time.sleep(600)"
     before = signal.getsignal(signal.SIGTERM)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    )  # the caller's own
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     assert (
         supervise(command(tmp_path, body), 2, config=config, journal=tmp_path / "events.jsonl") == 0
     )
     assert [e["event"] for e in read_events(tmp_path / "events.jsonl")] == ["hang", "restart"]
     assert signal.getsignal(signal.SIGTERM) is before
+    other.communicate(b"\n", timeout=60)
+    assert (other.returncode, ended.wait(timeout=60)) == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.supervise.process_tree import adopt_orphans, end_descendants
+from forge_resilience.supervise.process_tree import adopt_orphans, descendants, end_descendants
 
 __all__ = ["run_guarded"]
 
@@ -30,6 +30,7 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
         return run(None)
     adopt_orphans()
     parent = os.getpid()
+    others = set(descendants(parent))  # started before, and not ours to end
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until both have handlers
     pid = os.fork()
     if pid == 0:
@@ -54,10 +55,10 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code >= 0:
-        end_descendants(0.0)  # none, unless the supervisor failed
+        end_descendants(0.0, others)  # none, unless the supervisor failed
         return code
     died = time.monotonic()
-    count = end_descendants(grace_seconds)
+    count = end_descendants(grace_seconds, others)
     with contextlib.suppress(OSError):
         print(
             f"supervise: the supervisor (pid {pid}) died by {signal.Signals(-code).name}; ended {count} processes "

@@ -62,7 +62,7 @@ def supervise(
     place, unless somebody asked for a stop by a signal, the code is one of FINAL_CODES, other nodes have ranks of
     the job, or `max_restarts` are used up. Two lives in a row without progress (no step beyond the best one so far,
     no newer `save` in the journal) end with code 70. A hang that is not followed by a restart is code 1, or 75 if a
-    stop had been asked for. What ranks leave running is ended.
+    stop had been asked for. What was started below this process meanwhile, and is left running, is ended.
 
     Raises ValueError, RuntimeError and OSError as `run_local_workers` does. Cost: two reads a second for each rank.
     """
@@ -125,6 +125,7 @@ class _Supervised:
         self.lives_without_progress = 0
         self.hang: Hang | None = None
         self.failed_to_look = False
+        self.others = set(process_tree.descendants(os.getpid()))  # of the caller: not ours to end
 
     def run(self) -> int:
         with StopSignal(
@@ -132,7 +133,8 @@ class _Supervised:
         ) as stop:  # between lives; ranks that run are handed each signal
             while True:
                 outcome = self._live()
-                ended = process_tree.end_descendants(0.0 if self.hang else self.grace_seconds)
+                grace = 0.0 if self.hang else self.grace_seconds
+                ended = process_tree.end_descendants(grace, self.others)
                 if ended and outcome.code == ExitCode.DONE:
                     _say(f"ended {ended} processes that the ranks had left running")
                 progressed = self._progressed()
@@ -185,7 +187,7 @@ class _Supervised:
 
     def _judge(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
         beats = read_heartbeats(self.folder)
-        process_tree.collect_adopted(running.values())
+        process_tree.collect_adopted(self.others | set(running.values()))
         mine = [
             b for b in beats if not b.process_start or process_tree.is_below(b.pid, os.getpid())
         ]

@@ -37,8 +37,11 @@ def adopt_orphans(adopt: bool = True) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Pid -> state (a letter of /proc/PID/stat) of the processes below `pid`. Costs a read for each process here."""
+def descendants(pid: int, keep: Container[int] = ()) -> dict[int, str]:
+    """Pid -> state (a letter of /proc/PID/stat) of the processes below `pid`, without those in `keep` and below them.
+
+    Costs a read for each process of this host.
+    """
     children: dict[int, list[tuple[int, str]]] = {}
     for entry in _proc():
         fields = _stat(int(entry.name))
@@ -47,7 +50,9 @@ def descendants(pid: int) -> dict[int, str]:
     found: dict[int, str] = {}
     level = [pid]
     while level:
-        below = [child for parent in level for child in children.get(parent, ())]
+        below = [
+            child for parent in level for child in children.get(parent, ()) if child[0] not in keep
+        ]
         found.update(below)
         level = [child for child, _ in below]
     return found
@@ -77,8 +82,8 @@ def is_below(pid: int, ancestor: int) -> bool:
     return False
 
 
-def end_descendants(grace_seconds: float) -> int:
-    """End what is below this process, with SIGKILL after the grace, and collect it.
+def end_descendants(grace_seconds: float, keep: Container[int] = ()) -> int:
+    """End what is below this process, but for `keep`, with SIGKILL after the grace, and collect it.
 
     Without a grace SIGKILL comes at once; with one they have a moment to end by themselves. How many were told.
     """
@@ -86,7 +91,7 @@ def end_descendants(grace_seconds: float) -> int:
     patient_until = time.monotonic() + min(_PATIENT_SECONDS, grace_seconds)
     deadline = time.monotonic() + grace_seconds
     while True:
-        found = descendants(os.getpid())
+        found = descendants(os.getpid(), keep)
         alive = {pid for pid, letter in found.items() if letter != "Z" or not _collect(pid)}
         now = time.monotonic()
         if not alive or now >= deadline + _KILL_SECONDS:
