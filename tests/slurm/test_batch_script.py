@@ -105,7 +105,7 @@ def test_F60_F65_a_job_that_slurm_warns_of_its_limit_goes_on_and_completes(slurm
     folder.mkdir()
     write_job(
         folder,
-        '[resilience]\nsave_limit_seconds = 30\n[slurm]\nnodes = "2-3"\ncpus_per_task = 1\n',
+        '[resilience]\nsave_limit_seconds = 30\n[slurm]\nnodes = "1-2"\ncpus_per_task = 1\n',
         run_dir="runs/it's one",
     )
     leaking = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "3", "SLURM_MEM_PER_CPU": "1", "SLURM_MEM_PER_NODE": "2",
@@ -258,9 +258,9 @@ def test_elements_of_an_array_and_sites_that_forbid_requeues(slurm, tmp_path):
 
 
 def test_at_a_terminal(slurm, tmp_path):
-    write_job(tmp_path, "[resilience]\nsave_limit_seconds = 30\n[slurm]\nnodes = 2\n")
+    write_job(tmp_path, "[resilience]\nsave_limit_seconds = 30\n[slurm]\nnodes = 1\n")
     shown = submit_forge(slurm, tmp_path / "job.toml", "--interactive", "--print")
-    assert shown.out.startswith("# salloc --signal=USR1@90 --job-name=run --nodes=2")
+    assert shown.out.startswith("# salloc --signal=USR1@90 --job-name=run --nodes=1")
     assert not (tmp_path / "run").exists()
     started = subprocess.run(
         [sys.executable, "-m", "forge_train", "slurm", str(tmp_path / "job.toml"), "--interactive"],

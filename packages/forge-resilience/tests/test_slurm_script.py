@@ -409,19 +409,29 @@ def test_a_rank_that_was_killed_behind_the_others_does_not_hide_their_code(site:
 
 
 @pytest.mark.parametrize("on_stop", ["requeue", "resubmit"])
-def test_a_cancelled_job_stays_cancelled(site: Site, on_stop: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "preempted", "goes_on"),
+    [
+        ("None", "None", False),
+        ("None", "2020-01-01T00:00:00", False),  # in an earlier life
+        ("None", "2999-01-01T00:00:00", True),
+        ("TimeLimit", "None", True),
+    ],
+)
+def test_a_cancelled_job_stays_cancelled(
+    site: Site, on_stop: str, reason: str, preempted: str, goes_on: bool
+) -> None:
     """scancel sends SIGTERM, ranks save and leave with 75; scontrol requeue would bring the job back."""
     site.write(f"{_SAVE}; exit 75", on_stop=on_stop)
-    site.executable("bin/squeue", "#!/bin/bash\necho 'COMPLETING|None'\n")
-    code, output = site.life()
-    assert (code, "was cancelled, or requeued by somebody else" in output) == (75, True)
-    site.executable("bin/squeue", "#!/bin/bash\necho 'COMPLETING|TimeLimit'\n")
-    assert site.life()[0] == 75
-    assert site.calls("scontrol") + site.calls("sbatch") == (
-        ["requeue 7"]
-        if on_stop == "requeue"
-        else [f"--dependency=afterany:7 -- {site.facts.script}"]
+    site.executable("bin/squeue", f"#!/bin/bash\necho 'COMPLETING|{reason}'\n")
+    site.executable(
+        "bin/scontrol",
+        '#!/bin/bash\n[[ $1 == show ]] || echo "scontrol $*" >>"$CALLS"\n'
+        f"echo 'JobId=7 PreemptEligibleTime=2998-01-01T00:00:00 PreemptTime={preempted} SuspendTime=None'\n",
     )
+    code, output = site.life()
+    assert (code, "was cancelled, or requeued by somebody else" in output) == (75, not goes_on)
+    assert len(site.calls("scontrol") + site.calls("sbatch")) == goes_on
 
 
 def test_a_controller_that_restarts_is_waited_for_and_one_that_refuses_is_named(site: Site) -> None:

@@ -23,6 +23,7 @@ job={job}
 chain=${{FORGE_CHAIN:-$job}}  # the first job of resubmitted ones: their lives are counted together
 lives={folder}/lives-$chain  # a line for each life: the newest checkpoint when it began
 script={script}
+life_began=$(printf '%(%FT%T)T' -1)
 unset FORGE_CHAIN
 
 say() {{ printf '%(%FT%T)T forge: %s\n' -1 "$*" >&2; }}
@@ -57,10 +58,14 @@ begin() { printf 'life in %s\n' "$run" >>"$lives" || say "cannot write $lives: l
 """
 
 _AGAIN = r"""
-ended_outside() {{  # by scancel, which must be the end, or requeued by somebody already; its time limit is not meant
-  local state reason
+ended_outside() {{  # by scancel, which must be the end, or requeued by somebody already; not at a limit, not preempted
+  local state reason preempted
   IFS='|' read -r state reason < <(squeue --noheader --format='%T|%r' --jobs="$job" 2>/dev/null)
-  [[ $state == COMPLETING && $reason != TimeLimit ]]
+  [[ $state == COMPLETING && $reason != TimeLimit ]] || return
+  # where preemption cancels jobs (PreemptMode=CANCEL), this is all that tells it from scancel
+  preempted=$(SLURM_TIME_FORMAT=standard scontrol show job "$job" 2>/dev/null |
+    sed -nE 's/.*\bPreemptTime=([-0-9T:]+).*/\1/p')
+  [[ $preempted < $life_began ]]
 }}
 
 again() {{  # go on in another life, for the reason $1; never returns
