@@ -25,7 +25,7 @@ from forge_testing import forge_train, write_job
 from forge_train import load_trained, read_run
 
 ROOT = Path(__file__).parents[2]
-STEPS = 200
+STEPS = 130
 _SECONDS = 180.0  # for what takes twenty, on a machine with other work
 
 # AdamW's eps: with 1e-8 it makes a full step of the rounding noise in a gradient near zero. The pause of a step leaves
@@ -83,9 +83,9 @@ class Run:
 
     def begun(self) -> list[dict[str, Any]]:
         """The event with which each life began."""
-        if not (self.dir / "events.jsonl").exists():
-            return []
-        return [e for e in read_run(self.dir).events if e["event"] in ("start", "resume")]
+        # not read_run: the orchestrator writes events before there is a run
+        events = read_events(self.dir / "events.jsonl")
+        return [e for e in events if e["event"] in ("start", "resume")]
 
     def step(self) -> int:
         rows = (
@@ -275,11 +275,11 @@ def main() -> int:
         folder = Path(name)
         reference = Run(slurm, folder / "undisturbed", STEPS)
         reference.train_undisturbed(4)
-        whole = Run(slurm, folder / "disturbed", STEPS)
-        disturb(whole, WHOLE)
-        slurm.tidy()
         moved = Run(slurm, folder / "orchestrated", STEPS)
         orchestrated(moved)
+        slurm.tidy()
+        whole = Run(slurm, folder / "disturbed", STEPS)
+        disturb(whole, WHOLE)
         result = {
             "commit": subprocess.check_output(
                 ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
