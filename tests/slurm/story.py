@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tests.slurm.cluster import CPU_NODE, Slurm, running_cluster, wait_until
 
+from forge_resilience import read_events
 from forge_testing import forge_train, write_job
 from forge_train import load_trained, read_run
 
