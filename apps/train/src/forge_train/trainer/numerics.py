@@ -84,24 +84,28 @@ def refuse_without_checkpoint(found: Outcome, store: object) -> NoReturn:
 def _stop(found: Outcome, policy: NumericsPolicy, last_saved: int) -> NoReturn:
     if found.cause == "spike":
         spike = policy.spike
-        raise NumericsError(
-            [f"{_bad_steps(found)}: {spike.of} was more than {spike.sigma:g} standard deviations above the "
-             f"mean of {spike.window} steps (resilience.spike.action 'stop'); {_intact(last_saved)}: lower "
-             "optimizer.lr, or use action 'skip' or 'rollback'"]
-        )  # fmt: skip
-    limit = policy.nonfinite.limit
-    raise NumericsError(
-        [f"by step {found.last}: the loss or the gradient norm of {found.in_a_row} steps in a row must be finite "
-         f"in at least one of {limit + 1} (resilience.nonfinite.action {policy.nonfinite.action!r}, max_in_a_row "
-         f"{policy.nonfinite.max_in_a_row}); {_intact(last_saved)}: lower optimizer.lr or train.max_grad_norm "
-         "and run again"]
-    )  # fmt: skip
+        of = "loss or grad_norm" if spike.of == "both" else spike.of
+        rule = (f"{of} was more than {spike.sigma:g} standard deviations above the mean of {spike.window} steps "
+                "(resilience.spike.action 'stop')")  # fmt: skip
+        fix = "lower optimizer.lr, or use action 'skip' or 'rollback'"
+    else:
+        action, limit = policy.nonfinite.action, policy.nonfinite.limit
+        rule = f"resilience.nonfinite.action {action!r} allows no such step"
+        if limit:
+            rule = f"resilience.nonfinite.max_in_a_row allows {limit} of them in a row"
+        fix = "lower optimizer.lr or train.max_grad_norm and run again"
+    raise NumericsError([f"{_bad_steps(found)}: {rule}; {_intact(last_saved)}: {fix}"])
 
 
 def _bad_steps(found: Outcome) -> str:
     what = "a spike" if found.cause == "spike" else "numbers that are not finite"
+    if found.first == found.last:
+        return f"{what} in step {found.last}"
     return f"{what} in steps {found.first} to {found.last}"
 
 
 def _intact(last_saved: int) -> str:
-    return f"they changed no weight, and the checkpoints up to step {max(last_saved, 0)} are intact"
+    saved = f"the checkpoints up to step {last_saved} are intact"
+    if last_saved < 0:
+        saved = "nothing was saved before"
+    return f"they changed no weight, and {saved}"
