@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,18 @@ def test_supervisors_of_two_nodes_name_the_stopped_rank_and_the_step_starts_agai
     )
     slurm.submit("--nodes=2", "--ntasks=2", f"--output={folder}/out", folder / "job.sh")
     said = (folder / "out").read_text()
-    assert "again 1\n" in said
+    # 75 where srun's TERM reached the other supervisor before it had judged: ranks that were asked to stop
+    assert re.search(r"^again (1|75)$", said, re.MULTILINE), said
     assert said.endswith("ended 0\n"), said
 
     hangs = [e for e in read_events(folder / "events.jsonl") if e["event"] == "hang"]
     assert 3 in [e["rank"] for e in hangs]
+    waiting = [
+        e["cause"] for e in hangs if e["rank"] in (0, 1)
+    ]  # the other node knows that it waits
+    assert all(
+        "waits for a rank of another supervisor: phase step, step 5" in cause for cause in waiting
+    )
     assert "rank 3 is late: phase step, step 5, its process is stopped by a signal" in said
     assert not any(e["event"] == "restart" for e in read_events(folder / "events.jsonl"))
     lines = sorted((folder / "sums").read_text().splitlines())

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 LIMIT = 2.0
 _FLAGS = ("--start_seconds=60", "--grace_seconds=5")
-SOON = ("--step_seconds=2", "--first_step_seconds=2")
+SOON = ("--step_seconds=2", "--first_step_seconds=60")
 
 # A rank without torch: ten steps, of which `body` may spoil one, and a sum at the end.
 _RANK = """
@@ -425,7 +425,7 @@ def test_orphans_are_collected_while_ranks_run(tmp_path):
 
 
 def test_the_function(tmp_path):
-    config = WatchConfig("restart", step_seconds=LIMIT, first_step_seconds=LIMIT)
+    config = WatchConfig("restart", step_seconds=LIMIT, first_step_seconds=60)
     body = "def compute(number):\n    if (life, number) == (0, 5): time.sleep(600)"
     before = signal.getsignal(signal.SIGTERM)
     other = subprocess.Popen(

@@ -30,6 +30,7 @@ __all__ = ["FINAL_CODES", "supervise"]
 #: Codes that say what a new start would not change, or what others start again.
 FINAL_CODES = frozenset(ExitCode) - {ExitCode.ERROR}
 _LOOK_SECONDS = 0.5
+_ELSEWHERE_SECONDS = 4.0
 _MOST_LIVES_WITHOUT_PROGRESS = 2
 _OWNER = "FORGE_HEARTBEAT_OWNER"
 LIFE = "FORGE_LIFE"
@@ -203,7 +204,8 @@ class _Supervised:
         return "" if late is None else self._hangs(late, ranks, ended)
 
     def _hangs(self, late: Late, ranks: Mapping[int, int], ended: Mapping[int, int]) -> str:
-        hang = describe_hang(self.folder, late, ranks, ended, self.watch.seconds(), self.environ)
+        seconds, whole = self.watch.seconds(), self.place.whole
+        hang = describe_hang(self.folder, late, ranks, ended, seconds, self.environ, whole)
         path = self._keep(f"{hang.message}\n{hang.stacks}\n")
         _say(hang.message if path else f"{hang.message}\n{hang.stacks}")
         if path:
@@ -224,7 +226,8 @@ class _Supervised:
         for rank, pid in ranks.items():
             if not (self.folder / f"rank-{rank:05d}.stacks").exists():
                 process_tree.abort(pid)
-        time.sleep(0.2 if ranks else 0)  # for the stacks that an abort writes
+        # For the stacks that an abort writes; for the other supervisor, which knows the late rank and dies with these.
+        time.sleep(_ELSEWHERE_SECONDS if hang.elsewhere else 0.2)
         return hang.cause
 
     # ---- between lives

@@ -66,6 +66,8 @@ class Hang:
     cause: str
     message: str
     stacks: str
+    elsewhere: bool = False
+    """The late rank is not among these, which wait for it."""
 
 
 def describe_hang(
@@ -75,8 +77,12 @@ def describe_hang(
     ended: Mapping[int, int],
     seconds: Mapping[int, float],
     environ: Mapping[str, str],
+    whole: bool = True,
 ) -> Hang:
-    """Collect stacks of the ranks in `running` (rank -> pid) and find the one that the others wait for."""
+    """Collect stacks of the ranks in `running` (rank -> pid) and find the one that the others wait for.
+
+    `whole`: whether they are all ranks of the job; else the late one may be elsewhere.
+    """
     beats = {beat.rank: beat for beat in read_heartbeats(folder)}
     alive = [b for b in beats.values() if process_start(b.pid) == b.process_start]
     stacks = collect_stacks(folder, alive)
@@ -94,7 +100,9 @@ def describe_hang(
     phase = late.phase if culprit.rank == late.rank else beat.phase if beat else "start"
     step = beat.step if beat else None
     at = "" if step is None else f", step {step}"
-    cause = f"rank {culprit.rank} is late: phase {phase}{at}, {why}"
+    elsewhere = not whole and bool(culprit.stack.collective)
+    what = "waits for a rank of another supervisor" if elsewhere else "is late"
+    cause = f"rank {culprit.rank} {what}: phase {phase}{at}, {why}"
     lines = [
         f"hang: {cause}; no entry for {late.seconds:.1f} s, and the limit of {late.phase} is {late.limit:g} s",
         *(f"  {one.line()}" for one in [*ranks, *gone]),
@@ -105,7 +113,8 @@ def describe_hang(
         lines.append(f"  rank {culprit.rank} is here, innermost first:")
         lines += [f"    {file}:{line} {function}" for file, line, function in frames]
     texts = [f"--- rank {rank}\n{stack.text.strip()}" for rank, stack in sorted(stacks.items())]
-    return Hang(culprit.rank, phase, step, late.seconds, cause, "\n".join(lines), "\n".join(texts))
+    message, stacks_text = "\n".join(lines), "\n".join(texts)
+    return Hang(culprit.rank, phase, step, late.seconds, cause, message, stacks_text, elsewhere)
 
 
 def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
