@@ -44,7 +44,7 @@ from .lives import ForkedLife, in_child, prepare
 from .suites import BETWEEN, DAMAGE, DISK, EVERY, JOB, STEPS, SUITES, Suite, allowed_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = {"wait": 950, "async": 950, "files": 1200, "points": 720, "disk": 600, "odd": 300, "world": 120, "torchrun": 100}  # fmt: skip
+PLAN = {"wait": 950, "async": 950, "files": 1200, "points": 720, "disk": 600, "odd": 300, "world": 120, "numerics": 240, "torchrun": 100}  # fmt: skip
 _FAULTS_A_JOB = 12
 _TURN = 3 * _FAULTS_A_JOB
 _LIMIT = 60.0
@@ -78,10 +78,16 @@ class Job:
     # ---- lives
 
     def start(
-        self, plant: Callable[[int], None] = plants.slow_data, flags: Sequence[str] = ()
+        self, plant: Callable[[int], None] | None = None, flags: Sequence[str] = ()
     ) -> ForkedLife:
         if self.life is not None:
             return self.life
+        if plant is None:
+            plant = (
+                plants.poison
+                if "--resilience.nonfinite.action" in self.suite.numbers
+                else plants.slow_data
+            )
         shutil.rmtree(self.striker.folder, ignore_errors=True)
         self.striker.folder.mkdir()
         self.log_from = self.log.stat().st_size if self.log.exists() else 0
@@ -469,8 +475,8 @@ def make_reference(folder: Path, numbers: Sequence[str]) -> Reference:
     job = Job(Suite("reference", {}), folder, None)  # type: ignore[arg-type]
     keys = {"every_steps": "1", "keep_last": "1000", "wait": "true"}
     flags = [text for key, value in keys.items() for text in (f"--checkpoint.{key}", value)]
-    job.suite = Suite("reference", {}, (*flags, *numbers))
-    job.start(lambda rank: None)
+    job.suite = Suite("reference", {}, tuple(flags), numbers=tuple(numbers))
+    job.start()
     if job.end(180) != 0:
         raise SystemExit(job.output())
     return Reference(job.run)
@@ -550,6 +556,9 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, default=None, help="folder for the runs; failed ones stay there"
     )
+    parser.add_argument(
+        "--mistakes", action="store_true", help="plant mistakes in the code, which must be found"
+    )
     args = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         folder = Path(tempfile.mkdtemp(prefix="forge-chaos-shim-"))
@@ -573,6 +582,8 @@ def main() -> int:
     prepare()
     plants.fault_matrix()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="forge-chaos-"))
+    if args.mistakes:
+        return find_mistakes(folder, args.seed)
     end, failures, count = time.monotonic() + 60 * args.minutes, 0, 0
     try:
         for row in run_suites(left, folder / str(os.getpid())):
@@ -593,6 +604,27 @@ def main() -> int:
     if args.campaign:
         subprocess.run([sys.executable, "-m", "tests.chaos.page", str(args.out)], check=True)
     return int(bool(failures))
+
+
+def find_mistakes(folder: Path, seed: int) -> int:
+    """Plant each mistake, and strike until an invariant fails; 1 if one is not found in 60 faults."""
+    missed = 0
+    for number, (mistake, (name, make)) in enumerate(plants.MISTAKES.items()):
+        suite, count, found = SUITES[name], 0, ""
+        reference = make_reference(folder / f"reference-{number}", suite.numbers)
+        pid = os.fork()  # the mistake ends with this process
+        if pid == 0:
+            make()
+            faults = make_schedule(seed, 60, suite.kinds, suite.nproc[0])
+            for row in run_suite(suite, faults, folder / f"mistake-{number}", reference):
+                count, found = count + 1, row["problem"]
+                if found:
+                    break
+            told = f"found after {count} faults: {found[:200]}" if found else "NOT FOUND"
+            print(f"{mistake}: {told}", flush=True)
+            os._exit(not found)
+        missed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return int(bool(missed))
 
 
 def run_suites(left: dict[str, list[Fault]], folder: Path) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -110,3 +111,81 @@ def output(path: str | None) -> Callable[[int], None]:
                 os.dup2(os.open(path, os.O_WRONLY), number)
 
     return plant
+
+
+POISONED = range(12 * 13, 12 * 15)
+"""Instances of two batches that make the loss of one rank nan."""
+
+
+def poison(rank: int) -> None:
+    """Whichever step reads the poisoned instances has a loss that is nan, on the last rank alone."""
+    import torch.distributed as dist
+
+    from forge_train.trainer.trainer import Trainer
+
+    slow_data(rank)
+    real = Trainer._forward_backward
+
+    def forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        share = real(self, *args, **kwargs)
+        end = self.loader.cursor
+        bad = {int(i) for i in self.loader.ids(end - self.loader.global_batch, end)} & {*POISONED}
+        victim = rank == dist.get_world_size() - 1
+        return share * float("nan") if bad and victim else share
+
+    Trainer._forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+# ---- mistakes that a campaign must find; made in this process, so in all lives to come
+
+
+def _votes_before_it_has_written() -> None:
+    """Rank 1 says that its file is on disk 0.2 s before its second half is."""
+    from forge_ckpt.write.writer import ForgeWriter
+
+    real = ForgeWriter.write_layout
+
+    def write_layout(self: Any, layout: Any, staged: Any = None) -> Any:
+        results = real(self, layout, staged)
+        path = Path(self._temporary) / layout.file
+        if path.name == "data-1.bin":
+            data = path.read_bytes()
+            file = os.open(path, os.O_WRONLY)
+            os.truncate(path, len(data) // 2)
+            half = len(data) // 2
+            threading.Timer(0.2, os.pwrite, (file, data[half:], half)).start()
+        return results
+
+    ForgeWriter.write_layout = write_layout  # type: ignore[method-assign]
+
+
+def _resumes_one_step_off() -> None:
+    from forge_data import Loader
+
+    real = Loader.load_state_dict
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        real(self, state)
+        self._cursor += self.global_batch
+
+    Loader.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _forgets_the_skipped_window() -> None:
+    from forge_data import Loader
+
+    real = Loader.load_state_dict
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        real(self, state)
+        self._ledger = type(self._ledger)(())
+
+    Loader.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+#: Mistake -> the suite that finds it, and how it is made.
+MISTAKES: dict[str, tuple[str, Callable[[], None]]] = {
+    "a rank votes before it has written": ("async", _votes_before_it_has_written),
+    "a resume is one step off": ("wait", _resumes_one_step_off),
+    "a resume forgets the skipped window": ("numerics", _forgets_the_skipped_window),
+}

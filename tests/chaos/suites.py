@@ -101,6 +101,8 @@ SUITES = {
                       "stdout full": ("start",), "second job": ("step",)}),
         Suite("world", {"kill_all": ("step", "save"), "term": ("step", "save")}, nproc=(2, 3, 1, 4),
               numbers=("--optimizer.lr", "1e-3")),  # 40 steps multiply the rounding of another order
+        Suite("numerics", {kind: ("data", "step", "save") for kind in ("kill_rank", "kill_all", "term", "segfault")},
+              numbers=("--resilience.nonfinite.action", "rollback", "--resilience.nonfinite.max_in_a_row", "1")),
         Suite("torchrun", {kind: ("step", "save") for kind in ("kill_rank", "kill_all", "term", "usr1_rank", "pause")},
               launcher="torchrun"),
     )
