@@ -103,6 +103,10 @@ SUITES = {
               numbers=("--optimizer.lr", "1e-3")),  # 40 steps multiply the rounding of another order
         Suite("numerics", {kind: ("data", "step", "save") for kind in ("kill_rank", "kill_all", "term", "segfault")},
               numbers=("--resilience.nonfinite.action", "rollback", "--resilience.nonfinite.max_in_a_row", "1")),
+        Suite("supervised", {kind: ("data", "step", "evaluate", "save") for kind in ("freeze", "kill_rank", "segfault")},
+              ("--resilience.watch.action", "restart", "--resilience.watch.step_seconds", "5",
+               "--resilience.watch.first_step_seconds", "20", "--resilience.watch.other_seconds", "5",
+               "--resilience.watch.start_seconds", "40", "--resilience.watch.max_restarts", "1000")),
         Suite("torchrun", {kind: ("step", "save") for kind in ("kill_rank", "kill_all", "term", "usr1_rank", "pause")},
               launcher="torchrun"),
     )
