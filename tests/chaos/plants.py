@@ -141,9 +141,10 @@ def poison(rank: int) -> None:
 
 def _votes_before_it_has_written() -> None:
     """Rank 1 says that its file is on disk 0.2 s before its second half is."""
-    from forge_ckpt.write.writer import ForgeWriter
+    import forge_ckpt.write.writer
 
-    real = ForgeWriter.write_layout
+    writer: Any = forge_ckpt.write.writer.ForgeWriter
+    real = writer.write_layout
 
     def write_layout(self: Any, layout: Any, staged: Any = None) -> Any:
         results = real(self, layout, staged)
@@ -156,7 +157,7 @@ def _votes_before_it_has_written() -> None:
             threading.Timer(0.2, os.pwrite, (file, data[half:], half)).start()
         return results
 
-    ForgeWriter.write_layout = write_layout  # type: ignore[method-assign]
+    writer.write_layout = write_layout
 
 
 def _resumes_one_step_off() -> None:
