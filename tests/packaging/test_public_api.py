@@ -25,6 +25,7 @@ PATCHING = {
     "tests/harness/src/forge_testing/disk.py": "holds and fails the disk",
     "tests/use/test_fused_loss.py": "cuts blocks of the loss smaller",
     "tests/data/test_prepare_cli.py": "fails a reader",
+    "tests/chaos/plants.py": "plants faults and mistakes",
 }
 FOLDERS = ("apps", "benchmarks", "examples", "scripts", "tests", "packages")
 
