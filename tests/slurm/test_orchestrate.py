@@ -240,6 +240,20 @@ def test_a_job_that_is_not_to_be_restarted_ends_the_orchestrator_with_its_code(r
     assert "which starting again does not mend" in err
 
 
+def test_idle_cores_of_its_own_nodes_are_no_more_nodes(run, slurm):
+    """A job that takes a core of each node leaves room for another one there, and needs a fourth node to grow."""
+    script = run.folder / "job.sh"
+    script.write_text(script.read_text().replace("--exclusive", "--ntasks-per-node=1"))
+    slurm.drain("n4")
+    process = run.start()
+    run.wait_for_life(1)
+    time.sleep(3)  # three times grow_after_seconds: it must not move
+    run.finish()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert [nodes for _, nodes in run.lives()] == ["3"]
+
+
 def test_a_second_job_of_the_run_waits_and_is_withdrawn(run, slurm):
     """As after a submission whose answer was lost."""
     process = run.start()

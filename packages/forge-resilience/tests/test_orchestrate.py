@@ -72,16 +72,16 @@ def _clients(folder: Path, **does: str) -> Queue:
 
 
 def test_the_queue_is_read_with_codes_and_signals(tmp_path: Path) -> None:
-    rows = "7|FAILED|3|19200|NonZeroExitCode|low|\\n12|RUNNING|4|0|None|low|\\n9|CANCELLED|3|9|None|low|\\n"
+    rows = "7|FAILED|3|19200|NonZeroExitCode|low|n[1-3]|\\n12|RUNNING|4|0|None|low|n[1-4]|\\n9|CANCELLED|3|9|None|low||\\n"
     queue = _clients(
         tmp_path,
         squeue=f"printf '{rows}'",
         sinfo="printf 'n1 idle\\nn2 idle*\\nn3 plnd\\nn4 mix\\n'",
     )
     assert queue.jobs("run") == [
-        JobRow(7, "FAILED", 3, 75, "NonZeroExitCode", "low"),
+        JobRow(7, "FAILED", 3, 75, "NonZeroExitCode", "low", "n[1-3]"),
         JobRow(9, "CANCELLED", 3, 137, "None", "low"),
-        JobRow(12, "RUNNING", 4, 0, "None", "low"),
+        JobRow(12, "RUNNING", 4, 0, "None", "low", "n[1-4]"),
     ]
     assert [row.is_live for row in queue.jobs("run")] == [False, False, True]
     assert queue.idle("low") == 1

@@ -21,7 +21,7 @@ __all__ = ["JobRow", "Queue", "QueueDown", "QueueRefusal"]
 _PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 _LIMIT_SECONDS = 120.0
 _PR_SET_PDEATHSIG = 1
-_COLUMNS = "--Format=JobID:|,State:|,NumNodes:|,exit_code:|,Reason:|,Partition:|"
+_COLUMNS = "--Format=JobID:|,State:|,NumNodes:|,exit_code:|,Reason:|,Partition:|,NodeList:|"
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 
 
@@ -37,7 +37,7 @@ class QueueRefusal(Exception):
 class JobRow:
     """A job in the queue, or one that ended in the last minutes (MinJobAge).
 
-    state: Slurm's word, such as PENDING or NODE_FAIL. code: exit code of the batch script, 128 + n after signal n.
+    state: Slurm's word, such as PENDING or NODE_FAIL. node_list: where it runs, such as n[1-3]. code: exit code of the batch script, 128 + n after signal n.
     """
 
     job: int
@@ -46,6 +46,7 @@ class JobRow:
     code: int
     reason: str = ""
     partition: str = ""
+    node_list: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -85,9 +86,12 @@ class Queue:
             )
         except QueueRefusal as error:  # a question is never wrong: the answer is missing
             raise QueueDown(str(error)) from error
-        rows = [line.split("|") for line in out.splitlines() if line.count("|") >= 6]
+        rows = [line.split("|") for line in out.splitlines() if line.count("|") >= 7]
         return sorted(
-            (JobRow(int(r[0]), r[1], int(r[2]), _exit_code(int(r[3])), r[4], r[5]) for r in rows),
+            (
+                JobRow(int(r[0]), r[1], int(r[2]), _exit_code(int(r[3])), r[4], r[5], r[6])
+                for r in rows
+            ),
             key=lambda row: row.job,
         )
 

@@ -266,7 +266,7 @@ class _Orchestrator:
         if not self._may_resize():
             return
         larger = (size for size in self.sizes if size > row.nodes)
-        size = next((n for n in larger if self._are_free(n - row.nodes)), None)
+        size = next((n for n in larger if self._are_free(row, n - row.nodes)), None)
         if size is None:
             self._free = None
             return
@@ -289,9 +289,10 @@ class _Orchestrator:
     def _may_resize(self) -> bool:
         return len(self._recent()) < self.config.max_resizes_per_hour
 
-    def _are_free(self, nodes: int) -> bool:
-        """Whether a job of so many nodes would start at once: they are idle, fit, and nobody else waits for them."""
-        seconds = self.queue.starts_in(self.script, nodes, self._known.excluded)
+    def _are_free(self, row: JobRow, nodes: int) -> bool:
+        """Whether so many nodes beside the job's own are idle, fit, and nobody else waits for them."""
+        others = (*self._known.excluded, row.node_list)  # it may leave cores of its own nodes idle
+        seconds = self.queue.starts_in(self.script, nodes, others)
         return seconds is not None and seconds <= _NOW_SECONDS
 
     def _judge(self, row: JobRow) -> int | None:
