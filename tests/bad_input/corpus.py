@@ -373,7 +373,7 @@ CASES: dict[str, list[Case | Call]] = {
         *(Case(f"{key} = {n:.0e}", toml(_line(key, str(n))), CONFIG, (key.split(".")[-1], str(n))) for key, n in (
             ("model.dim", 10**9), ("model.num_layers", 10**6), ("model.vocab_size", 10**12),
             ("model.hidden_dim", 10**12), ("data.seq_len", 10**12), ("data.num_workers", 100_000))),
-        _zeros("sample.max_new_tokens", 10**9), _zeros("resilience.nonfinite.max_in_a_row", 10**12),
+        _zeros("sample.max_new_tokens", 10**9),
         Case("train.tokens = 2**70", flags("--train.tokens", str(2**70)), CONFIG, ("train.tokens", "64 bits")),
         Case("train.tokens_per_parameter = 1e300", flags("--train.tokens_per_parameter", "1e300"), CONFIG,
              ("tokens_per_parameter 1e+300", "at most 10**6")),

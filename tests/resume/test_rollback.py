@@ -16,7 +16,7 @@ from torch import nn
 from forge_resilience.policy import NonfiniteConfig, NumericsPolicy, SpikeConfig
 from forge_testing.parts import smoothed
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
-from forge_train import Callback, Trainer, load_job, read_run
+from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.trainer.objective import token_cross_entropy
 from forge_train.trainer.progress import Progress
 
@@ -223,6 +223,14 @@ class StopAt10(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 10:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_keys_of_a_rollback_without_one_are_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    with pytest.raises(
+        ConfigError, match="rollback is set, but no action is 'rollback'"
+    ):
+        load_job(job, {"resilience.rollback.batches_before": 3})
 
 
 @pytest.mark.parametrize("how", [BACK, SPIKE], ids=["nonfinite", "spike"])

@@ -211,6 +211,7 @@ def test_a_state_that_no_policy_saved_is_refused(wrong: Any) -> None:
     ("make", "words"),
     [
         (lambda: NonfiniteConfig(max_in_a_row=-1), "max_in_a_row -1 must be from 0"),
+        (lambda: NonfiniteConfig(max_in_a_row=2), "max_in_a_row 2 contradicts action 'stop'"),
         (lambda: SpikeConfig(sigma=0), "sigma 0 must be above 0"),
         (lambda: SpikeConfig(sigma=NAN), "sigma nan must be above 0"),
         (lambda: SpikeConfig(window=1), "window 1 must be from 2"),

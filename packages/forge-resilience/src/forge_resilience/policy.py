@@ -35,20 +35,27 @@ class NonfiniteConfig:
         "stop: the first such step ends the run with code 76; skip: one more than max_in_a_row does; "
         "rollback: one more goes back to a checkpoint and leaves their data out",
     )
-    max_in_a_row: int = _field(
-        3, "skip and rollback: steps in a row that are skipped without further consequences"
+    max_in_a_row: int | None = _field(
+        None,
+        "skip and rollback: steps in a row that are skipped without further consequences (default: 3)",
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_in_a_row <= _MAX_STEPS:
+        number = self.max_in_a_row
+        if number is not None and not 0 <= number <= _MAX_STEPS:
+            raise ValueError(f"max_in_a_row {number} must be from 0 to {_MAX_STEPS}; use 3")
+        if number and self.action == "stop":
             raise ValueError(
-                f"max_in_a_row {self.max_in_a_row} must be from 0 to {_MAX_STEPS}; use 3"
+                f"max_in_a_row {number} contradicts action 'stop', which is for the first such step; use action "
+                "'skip' or 'rollback'"
             )
 
     @property
     def limit(self) -> int:
         """Steps in a row without further consequences."""
-        return 0 if self.action == "stop" else self.max_in_a_row
+        if self.action == "stop":
+            return 0
+        return 3 if self.max_in_a_row is None else self.max_in_a_row
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,10 @@ class NumericsPolicy:
         if self._window is not None:
             state["window"] = self._window.values()
         return state
+
+    def forget_bad_steps(self) -> None:
+        """Count steps in a row from the next one on."""
+        self._in_a_row = self._bad_since = 0
 
     def load_checks(self, state: Any) -> None:
         """Raise ValueError for a state that no policy saved."""

@@ -13,6 +13,7 @@ import tomlkit
 
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
 from forge_data.protocols import Source
+from forge_resilience.policy import RollbackConfig
 from forge_train.config.imported import with_import
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.names import name_problems
@@ -135,6 +136,13 @@ def _section_problems(config: JobConfig) -> list[str]:
         problems.append(
             f"checkpoint.best {config.checkpoint.best!r} needs data.validation, which is not given; give "
             "[data.validation] or leave checkpoint.best out"
+        )
+    resilience = config.resilience
+    actions = (resilience.nonfinite.action, resilience.spike.action)
+    if resilience.rollback != RollbackConfig() and "rollback" not in actions:
+        problems.append(
+            "resilience.rollback is set, but no action is 'rollback'; set resilience.nonfinite.action or "
+            "resilience.spike.action to 'rollback', or leave it out"
         )
     if config.checkpoint.digest == "blake3" and importlib.util.find_spec("blake3") is None:
         problems.append(

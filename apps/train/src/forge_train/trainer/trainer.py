@@ -236,7 +236,9 @@ class Trainer:
         at, rollbacks = self.progress.step, self.numerics.policy.rollbacks + 1
         before = self.config.resilience.rollback.batches_before
         windows = [*self.loader.skipped, self._instances(bad.first - before, bad.last)]
+        known = len(self.checkpoints.set_aside)
         seconds = self.checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
+        self._record_quarantine(known)
         if seconds is None:
             refuse_without_checkpoint(bad, self.paths.checkpoints)
         self.numerics.policy.rollbacks = rollbacks
@@ -255,6 +257,11 @@ class Trainer:
             rollbacks=rollbacks,
             seconds=round(seconds, 4),
         )
+
+    def _record_quarantine(self, known: int) -> None:
+        """Events of the damaged checkpoints behind the first `known` ones."""
+        for step, reason in self.checkpoints.set_aside[known:]:
+            self._record("quarantine", step=step, reason=reason)
 
     def _instances(self, first_step: int, last_step: int) -> tuple[int, int]:
         """The first and last instance of steps up to the last one that is counted."""
@@ -307,6 +314,8 @@ class Trainer:
         self.heartbeat.enter("load")
         seconds = self.checkpoints.load()
         self.heartbeat.enter("start", self.progress.step)
+        if "train.global_batch" in changes:  # bad steps up to here had other instances than it says
+            self.numerics.policy.forget_bad_steps()
         step, writes = self.progress.step, self.meshes.rank == 0
         life = life_fields(self.paths, self.progress) if writes else {}
         hosts = self.agreement.exchange(self.paths.host)
@@ -314,8 +323,7 @@ class Trainer:
             self.agreement, lambda: self.paths.record(self.job, hosts) if writes else None
         )
         self.recorder = Recorder(self.paths, self.config.metrics, step, self.total_steps, writes)
-        for bad, reason in self.checkpoints.set_aside:
-            self._record("quarantine", step=bad, reason=reason)
+        self._record_quarantine(0)
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
                 _print_line(f"layout: {line}")
