@@ -227,9 +227,7 @@ class StopAt10(Callback):
 
 def test_keys_of_a_rollback_without_one_are_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    with pytest.raises(
-        ConfigError, match="rollback is set, but no action is 'rollback'"
-    ):
+    with pytest.raises(ConfigError, match="rollback is set, but no action is 'rollback'"):
         load_job(job, {"resilience.rollback.batches_before": 3})
 
 

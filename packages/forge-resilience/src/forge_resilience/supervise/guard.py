@@ -11,7 +11,12 @@ import time
 from collections.abc import Callable
 
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.supervise.process_tree import adopt_orphans, descendants, end_descendants
+from forge_resilience.supervise.process_tree import (
+    adopt_orphans,
+    descendants,
+    detached,
+    end_descendants,
+)
 
 __all__ = ["run_guarded"]
 
@@ -55,7 +60,8 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code >= 0:
-        end_descendants(0.0, others)  # none, unless the supervisor failed
+        # none but what a run that is done had detached, unless the supervisor failed
+        end_descendants(0.0, others | (detached() if code == ExitCode.DONE else set()))
         return code
     died = time.monotonic()
     count = end_descendants(grace_seconds, others)

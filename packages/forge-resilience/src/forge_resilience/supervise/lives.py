@@ -63,7 +63,8 @@ def supervise(
     place, unless somebody asked for a stop by a signal, the code is one of FINAL_CODES, other nodes have ranks of
     the job, or `max_restarts` are used up. Two lives in a row without progress (no step beyond the best one so far,
     no newer `save` in the journal) end with code 70. A hang that is not followed by a restart is code 1, or 75 if a
-    stop had been asked for. What was started below this process meanwhile, and is left running, is ended.
+    stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
+    0 what took a session of its own goes on, such as an upload that a callback detached.
 
     Raises ValueError, RuntimeError and OSError as `run_local_workers` does. Cost: two reads a second for each rank.
     """
@@ -135,8 +136,10 @@ class _Supervised:
             while True:
                 outcome = self._live()
                 grace = 0.0 if self.hang else self.grace_seconds
-                ended = process_tree.end_descendants(grace, self.others)
-                if ended and outcome.code == ExitCode.DONE:
+                done = outcome.code == ExitCode.DONE
+                keep = self.others | (process_tree.detached() if done else set())
+                ended = process_tree.end_descendants(grace, keep)
+                if ended and done:
                     _say(f"ended {ended} processes that the ranks had left running")
                 progressed = self._progressed()
                 self.lives_without_progress = 0 if progressed else self.lives_without_progress + 1

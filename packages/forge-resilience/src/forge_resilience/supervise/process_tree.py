@@ -15,8 +15,8 @@ from pathlib import Path
 from forge_resilience.heartbeat import process_start
 
 __all__ = [
-    "abort", "adopt_orphans", "catches", "collect_adopted", "descendants", "end_descendants", "is_below", "is_traced",
-    "signal_process", "state",
+    "abort", "adopt_orphans", "catches", "collect_adopted", "descendants", "detached", "end_descendants", "is_below",
+    "is_traced", "signal_process", "state",
 ]  # fmt: skip
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -56,6 +56,13 @@ def descendants(pid: int, keep: Container[int] = ()) -> dict[int, str]:
         found.update(below)
         level = [child for child, _ in below]
     return found
+
+
+def detached() -> set[int]:
+    """Processes below this one that took a session of their own (`setsid`): they are meant to outlive it."""
+    session = str(os.getsid(0))
+    found = ((pid, _stat(pid)) for pid in descendants(os.getpid()))
+    return {pid for pid, fields in found if fields and fields[3] != session}
 
 
 def collect_adopted(keep: Container[int]) -> None:
