@@ -110,6 +110,21 @@ def test_spans_add_up_to_the_wall_clock_whatever_the_journal_says():
         assert all(isinstance(line, str) for line in goodput(ledger).lines())
 
 
+@pytest.mark.parametrize(
+    "wrong", ["x", None, [1], {"a": 1}, 1.5, math.nan, -(10**30), "9999-99-99"]
+)
+@pytest.mark.parametrize("name", ["time", "began", "step", "seconds", "world_size", "reached", "to_step", "cause", "event"])  # fmt: skip
+def test_fields_of_other_types_are_left_out(name, wrong):
+    kinds = ("start", "resume", "pause", "evaluation", "save", "rollback", "hang", "stop", "done")
+    for kind in kinds:
+        odd = event(kind, 61.0, step=20) | {name: wrong}
+        ledger = read_ledger(
+            [*STORY[:9], odd, *STORY[9:], event("resume", 200.0, reached={name: wrong})]
+        )
+        assert sum(ledger.milliseconds().values()) == ledger.wall_ms
+        assert goodput(ledger).wall_seconds == pytest.approx(ledger.wall_ms / 1000)
+
+
 def test_an_empty_journal_is_an_empty_ledger():
     found = goodput(read_ledger([]))
     assert (found.wall_seconds, found.ettr, found.best_interval) == (0.0, 0.0, None)

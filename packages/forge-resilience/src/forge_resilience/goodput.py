@@ -6,6 +6,7 @@ a kill left nothing behind, with the last sign of life.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -121,10 +122,9 @@ class _Reader:
         self.lives = self.losses = self.stops = self.first = self.step = 0
 
     def read(self, event: Mapping[str, Any]) -> None:
-        name = event.get("event")
-        try:
-            now = _ms(event["time"])
-        except (KeyError, TypeError, ValueError):
+        event = _typed(event)
+        name, now = event.get("event"), event.get("time")
+        if now is None:
             return  # not of our journal
         if name in ("start", "resume"):
             self.begin_life(event, now)
@@ -134,7 +134,7 @@ class _Reader:
         seconds = _number(event.get("seconds"))
         if not self.gap:
             self.sign = max(self.sign, now)
-            self.step = max(self.step, int(event.get("step") or 0))
+            self.step = max(self.step, event.get("step", 0))
         if name == "evaluation":
             self.interrupt("evaluate", now, seconds)
         elif name == "pause":
@@ -148,7 +148,7 @@ class _Reader:
             self.lose()
         elif name == "rollback":
             self.lay("steps", now)
-            self.step = int(event.get("to_step", event.get("step", 0)))
+            self.step = event.get("to_step", event.get("step", 0))
             self.revoke(self.step)
             return
         elif name in ("stop", "done") and not self.gap:
@@ -161,24 +161,24 @@ class _Reader:
             self.stops += name == "stop"
             self.gap = "queue" if name == "stop" else "idle"
         if name == "save" and event.get("step") not in self.paused_at:
-            self.last_save = int(event.get("step", -1)), now, seconds
+            self.last_save = event.get("step", -1), now, seconds
         if name in _SAVES and "step" in event and not self.gap:
-            self.captured.setdefault(int(event["step"]), now - round(1000 * seconds))
+            self.captured.setdefault(event["step"], now - round(1000 * seconds))
 
     def begin_life(self, event: Mapping[str, Any], now: int) -> None:
-        began = min(_ms(event.get("began", event["time"])), now)
-        reached, lost = event.get("reached") or {}, self.gap in ("", "down")
+        began = min(event.get("began", now), now)
+        reached, lost = _typed(event.get("reached", {})), self.gap in ("", "down")
         if self.at is None:
             self.at = began
         else:
             if not self.gap:  # the life before left without a word
-                sign = max(self.sign, _ms(reached["time"]) if "time" in reached else 0)
+                sign = max(self.sign, reached.get("time", 0))
                 self.lay("steps", min(sign, began))
                 self.lose()
             self.lay(self.gap, began)
         self.gap, self.lives = "", self.lives + 1
-        self.ranks = int(event.get("world_size", 1))
-        step = int(event.get("step", 0))
+        self.ranks = event.get("world_size", 1)
+        step = event.get("step", 0)
         if self.lives == 1:
             self.first = step
         self.lay("start", now - round(1000 * _number(event.get("seconds"))))
@@ -405,6 +405,26 @@ def process_start_time() -> float:
     except (OSError, ValueError, IndexError):
         return time.time()
     return time.time() - max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+_TYPES = {
+    "event": str,
+    "cause": str,
+    "step": int,
+    "to_step": int,
+    "world_size": int,
+    "reached": Mapping,
+}
+_TIMES = ("time", "began")
+
+
+def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Its fields, times in milliseconds, without those that no writer of ours makes: an edited or damaged line."""
+    found = {k: v for k, v in event.items() if isinstance(v, _TYPES.get(k, object))}
+    for name in _TIMES:
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            found[name] = _ms(found.pop(name))
+    return found
 
 
 def _ms(value: Any) -> int:
