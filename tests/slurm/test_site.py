@@ -88,6 +88,15 @@ def test_files_that_another_node_does_not_see_are_named(slurm, tmp_path):
     assert found["multi-node"]["detail"] == f"n2 does not see {shared}"
 
 
+def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path):
+    job, site = write_job(tmp_path), tmp_path / "cpu.toml"
+    site.write_text('[slurm]\npartition = "cpu"\n')
+    code, found = doctor(slurm, job, "--requires", "multi-node", "--site", site, home=tmp_path)
+    assert (code, found["multi-node"]["state"]) == (1, "missing"), found
+    assert found["multi-node"]["detail"].startswith("no 2 nodes within"), found
+    assert found["multi-node"]["fix"] == "try again when nodes are free, or with another --site"
+
+
 def test_a_machine_without_slurm_lacks_it(tmp_path):
     done = forge_train(
         "doctor",
