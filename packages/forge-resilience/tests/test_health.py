@@ -286,6 +286,41 @@ def test_a_rank_that_does_not_arrive_is_named_by_rank_0() -> None:
     assert "a rank that rank 0 names did not arrive" in other[0]
 
 
+# Forks three ranks, so in a process of its own; rank 1 leaves before the probe.
+_DEAD = """
+import os, sys
+import torch.distributed as dist
+from forge_resilience.health.liveness import arrived
+
+def rank(number):
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 3), rank=number, world_size=3)
+    dist.barrier()
+    if number == 1:
+        os._exit(9)
+    try:
+        print(number, *arrived(timeout_seconds=60.0))
+    except RuntimeError as error:
+        print(number, "raised:", str(error).splitlines()[0])
+    sys.stdout.flush()
+    os._exit(0)
+
+for number in range(3):
+    if os.fork() == 0:
+        rank(number)
+for _ in range(3):
+    os.wait()
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_has_ended_is_no_broken_node(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _DEAD, str(tmp_path / "store")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    first, other = sorted(said.splitlines())
+    assert first == "0 raised: rank 1 has ended (gloo: Connection closed by peer)"
+    assert other.startswith("2 raised: ")
+
+
 def nodes_blamed(folder: str, absent: int) -> list[str]:
     os.environ["SLURMD_NODENAME"] = f"n{dist.get_rank()}"
     config = HealthConfig(timeout_seconds=0.5)
