@@ -27,6 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.slurm.cluster import why_not
+
 from forge_resilience.chaos import (
     FIRST,
     PROCESS_KINDS,
@@ -41,10 +43,11 @@ from forge_resilience.heartbeat import FOLDER, read_heartbeats
 from . import plants
 from .invariants import Reference, committed, events, step_of, unexplained_traceback
 from .lives import ForkedLife, in_child, prepare
+from .srun import SrunLife
 from .suites import BETWEEN, DAMAGE, DISK, EVERY, JOB, STEPS, SUITES, Suite, allowed_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = {"wait": 950, "async": 950, "files": 1200, "points": 720, "disk": 600, "odd": 300, "world": 120, "numerics": 240, "supervised": 180, "torchrun": 100}  # fmt: skip
+PLAN = {"wait": 950, "async": 950, "files": 1200, "points": 720, "disk": 600, "odd": 300, "world": 120, "numerics": 240, "supervised": 180, "torchrun": 100, "srun": 120}  # fmt: skip
 _FAULTS_A_JOB = 12
 _TURN = 3 * _FAULTS_A_JOB
 _LIMIT = 60.0
@@ -65,8 +68,8 @@ class Job:
         folder.mkdir(parents=True)
         self.toml = folder / "job.toml"
         self.toml.write_text(JOB.format(run_dir=self.run, steps=STEPS, every=EVERY))
-        self.striker = Striker(folder / "beats", start_seconds=0.5)
-        self.life: ForkedLife | None = None
+        self.striker = Striker(folder / "beats", start_seconds=suite.start_seconds)
+        self.life: ForkedLife | SrunLife | None = None
         self.struck: list[tuple[dict[str, Any], int, float]] = []  # not yet recovered from
         self.rows: list[dict[str, Any]] = []
         self.damaged: set[str] = set()
@@ -79,7 +82,7 @@ class Job:
 
     def start(
         self, plant: Callable[[int], None] | None = None, flags: Sequence[str] = ()
-    ) -> ForkedLife:
+    ) -> ForkedLife | SrunLife:
         if self.life is not None:
             return self.life
         if plant is None:
@@ -97,13 +100,17 @@ class Job:
         if self.suite.launcher == "forge":
             command += ["--nproc", str(nproc)]
         environ = {FOLDER: str(self.striker.folder)}
+        if self.suite.launcher == "srun":
+            self.life = SrunLife(command, environ, self.log, nproc)
+            return self.life
         self.life = ForkedLife(
             command, environ, self.folder, self.log, plant, self.suite.launcher, nproc
         )
         return self.life
 
-    def end(self, limit: float = _LIMIT) -> int:
+    def end(self, limit: float = 0.0) -> int:
         """Wait for the life; its code. All of the life's processes are gone, and its output is explained."""
+        limit = limit or self.suite.limit
         life, deadline = self.life, time.monotonic() + limit
         assert life is not None
         while life.poll() is None:
@@ -145,10 +152,10 @@ class Job:
     def recover(self) -> bool:
         """Run on until the steps that faults struck are passed; False if the run is complete."""
         goal = max((step for _, step, _ in self.struck), default=-1)
-        life, deadline = self.start(), time.monotonic() + _LIMIT
+        life, deadline = self.start(), time.monotonic() + self.suite.limit
         while life.poll() is None and self.newest_step() <= goal + 1:  # one may be ahead of another
             if time.monotonic() > deadline:
-                raise Failed(f"no progress beyond step {goal} in {_LIMIT:g} s")
+                raise Failed(f"no progress beyond step {goal} in {self.suite.limit:g} s")
             time.sleep(0.002)  # polling memory
         if life.poll() is not None:
             self.complete()
@@ -199,7 +206,7 @@ class Job:
         elif fault.phase != "exit" and not self.recover():
             return None
         life, kind = self.start(), PROCESS_KINDS[fault.kind]
-        struck = self.striker.strike(life, fault, kind, _LIMIT)
+        struck = self.striker.strike(life, fault, kind, self.suite.limit)
         if struck is None:
             if life.poll() is not None:
                 self.complete()
@@ -207,7 +214,7 @@ class Job:
         row = self.row(fault, struck)
         if not kind.ends or self.suite.name == "supervised":  # its ranks are started again in place
             return row
-        code = row["code"] = self.end()
+        code = row["code"] = self.end(_LIMIT)
         allowed = allowed_codes(fault.kind, fault.phase, self.suite.launcher, self.nproc)
         if code not in allowed:
             raise Failed(f"ended with {code}, not {sorted(allowed)}: {self.output()[-600:]}")
@@ -397,7 +404,7 @@ class Job:
         reached = max((row["step"] or 0), self.newest_step())
         saved = max((step_of(p) for p in committed(self.run)), default=0)
         row["steps_lost"] = max(0, reached - saved)
-        if code == 0 and self.suite.launcher == "forge":
+        if code == 0 and self.suite.launcher != "torchrun":
             self.done = True
             self.recovered()
             self.compare()
@@ -418,14 +425,14 @@ class Job:
 
     def has_checkpoint(self, count: int) -> bool:
         """Run on until there are so many committed ones; False if the run is complete instead."""
-        deadline = time.monotonic() + _LIMIT
+        deadline = time.monotonic() + self.suite.limit
         while len(committed(self.run)) < count:
             life = self.start()
             if life.poll() is not None:
                 self.complete()
                 return False
             if time.monotonic() > deadline:
-                raise Failed(f"no {count} checkpoints in {_LIMIT:g} s")
+                raise Failed(f"no {count} checkpoints in {self.suite.limit:g} s")
             time.sleep(0.01)  # polling a folder
         return True
 
@@ -566,7 +573,7 @@ def main() -> int:
         if shim is not None:
             os.environ["LD_PRELOAD"] = str(shim)
             os.execv(sys.executable, [sys.executable, "-m", "tests.chaos.campaign", *sys.argv[1:]])
-    names = [name for name in args.suite.split(",") if name] or list(PLAN)
+    names = chosen_suites(args.suite, args.campaign)
     total = sum(PLAN[name] for name in names)
     plan = {
         n: PLAN[n] if args.campaign else max(1, round(args.faults * PLAN[n] / total)) for n in names
@@ -604,6 +611,16 @@ def main() -> int:
     if args.campaign:
         subprocess.run([sys.executable, "-m", "tests.chaos.page", str(args.out)], check=True)
     return int(bool(failures))
+
+
+def chosen_suites(named: str, campaign: bool) -> list[str]:
+    """Those that are named, or all; srun, with its half a minute a fault, is not in a smoke, nor where no Slurm can run."""
+    names = [name for name in named.split(",") if name]
+    names = names or [name for name in PLAN if campaign or name != "srun"]
+    if "srun" in names and (reason := why_not()):
+        print(f"suite srun is left out: {reason}", file=sys.stderr)
+        names.remove("srun")
+    return names
 
 
 def find_mistakes(folder: Path, seed: int) -> int:

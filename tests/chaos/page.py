@@ -35,7 +35,8 @@ those of the undisturbed run bit by bit; after a change of the number of ranks w
 {bound:.2g}. Seeds: {seeds}. Commits: {commits}. A strike counts only if it hit the named phase: the rank is stopped, its
 heartbeat read again, and only then it is struck. Recovery is the time from the strike until the next life is
 beyond the struck step, on two shared cores; launcher and ranks are forks of a process that has imported torch, so a
-start costs tenths of a second.
+start costs tenths of a second. Suite srun starts its ranks by the srun of a real Slurm, imports and all: some ten
+seconds a life; its codes are those that our batch script reads.
 
 This page is written by `python -m tests.chaos.page` from `reliability.json`; `hatch run chaos --campaign` makes the
 rows, and goes on where it stopped.

@@ -75,7 +75,7 @@ DISK = {
 @dataclass(frozen=True)
 class Suite:
     """kinds: kind -> phases. flags: of all lives. nproc: ranks of each life, in turn. numbers: flags that change
-    what is computed."""
+    what is computed. start_seconds: of a life, about, in which the phase `start` is struck. limit: of a wait."""
 
     name: str
     kinds: dict[str, tuple[str, ...]]
@@ -83,6 +83,8 @@ class Suite:
     nproc: tuple[int, ...] = (2,)
     launcher: str = "forge"
     numbers: tuple[str, ...] = ()
+    start_seconds: float = 0.5
+    limit: float = 60.0
 
 
 def _process(save: str) -> dict[str, tuple[str, ...]]:
@@ -109,6 +111,9 @@ SUITES = {
                "--resilience.watch.start_seconds", "40", "--resilience.watch.max_restarts", "1000")),
         Suite("torchrun", {kind: ("step", "save") for kind in ("kill_rank", "kill_all", "term", "usr1_rank", "pause")},
               launcher="torchrun"),
+        Suite("srun", {kind: ("start", "load", "step", "save") for kind in
+                       ("kill_rank", "kill_all", "kill_launcher", "segfault", "pause", "term", "term_rank", "usr1", "usr1_rank")},
+              launcher="srun", start_seconds=8.0, limit=240.0),
     )
 }  # fmt: skip
 
@@ -120,6 +125,8 @@ def allowed_codes(kind: str, phase: str, launcher: str, nproc: int = 2) -> set[i
     """
     if launcher == "torchrun":  # its own codes: 1, or death by the signal
         return {0, 1, 75, *(-int(number) for number in (*_STOPS, signal.SIGKILL))}
+    if launcher == "srun":
+        return _codes_of_srun(kind, phase)
     if nproc == 1 and kind == "kill_all":  # a run without a launcher
         return {-signal.SIGKILL}
     if kind in ("kill_rank", "kill_all", "segfault", "abort"):
@@ -134,6 +141,21 @@ def allowed_codes(kind: str, phase: str, launcher: str, nproc: int = 2) -> set[i
         early = {1} if phase == "start" and kind.endswith("_rank") else set()
         return {0, 75} | early
     return {1}
+
+
+def _codes_of_srun(kind: str, phase: str) -> set[int]:
+    """With kill-on-bad-exit: the code of the first rank that left, 1 of one that lost a peer; without any 128 and the
+    highest signal, of which TERM is srun's own to the others."""
+    killed = 128 + signal.SIGTERM
+    if kind in ("kill_rank", "kill_all"):
+        return {1, 128 + signal.SIGKILL, killed}
+    if kind == "segfault":
+        return {1, 128 + signal.SIGSEGV, killed}
+    if kind == "kill_launcher":
+        return {-signal.SIGKILL}
+    early = {killed, 128 + signal.SIGUSR1} if phase == "start" else set()  # no handler yet
+    # srun itself answers TERM by killing the ranks
+    return {0, 75, *early} | ({killed, 128 + signal.SIGKILL} if kind == "term" else set())
 
 
 __all__ = ["ASYNC_SAVE", "BETWEEN", "DAMAGE", "DISK", "EVERY", "JOB", "POINTS", "PROCESS_KINDS", "STEPS", "SUITES", "Suite", "allowed_codes"]  # fmt: skip
