@@ -118,6 +118,6 @@ def _problems(
             fix += ", or, if the model's forward writes to it, register that buffer with persistent=False"
         problems.append(
             f"step {step}: {some[0]}{more} on {nodes}; copies must be equal bit by bit and memory must keep its "
-            f"values, {fix}. This step was not saved, and checkpoints before it were compared when they were saved"
+            f"values, {fix}. This step was not saved, and what was saved with resilience.replicas on had been compared"
         )
     return problems
