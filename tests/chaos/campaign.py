@@ -47,7 +47,7 @@ from .srun import SrunLife
 from .suites import BETWEEN, DAMAGE, DISK, EVERY, JOB, STEPS, SUITES, Suite, allowed_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = {"wait": 950, "async": 950, "files": 1200, "points": 720, "disk": 600, "odd": 300, "world": 120, "numerics": 240, "supervised": 180, "torchrun": 100, "srun": 120}  # fmt: skip
+PLAN = {"wait": 525, "async": 525, "files": 1020, "points": 360, "disk": 300, "odd": 300, "world": 120, "numerics": 96, "supervised": 180, "torchrun": 105, "srun": 120}  # fmt: skip
 _FAULTS_A_JOB = 12
 _TURN = 3 * _FAULTS_A_JOB
 _LIMIT = 60.0

@@ -102,7 +102,7 @@ class ForkedLife:
         """Rank -> pid."""
         found = {}
         for path in self._pids.iterdir():
-            with contextlib.suppress(ValueError):  # being written
+            with contextlib.suppress(ValueError, OSError):  # being written, or renamed
                 found[int(path.name)] = int(path.read_text())
         return found
 
