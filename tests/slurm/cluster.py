@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import re
 import shutil
 import signal
@@ -69,6 +70,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 MinJobAge=300
+# ranks meet at a port made of the job's id: jobs of another cluster on this machine have other ids
+FirstJobId={first_job}
 CompleteWait=0
 KillWait={kill_wait}
 {nodes}
@@ -175,10 +178,11 @@ class Slurm:
         """
         slurmd = self._daemons.pop(f"slurmd.{node}")
         doomed = watch.with_descendants([slurmd.pid, *self._step_daemons(node)])
-        watch.kill(
-            doomed, signal.SIGSTOP
-        )  # all at one instant: none may report the death of another
-        watch.kill(doomed)
+        # all at one instant: none may report the death of another
+        watch.kill(doomed, signal.SIGSTOP)
+        # Children first: a stopped process group whose parent dies gets HUP and CONT of the kernel, and srun then asks
+        # for the end of its step. The controller keeps that for the dead node, and ends the step of the next life.
+        watch.kill(reversed(doomed))
         slurmd.wait()
 
     def wait_until_down(self, node: str) -> None:
@@ -312,7 +316,8 @@ class Slurm:
             for name, port in zip(names, ports)
         )
         text = _CONF.format(folder=self.folder, host=host, controller=controller, nodes=nodes,
-                            low=",".join(NODES), cpu=CPU_NODE, grace=GRACE, kill_wait=KILL_WAIT)  # fmt: skip
+                            low=",".join(NODES), cpu=CPU_NODE, grace=GRACE, kill_wait=KILL_WAIT,
+                            first_job=random.randrange(1, 10**6))  # fmt: skip
         (self.folder / "slurm.conf").write_text(text)
 
     def _daemon(self, program: str, *arguments: str, name: str | None = None) -> None:

@@ -15,18 +15,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def processes_of(folder: Path) -> set[int]:
+def processes_of(folder: Path) -> list[int]:
     """Every process of the cluster whose files are in `folder`."""
     mark = f"SLURM_CONF={folder}/slurm.conf".encode()
     return with_descendants(pid for pid in parents() if mark in environ(pid))
 
 
-def with_descendants(pids: Iterable[int]) -> set[int]:
-    """The processes, their children, and so on."""
-    found, level, parent_of = set[int](), set(pids), parents()
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """The processes, then their children, and so on."""
+    found, level, parent_of = list[int](), set(pids), parents()
     while level:
-        found |= level
-        level = {pid for pid, parent in parent_of.items() if parent in level} - found
+        found += level
+        level = {pid for pid, parent in parent_of.items() if parent in level}.difference(found)
     return found
 
 
