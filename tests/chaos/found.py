@@ -33,4 +33,10 @@ FOUND = (
         "a rank that waits to meet others leaves when it is told to stop and its launcher is gone",
         "test_F59_a_rank_that_waits_to_meet_others_leaves_when_its_launcher_is_killed",
     ),
+    Found(
+        "wait 82, seed 0 (int in exit)",
+        "a SIGINT came behind the sample, a moment before its handler was replaced: a traceback and code 1",
+        "one handler serves the sample and what comes behind it",
+        "test_an_interrupt_between_the_sample_and_the_end_prints_no_traceback",
+    ),
 )

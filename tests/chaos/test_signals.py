@@ -146,6 +146,30 @@ process.end(75, True)
         assert (done.returncode, done.stderr) == (75, "")
 
 
+def test_an_interrupt_between_the_sample_and_the_end_prints_no_traceback() -> None:
+    """Found by the campaign (suite wait, fault 82 of seed 0): it came while its handler was replaced."""
+    script = """
+import os, signal
+from forge_train import process
+real = signal.signal
+def late(number, handler):
+    if number == signal.SIGINT:
+        os.kill(os.getpid(), number)
+        for _ in range(1000):  # here the handler of before runs
+            pass
+    return real(number, handler)
+with process.interruptible(75):
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(10**9):
+        pass
+print("left the block", flush=True)
+signal.signal = late
+process.end(75, True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "left the block\n", "")
+
+
 def test_F59_a_rank_that_waits_to_meet_others_leaves_when_its_launcher_is_killed(
     tmp_path: Path,
 ) -> None:

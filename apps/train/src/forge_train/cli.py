@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -95,11 +94,9 @@ def run(args: list[str]) -> int:
             result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
             # the run is over: a signal during the sample ends the process with the run's code at once
             process.leave_on_signal(result.exit_code)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
-                print_summary(trainer, result, rest)
-            except KeyboardInterrupt:
-                pass
+                with process.interruptible(result.exit_code):
+                    print_summary(trainer, result, rest)
             except OSError as error:
                 if not process.reader_left(
                     error

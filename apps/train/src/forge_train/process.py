@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -121,6 +121,31 @@ def leave_on_signal(code: int, *more: signal.Signals) -> None:
     hang_up = () if ignored else (signal.SIGHUP,)
     for number in (signal.SIGTERM, signal.SIGUSR1, *hang_up, *more):
         signal.signal(number, lambda *_: os._exit(code))
+
+
+@contextlib.contextmanager
+def interruptible(code: int) -> Iterator[None]:
+    """One Ctrl-C ends the block and nothing else; from then on, and behind the block, it ends this process with `code`.
+
+    A handler that is replaced instead could raise until the other one is there, outside of the block.
+    """
+    within = True
+
+    def handle(*_: object) -> None:
+        nonlocal within
+        if not within:
+            os._exit(code)
+        within = False
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        try:
+            yield
+        finally:
+            within = False
+    except KeyboardInterrupt:
+        pass
 
 
 def reader_left(error: OSError) -> bool:
