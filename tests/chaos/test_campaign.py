@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import page
-from .campaign import done_rows
+from .campaign import chosen_suites, done_rows
 
 pytestmark = [pytest.mark.distributed]
 SUITES = "wait,async,files,points,disk,odd,world"
@@ -56,6 +56,14 @@ def test_a_campaign_goes_on_after_its_last_row_and_repeats_what_failed(tmp_path:
         "".join(json.dumps({**row, "number": n, "problem": p}) + "\n" for n, p in results)
     )
     assert done_rows(out) == {("wait", 0, 1), ("wait", 0, 3)}
+
+
+def test_srun_is_in_no_smoke_and_is_left_out_where_no_slurm_can_run(monkeypatch, capsys) -> None:
+    assert "srun" not in chosen_suites("", campaign=False)
+    monkeypatch.setattr("tests.chaos.campaign.why_not", lambda: "install slurmd")
+    assert "srun" not in chosen_suites("", campaign=True)
+    assert chosen_suites("wait,srun", campaign=False) == ["wait"]
+    assert "left out: install slurmd" in capsys.readouterr().err
 
 
 def test_rows_become_cells_and_a_page() -> None:
