@@ -72,7 +72,7 @@ def test_presets_step_at_full_size_under_a_fake_group() -> None:
     chosen = [f"configs/presets/{name}.toml" for name in ("7b_8gpu", "moe_64_8gpu")]
     done = subprocess.run(
         [sys.executable, "scripts/step_presets.py", *chosen],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -47,7 +47,7 @@ def _run(folder, arguments, environment=None):
         env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     return run.stdout.splitlines()

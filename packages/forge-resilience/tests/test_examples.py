@@ -57,7 +57,7 @@ def start(run: Path, seconds: float = 0.0, kill: bool = False) -> subprocess.Pop
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        said = process.communicate(timeout=300)[1]
+        said = process.communicate(timeout=900)[1]
     finally:
         process.kill()
     return process.returncode, said
@@ -70,7 +70,7 @@ def test_a_nanogpt_like_loop(tmp_path):
     assert code == 0, said
 
     process = start(tmp_path / "hurt", seconds=0.1, kill=True)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while not any((b.step or 0) >= 13 for b in read_heartbeats(tmp_path / "hurt/beats")):
         assert time.monotonic() < deadline
         assert process.poll() is None, end(process)

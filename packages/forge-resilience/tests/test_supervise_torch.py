@@ -74,7 +74,7 @@ def ends(folder: Path) -> list[str]:
 def undisturbed(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("undisturbed")
     process = train(folder, "pass", "--nproc=2")
-    said = process.communicate(timeout=300)[1]
+    said = process.communicate(timeout=900)[1]
     assert process.returncode == 0, said
     assert not (folder / "events.jsonl").exists()
     return ends(folder)
@@ -94,7 +94,7 @@ def test_F67_F66_a_broken_collective_ends_and_the_run_goes_on_bit_by_bit(
     spoil, first = SPOILS[kind]
     limits = ("--step_seconds=4", "--first_step_seconds=60", "--limits=exit=4")
     process = train(tmp_path, spoil, "--nproc=2", *limits)
-    said = process.communicate(timeout=300)[1]
+    said = process.communicate(timeout=900)[1]
     assert process.returncode == 0, said
     events = list(read_events(tmp_path / "events.jsonl"))
     assert events[0]["event"] == first, said
@@ -135,7 +135,7 @@ def test_ranks_of_a_torchrun_are_watched_and_started_again_with_it(tmp_path, und
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     spoil = "os.kill(os.getpid(), 19)"
     process = train(tmp_path, spoil, "--step_seconds=4", "--first_step_seconds=60", inner=torchrun)
-    said = process.communicate(timeout=300)[1]
+    said = process.communicate(timeout=900)[1]
     assert process.returncode == 0, said
     (hang, restart) = read_events(tmp_path / "events.jsonl")
     assert (hang["event"], hang["rank"], hang["step"]) == ("hang", 1, 5)
