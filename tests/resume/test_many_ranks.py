@@ -397,6 +397,7 @@ def test_explain_tells_the_cost_of_the_layout_that_the_planner_chooses(
         return replace(job.config.parallel, layout="manual", tp=2), [f"tp 2 of {world_size} ranks"]
 
     monkeypatch.setattr("forge_train.plan.choose_layout", choose)
+    monkeypatch.setenv("COLUMNS", "200")  # an origin may be folded in a narrow terminal
     flags = ["--nproc", "10", "--parallel.layout", "auto", "--train.micro_batch", "3"]
     assert cli.explain([str(make_job(tmp_path)), *flags]) == 0
     told = capsys.readouterr().out
