@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from forge_resilience.slurm import SlurmConfig, find_site, grace_warnings, limit_problem, read_site
 from forge_testing import forge_train, write_job
+from forge_train import requirements
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -88,13 +90,17 @@ def test_files_that_another_node_does_not_see_are_named(slurm, tmp_path):
     assert found["multi-node"]["detail"] == f"n2 does not see {shared}"
 
 
-def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path):
-    job, site = write_job(tmp_path), tmp_path / "cpu.toml"
-    site.write_text('[slurm]\npartition = "cpu"\n')
-    code, found = doctor(slurm, job, "--requires", "multi-node", "--site", site, home=tmp_path)
-    assert (code, found["multi-node"]["state"]) == (1, "missing"), found
-    assert found["multi-node"]["detail"].startswith("no 2 nodes within"), found
-    assert found["multi-node"]["fix"] == "try again when nodes are free, or with another --site"
+def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path, monkeypatch):
+    for name, value in slurm.environ.items():
+        monkeypatch.setenv(name, value)
+    soon = partial(requirements.unseen_files, wait_seconds=2)  # a minute for people
+    monkeypatch.setattr(requirements, "unseen_files", soon)
+    (tmp_path / "cpu.toml").write_text('[slurm]\npartition = "cpu"\n')
+    found = requirements.required_findings("multi-node", None, str(tmp_path / "cpu.toml"))
+    _, nodes = found
+    assert nodes.state == "missing"
+    assert nodes.detail.startswith("no 2 nodes within 2 s"), nodes
+    assert nodes.fix == "try again when nodes are free, or with another --site"
 
 
 def test_a_machine_without_slurm_lacks_it(tmp_path):

@@ -444,6 +444,22 @@ def test_left_overs_of_dead_writers_go(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"lock", "notes.tmp-mine"}
 
 
+def test_a_left_over_that_a_failing_disk_keeps_stops_no_run(tmp_path, monkeypatch, caplog):
+    """Found by the chaos campaign (suite disk, fault 150 of seed 0): the job ended as a wrong configuration."""
+
+    def fails(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    left = tmp_path / "step-00000009.tmp-0123abcd"
+    left.mkdir()
+    monkeypatch.setattr("forge_ckpt.directories.shutil.rmtree", fails)
+    with Store(tmp_path) as store:
+        store.save(9, {"v": 1})
+        assert store.load({"v": 0}) == 9
+    assert left.is_dir()
+    assert f"unfinished {left.name} cannot be removed ([Errno 5] Input/output error" in caplog.text
+
+
 def test_no_warnings_of_torch_reach_the_user(tmp_path):
     with warnings.catch_warnings(), Store(tmp_path) as store:
         warnings.simplefilter("error")

@@ -7,6 +7,7 @@ lock                           held by the writer
 """
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ from pathlib import Path
 from forge_ckpt import manifest
 from forge_ckpt.files import sync_directory
 
+logger = logging.getLogger("forge_ckpt")
 QUARANTINE = "quarantine"
 _STEP = re.compile(r"step-(\d{8,18})")
 _TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-.+")
@@ -68,15 +70,24 @@ def temporary_names(root: Path) -> list[str]:
 
 
 def remove_temporary(root: Path) -> list[str]:
-    """Delete temporary directories and return their names. Hold the lock: they may be in use."""
-    names = temporary_names(root)
-    for name in names:
+    """Delete temporary directories and return their names. Hold the lock: they may be in use.
+
+    One that cannot be deleted is left with a warning: no save takes its name.
+    """
+    removed = []
+    for name in temporary_names(root):
         path = root / name
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
-    return names
+        try:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+            removed.append(name)
+        except OSError as error:
+            logger.warning(
+                "%s: unfinished %s cannot be removed (%s); it is left", root, name, error
+            )
+    return removed
 
 
 def check_writable(root: Path) -> None:
