@@ -30,6 +30,7 @@ traceback without a line that names the cause; the newest checkpoint verifies, a
 undisturbed run at that step; no more than the save under way is lost, and nothing by a stop on request. Every dozen
 faults the run is finished, and its rows (loss, gradient norm, digest of the instances) and last checkpoint equal
 those of the undisturbed run bit by bit; after a change of the number of ranks weights to 1e-5 and instances exactly.
+What failed was mended (Found, below) and struck again: of each fault the last strike counts.
 
 **{faults} faults, {failures} failures{open}.** With no failure in n faults the rate lies below 3 / n (95 %): here below
 {bound:.2g}. Seeds: {seeds}. Commits: {commits}. A strike counts only if it hit the named phase: the rank is stopped, its
