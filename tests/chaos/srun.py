@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import re
 import secrets
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from pathlib import Path
 
 from tests.slurm.cluster import Slurm, running_cluster
 
-from forge_resilience.chaos.processes import environment, marked
+from forge_resilience.chaos import CommandLife
 
-_MARK = "FORGE_CHAOS_LIFE"
+_RANK = re.compile(rb"\0SLURM_PROCID=(\d+)")
 _FIRST = re.compile(r"^srun: error: .*: tasks? [-0-9,]+: Exited with exit code (\d+)$", re.MULTILINE)  # fmt: skip
 
 
@@ -39,41 +38,36 @@ class SrunLife:
     def __init__(
         self, args: Sequence[str | Path], environ: Mapping[str, str], output: Path, nproc: int
     ) -> None:
-        self._slurm, self._mark = cluster(), secrets.token_hex(8)
+        self._slurm, self._name = cluster(), secrets.token_hex(8)
         self._output, self._output_from = output, output.stat().st_size if output.exists() else 0
-        command = ["srun", f"--job-name={self._mark}", f"--nodes={nproc}", f"--ntasks={nproc}",
-                   "--ntasks-per-node=1", "--kill-on-bad-exit=1"]  # fmt: skip
-        with output.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, sys.executable, "-m", "forge_train", *map(str, args)],
-                env={**self._slurm.environ, **environ, _MARK: self._mark},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        self.pid = self._process.pid
+        srun = ["srun", "--input=none", f"--job-name={self._name}", f"--nodes={nproc}", f"--ntasks={nproc}",
+                "--ntasks-per-node=1", "--kill-on-bad-exit=1"]  # fmt: skip
+        command = [*srun, sys.executable, "-m", "forge_train", *map(str, args)]
+        self._life = CommandLife(command, {**self._slurm.environ, **environ}, output)
+        self.pid = self._life.pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """The code that our batch script makes of srun's: of the rank that left first, not of those killed behind it."""
-        if self._code is None and (code := self._process.poll()) is not None:
+        if self._code is None and (code := self._life.poll()) is not None:
             if code < 0:  # a batch script ends when its srun was killed, and the job with it
-                self._slurm.run("scancel", f"--name={self._mark}")
+                self._slurm.run("scancel", f"--name={self._name}")
             self._code = code if code < 128 else self._code_of_the_first(code)
         return self._code
 
     def ranks(self) -> dict[int, int]:
         """Rank -> pid."""
         found: dict[int, int] = {}
-        for pid in sorted(marked(_MARK, self._mark)):
-            rank = environment(pid).get("SLURM_PROCID", "")
-            if rank.isdecimal():
-                found.setdefault(int(rank), pid)
+        for pid in sorted(self._life.living()):
+            with contextlib.suppress(OSError):  # it is gone
+                rank = _RANK.search(Path(f"/proc/{pid}/environ").read_bytes())
+                if rank is not None:
+                    found.setdefault(int(rank[1]), pid)
         return found
 
     def living(self) -> list[int]:
         """All of the life but srun itself. Not those of its session: ranks are children of slurmstepd."""
-        return [pid for pid in marked(_MARK, self._mark) if pid != self.pid]
+        return self._life.living()
 
     def _code_of_the_first(self, code: int) -> int:
         written = self._output.read_bytes()[self._output_from :].decode(errors="replace")
