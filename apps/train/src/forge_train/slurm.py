@@ -73,9 +73,8 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     if flags.orchestrate or flags.sizes is not None:
         return _orchestrate(job, flags)
     _refuse_layouts(job)
-    RunDirectory(job.config.run.dir).allowed_changes(
-        job
-    )  # else refused when the job starts, hours later
+    # else refused when the job starts, hours later
+    RunDirectory(job.config.run.dir).allowed_changes(job)
     facts, config = _facts(job), _elements(job)
     _look_at_limits(config, facts)
     with config_errors():

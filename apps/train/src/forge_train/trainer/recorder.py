@@ -58,9 +58,8 @@ class Recorder:
         """{"limit": seconds} of a save that took longer than a batch job leaves it at its end, and a line that says so."""
         if self.journal is None or event.seconds <= limit:
             return {}
-        with contextlib.suppress(
-            OSError
-        ):  # in the thread that writes: nobody may read stderr any more
+        # in the thread that writes: nobody may read stderr any more
+        with contextlib.suppress(OSError):
             print(
                 f"forge-train: the save of step {event.step} took {event.seconds:.3g} s, longer than "
                 f"resilience.save_limit_seconds {limit:g}: a batch job may be killed before its last save ends; "

@@ -36,7 +36,9 @@ def arrived(group: Any = None, timeout_seconds: float = 60.0) -> tuple[Finding, 
     except RuntimeError as error:
         late = [int(n) for n in re.findall(r"[Rr]anks? ([\d, ]+) failed", str(error)) for n in re.findall(r"\d+", n)]  # fmt: skip
         if time.monotonic() - began < _WHOLE * timeout_seconds:  # nobody was waited for
-            gone = f"rank {', '.join(map(str, late))} has ended" if late else str(error)
+            if not late:  # gloo's own words
+                raise
+            gone = f"rank {', '.join(map(str, late))} has ended"
             raise RuntimeError(f"{gone} (gloo: Connection closed by peer)") from error
         names = f"rank {', '.join(map(str, late))}" if late else "a rank that rank 0 names"
         value = f"{names} did not arrive within {timeout_seconds:g} s"

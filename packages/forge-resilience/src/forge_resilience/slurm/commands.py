@@ -37,7 +37,8 @@ class QueueRefusal(Exception):
 class JobRow:
     """A job in the queue, or one that ended in the last minutes (MinJobAge).
 
-    state: Slurm's word, such as PENDING or NODE_FAIL. node_list: where it runs, such as n[1-3]. code: exit code of the batch script, 128 + n after signal n.
+    state: Slurm's word, such as PENDING or NODE_FAIL. node_list: where it runs, such as n[1-3]. code: exit code of the
+    batch script, 128 + n after signal n.
     """
 
     job: int

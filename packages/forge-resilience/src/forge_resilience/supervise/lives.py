@@ -130,9 +130,8 @@ class _Supervised:
         self.others = set(process_tree.descendants(os.getpid()))  # of the caller: not ours to end
 
     def run(self) -> int:
-        with StopSignal(
-            announce=False
-        ) as stop:  # between lives; ranks that run are handed each signal
+        # between lives; ranks that run are handed each signal
+        with StopSignal(announce=False) as stop:
             while True:
                 outcome = self._live()
                 grace = 0.0 if self.hang else self.grace_seconds
