@@ -178,12 +178,15 @@ def main() -> int:
 
 
 def chosen_suites(named: str, campaign: bool) -> list[str]:
-    """Those that are named, or all; srun, with its half a minute a fault, is not in a smoke, nor where no Slurm can run."""
+    """Those that are named, or all, without those that cannot run here; srun, with its half a minute a fault, is in no smoke."""
     names = [name for name in named.split(",") if name]
     names = names or [name for name in PLAN if campaign or name != "srun"]
     if "srun" in names and (reason := why_not()):
         print(f"suite srun is left out: {reason}", file=sys.stderr)
         names.remove("srun")
+    if "disk" in names and "LD_PRELOAD" not in os.environ:
+        print("suite disk is left out: it needs a C compiler and LD_PRELOAD", file=sys.stderr)
+        names.remove("disk")
     return names
 
 

@@ -263,8 +263,8 @@ class Job:
             self.finish()
             return None
         text = DISK[fault.kind].format(step=f"step-{step:08d}", old=committed(self.run)[0].name)
-        before = len(events(self.run))
-        victim = fault.rank
+        victim, marker = fault.rank, self.folder / "marker"
+        marker.unlink(missing_ok=True)
 
         def plant(rank: int) -> None:
             plants.slow_data(rank)
@@ -273,7 +273,7 @@ class Job:
                 or "manifest" in text
                 or not text.startswith(("pwrite", "fsync", "close"))
             ):
-                os.environ["FORGE_FAULT"] = text
+                os.environ.update(FORGE_FAULT=text, FORGE_FAULT_MARK=str(marker))
 
         self.start(plant)
         at, deadline = time.monotonic(), time.monotonic() + _LIMIT
@@ -292,11 +292,9 @@ class Job:
             self.done = row["code"] == 0
         else:
             self.kill()
-        seen = [e["event"] for e in events(self.run)[before:]]
-        failed = "save_failed" in seen or "warning" in self.output().lower() or ended
-        if not failed and fault.kind not in ("removal EIO", "read back EIO"):
+        if not marker.exists():  # the call was not made: nothing struck
             self.forget()
-            return None  # the call was not made: nothing struck
+            return None
         self.check(row)
         return row
 

@@ -1,8 +1,10 @@
-/* LD_PRELOAD: makes one call of the file system fail, as FORGE_FAULT="call path errno" says.
+/* LD_PRELOAD: makes one call of the file system fail, as FORGE_FAULT="call path errno" says, and makes the file
+   FORGE_FAULT_MARK, where that is set, when it does.
    A path that ends with $ must end so; it is that of the descriptor where a call has one. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +25,9 @@ static int fails(const char *call, const char *path) {
     } else if (!strstr(path, part)) {
         return 0;
     }
+    const char *mark = getenv("FORGE_FAULT_MARK");
+    int file = mark ? creat(mark, 0644) : -1;
+    if (file >= 0) close(file);
     errno = number;
     return 1;
 }
