@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_core.optim.adamw import AdamW, build_adamw
+from forge_core.optim.adamw import build_adamw
+from forge_core.optim.base import NamedOptimizer
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import match_groups, parameter_groups, take_part
 from forge_core.registry import Registry
@@ -30,7 +31,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
     - a callable `builder(model, config, **config.options)` that returns a torch optimizer, or an object with
       `step()`, `zero_grad()`, `set_lr(lr)`, `state_dict()` and `load_state_dict(state)`.
 
-    A `step(skip=...)` that masks an update (see `AdamW.step`) saves the runner a host sync per step. State
+    A `step(skip=...)` that masks an update (see `NamedOptimizer.step`) saves the runner a host sync per step. State
     by parameter name, `named_state()` and `load_named_state(state)` complete before the first step, is
     what a checkpoint holds where both are offered; it fits any layout of ranks.
 
@@ -45,7 +46,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
         OPTIMIZERS.check(built, config.name, config.options)
         optimizer = built(model, config, **config.options)
         _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
-    if not isinstance(optimizer, AdamW):  # which did it as it was made
+    if not isinstance(optimizer, NamedOptimizer):  # which did it as it was made
         take_part(optimizer, model, config)
     return optimizer
 

@@ -1,0 +1,224 @@
+"""What Forge's optimizers share: named state, groups, a mask; each adds its slots and its update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.optim.config import OptimizerConfig
+from forge_core.optim.groups import parameter_groups, take_part
+from forge_core.optim.named import named_parameters, set_group_lrs
+
+#: A group of `torch.optim.Optimizer.param_groups`.
+Group = Mapping[str, Any]
+
+
+class Slots(NamedTuple):
+    """Names of the state of one parameter: `tensors` are fp32 of its shape and layout, `numbers` 0-dim fp32."""
+
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+
+
+class NamedOptimizer(torch.optim.Optimizer):
+    """An optimizer over the trainable parameters of a model, with state by parameter name.
+
+        class Momentum(NamedOptimizer):
+            def slots(self, group): return Slots(("momentum",))
+            def update(self, group, parameters, skip): ...
+
+    A subclass names its slots, which are made here as zeros (`fresh` may start them otherwise), and
+    updates the parameters of a group that have a gradient. What stands here holds for each of them:
+
+    Parameters are the fp32 masters. Weight decay applies to parameters with two dims or more, embeddings
+    included, not to norms and biases. A tied parameter counts once, under its first name; frozen ones
+    (`requires_grad` False when this is built) are left out. A parameter without a gradient is not
+    touched by `step`. Groups of the configuration have a learning rate and decay of their own (see
+    `parameter_groups`); `set_multipliers` freezes and unfreezes them.
+
+    It is a torch optimizer: `state_dict` and `load_state_dict` have torch's form, and torch's
+    schedulers, GradScaler and `torch.distributed.checkpoint` take it. `named_state` and
+    `load_named_state` hold the same by parameter name, which fits any layout of ranks.
+
+    `groups` default to `parameter_groups(model, config)`; `defaults` are settings of every group beside
+    lr and weight_decay. Raises: ValueError without a trainable parameter, for parameters that are not fp32
+    and for ones that are still on the meta device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        groups: list[dict[str, Any]] | None = None,
+        **defaults: Any,
+    ) -> None:
+        groups = parameter_groups(model, config) if groups is None else groups
+        for name, parameter in (pair for group in groups for pair in group["params"]):
+            if parameter.is_meta:
+                raise ValueError(
+                    f"parameter {name} is on the meta device and has no values; materialise the model first"
+                )
+        settings = {"lr": config.lr, "weight_decay": config.weight_decay, **defaults}
+        super().__init__(groups, settings)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state_of(parameter, group)
+        take_part(self, model, config)
+        set_group_lrs(self, config.lr)
+
+    def slots(self, group: Group) -> Slots:
+        """Names of the state of each parameter of a group."""
+        raise NotImplementedError
+
+    def update(self, group: Group, parameters: list[Tensor], skip: Tensor | None) -> None:
+        """Update `parameters`, those of the group that have a gradient and at least one, in place.
+
+        `skip` is None, or a 0-dim tensor on the parameters' device: where it is 1.0, nothing may change.
+        """
+        raise NotImplementedError
+
+    @property
+    def masks(self) -> bool:
+        """Whether `update` reads `skip` on the device; else `step` does, on the host."""
+        return True
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next step, in each group times its "lr_multiplier"."""
+        set_group_lrs(self, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
+        """Update every parameter that has a gradient, in place.
+
+        `skip` (0-dim, 1.0 or 0.0) masks the whole update where it is 1: parameters, state, decay and step
+        counts stay as they are, whatever the gradients hold. It is read on the device, so nothing waits;
+        on another device than the parameters', or where `masks` is False, it costs one host sync. Returns
+        what `closure` does, None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if skip is not None and not self.masks:
+            if float(skip):
+                return loss
+            skip = None
+        device = self.param_groups[0]["params"][0].device
+        if skip is not None and skip.device != device:
+            skip = skip.to(device)  # torch's own copy would not be waited for
+        self.update_groups(skip)
+        return loss
+
+    def update_groups(self, skip: Tensor | None) -> None:
+        """`update` of each group that is not frozen."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self.update(group, parameters, skip)
+
+    def state_of(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
+        """State of one parameter; made here where a loaded state has none for it."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state.update(self.fresh(parameter, group))
+        return state
+
+    def fresh(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
+        """State before the first step: zeros, sharded like the parameter."""
+        tensors, numbers = self.slots(group)
+        made = {
+            name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in numbers
+        }
+        for name in tensors:
+            made[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return made
+
+    def named_state(self) -> dict[str, dict[str, Tensor | float]]:
+        """Return `{name: {slot: tensor, ..., number: float}}` for all parameters, such as AdamW's
+        `{"exp_avg": tensor, "exp_avg_sq": tensor, "step": 3.0}`.
+
+        The tensors are the optimizer's own, not copies. A parameter that was never updated gets what its
+        first update starts from, so no update is needed beforehand. The learning rate is not part of it:
+        it is a function of the step. One host sync on a GPU where there are numbers.
+        """
+        found: dict[str, dict[str, Tensor | float]] = {}
+        numbers: list[Tensor] = []
+        for name, (parameter, group) in self._members():
+            own = self.state_of(parameter, group)
+            found[name] = {slot: own[slot] for slot in self.slots(group).tensors}
+            numbers += [own[slot] for slot in self.slots(group).numbers]
+        values = iter(_values(numbers))
+        for name, (_, group) in self._members():
+            found[name].update((slot, next(values)) for slot in self.slots(group).numbers)
+        return found
+
+    def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over a named state of the same parameters; the next step is as if never interrupted.
+
+        Values are copied. Raises ValueError, before anything is changed, listing every parameter or slot
+        that is missing, extra, of another shape, or a plain tensor where this one holds a DTensor.
+        """
+        members = dict(self._members())
+        problems = [f"{name}: missing; the model has it" for name in members if name not in state]
+        problems += [
+            f"{name}: extra; the model has no such parameter"
+            for name in state
+            if name not in members
+        ]
+        for name in (name for name in members if name in state):
+            parameter, group = members[name]
+            problems += _differences(name, parameter, self.slots(group), state[name])
+        if problems:
+            raise ValueError("optimizer state does not fit:\n" + "\n".join(problems))
+        for name, (parameter, group) in members.items():
+            own = self.state_of(parameter, group)
+            with torch.no_grad():
+                for slot in self.slots(group).tensors:
+                    own[slot].copy_(state[name][slot])
+                for slot in self.slots(group).numbers:
+                    own[slot].fill_(float(state[name][slot]))
+
+    def _members(self) -> Iterator[tuple[str, tuple[nn.Parameter, Group]]]:
+        """Each parameter with its group, by name."""
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        for name, parameter in named_parameters(self).items():
+            yield name, (parameter, group_of[parameter])
+
+
+def _values(numbers: list[Tensor]) -> list[float]:
+    """Of 0-dim tensors, with one host sync."""
+    if not numbers:
+        return []
+    found: list[float] = torch.stack([n.to(numbers[0].device) for n in numbers]).tolist()
+    return found
+
+
+def _differences(
+    name: str, parameter: Tensor, slots: Slots, state: Mapping[str, Any]
+) -> Iterator[str]:
+    known = (*slots.tensors, *slots.numbers)
+    yield from (f"{name}.{slot}: missing" for slot in known if slot not in state)
+    yield from (f"{name}.{slot}: extra" for slot in state if slot not in known)
+    for slot in (slot for slot in slots.tensors if slot in state):
+        yield from _unlike(f"{name}.{slot}", parameter, state[slot])
+
+
+def _unlike(name: str, parameter: Tensor, value: object) -> Iterator[str]:
+    if not isinstance(value, Tensor):
+        yield f"{name}: {type(value).__name__}; a moment is a tensor"
+    elif value.shape != parameter.shape:
+        yield f"{name}: shape {tuple(value.shape)}; the parameter has {tuple(parameter.shape)}"
+    # Duck-typed, so that torch.distributed.tensor is not imported by those who do not use it.
+    elif hasattr(value, "placements") != hasattr(parameter, "placements"):
+        yield (
+            f"{name}: {type(value).__name__}; load into the tensors that named_state() gives, "
+            "they are distributed like the parameter"
+        )
