@@ -239,6 +239,7 @@ LOSS = {**MOE, "model.moe.aux_loss_weight": 0.5}
 BIAS = {**MOE, "model.moe.bias_update_rate": 0.1}
 
 
+WSD = {"schedule.name": "wsd", "schedule.min_lr_ratio": 0.0}
 GROUP = {"optimizer.groups.<name>.patterns": ["lm_head.*"]}
 STAGE = {
     **GROUP,
@@ -581,6 +582,9 @@ PROBES: dict[str, Probe] = {
     ),
     "schedule.warmup_steps": Probe(2, trained),
     "schedule.min_lr_ratio": Probe(0.9, trained),
+    "schedule.wsd.decay_steps": Probe(2, trained, WSD),
+    "schedule.wsd.decay_fraction": Probe(0.8, trained, WSD),
+    "schedule.wsd.decay": Probe("cosine", trained, {**WSD, "schedule.wsd.decay_steps": 3}),
     "parallel.precision": Probe("bf16", trained),
     "eval.every_steps": Probe(1, evaluations),
     "eval.sequences": Probe(2, evaluations),

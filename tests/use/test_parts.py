@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_core import ScheduleConfig
 from forge_testing import write_job
 from forge_train import Trainer, load_job
 from forge_train.errors import ConfigError
@@ -38,7 +39,15 @@ PARTS = "forge_testing.parts"
         ),
         (
             {"schedule.name": "constant", "schedule.min_lr_ratio": 0.2},
-            r"schedule: min_lr_ratio 0.2 is a key of name 'cosine', and name is 'constant'",
+            r"schedule: min_lr_ratio 0.2 is a key of names cosine, .* and name is 'constant'",
+        ),
+        (
+            {"schedule.name": "linear", "schedule.wsd.decay": "linear"},
+            r"schedule: wsd.decay linear is a key of name 'wsd', and name is 'linear'",
+        ),
+        (
+            {"schedule.name": "wsd", "schedule.wsd.decay_steps": 1000},
+            r"warmup_steps 0 and the 1000 steps of decay must fit in the",
         ),
         ({"schedule.options.x": 1}, r"schedule.options.x 1: 'cosine' is built in"),
         (
@@ -101,6 +110,14 @@ options = {height = 0.5}
     assert (kept.model.mixer_options, kept.schedule.options) == ({"gain": 2.0}, {"height": 0.5})
     other = load_job(job, {"model.mixer": "attention", "schedule.name": "constant"}).config
     assert (other.model.mixer_options, other.schedule.options) == ({}, {})
+
+
+def test_a_later_layer_with_another_name_drops_the_table_of_the_first(tmp_path: Path) -> None:
+    table = '[schedule]\nname = "wsd"\n[schedule.wsd]\ndecay = "linear"\ndecay_steps = 2\n'
+    job = write_job(tmp_path, table)
+    kept = load_job(job, {"schedule.wsd.decay_steps": 3}).config.schedule.wsd
+    assert (kept.decay, kept.decay_steps) == ("linear", 3)
+    assert load_job(job, {"schedule.name": "cosine"}).config.schedule == ScheduleConfig()
 
 
 def test_a_run_from_before_a_key_was_known_goes_on(tmp_path: Path) -> None:

@@ -1,28 +1,36 @@
 """Schedules against their definition."""
 
 import math
+import random
 import sys
 import types
 
 import pytest
 
-from forge_core.optim import ScheduleConfig, build_schedule
+from forge_core.optim import ScheduleConfig, WSDConfig, build_schedule
+
+FALLING = ("cosine", "linear", "wsd", "rex")
+NAMES = (*FALLING, "inverse_sqrt", "constant")
 
 
 def test_F37_learning_rate_of_step_one_is_not_zero():
-    for name in ("cosine", "constant"):
+    for name in NAMES:
         for warmup in (0, 1, 10):
             factor = build_schedule(ScheduleConfig(name, warmup_steps=warmup), 100)
             assert factor(1) > 0
+            assert [factor(s) for s in range(1, warmup + 1)] == [
+                s / warmup for s in range(1, warmup + 1)
+            ]
     assert build_schedule(ScheduleConfig(warmup_steps=10), 100)(1) == 0.1
 
 
 def test_F37_the_last_step_has_the_floor_exactly():
-    for total in (1, 2, 7, 1000):
-        for floor in (0.0, 0.1, 1 / 3):
-            factor = build_schedule(ScheduleConfig(min_lr_ratio=floor), total)
-            assert factor(total) == floor
-            assert factor(total + 1) == factor(10 * total) == floor
+    for name in FALLING:
+        for total in (1, 2, 7, 1000):
+            for floor in (0.0, 0.1, 1 / 3, 1.0):
+                factor = build_schedule(ScheduleConfig(name, min_lr_ratio=floor), total)
+                assert factor(total) == floor
+                assert factor(total + 1) == factor(10 * total) == floor
 
 
 def test_cosine_by_its_definition():
@@ -39,6 +47,122 @@ def test_constant_stays_at_one_after_warm_up():
     assert [factor(step) for step in (1, 2, 3, 4, 5, 10, 99)] == [0.25, 0.5, 0.75, 1, 1, 1, 1]
 
 
+def stated(config, total, step):
+    """The factor as the papers state it, one step at a time; n counts the updates of the decay."""
+    warmup, floor = config.warmup_steps, config.min_lr_ratio
+    if step < warmup:
+        return step / warmup
+    if config.name == "inverse_sqrt":  # Vaswani et al. 2017, peak 1: min(n^-.5, n * w^-1.5) * w^.5
+        return min(step**-0.5, step * max(warmup, 1) ** -1.5) * max(warmup, 1) ** 0.5
+    begin, shape = warmup, config.name
+    if shape == "wsd":
+        shape, length = config.wsd.decay, config.wsd.decay_steps
+        begin = total - (length or max(1, round(config.wsd.decay_fraction * total)))
+    n, N = step - begin, total - begin
+    if shape == "constant" or n <= 0:
+        return 1.0
+    if shape == "rex":  # Chen et al. 2021, eq. 1 with t = n and T = N: 2 (T - t) / (2 T - t)
+        unit = 2 * (N - n) / (2 * N - n)
+    else:
+        unit = {
+            "linear": (N - n) / N,
+            "cosine": math.cos(math.pi * n / N / 2) ** 2,
+            "sqrt": 1 - (n / N) ** 0.5,
+        }[shape]
+    return unit + floor * (1 - unit)
+
+
+def test_each_schedule_is_its_statement_at_every_step():
+    draw = random.Random(0)
+    for _ in range(200):
+        total = draw.randint(2, 60)
+        name = draw.choice(NAMES)
+        own = {"warmup_steps": draw.choice((0, draw.randint(0, total - 1)))}
+        if name in FALLING:
+            own["min_lr_ratio"] = draw.choice((0.0, 0.1, draw.random()))
+        if name == "wsd":
+            longest = total - own["warmup_steps"]
+            length = {"decay_steps": draw.randint(1, longest)}
+            if draw.random() < 0.5:
+                length = {"decay_fraction": draw.uniform(0.01, 1.0) * (longest - 0.5) / total}
+            own["wsd"] = WSDConfig(**length, decay=draw.choice(("cosine", "linear", "sqrt")))
+        config = ScheduleConfig(name, **own)
+        factor = build_schedule(config, total)
+        steps = list(range(1, total + 1))
+        draw.shuffle(steps)  # a function of the step alone
+        for step in steps:
+            assert factor(step) == pytest.approx(stated(config, total, step), rel=1e-12, abs=1e-15)
+        after = [factor(step) for step in range(max(1, config.warmup_steps), total + 2)]
+        assert after == sorted(after, reverse=True)
+        assert all(config.min_lr_ratio * (name in FALLING) <= value <= 1 for value in after)
+
+
+def test_wsd_is_at_the_peak_until_its_last_steps():
+    config = ScheduleConfig("wsd", warmup_steps=2, min_lr_ratio=0.0, wsd=WSDConfig(4))
+    factor = build_schedule(config, 10)
+    assert [factor(step) for step in (1, 2, 3, 6)] == [0.5, 1, 1, 1]
+    assert [factor(step) for step in (7, 8, 9, 10)] == [
+        0.5,
+        1 - math.sqrt(0.5),
+        1 - math.sqrt(0.75),
+        0,
+    ]
+    longer = build_schedule(config, 20)
+    assert [longer(step) for step in range(1, 17)] == [0.5] + [1.0] * 15
+
+
+def test_rex_by_numbers_of_the_paper():
+    factor = build_schedule(ScheduleConfig("rex", min_lr_ratio=0.0), 4)
+    assert [factor(step) for step in (1, 2, 3, 4)] == pytest.approx([6 / 7, 2 / 3, 2 / 5, 0])
+
+
+def test_none_is_one_and_takes_no_warm_up():
+    factor = build_schedule(ScheduleConfig("none"), 1)
+    assert [factor(step) for step in (1, 2, 1000)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="warmup_steps 3 is no key of name 'none'"):
+        ScheduleConfig("none", warmup_steps=3)
+
+
+def test_keys_of_another_name_are_refused():
+    for name in ("constant", "inverse_sqrt", "none"):
+        with pytest.raises(
+            ValueError, match=rf"min_lr_ratio 0.2 is a key of .* and name is '{name}'; remove it"
+        ):
+            ScheduleConfig(name, min_lr_ratio=0.2)
+    for name in (*NAMES, "none", "my_lab:schedule"):
+        if name == "wsd":
+            continue
+        for table in (WSDConfig(decay="linear"), WSDConfig(decay_steps=3), WSDConfig(None, 0.5)):
+            with pytest.raises(
+                ValueError, match=rf"wsd.decay.* is a key of name 'wsd', and name is '{name}'"
+            ):
+                ScheduleConfig(name, wsd=table)
+        ScheduleConfig(name, wsd=WSDConfig())  # as a written configuration has it
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"decay_steps": 0}, "decay_steps 0 must be at least 1"),
+        ({"decay_fraction": 0.0}, "decay_fraction 0.0 must be above 0"),
+        ({"decay_fraction": 1.5}, "decay_fraction 1.5 must be"),
+        ({"decay_fraction": math.nan}, "decay_fraction nan must be"),
+        ({"decay_steps": 3, "decay_fraction": 0.3}, "say the same thing; remove one"),
+        ({"decay": "exp"}, "decay 'exp' must be one of cosine, linear, sqrt"),
+    ],
+)
+def test_a_decay_that_cannot_be_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        WSDConfig(**options)
+
+
+def test_a_warm_up_and_a_decay_that_overlap_are_refused():
+    config = ScheduleConfig("wsd", warmup_steps=7, wsd=WSDConfig(4))
+    with pytest.raises(ValueError, match=r"warmup_steps 7 and the 4 steps of decay must fit in"):
+        build_schedule(config, 10)
+    assert build_schedule(config, 11)(7) == 1.0
+
+
 @pytest.mark.parametrize(("warmup", "total"), [(10, 10), (11, 10), (1, 1)])
 def test_a_warm_up_as_long_as_the_run_is_refused(warmup, total):
     with pytest.raises(ValueError, match=rf"warmup_steps {warmup} must be below the {total} steps"):
@@ -48,9 +172,9 @@ def test_a_warm_up_as_long_as_the_run_is_refused(warmup, total):
 def test_no_steps_and_step_zero_are_refused():
     with pytest.raises(ValueError, match="total_steps 0"):
         build_schedule(ScheduleConfig(), 0)
-    for name in ("cosine", "constant"):
+    for name in (*NAMES, "none"):
         with pytest.raises(ValueError, match="step 0"):
-            build_schedule(ScheduleConfig(name, warmup_steps=3), 10)(0)
+            build_schedule(ScheduleConfig(name, warmup_steps=3 * (name != "none")), 10)(0)
 
 
 def test_all_problems_of_a_config_in_one_error():
@@ -63,7 +187,8 @@ def test_all_problems_of_a_config_in_one_error():
 
 def test_an_unknown_name_gets_the_nearest_known_one():
     with pytest.raises(
-        ValueError, match=r"schedule.name 'cosin'.*constant, cosine.*did you mean 'cosine'"
+        ValueError,
+        match=r"schedule.name 'cosin'.*constant, cosine, inverse_sqrt.*did you mean 'cosine'",
     ):
         build_schedule(ScheduleConfig("cosin"), 10)
 

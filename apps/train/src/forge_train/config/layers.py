@@ -84,10 +84,14 @@ class Layers:
                     self.set(f"resilience.nonfinite.{key}", value, origin)
 
     def _drop_options(self, dotted: str, origin: str) -> None:
-        """Drop the options that earlier layers gave to another part: each part has its own."""
+        """Drop the options that earlier layers gave to another part: each part has its own.
+
+        Those of `x.name = "wsd"` stand in `x.options` or in `x.wsd`, those of `y` in `y_options`.
+        """
         section, _, last = dotted.rpartition(".")
-        options = f"{section}.options" if last == "name" else f"{dotted}_options"
-        for key in [k for k in self.origins if f"{k}.".startswith(f"{options}.")]:
+        named = (f"{section}.options.", f"{section}.{self.at(dotted)}.")
+        tables = named if last == "name" else (f"{dotted}_options.",)
+        for key in [k for k in self.origins if f"{k}.".startswith(tables)]:
             if self.origins[key] != origin:
                 self._drop(key)
 

@@ -6,6 +6,7 @@ from forge_core.optim.config import (
     OptimizerConfig,
     OptimizerGroupConfig,
     ScheduleConfig,
+    WSDConfig,
 )
 from forge_core.optim.groups import (
     groups_of_part,
@@ -36,6 +37,7 @@ __all__ = [
     "ScheduleConfig",
     "StageConfig",
     "Stages",
+    "WSDConfig",
     "build_optimizer",
     "build_schedule",
     "check_optimizer",

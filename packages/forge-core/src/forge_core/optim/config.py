@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 from forge_core._config import raise_problems, setting
 
@@ -62,16 +62,42 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class WSDConfig:
+    """The decay at the end of a warmup-stable-decay schedule: `WSDConfig(decay_steps=2000, decay="linear")`."""
+
+    decay_steps: int | None = setting(
+        None,
+        "last steps of the run, over which the rate falls (default: decay_fraction of the run)",
+    )
+    decay_fraction: float = setting(
+        0.2, "part of the run over which the rate falls, rounded to whole steps, at least one"
+    )
+    decay: Literal["cosine", "linear", "sqrt"] = setting(
+        "sqrt", "shape of the fall; sqrt is 1 - sqrt(x), of Haegele et al. 2024"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("wsd", _wsd_problems(self))
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Settings of a learning-rate schedule; a ValueError lists every one that cannot be."""
 
     name: str = setting(
-        "cosine", "schedule: cosine, constant, an entry point of forge.schedules, or module:attr"
+        "cosine",
+        "schedule: cosine, linear, wsd, rex, inverse_sqrt, constant, none, an entry point of forge.schedules, or "
+        "module:attr",
     )
     warmup_steps: int = setting(
         0, "steps of linear warm-up; step 1 has 1/warmup_steps of the peak rate"
     )
-    min_lr_ratio: float = setting(0.1, "last learning rate of a cosine, as a part of the peak rate")
+    min_lr_ratio: float = setting(
+        0.1, "last learning rate of cosine, linear, wsd and rex, as a part of the peak rate"
+    )
+    wsd: WSDConfig = field(
+        default_factory=WSDConfig, metadata={"help": "the decay of warmup-stable-decay"}
+    )
     options: dict[str, Any] = field(
         default_factory=dict,
         hash=False,
@@ -80,6 +106,10 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         raise_problems("schedule", _schedule_problems(self))
+
+
+_DECAYS = get_args(get_type_hints(WSDConfig)["decay"])
+_NO_FLOOR = ("constant", "inverse_sqrt", "none")
 
 
 def _group_problems(c: OptimizerGroupConfig) -> Iterator[str]:
@@ -116,6 +146,19 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
     yield from _weight_decay_problems(c.weight_decay)
 
 
+def _wsd_problems(c: WSDConfig) -> Iterator[str]:
+    if c.decay_steps is not None and c.decay_steps < 1:
+        yield f"decay_steps {c.decay_steps} must be at least 1; use a fifth of the run"
+    if not 0.0 < c.decay_fraction <= 1.0:
+        yield f"decay_fraction {c.decay_fraction} must be above 0 and at most 1; use 0.2"
+    if c.decay_steps is not None and c.decay_fraction != WSDConfig.decay_fraction:
+        yield (
+            f"decay_steps {c.decay_steps} and decay_fraction {c.decay_fraction} say the same thing; remove one"
+        )
+    if c.decay not in _DECAYS:
+        yield f"decay {c.decay!r} must be one of {', '.join(_DECAYS)}; use sqrt"
+
+
 def _schedule_problems(c: ScheduleConfig) -> Iterator[str]:
     if not c.name:
         yield f"name {c.name!r} is empty; use cosine, constant or an import path module:attr"
@@ -123,9 +166,20 @@ def _schedule_problems(c: ScheduleConfig) -> Iterator[str]:
         yield f"warmup_steps {c.warmup_steps} must not be negative; use 0 for none"
     if not 0.0 <= c.min_lr_ratio <= 1.0:
         yield f"min_lr_ratio {c.min_lr_ratio} must be in [0, 1]; use 0.1"
-    # the default stands in every configuration that was ever written, so it passes under any name
-    if c.name == "constant" and c.min_lr_ratio != ScheduleConfig.min_lr_ratio:
+    if c.name == "none" and c.warmup_steps > 0:
         yield (
-            f"min_lr_ratio {c.min_lr_ratio} is a key of name 'cosine', and name is {c.name!r}; remove it, or use "
-            "cosine"
+            f"warmup_steps {c.warmup_steps} is no key of name 'none', whose rate is the peak from the first step; "
+            "remove it, or use constant"
         )
+    # defaults stand in every configuration that was ever written, so they pass under any name
+    if c.name in _NO_FLOOR and c.min_lr_ratio != ScheduleConfig.min_lr_ratio:
+        yield (
+            f"min_lr_ratio {c.min_lr_ratio} is a key of names cosine, linear, wsd and rex, and name is {c.name!r}; "
+            "remove it, or use one of them"
+        )
+    if c.name != "wsd":
+        for key, value in vars(c.wsd).items():
+            if value != getattr(WSDConfig, key):
+                yield (
+                    f"wsd.{key} {value} is a key of name 'wsd', and name is {c.name!r}; remove it, or use wsd"
+                )

@@ -1,4 +1,7 @@
-"""Learning-rate schedules: functions from a step, counted from one, to a factor of the peak rate."""
+"""Learning-rate schedules: functions from a step, counted from one, to a factor of the peak rate.
+
+All depend on nothing but the step and the length of the run, so a run that resumes needs no state of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from forge_core.optim.config import ScheduleConfig
 from forge_core.registry import Registry
 
 Schedule = Callable[[int], float]
+#: From 1 to 0, as a function of the part of the decay that is done, from 0 to 1.
+Shape = Callable[[float], float]
 
 
 def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
@@ -17,12 +22,12 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
     `factor = build_schedule(ScheduleConfig(warmup_steps=100), 1000); optimizer.set_lr(3e-4 * factor(1))`
 
     Steps count from one. Warm-up is linear: step 1 has `1 / warmup_steps`, never zero, and step
-    `warmup_steps` exactly 1. `cosine` then falls to exactly `min_lr_ratio` at `total_steps` and stays
-    there; `constant` stays at 1. A schedule from elsewhere is called as
-    `builder(config, total_steps, **config.options)`.
+    `warmup_steps` exactly 1. `cosine`, `linear`, `wsd` and `rex` then fall to exactly `min_lr_ratio` at
+    `total_steps` and stay there; `inverse_sqrt` falls for ever, `constant` stays at 1, and `none` is 1
+    without a warm-up. A schedule from elsewhere is called as `builder(config, total_steps, **config.options)`.
 
-    Raises: ValueError for an unknown name or option, `total_steps < 1` or a warm-up as long as the run; the
-        function it returns raises it for a step below one.
+    Raises: ValueError for an unknown name or option, `total_steps < 1`, a warm-up as long as the run, or a
+        warm-up and a decay that overlap; the function it returns raises it for a step below one.
     """
     if total_steps < 1:
         raise ValueError(
@@ -45,38 +50,100 @@ def check_schedule(config: ScheduleConfig) -> None:
 
 def cosine(config: ScheduleConfig, total_steps: int) -> Schedule:
     """Warm-up, then half a cosine from 1 to `min_lr_ratio` (Loshchilov and Hutter 2016, no restarts)."""
-    floor, warmup = config.min_lr_ratio, config.warmup_steps
+    return _falling(config, config.warmup_steps, total_steps, _half_cosine)
 
-    def factor(step: int) -> float:
-        _check_step(step)
-        if step <= warmup:
-            return step / warmup
-        done = min(1.0, (step - warmup) / (total_steps - warmup))
-        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
-    return factor
+def linear(config: ScheduleConfig, total_steps: int) -> Schedule:
+    """Warm-up, then a straight line from 1 to `min_lr_ratio`."""
+    return _falling(config, config.warmup_steps, total_steps, _line)
+
+
+def wsd(config: ScheduleConfig, total_steps: int) -> Schedule:
+    """Warm-up, 1, and a fall to `min_lr_ratio` over the last steps (MiniCPM, Hu et al. 2024).
+
+    The shape `sqrt` is 1 - sqrt(x) (Haegele et al. 2024), as good as a cosine there with a fifth of the run. A
+    longer run has the same rates up to the fall of the shorter one, so it can start from a checkpoint before it.
+    """
+    own = config.wsd
+    steps = own.decay_steps or max(1, round(own.decay_fraction * total_steps))
+    if config.warmup_steps + steps > total_steps:
+        raise ValueError(
+            f"schedule: warmup_steps {config.warmup_steps} and the {steps} steps of decay must fit in the "
+            f"{total_steps} steps of the run; make either shorter, or train longer"
+        )
+    return _falling(config, total_steps - steps, total_steps, _SHAPES[own.decay])
+
+
+def rex(config: ScheduleConfig, total_steps: int) -> Schedule:
+    """Warm-up, then (1 - x) / (1/2 + (1 - x) / 2) of the way from `min_lr_ratio` to 1 (Chen et al. 2021).
+
+    The paper's schedule ends at zero: that is `min_lr_ratio = 0`.
+    """
+    return _falling(config, config.warmup_steps, total_steps, _reflected_exponential)
+
+
+def inverse_sqrt(config: ScheduleConfig, total_steps: int) -> Schedule:
+    """Warm-up, then sqrt(warmup_steps / step); without a warm-up 1 / sqrt(step) (Vaswani et al. 2017)."""
+    scale = max(config.warmup_steps, 1)
+    return _warmed(config.warmup_steps, lambda step: math.sqrt(scale / step))
 
 
 def constant(config: ScheduleConfig, total_steps: int) -> Schedule:
-    """Warm-up, then 1."""
+    """Warm-up, then 1; the name `none` is this without a warm-up."""
+    return _warmed(config.warmup_steps, lambda step: 1.0)
 
+
+def _falling(config: ScheduleConfig, start: int, end: int, shape: Shape) -> Schedule:
+    """Warm-up, 1 up to step `start`, then to the floor at step `end`, exactly."""
+    floor = config.min_lr_ratio
+
+    def fall(step: int) -> float:
+        done = min(1.0, max(0.0, (step - start) / (end - start)))
+        return floor + (1.0 - floor) * shape(done)
+
+    return _warmed(config.warmup_steps, fall)
+
+
+def _warmed(warmup_steps: int, after: Schedule) -> Schedule:
     def factor(step: int) -> float:
-        _check_step(step)
-        return min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
+        if step < 1:
+            raise ValueError(
+                f"step {step} must be at least 1: steps count from one; add one to an index"
+            )
+        return step / warmup_steps if step <= warmup_steps else after(step)
 
     return factor
 
 
-def _check_step(step: int) -> None:
-    if step < 1:
-        raise ValueError(
-            f"step {step} must be at least 1: steps count from one; add one to an index"
-        )
+def _half_cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
 
+
+def _line(done: float) -> float:
+    return 1.0 - done
+
+
+def _one_minus_sqrt(done: float) -> float:
+    return 1.0 - math.sqrt(done)
+
+
+def _reflected_exponential(done: float) -> float:
+    return (1.0 - done) / (0.5 + 0.5 * (1.0 - done))
+
+
+_SHAPES: dict[str, Shape] = {"cosine": _half_cosine, "linear": _line, "sqrt": _one_minus_sqrt}
 
 SCHEDULES = Registry(
     "schedule.name",
     "forge.schedules",
     ("config", "total_steps"),
-    {"cosine": cosine, "constant": constant},
+    {
+        "cosine": cosine,
+        "linear": linear,
+        "wsd": wsd,
+        "rex": rex,
+        "inverse_sqrt": inverse_sqrt,
+        "constant": constant,
+        "none": constant,
+    },
 )
