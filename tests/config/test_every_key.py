@@ -230,6 +230,20 @@ ROPE = {
     "model.rope_scaling.high_freq_factor": 4.0,
     "model.rope_scaling.original_max_position": 100,
 }
+YARN = {
+    "model.rope_scaling.name": "yarn",
+    "model.rope_scaling.factor": 4.0,
+    "model.rope_scaling.original_max_position": 100,
+}
+MSCALE = {**YARN, "model.rope_scaling.mscale_all_dim": 1.0}
+YARN_KEYS = {
+    "beta_fast": Probe(2.0, logits, {**YARN, "model.rope_scaling.truncate": False}),
+    "beta_slow": Probe(0.2, logits, {**YARN, "model.rope_scaling.truncate": False}),
+    "mscale": Probe(2.0, logits, {**MSCALE, "model.rope_scaling.mscale": 1.0}),
+    "mscale_all_dim": Probe(2.0, logits, {**MSCALE, "model.rope_scaling.mscale": 1.0}),
+    "attention_factor": Probe(2.0, logits, YARN),
+    "truncate": Probe(False, logits, YARN),
+}
 
 MOE = {"model.moe.num_experts": 4, "model.num_layers": 2}
 GROUPS = {**MOE, "model.moe.num_experts": 8, "model.moe.num_groups": 4, "model.moe.top_groups": 2}
@@ -460,6 +474,7 @@ PROBES: dict[str, Probe] = {
     "model.rope_theta": Probe(100.0, logits),
     **{key: Probe(value * 2, logits, ROPE) for key, value in ROPE.items()},
     "model.rope_scaling.name": Probe("linear", logits, {"model.rope_scaling.factor": 2.0}),
+    **{f"model.rope_scaling.{key}": probe for key, probe in YARN_KEYS.items()},
     "model.rope_scaling.options": Probe(
         {"by": 3.0}, logits, {"model.rope_scaling.name": f"{PARTS}:slower"}
     ),

@@ -3,16 +3,19 @@
 Error of a tensor: max|a - b| / max|b|, fp32, bound 1e-5.
 """
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forge_ckpt.hf import to_forge, to_hf
-from forge_core import SamplingConfig, Transformer, generate
+from forge_core import RopeScaling, SamplingConfig, Transformer, generate
 from forge_core.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from forge_core.model import Attention, TokenContext
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 160,
@@ -35,6 +38,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 6.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 2.0,
+    "beta_slow": 0.2,
+    "truncate": True,
+}
 CASES: dict[str, tuple[Family, type, dict[str, Any]]] = {
     "llama": (LLAMA, LlamaConfig, {}),
     "llama_tied_biased": (
@@ -47,6 +59,20 @@ CASES: dict[str, tuple[Family, type, dict[str, Any]]] = {
         LLAMA,
         LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama_yarn": (LLAMA, LlamaConfig, {"rope_parameters": YARN}),
+    "llama_yarn_mscale": (
+        LLAMA,
+        LlamaConfig,
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "qwen3_yarn_not_truncated": (
+        QWEN3,
+        Qwen3Config,
+        {
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "truncate": False, "attention_factor": 1.3},
+        },
     ),
     "llama_head_dim": (LLAMA, LlamaConfig, {"head_dim": 20}),
     "mistral": (MISTRAL, MistralConfig, {"sliding_window": None}),
@@ -129,7 +155,39 @@ def test_config_round_trip(case: str) -> None:
     assert family.config_from_hf(old) == family.config_from_hf(new) == model.config
 
 
-@pytest.mark.parametrize("case", ["llama_rope_scaling", "qwen3"])
+@pytest.mark.parametrize("case", [case for case in CASES if "yarn" in case])
+@pytest.mark.parametrize("key", ["beta_fast", "beta_slow", "factor", "mscale", "truncate"])
+def test_yarn_tables(case: str, key: str) -> None:
+    """Those of transformers, for each key at another value too."""
+    family, config_class, options = CASES[case]
+    rope = options["rope_parameters"]
+    other = {"mscale": 0.9, "truncate": not rope["truncate"]}.get(key, rope.get(key, 0.0) * 1.7)
+    for changed in (rope, {**rope, key: other} if key in rope else rope):
+        theirs = config_class(**{**SHAPE, **options, "rope_parameters": changed})
+        frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+        mixer = Attention(family.config_from_hf(theirs.to_dict()))
+        positions = torch.arange(20)[None]
+        tables = mixer.prepare(TokenContext(positions=positions), torch.zeros(1, 20, 48))
+        angles = positions[0, :, None] * frequencies
+        for got, wanted in zip(tables, (angles.cos() * factor, angles.sin() * factor)):
+            assert (got[0, :, 0] - wanted).abs().max() < 20 * 2**-23
+
+
+def test_yarn_moves_logits() -> None:
+    """Each key, taken back to its default, by far more than the bound."""
+    _, reference, model = build("llama_yarn_mscale")
+    tokens = torch.randint(0, 160, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = reference(tokens).logits
+        for key in ("factor", "beta_fast", "beta_slow", "mscale", "original_max_position"):
+            other = 1.0 if key in ("factor", "mscale") else getattr(RopeScaling, key)
+            scaling = dataclasses.replace(model.config.rope_scaling, **{key: other})
+            mutant = Transformer(dataclasses.replace(model.config, rope_scaling=scaling))
+            mutant.load_state_dict(model.state_dict())
+            assert error(mutant(tokens), wanted) > 100 * 1e-5, key
+
+
+@pytest.mark.parametrize("case", ["llama_rope_scaling", "qwen3", "llama_yarn"])
 def test_greedy_generation_equal(case: str) -> None:
     _, reference, model = build(case)
     tokens = torch.randint(0, 160, (2, 9), generator=torch.Generator().manual_seed(2))

@@ -40,6 +40,10 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         ({"attention_dropout": 0.1}, r"attention_dropout 0\.1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs factor"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_type 'yarn' needs original_max_position_embeddings",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", **LLAMA3}}, "needs original_max_position"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
     ],
@@ -86,6 +90,33 @@ def test_linear_stretching_both_ways() -> None:
     config = LLAMA.config_from_hf({**HF, "rope_scaling": linear})
     assert config.rope_scaling == RopeScaling(4.0, name="linear")
     assert LLAMA.config_to_hf(config)["rope_scaling"] == linear
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, {}),
+        ({"beta_fast": 16.0, "truncate": False}, {"beta_fast": 16.0, "truncate": False}),
+        ({"mscale": 0.7, "mscale_all_dim": 0.4}, {"mscale": 0.7, "mscale_all_dim": 0.4}),
+        ({"attention_factor": 1.2}, {"attention_factor": 1.2}),
+        # what transformers does not read in a dense decoder
+        ({"beta_fast": None, "beta_slow": 0, "mscale": 0.7, "mscale_all_dim": 0}, {}),
+        ({"mscale_all_dim": 0.4}, {}),
+        (
+            {"attention_factor": 1.2, "mscale": 0.7, "mscale_all_dim": 0.4},
+            {"attention_factor": 1.2},
+        ),
+    ],
+)
+def test_yarn_both_ways(given: dict, kept: dict) -> None:
+    config = LLAMA.config_from_hf({**HF, "rope_scaling": {**YARN, **given}})
+    written = LLAMA.config_to_hf(config)["rope_scaling"]
+    assert written == {**YARN, **DEFAULTS, **kept}
+    assert LLAMA.config_from_hf({**HF, "rope_scaling": written}) == config
 
 
 def test_head_width_of_qwen3_is_its_own() -> None:

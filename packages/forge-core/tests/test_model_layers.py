@@ -1,6 +1,7 @@
 """Norms, rotation, feed-forwards against slow references in float64."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from forge_core import FeedForward, RMSNorm, RopeScaling, TransformerConfig
 from forge_core.model import Attention
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
+from forge_core.model.yarn import attention_factor
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -99,6 +101,88 @@ def test_llama3_frequencies() -> None:
         else:
             share = (64 / wavelength - 1.0) / (4.0 - 1.0)
             assert now == pytest.approx((1 - share) * was / 8 + share * was, rel=1e-6)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_by_its_definition(truncate: bool) -> None:
+    """Pair i turns L / (2 pi theta^(2 i / D)) times in L tokens; between beta_fast and beta_slow times: blended."""
+    dim, theta, length = 32, 1e4, 512
+    scaling = RopeScaling(
+        8.0,
+        name="yarn",
+        original_max_position=length,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        truncate=truncate,
+    )
+    plain, scaled = (inverse_frequencies(dim, theta, s) for s in (None, scaling))
+    low, high = (
+        dim / 2 * math.log(length / (2 * math.pi * turns)) / math.log(theta)
+        for turns in (16.0, 2.0)
+    )
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    kinds = set()
+    for pair, (was, now) in enumerate(zip(plain.tolist(), scaled.tolist())):
+        share = min(max((pair - low) / (high - low), 0.0), 1.0)
+        kinds.add(share if share in (0.0, 1.0) else 0.5)
+        assert now == pytest.approx(share * was / 8.0 + (1 - share) * was, rel=1e-6)
+    assert kinds == {0.0, 0.5, 1.0}
+    assert torch.equal(inverse_frequencies(2, theta, scaling), inverse_frequencies(2, theta, None))
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, 0.1 * math.log(8) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        (
+            {"mscale": 0.7, "mscale_all_dim": 0.4},
+            (0.07 * math.log(8) + 1) / (0.04 * math.log(8) + 1),
+        ),
+        ({"attention_factor": 1.5, "mscale_all_dim": 0.4}, 1.5),
+    ],
+)
+def test_yarn_grows_what_turns(keys: dict, wanted: float) -> None:
+    """Scores are products of a query and a key, which both grow; so does the gradient."""
+    scaling = RopeScaling(8.0, name="yarn", **keys)
+    assert attention_factor(scaling) == pytest.approx(wanted)
+    x = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    grads = []
+    for factor in (1.0, wanted):
+        some = x.clone().requires_grad_()
+        tables = rope_tables(torch.arange(5)[None], inverse_frequencies(8, 1e4, scaling), factor)
+        (rotate(some, tables) * x).sum().backward()
+        grads.append((rotate(x, tables), some.grad))
+    (plain, plain_grad), (grown, grown_grad) = grads
+    assert error(grown, plain * wanted) < 1e-6
+    assert error(grown_grad, plain_grad * wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"name": "yarn", "low_freq_factor": 2.0}, "low_freq_factor 2.0 is a key of name 'llama3'"),
+        ({"beta_fast": 16.0}, "beta_fast 16.0 is a key of name 'yarn', and name is 'llama3'"),
+        ({"name": "linear", "truncate": False}, "truncate False is a key of name 'yarn'"),
+        ({"name": "yarn", "beta_slow": 33.0}, "beta_slow 33.0 must be positive and at most"),
+        ({"name": "yarn", "mscale": 1.0}, "mscale 1.0 must go with mscale_all_dim"),
+        ({"name": "yarn", "attention_factor": 0.0}, "attention_factor 0.0 must be a finite number"),
+        (
+            {"name": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
+            "attention_factor 1.0 takes the place of mscale 1.0",
+        ),
+    ],
+)
+def test_keys_of_scalings(keys: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^rope_scaling: {re.escape(problem)}"):
+        RopeScaling(**keys)
+
+
+def test_a_key_of_latent_attention_alone() -> None:
+    scaling = RopeScaling(name="yarn", mscale_all_dim=1.0)
+    with pytest.raises(ValueError, match="read by latent attention alone"):
+        TransformerConfig(8, rope_scaling=scaling)
 
 
 def test_feed_forwards() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge_core._config import is_finite, is_size
-from forge_core.model.config import RopeScaling, TransformerConfig
+from forge_core.model.config import ROPE_NAMES, RopeScaling, TransformerConfig
 
 _REQUIRED = (
     "vocab_size",
@@ -19,14 +19,22 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 _NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor")
 _SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm"),
-    "use_sliding_window",
+    *("use_sliding_window", "truncate"),
 )
 _ROPE_SIZE = "original_max_position_embeddings"
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", *_YARN)
 _ROPE = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
-    *(_ROPE_SIZE, *_ROPE_NUMBERS),
+    *(_ROPE_SIZE, *_ROPE_NUMBERS, "truncate"),
 }
+#: Keys without which a scaling is refused.
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ROPE_SIZE),
+    "yarn": ("factor", _ROPE_SIZE),
+}
+_NAMES = " or ".join(map(repr, ROPE_NAMES))
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         (*_REQUIRED, *_OPTIONAL_SIZES, _ROPE_SIZE, "sliding_window"),
@@ -105,7 +113,7 @@ def read_common(
         hidden_dim=hf["intermediate_size"],
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=_scaling(rope),
+        rope_scaling=_scaling(rope, latent=options.get("mixer") == "mla"),
         partial_rotary_factor=float(rope["partial_rotary_factor"]),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         init_std=hf.get("initializer_range", 0.02),
@@ -148,10 +156,10 @@ def write_common(
         f"{model_type}: attention.{name} {value!r} has no key in this family; choose another family"
         for name, value in config.attention.beyond(spec).items()
     ]
-    if config.rope_scaling is not None and config.rope_scaling.name not in ("llama3", "linear"):
+    if config.rope_scaling is not None and config.rope_scaling.name not in ROPE_NAMES:
         problems.append(
-            f"{model_type}: rope_scaling.name {config.rope_scaling.name!r} must be 'llama3' or 'linear' in "
-            "this family; choose one"
+            f"{model_type}: rope_scaling.name {config.rope_scaling.name!r} must be {_NAMES} in this family; "
+            "choose one"
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -249,28 +257,28 @@ def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unsupported_rope(rope: Mapping[str, Any], partial_rotary: bool) -> list[str]:
     problems = []
-    if rope["rope_type"] not in ("default", "linear", "llama3"):
-        problems.append(
-            f"rope_type {rope['rope_type']!r} is not supported; use 'default', 'linear' or 'llama3'"
-        )
-    if rope["rope_type"] == "linear" and "factor" not in rope:
-        problems.append("rope_type 'linear' needs factor; give it")
+    kind = rope["rope_type"]
+    if kind not in ("default", *ROPE_NAMES):
+        problems.append(f"rope_type {kind!r} is not supported; use 'default', {_NAMES}")
+    problems += [
+        f"rope_type {kind!r} needs {key}; give it"
+        for key in _ROPE_NEEDS.get(kind, ())
+        if key not in rope
+    ]
     if rope["partial_rotary_factor"] != 1.0 and not partial_rotary:
         problems.append(
             f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported; use 1"
         )
-    if rope["rope_type"] == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        missing = [key for key in keys if key not in rope]
-        problems += [f"rope_type 'llama3' needs {key}; give it" for key in missing]
     return problems
 
 
-def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(rope: Mapping[str, Any], latent: bool) -> RopeScaling | None:
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] == "linear":
         return RopeScaling(factor=rope["factor"], name="linear")
+    if rope["rope_type"] == "yarn":
+        return _yarn(rope, latent)
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
@@ -279,11 +287,37 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
+def _yarn(rope: Mapping[str, Any], latent: bool) -> RopeScaling:
+    """With the keys that transformers reads: a 0 is none, and mscale counts with mscale_all_dim alone and without
+    attention_factor. Scores of `latent` attention grow by mscale_all_dim in any case."""
+    read = {key: rope[key] for key in _YARN if rope.get(key) is not None}
+    given = {key: value for key, value in read.items() if value or key == "attention_factor"}
+    if "attention_factor" in given or "mscale_all_dim" not in given:
+        given.pop("mscale", None)
+    if "mscale" not in given and not latent:
+        given.pop("mscale_all_dim", None)
+    return RopeScaling(
+        factor=rope["factor"],
+        original_max_position=rope[_ROPE_SIZE],
+        truncate=rope.get("truncate", True),
+        name="yarn",
+        **given,
+    )
+
+
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     if scaling.name == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
+    if scaling.name == "yarn":
+        given: dict[str, Any] = {key: getattr(scaling, key) for key in (*_YARN, "truncate")}
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            _ROPE_SIZE: scaling.original_max_position,
+            **{key: value for key, value in given.items() if value is not None},
+        }
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,

@@ -21,6 +21,7 @@ from forge_core.model.norm import RMSNorm
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 from forge_core.model.rows import attend_rows, attend_scores
 from forge_core.model.spec import MASKS, AttentionSpec
+from forge_core.model.yarn import attention_factor
 
 Tables = tuple[Tensor, Tensor]
 Attend = Callable[..., Tensor]
@@ -140,7 +141,7 @@ class Attention(nn.Module):
         frequencies = inverse_frequencies(
             self.rotary_dim, self.rope_theta, self.rope_scaling, x.device
         )
-        return rope_tables(positions, frequencies)
+        return rope_tables(positions, frequencies, attention_factor(self.rope_scaling))
 
     def forward(
         self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None

@@ -35,7 +35,11 @@ class RopeScaling:
 
     "llama3": wavelengths above `original_max_position / low_freq_factor` are multiplied by `factor`, those
     below `original_max_position / high_freq_factor` stay, and the ones between are blended. "linear"
-    (Chen et al. 2023): all are multiplied by `factor`. Others: see `inverse_frequencies`.
+    (Chen et al. 2023): all are multiplied by `factor`. "yarn" (Peng et al. 2023): pairs that turn fewer than
+    `beta_slow` times within `original_max_position` are slowed down by `factor`, those that turn more than
+    `beta_fast` times stay, and the ones between are blended; cosines and sines grow by the attention factor,
+    which is `attention_factor`, or (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1), or without
+    these 0.1 ln factor + 1. Others: see `inverse_frequencies`.
     """
 
     factor: float = setting(8.0, "how much the longest wavelengths are stretched")
@@ -44,9 +48,20 @@ class RopeScaling:
     )
     high_freq_factor: float = setting(4.0, "wavelengths under original_max_position / this: kept")
     original_max_position: int = setting(8192, "context length before stretching, in tokens")
+    beta_fast: float = setting(32.0, "yarn: pairs that turn more often in that context stay")
+    beta_slow: float = setting(1.0, "yarn: pairs that turn less often in that context are slowed")
+    mscale: float | None = setting(None, "yarn: growth of cosines and sines; with mscale_all_dim")
+    mscale_all_dim: float | None = setting(
+        None,
+        "yarn: growth that mscale is relative to; latent attention multiplies its scores by its square",
+    )
+    attention_factor: float | None = setting(
+        None, "yarn: factor of cosines and sines; empty: from mscale, or 0.1 ln factor + 1"
+    )
+    truncate: bool = setting(True, "yarn: the borders of the blended pairs are whole numbers")
     name: str = setting(
         "llama3",
-        "rule of the wavelengths: llama3, linear, an entry point of forge.rope_scalings, or module:attr",
+        "rule of the wavelengths: llama3, linear, yarn, an entry point of forge.rope_scalings, or module:attr",
     )
     options: dict[str, Any] = field(
         default_factory=dict, hash=False, metadata=_options_of("scaling")
@@ -54,6 +69,16 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         raise_problems("rope_scaling", _rope_scaling_problems(self))
+
+
+#: Keys of RopeScaling by the built-in names that read them.
+_ROPE_KEYS = {
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
+    "original_max_position": ("llama3", "yarn"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate"), ("yarn",)),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("yarn",)),
+}
+ROPE_NAMES = ("llama3", "linear", "yarn")
 
 
 def _rope_scaling_problems(c: RopeScaling) -> Iterator[str]:
@@ -67,14 +92,32 @@ def _rope_scaling_problems(c: RopeScaling) -> Iterator[str]:
             f"low_freq_factor {low} must be positive and below high_freq_factor {high}; use 1 and 4"
         )
     yield from size_problems(c, {"original_max_position": 2**31})
-    yield from _name_problems(c, "name", "forge.rope_scalings", ("llama3", "linear"))
-    if c.name == "linear":  # a scaling of your own may read them
-        for key in ("low_freq_factor", "high_freq_factor", "original_max_position"):
-            if getattr(c, key) != getattr(RopeScaling, key):
-                yield (
-                    f"{key} {getattr(c, key)} is a key of name 'llama3', and name is {c.name!r}; remove it, or "
-                    "use llama3"
-                )
+    yield from _name_problems(c, "name", "forge.rope_scalings", ROPE_NAMES)
+    yield from _yarn_problems(c)
+    for key, names in _ROPE_KEYS.items() if c.name in ROPE_NAMES else ():  # your own may read all
+        if c.name not in names and getattr(c, key) != getattr(RopeScaling, key):
+            yield (
+                f"{key} {getattr(c, key)} is a key of name {' or '.join(map(repr, names))}, and name is "
+                f"{c.name!r}; remove it, or use {names[0]}"
+            )
+
+
+def _yarn_problems(c: RopeScaling) -> Iterator[str]:
+    fast, slow = c.beta_fast, c.beta_slow
+    if not (is_finite(fast) and is_finite(slow) and 0.0 < slow <= fast):
+        yield f"beta_slow {slow} must be positive and at most beta_fast {fast}; use 1 and 32"
+    for key in ("mscale", "mscale_all_dim", "attention_factor"):
+        value = getattr(c, key)
+        if value is not None and not (is_finite(value) and value > 0.0):
+            yield f"{key} {value!r} must be a finite number above 0; use 1, or leave it out"
+    if not isinstance(c.truncate, bool):
+        yield f"truncate {c.truncate!r} must be true or false; use true"
+    if c.mscale is not None and c.mscale_all_dim is None:
+        yield f"mscale {c.mscale} must go with mscale_all_dim; give that, or attention_factor"
+    if c.mscale is not None and c.attention_factor is not None:
+        yield (
+            f"attention_factor {c.attention_factor} takes the place of mscale {c.mscale}; give one of them"
+        )
 
 
 #: Maxima far above any model that was trained, low enough that every check is instant.
@@ -206,6 +249,13 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
     if not (is_finite(c.rope_theta) and c.rope_theta > 1.0):
         yield (
             f"rope_theta {c.rope_theta} must be a finite number above 1; use 10000, or 500000 for long contexts"
+        )
+    scaling = c.rope_scaling
+    alone = scaling is not None and scaling.mscale is None and scaling.name == "yarn"
+    if c.mixer == "attention" and scaling is not None and alone and scaling.mscale_all_dim:
+        yield (
+            f"rope_scaling.mscale_all_dim {scaling.mscale_all_dim} without mscale is read by latent attention "
+            "alone; give mscale, or remove it"
         )
     if c.qk_norm_over not in ("head", "all_heads"):
         yield f"qk_norm_over {c.qk_norm_over!r} must be 'head' or 'all_heads'; use 'head'"

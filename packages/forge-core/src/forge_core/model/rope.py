@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge_core.model.config import RopeScaling
+from forge_core.model.yarn import yarn
 from forge_core.registry import Registry
 
 
@@ -46,14 +47,17 @@ ROPE_SCALINGS = Registry(
     "model.rope_scaling.name",
     "forge.rope_scalings",
     ("frequencies", "scaling"),
-    {"llama3": _llama3, "linear": _linear},
+    {"llama3": _llama3, "linear": _linear, "yarn": yarn},
 )
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (B, S, 1, D / 2) fp32, of integer positions (B, S)."""
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines times `factor`, each (B, S, 1, D / 2) fp32, of integer positions (B, S)."""
     angles = (positions[..., None].float() * frequencies).unsqueeze(2)  # (B, S, 1, D / 2)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
@@ -68,7 +72,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the inverse rotation: x is not saved, its halves are not copied."""
+    """The gradient of a rotation is the inverse rotation: x is not saved, its halves are not copied.
+
+    Tables that hold a factor scale both.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
