@@ -6,6 +6,7 @@ Heavy modules are imported by the verb that needs them: help and refusals come a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -173,20 +174,41 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class ExplainFlags:
+    """The flags of `explain`, beside the keys of the configuration."""
+
+    plot: Annotated[
+        str | None,
+        tyro.conf.arg(help="write learning rates and batch over the run here, .png, .svg or .pdf"),
+    ] = None
+
+
 def explain(args: list[str]) -> int:
     """Print the resolved configuration of CONFIG: each value and where it came from.
 
     With `--nproc N` also what keeps N processes from running it, the layout that they get, and what their
-    number costs.
+    number costs, and with `--plot FILE` a picture of learning rates and batch over the run.
     """
     from forge_train.config.describe import print_explanation
+    from forge_train.config.resolve import resolve
 
     nproc, rest = _nproc(args)
-    job = _job(rest, "explain", explain.__doc__ or "")
+    layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
+    picture = None if flags["plot"] is None else Path(flags["plot"])
+    if picture is not None:
+        from forge_train.report.planned import check_picture, draw, planned
+
+        check_picture(picture)
+    job = resolve(layers)
     lines: list[str] = []
     if nproc is not None:
         job, lines = _on_processes(job, nproc)
     print_explanation(job, Console())
+    if picture is not None:
+        plan = planned(job.config)
+        draw(plan, picture)
+        lines.append(f"learning rates and batch over {plan.steps[-1]} steps: {picture}")
     for line in lines:
         print(line)
     return ExitCode.DONE

@@ -27,10 +27,12 @@ def parse_flags(
     `own` is a dataclass of further flags, those of the verb: all of them are in the result, by name. Prints
     help and exits on `--help`; exits with tyro's message and status 2 on a bad flag.
     """
-    if not args and own is None:  # the parser alone costs most of a second
-        return {}
+    items = () if own is None else dataclasses.fields(own)
+    defaults = {item.name: item.default for item in items}
+    if not args and dataclasses.MISSING not in defaults.values():
+        return defaults  # the parser alone costs most of a second
     shadow = _shadow("Flags", section_types(values), values)
-    names = [] if own is None else [item.name for item in dataclasses.fields(own)]
+    names = list(defaults)
     if own is not None:  # keyword-only, as some of them have no default
         shadow = dataclasses.make_dataclass(
             "Flags", (), bases=(own, shadow), frozen=True, kw_only=True

@@ -1,0 +1,94 @@
+"""What a configuration plans over a run: the learning rate of each group, and the batch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+from forge_core import build_schedule
+from forge_core.optim import multipliers_at
+from forge_train.config.schema import JobConfig
+from forge_train.errors import ConfigError, config_errors
+from forge_train.trainer.build import build_model, total_steps
+
+_POINTS = 2000
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+class Planned(NamedTuple):
+    """Numbers at `steps`: rates by group, "others" those of no group, and tokens per step."""
+
+    steps: list[int]
+    rates: dict[str, list[float]]
+    tokens: list[int]
+
+
+def planned(config: JobConfig) -> Planned:
+    """What the run will do at every step, or at about 2000 and every edge of a longer run.
+
+    A frozen group has rate 0. Rollbacks that lower the rate are not foreseen. Builds the model where the length
+    of the run depends on its size. Raises ConfigError as the run would.
+    """
+    by_size = config.train.tokens_per_parameter is not None
+    total = total_steps(config, build_model(config.model, config.run.seed) if by_size else None)
+    with config_errors():
+        factor = build_schedule(config.schedule, total)
+    steps = _steps(config, total)
+    rates: dict[str, list[float]] = {}
+    for step in steps:
+        rate = config.optimizer.lr * factor(step)
+        multipliers = multipliers_at(config.optimizer, config.train.stages, step)
+        for group, multiplier in {"others": 1.0, **multipliers}.items():
+            rates.setdefault(group, []).append(rate * multiplier)
+    tokens = config.train.global_batch * config.data.seq_len
+    return Planned(steps, rates, [tokens] * len(steps))
+
+
+def _steps(config: JobConfig, total: int) -> list[int]:
+    """Every step of a short run; of a long one some, with those on both sides of each edge."""
+    edges = [1, total, config.schedule.warmup_steps, config.schedule.warmup_steps + 1]
+    edges += [total - (config.schedule.wsd.decay_steps or 0)]
+    for stage in config.train.stages.values():
+        edges += [stage.start_step - 1, stage.start_step]
+    some = range(1, total + 1, -(-total // _POINTS))
+    return sorted({*some, *(step for step in edges if 1 <= step <= total)})
+
+
+def check_picture(path: Path) -> None:
+    """ConfigError where `draw` could not write there, or matplotlib is missing."""
+    if path.suffix not in _FORMATS:
+        raise ConfigError([f"--plot {path} must end in .png, .svg or .pdf; use {path.stem}.png"])
+    if not path.parent.is_dir():
+        raise ConfigError([f"--plot {path}: no such folder {path.parent}; make it first"])
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            ["--plot needs matplotlib, which is not installed; pip install 'forge-train[plot]'"]
+        ) from error
+
+
+def draw(plan: Planned, path: Path) -> None:
+    """Write a picture of the learning rates, and of the batch below them. Needs matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    styles = itertools.cycle(("-", "--", ":", "-."))  # groups of one rate stay visible
+    for (group, rates), style in zip(plan.rates.items(), styles):
+        above.plot(plan.steps, rates, style, label=group)
+    above.set_ylabel("learning rate")
+    above.set_ylim(bottom=0)
+    above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    if len(plan.rates) > 1:
+        above.legend()
+    below.plot(plan.steps, plan.tokens, color="black")
+    below.set_ylabel("tokens per step")
+    below.set_ylim(bottom=0, top=1.2 * max(plan.tokens))
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forge"}):
+        figure.savefig(path, dpi=120)
