@@ -78,8 +78,8 @@ class Feature:
     evaluation, and the own ones back; total, that a step has so many micro-batches in all, dealt to the
     readers whether they divide or not, with filler where one has fewer; deferred means that nothing is
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
-    forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; backend is the
-    compiler's.
+    forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; lora are keys of
+    LoRAConfig, of adapters over a frozen base in bf16; backend is the compiler's.
     """
 
     micro_batches: int = 1
@@ -95,6 +95,7 @@ class Feature:
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
     backend: str = "aot_eager"
 
     @property
@@ -238,6 +239,7 @@ _SELECTIVE = {"recompute": "selective"}
 _EVEN = {"vocab_size": 102}  # over tp 2 and three shards
 # over tp 2 and 3 or 4 shards FSDP2 cuts such tables by width, which 3 must divide
 _ODD = {"vocab_size": 121, "dim": 48}
+_LORA = {"patterns": ("*_proj",), "rank": 3, "alpha": 6.0}
 _COMPILE = {"compile": True}
 FEATURES = {
     "plain": Feature(labels="all"),
@@ -307,6 +309,9 @@ FEATURES = {
     "fused": Feature(micro_batches=2, packed=True, fused=True, model={"tie_embeddings": True}),
     "fused_compile_recompute": Feature(fused=True, parallel={**_COMPILE, **_FULL}),
     "fused_bf16": Feature(micro_batches=2, fused=True, parallel=_BF16),
+    "lora": Feature(micro_batches=2, packed=True, model={"qkv_bias": True}, lora=_LORA),
+    "lora_bf16": Feature(micro_batches=2, lora=_LORA, parallel=_BF16),
+    "lora_one_key_head": Feature(model={"num_kv_heads": 1, "qkv_bias": True}, lora=_LORA),
     "odd_vocab": Feature(micro_batches=2, model=_ODD),
     "odd_vocab_tied": Feature(model={**_ODD, "tie_embeddings": True}),
     "odd_vocab_bf16": Feature(micro_batches=2, model=_ODD, parallel=_BF16),
@@ -343,7 +348,7 @@ _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 _CHOSEN = {
     "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
     "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
-    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16",
+    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16",
     "fsdp_4": "packed_recompute moe_packed moe_lagged idle idle_compile idle_moe_loop",
     "fsdp_3": "dealt dealt_packed dealt_moe dealt_moe_lagged dealt_moe_capacity dealt_bf16",
     "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
@@ -352,26 +357,26 @@ _CHOSEN = {
     "tp_dp3": "dealt_packed dealt_moe odd_vocab odd_vocab_tied odd_vocab_bf16",
     "hsdp_tp_dp3": "odd_vocab_tied",
     "tp_pp_dp3": "odd_vocab odd_vocab_tied",
-    "tp4": "packed qk_norm one_key_head bf16",
+    "tp4": "packed qk_norm one_key_head bf16 lora_one_key_head",
     "pp_dp3": "dealt_packed dealt_moe dealt",
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
-    " moe_recompute one_key_head partial_rotary",
-    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head",
+    " moe_recompute one_key_head partial_rotary lora lora_one_key_head",
+    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
-    " fused fused_compile_recompute partial_rotary norm_over_heads",
+    " fused fused_compile_recompute partial_rotary norm_over_heads lora",
     "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
-    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads",
+    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias",
-    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused",
+    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora",
     "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
     " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
-    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head",
+    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16",
     "fsdp_tp_whole": "packed_recompute moe_bias branches",
     "hsdp_tp": "qk_norm accumulation moe_packed",
     "fsdp_cp": "accumulation packed tied_embeddings moe_bias fused",
@@ -388,7 +393,7 @@ _CHOSEN = {
     "hsdp_ep": "moe_bias moe_packed idle_moe_grouped_mm",
     "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed",
     "tp_whole_cp_ring": "packed qk_norm moe",
-    "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias partial_rotary",
+    "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias partial_rotary lora",
     "tp_pp_zbv": "qk_norm moe",
     "tp_whole_pp": "tied_embeddings packed moe",
     "cp_pp": "packed tied_embeddings recompute_selective moe_packed",

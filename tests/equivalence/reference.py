@@ -53,8 +53,11 @@ def reference(cell: Cell) -> Run:
 
 def _train(cell: Cell) -> tuple[Run, float]:
     """The run, and the smallest margin between the last expert chosen and the first that was not."""
-    model = build_model(cell, aux="return")
+    model = build_model(cell, aux="return", base_dtype=None)
     initialise(model, cell.seed, **STD)
+    if FEATURES[cell.feature].lora:  # the values of a base in bf16, in fp32
+        for parameter in (p for p in model.parameters() if not p.requires_grad):
+            parameter.data = parameter.data.bfloat16().float()
     optimizer = _optimizer(cell, model)
     run = Run(seed=cell.seed)
     with _Margins() as margins:

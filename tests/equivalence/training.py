@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from batches import SEQ, VOCAB
 from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor, nn
 
-from forge_core import Transformer, TransformerConfig
+from forge_core import Init, Transformer, TransformerConfig
+from forge_core.lora import LoRAConfig, LoRALinear, lora
 from forge_core.model import FeedForward
 from forge_moe import MoE, MoEConfig
 
@@ -66,8 +70,11 @@ class Branches(nn.Module):
         return self.left.flops_per_token(seq_len)
 
 
-def build_model(cell: Cell, aux: str) -> Transformer:
-    """The cell's model; router losses are handed out ("return") or join the gradient ("attach")."""
+def build_model(
+    cell: Cell, aux: str, base_dtype: torch.dtype | None = torch.bfloat16
+) -> Transformer:
+    """The cell's model; router losses are handed out ("return") or join the gradient ("attach"); base_dtype is
+    that of the frozen parameters below adapters."""
     feature, mixture = FEATURES[cell.feature], FEATURES[cell.feature].moe
 
     def feed_forward(layer: int) -> nn.Module:
@@ -84,7 +91,19 @@ def build_model(cell: Cell, aux: str) -> Transformer:
         max_seq_len=SEQ,
         **{"dim": DIM, "vocab_size": VOCAB, "num_kv_heads": 2, **feature.model},
     )
-    return Transformer(config, feed_forward=feed_forward if mixture or feature.branches else None)
+    own = mixture or feature.branches
+    model = Transformer(config, feed_forward=feed_forward if own else None)
+    if feature.lora:
+        lora(model, LoRAConfig(**feature.lora), base_dtype)
+        for module in model.modules():
+            if isinstance(module, LoRALinear):
+                module.init_table = functools.partial(_random_adapter, module.init_table)
+    return model
+
+
+def _random_adapter(table: Callable[..., dict[str, Init]], *stds: float) -> dict[str, Init]:
+    """Rows of an adapter that changes its layer from the first step on: `lora_b` begins at zero otherwise."""
+    return {**table(*stds), "lora_b": Init("normal", 0.1)}
 
 
 def mixtures(model: nn.Module) -> dict[str, MoE]:
@@ -113,9 +132,9 @@ def weights(model: nn.Module) -> dict[str, Piece]:
 
 
 def gradients(model: nn.Module, cell: Cell) -> dict[str, Piece]:
-    """Copies, of every parameter; a missing one is an error of the cell, but of branches that none took."""
+    """Copies, of every trained parameter; a missing one is an error of the cell, but of branches that none took."""
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    missing = found.keys() ^ {name for name, _ in model.named_parameters()}
+    missing = found.keys() ^ {name for name, p in model.named_parameters() if p.requires_grad}
     assert not missing or FEATURES[cell.feature].branches, f"no gradient: {missing}"
     return {name: _piece(gradient) for name, gradient in found.items()}
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forge_parallel import (
     ParallelConfig,
@@ -15,6 +16,8 @@ from forge_parallel import (
     make_meshes,
     parallelize,
 )
+from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.meshes import with_one_rank
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -135,3 +138,22 @@ def thawed(precision: str) -> str:
 def test_what_is_kept_in_16_bits_is_not_thawed(precision: str) -> None:
     (said,) = run_on_ranks(1, thawed, precision)
     assert "middle.0.weight was frozen and in 16 bits at parallelize, and must stay frozen" in said
+
+
+def gathered(reshards: bool) -> list[bool]:
+    """After a forward, whether each block holds whole weights."""
+    config = ParallelConfig(device="cpu", precision="fp32")
+    meshes = with_one_rank(config, make_meshes(config))
+    net = Net()
+    for block in net.middle:
+        block.weight.data = block.weight.data.bfloat16()
+        block.weight.requires_grad_(False)
+    apply_fsdp(net, meshes.fsdp(meshes.dense), reshard_after_forward=reshards)
+    net(torch.ones(2, 6))
+    return [not isinstance(block.weight, DTensor) for block in net.middle]
+
+
+def test_F125_weights_stay_gathered_between_halves_of_a_backward_beside_frozen_16_bits() -> None:
+    """Freed there, trained parameters beside them got no gradient (zero-bubble schedules, adapters)."""
+    assert run_on_ranks(1, gathered, False) == [[True, True, True]]
+    assert run_on_ranks(1, gathered, True) == [[False, False, False]]

@@ -102,7 +102,7 @@ def apply_fsdp(
         reshards = reshard_after_forward and module not in (head, model)
         # nothing to free but the copies of parameters that have no master
         if unit_mesh.size() == 1:
-            reshards = any(map(is_frozen_half, owned[module]))
+            reshards = reshard_after_forward and any(map(is_frozen_half, owned[module]))
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
             reduce_dtype=reduce_dtype,

@@ -104,6 +104,10 @@ class SharedHeads(Colwise):
     def bias(self) -> Any:
         return self._rows("bias")
 
+    @property
+    def lora_b(self) -> Any:
+        return self._rows("lora_b")
+
     def _rows(self, name: str) -> Any:
         whole = local_part(self, name, (Partial(),))
         return whole if whole is None or not self.in_forward else whole[self.tp_rows]

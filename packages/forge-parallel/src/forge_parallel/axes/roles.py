@@ -10,6 +10,9 @@ sequence            a norm that may see a part of the tokens
 replicate_sum_grad  a copy on each rank, which sees other heads or tokens; gradients are summed
 opaque              a module that must see all tokens
 expert              a stack of experts; its parent sees disjoint tokens
+
+A linear layer may hold an adapter of low rank R (LoRA) as parameters `lora_a` (R, in) and `lora_b` (out, R), which
+are sharded as its role needs.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ ROLES = (
 HEADS = ("sharded_logits", "gather_output")
 BY_ROWS = ("colwise", "vocab", *HEADS)
 _LINEAR = ("colwise", "rowwise", *HEADS)
+#: Parameters of a linear layer: its own, and those of an adapter.
+LOW_RANK = ("lora_a", "lora_b")
+_OF_LINEAR = {"weight", "bias", *LOW_RANK}
 _WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "opaque")
 
 
@@ -198,6 +204,8 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
         elif role.name in ("vocab", *HEADS):
             whole = module.weight.size(0)
             for parameter, table in module.named_parameters(recurse=False):
+                if parameter == "lora_a":  # a whole copy on each rank
+                    continue
                 here = name if parameter == "weight" else f"{name}.{parameter}"
                 dim = ShardedDim(f"{here}: {whole} ids", whole, width=width_of(table.shape))
                 if wrong := uneven_vocab(dim, size, shards):
@@ -324,7 +332,7 @@ def _wrong_kind(module: Any, role: str) -> str | None:
     shape = tuple(getattr(module.weight, "shape", ())) if "weight" in names else ()
     if role in _LINEAR:
         want = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-        if shape != want or not names <= {"weight", "bias"}:
+        if shape != want or not names <= _OF_LINEAR:
             return (
                 f"role {role!r} must be a linear layer, weight (out, in), and it is {_say(module)}"
             )

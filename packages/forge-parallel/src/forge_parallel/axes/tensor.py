@@ -39,7 +39,15 @@ from forge_parallel.axes.layers import (
     VocabEmbedding,
 )
 from forge_parallel.axes.local import add_mixin, use_local
-from forge_parallel.axes.roles import BY_ROWS, HEADS, Matched, check_cuts, find_roles, shared_head
+from forge_parallel.axes.roles import (
+    BY_ROWS,
+    HEADS,
+    LOW_RANK,
+    Matched,
+    check_cuts,
+    find_roles,
+    shared_head,
+)
 from forge_parallel.order import mark
 
 if TYPE_CHECKING:
@@ -213,6 +221,10 @@ def _shard_parameters(
 
 def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]:
     """The placement of a parameter over tp, and whether gradients of its ranks are partial sums."""
+    if name in LOW_RANK and role in (*BY_ROWS, "rowwise"):
+        # the factor on the sharded side is cut; the other sees a part of the outputs, or of the inputs
+        cut = "lora_b" if role in BY_ROWS else "lora_a"
+        return (Shard(0 if role in BY_ROWS else 1), False) if name == cut else (Replicate(), True)
     if role in BY_ROWS:
         return Shard(0), False
     if role == "rowwise" and name == "weight":

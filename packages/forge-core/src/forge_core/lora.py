@@ -1,0 +1,197 @@
+"""Low-rank adapters of linear layers (Hu et al. 2021), by pattern, in any model.
+
+Shapes: I inputs and O outputs of a layer, R rank of its adapter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_core._config import is_finite, is_size, raise_problems, setting
+from forge_core.model.init import Init
+
+__all__ = ["LoRAConfig", "LoRALinear", "adapter_names", "lora", "merge", "merged_weight"]
+
+#: Names of an adapter's parameters in its layer: (R, I) and (O, R).
+FACTORS = ("lora_a", "lora_b")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Which linear layers get an adapter, and its size; a ValueError lists every problem."""
+
+    patterns: tuple[str, ...] = field(
+        default=("*.mixer.*_proj",),
+        metadata={"help": "names of linear layers that get an adapter, as in fnmatch"},
+    )
+    rank: int = setting(8, "rank of the adapters")
+    alpha: float = setting(16.0, "an adapter's output is multiplied by alpha / rank")
+
+    def __post_init__(self) -> None:
+        raise_problems("lora", _problems(self))
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of an adapter's matrices."""
+        return self.alpha / self.rank
+
+
+def _problems(c: LoRAConfig) -> Iterator[str]:
+    if isinstance(c.patterns, str) or not c.patterns or not all(c.patterns):
+        yield f"patterns {c.patterns!r} must be a list of one or more names; use ['*.q_proj', '*.v_proj']"
+    if not is_size(c.rank, 2**16):
+        yield f"rank {c.rank!r} must be a whole number, at least 1; use 8"
+    if not (is_finite(c.alpha) and c.alpha > 0.0):
+        yield f"alpha {c.alpha!r} must be a finite number above 0; use twice the rank"
+
+
+class LoRALinear(nn.Module):
+    """A linear layer with an adapter: weight x + bias + scale * lora_b (lora_a x); (..., I) -> (..., O).
+
+    `weight` and `bias` are the given layer's parameters under their old names; `lora_a` (R, I) begins normal
+    with the variance 1 / 3I and `lora_b` (O, R) at zero, so the layer begins as it was. It is no `nn.Linear`:
+    what replaces linear layers by kind (float8) would lose the adapter, and leaves this one alone.
+    """
+
+    def __init__(self, linear: nn.Linear, config: LoRAConfig) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.rank, self.scale = config.rank, config.scale
+        self.weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        self.lora_a = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
+        self.lora_b = nn.Parameter(torch.zeros(self.out_features, config.rank, device=device))
+        self.lora_a.data.normal_(0.0, self._std)
+
+    @property
+    def _std(self) -> float:
+        return 1.0 / math.sqrt(3.0 * self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            # a frozen base in 16 bits without FSDP2, which would have cast it
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        low = F.linear(x.to(self.lora_a.dtype), self.lora_a)  # (..., R)
+        out = F.linear(x, weight, bias)  # (..., O)
+        return out + (F.linear(low, self.lora_b) * self.scale).to(out.dtype)
+
+    def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
+        """How each parameter begins, by its name in this module; an outer module's rows win."""
+        bias = {} if self.bias is None else {"bias": Init("constant", 0.0)}
+        factors = {"lora_a": Init("normal", self._std), "lora_b": Init("constant", 0.0)}
+        return {"weight": Init("normal", std), **bias, **factors}
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs for one token: the layer's and the adapter's."""
+        width = self.in_features + self.out_features
+        return 2.0 * (self.in_features * self.out_features + self.rank * width)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, rank={self.rank}, scale={self.scale:g}"
+
+
+def lora(
+    model: nn.Module, config: LoRAConfig, base_dtype: torch.dtype | None = torch.bfloat16
+) -> list[str]:
+    """Freeze `model` and give the linear layers that match an adapter, in place; returns their names.
+
+        lora(model, LoRAConfig(("*.q_proj", "*.v_proj"), rank=8, alpha=16))
+        optimizer = AdamW(model, OptimizerConfig(lr=2e-4))            # trains the adapters alone
+
+    Before a model is sharded (`parallelize`, which keeps frozen parameters in their dtype), on the meta device
+    too. Frozen floating-point parameters get `base_dtype`; None keeps theirs. Names of the model's parameters
+    stay, so its checkpoints load; adapters stand beside their weight (`*.lora_a`, `*.lora_b`).
+
+    Raises ValueError, before any change, for a pattern that matches no module, for a matched module
+    that is no plain `nn.Linear` (an output head that computes a loss, a stack of experts), and for a weight
+    with a second name.
+    Cost: per layer R (I + O) fp32 parameters; in a forward, 2 R (I + O) FLOPs per token.
+    """
+    matched = _matched(model, config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if base_dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(base_dtype)
+    for name, linear in matched.items():
+        _replace(model, name, LoRALinear(linear, config))
+    return list(matched)
+
+
+def merge(model: nn.Module) -> None:
+    """Add every adapter to its weight, in place: plain linear layers, all parameters trainable again.
+
+    The model is whole (not sharded). The sum is made in fp32 and rounded to the weight's dtype.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear):
+            _replace(model, name, _merged(module))
+    model.requires_grad_(True)
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """weight (O, I) + scale * b (O, R) @ a (R, I), computed in fp32, in the dtype of `weight`."""
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Names of the adapters' parameters: all that a checkpoint of a fine-tuning needs beside its base."""
+    return [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in FACTORS]
+
+
+def _merged(module: LoRALinear) -> nn.Linear:
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    with torch.no_grad():
+        weight = merged_weight(module.weight, module.lora_a, module.lora_b, module.scale)
+    linear.weight, linear.bias = nn.Parameter(weight), module.bias
+    return linear
+
+
+def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    names: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    found: dict[str, nn.Linear] = {}
+    problems = []
+    for pattern in config.patterns:
+        fits = [name for name in modules if fnmatchcase(name, pattern)]
+        if not fits:
+            linear = [name for name, module in modules.items() if type(module) is nn.Linear]
+            near = ", ".join(difflib.get_close_matches(pattern, linear, n=3, cutoff=0.0))
+            problems.append(
+                f"lora.patterns {pattern!r} must match a linear layer, and matches no module; the nearest names "
+                f"are {near or 'none: the model has no linear layer'}"
+            )
+        for name in fits:
+            module: Any = modules[name]
+            if type(module) is not nn.Linear:
+                problems.append(
+                    f"lora.patterns {pattern!r}: {name} must be an nn.Linear, and it is a {type(module).__name__}; "
+                    "make the pattern narrower"
+                )
+            elif len(names[module.weight]) > 1:
+                problems.append(
+                    f"lora.patterns {pattern!r}: the weight of {name} is also {names[module.weight][0]}, and an "
+                    "adapter would change only one of them; make the pattern narrower"
+                )
+            else:
+                found[name] = module
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+    return {name: found[name] for name in modules if name in found}
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)

@@ -1,0 +1,191 @@
+"""Adapters compute what their definition says, and what peft computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forge_core import Transformer, TransformerConfig, cross_entropy, generate, initialise
+from forge_core.lora import LoRAConfig, LoRALinear, adapter_names, lora, merge
+from forge_core.optim import AdamW, OptimizerConfig
+
+CONFIG = TransformerConfig(
+    vocab_size=37, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, qkv_bias=True
+)
+ADAPTERS = LoRAConfig(("*.q_proj", "*.v_proj", "*.down_proj"), rank=3, alpha=5.0)
+
+
+def _model():
+    model = Transformer(CONFIG)
+    initialise(model, 1)
+    return model
+
+
+def _tokens(rows=2, seed=0):
+    return torch.randint(37, (rows, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def _randomise(model):
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name in adapter_names(model):
+            parameter = model.get_parameter(name)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+
+
+def test_it_begins_as_the_model_was_and_only_adapters_train():
+    model, plain = _model(), _model()
+    names = lora(model, ADAPTERS, base_dtype=None)
+    assert names == [
+        f"layers.{i}.{n}"
+        for i in range(2)
+        for n in ("mixer.q_proj", "mixer.v_proj", "feed_forward.down_proj")
+    ]
+    assert torch.equal(model(_tokens()), plain(_tokens()))
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == set(adapter_names(model))
+    assert set(plain.state_dict()) == set(model.state_dict()) - set(adapter_names(model))
+    assert len(adapter_names(model)) == 2 * len(names)
+
+
+def test_it_equals_its_definition_in_float64():
+    linear = nn.Linear(7, 5).double()
+    layer = LoRALinear(linear, LoRAConfig(("x",), rank=2, alpha=3.0)).double()
+    nn.init.normal_(layer.lora_b)
+    x = torch.randn(4, 7, dtype=torch.float64)
+    want = torch.stack(
+        [
+            linear.weight @ row + linear.bias + 1.5 * (layer.lora_b @ (layer.lora_a @ row))
+            for row in x
+        ]
+    )
+    assert (layer(x) - want).abs().max() < 1e-12
+
+
+def test_merge_gives_the_same_logits_and_plain_layers():
+    model = _model()
+    lora(model, ADAPTERS, base_dtype=None)
+    _randomise(model)
+    want = model(_tokens())
+    merge(model)
+    assert not any(isinstance(m, LoRALinear) for m in model.modules())
+    assert set(model.state_dict()) == set(_model().state_dict())
+    assert all(p.requires_grad for p in model.parameters())
+    assert (model(_tokens()) - want).abs().max() / want.abs().max() < 1e-5
+
+
+def test_a_base_in_bf16_computes_in_the_dtype_of_the_stream():
+    model = _model()
+    lora(model, ADAPTERS)
+    assert model.layers["0"].mixer.q_proj.weight.dtype == torch.bfloat16
+    assert model.layers["0"].mixer.q_proj.lora_a.dtype == torch.float32
+    layer = model.layers["0"].mixer.q_proj
+    x = torch.randn(3, 16)
+    assert torch.equal(layer(x), F.linear(x, layer.weight.float(), layer.bias.float()))
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_it_trains_the_adapters_and_generates():
+    model = _model()
+    lora(model, ADAPTERS, base_dtype=None)
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = AdamW(model, OptimizerConfig(lr=3e-2, weight_decay=0.0))
+    tokens, losses = _tokens(4), []
+    for _ in range(30):
+        loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.2
+    assert all(torch.equal(model.get_parameter(n), p) for n, p in frozen.items())
+    assert generate(model, tokens[:1, :3].tolist(), max_new_tokens=3).shape == (1, 3)
+
+
+def test_initial_values_are_a_function_of_seed_and_name():
+    models = [_model() for _ in range(2)]
+    for model in models:
+        lora(model, ADAPTERS, base_dtype=None)
+        initialise(model, 3)
+    one, two = (m.state_dict() for m in models)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    a = one["layers.0.mixer.q_proj.lora_a"]
+    assert a.std() == pytest.approx((1 / 48) ** 0.5, rel=0.3)
+    assert not one["layers.0.mixer.q_proj.lora_b"].any()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (("*.query_proj",), "matches no module; the nearest names are layers."),
+        (("lm_head",), "lm_head must be an nn.Linear, and it is a Head"),
+        (("layers.0",), "layers.0 must be an nn.Linear, and it is a Block"),
+    ],
+)
+def test_what_has_no_adapter_is_refused_before_any_change(patterns, words):
+    model = _model()
+    with pytest.raises(ValueError, match=words):
+        lora(model, LoRAConfig(("*.q_proj", *patterns)))
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    assert not any(isinstance(m, LoRALinear) for m in model.modules())
+
+
+def test_a_tied_weight_is_refused():
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    with pytest.raises(ValueError, match=r"the weight of head is also embedding\.weight"):
+        lora(model, LoRAConfig(("head",)))
+
+
+def test_settings_that_cannot_be_are_refused_together():
+    with pytest.raises(ValueError, match="rank 0 must") as error:
+        LoRAConfig((), rank=0, alpha=-1.0)
+    assert len(str(error.value).splitlines()) == 3
+
+
+def _peft_pair(dropout=0.0):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ours = transformers.LlamaForCausalLM(config)
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.load_state_dict(ours.state_dict())
+    layers = ["q_proj", "v_proj", "down_proj"]
+    adapters = peft.LoraConfig(r=3, lora_alpha=5, target_modules=layers, lora_dropout=dropout)
+    theirs = peft.get_peft_model(theirs, adapters)
+    lora(
+        ours, LoRAConfig(tuple(f"*.{name}" for name in layers), rank=3, alpha=5.0), base_dtype=None
+    )
+    given = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name in adapter_names(ours):
+            other = name.replace("lora_a", "lora_A.default.weight").replace(
+                "lora_b", "lora_B.default.weight"
+            )
+            parameter = given[f"base_model.model.{other}"]
+            if name.endswith("lora_b"):
+                parameter.normal_(0.0, 0.1)
+            ours.get_parameter(name).copy_(parameter)
+    return ours, theirs
+
+
+def test_logits_and_twenty_steps_equal_peft():
+    ours, theirs = _peft_pair()
+    tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
+    assert (ours(tokens).logits - theirs(tokens).logits).abs().max() < 1e-6
+    for model in (ours, theirs):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
+        for step in range(20):
+            batch = tokens.roll(step, 1)
+            model(batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    want = theirs(tokens).logits
+    assert (ours(tokens).logits - want).abs().max() / want.abs().max() < 1e-5
+    merge(ours)
+    assert (ours(tokens).logits - want).abs().max() / want.abs().max() < 1e-5
