@@ -247,7 +247,8 @@ def test_a_name_from_an_entry_point(monkeypatch):
     assert theirs.param_groups[0]["lr"] == 0.5
     assert asked == ["forge.optimizers"]
     with pytest.raises(
-        ValueError, match=r"optimizer.name 'adam' is unknown.*adamw, theirs.*did you mean 'adamw'"
+        ValueError,
+        match=r"optimizer.name 'adam' is unknown.*adamw, lion, theirs.*did you mean 'adamw'",
     ):
         build_optimizer(Tiny(), OptimizerConfig("adam"))
 

@@ -15,6 +15,7 @@ from forge_core.optim.groups import (
     set_multipliers,
 )
 from forge_core.optim.idle import IdleOptimizer, trains_nothing
+from forge_core.optim.lion import Lion
 from forge_core.optim.named import set_lr
 from forge_core.optim.schedule import build_schedule, check_schedule
 from forge_core.optim.stages import (
@@ -32,6 +33,7 @@ __all__ = [
     "OPTIMIZERS",
     "AdamW",
     "IdleOptimizer",
+    "Lion",
     "OptimizerConfig",
     "OptimizerGroupConfig",
     "ScheduleConfig",

@@ -12,6 +12,7 @@ from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import match_groups, parameter_groups, take_part
+from forge_core.optim.lion import build_lion
 from forge_core.registry import Registry
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -91,7 +92,7 @@ def _over_groups(
     ignored = [
         f"optimizer.{key} {getattr(config, key)}: {config.name} takes none like it; leave it out"
         for key in _SETTINGS
-        if key not in given and getattr(config, key) != getattr(OptimizerConfig(), key)
+        if key not in given and getattr(config, key) != getattr(OptimizerConfig(config.name), key)
     ]
     if "weight_decay" not in given:
         ignored += [
@@ -136,5 +137,8 @@ def _check_methods(optimizer: Any, what: str) -> None:
 
 
 OPTIMIZERS = Registry(
-    "optimizer.name", "forge.optimizers", ("model", "config"), {"adamw": build_adamw}
+    "optimizer.name",
+    "forge.optimizers",
+    ("model", "config"),
+    {"adamw": build_adamw, "lion": build_lion},
 )

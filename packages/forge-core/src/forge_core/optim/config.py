@@ -9,6 +9,11 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from forge_core._config import raise_problems, setting
 
+_BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99)}
+#: Keys that not all built-in optimizers read, with those that do; parts from outside are asked as they are built.
+_READERS = {"eps": ("adamw",)}
+_BUILT_IN = ("adamw", "lion")
+
 
 @dataclass(frozen=True)
 class OptimizerGroupConfig:
@@ -36,13 +41,16 @@ class OptimizerConfig:
     """Settings of an optimizer; a ValueError lists every one that cannot be."""
 
     name: str = setting(
-        "adamw", "optimizer: adamw, an entry point of forge.optimizers, or module:attr"
+        "adamw", "optimizer: adamw, lion, an entry point of forge.optimizers, or module:attr"
     )
     lr: float = setting(3e-4, "peak learning rate, which the schedule multiplies")
-    betas: tuple[float, float] = setting(
-        (0.9, 0.95), "decay per step of the averages of gradient and squared gradient"
+    # None until built: __post_init__ puts in what the name has as a default
+    betas: tuple[float, float] | None = setting(
+        None,
+        "decay per step of the averages of gradient and squared gradient; lion: of update and momentum "
+        "(default: 0.9, 0.95; lion: 0.9, 0.99)",
     )
-    eps: float = setting(1e-8, "added to the root of the averaged squared gradient")
+    eps: float = setting(1e-8, "adamw: added to the root of the averaged squared gradient")
     weight_decay: float = setting(
         0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
     )
@@ -58,6 +66,8 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.betas is None:
+            object.__setattr__(self, "betas", _BETAS.get(self.name, _BETAS["adamw"]))
         raise_problems("optimizer", _optimizer_problems(self))
 
 
@@ -137,13 +147,21 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
         yield f"name {c.name!r} is empty; use adamw or an import path module:attr"
     if not 0.0 < c.lr < math.inf:
         yield f"lr {c.lr} must be a positive number; use 3e-4 or so"
-    if not all(0.0 <= beta < 1.0 for beta in c.betas):
+    if not all(0.0 <= beta < 1.0 for beta in c.betas or ()):
         yield f"betas {c.betas} must both be in [0, 1); use 0.9 and 0.95"
     if not 0.0 < c.eps < math.inf:
         yield (
             f"eps {c.eps} must be a positive number, or a zero gradient divides by zero; use 1e-8"
         )
     yield from _weight_decay_problems(c.weight_decay)
+    for key, readers in _READERS.items():
+        value = getattr(c, key)
+        # a default stands in every configuration that was ever written, so it passes under any name
+        if c.name in _BUILT_IN and c.name not in readers and value != getattr(type(c), key):
+            yield (
+                f"{key} {value} is a key of name {' and '.join(map(repr, readers))}, and name is {c.name!r}; "
+                f"remove it, or use {readers[0]}"
+            )
 
 
 def _wsd_problems(c: WSDConfig) -> Iterator[str]:
