@@ -244,6 +244,11 @@ YARN_KEYS = {
     "attention_factor": Probe(2.0, logits, YARN),
     "truncate": Probe(False, logits, YARN),
 }
+LOCAL = {
+    "model.num_layers": 2,
+    "model.layer_pattern": ["text", "global"],
+    "model.layer_types.<name>.window": 3,
+}
 
 MOE = {"model.moe.num_experts": 4, "model.num_layers": 2}
 GROUPS = {**MOE, "model.moe.num_experts": 8, "model.moe.num_groups": 4, "model.moe.top_groups": 2}
@@ -485,6 +490,13 @@ PROBES: dict[str, Probe] = {
     "model.attention.mask": Probe(
         f"{PARTS}:sees_itself", logits, {"sample.max_new_tokens": 0, "eval.every_steps": 0}
     ),
+    "model.layer_pattern": Probe(
+        ["text"], logits, {**LOCAL, "model.layer_pattern": ["global", "text"]}
+    ),
+    "model.layer_types.<name>.window": Probe(5, logits, LOCAL),
+    "model.layer_types.<name>.rope_theta": Probe(100.0, logits, LOCAL),
+    "model.layer_types.<name>.rope_scaling": Probe(False, logits, {**LOCAL, **ROPE}),
+    "model.layer_types.<name>.rope": Probe(False, logits, LOCAL),
     "model.mixer": Probe(f"{PARTS}:RunningMean", shapes),
     "model.mixer_options": Probe({"gain": 2.0}, logits, {"model.mixer": f"{PARTS}:RunningMean"}),
     "model.norm_options": Probe({"gain": 2.0}, logits, {"model.norm": f"{PARTS}:GainNorm"}),

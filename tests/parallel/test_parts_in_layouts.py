@@ -23,6 +23,13 @@ FUSED = """
 window = 6
 scale = 0.3
 """
+LAYERS = """
+[model.layer_types.local]
+window = 5
+rope_theta = 100.0
+[model.layer_types.nope]
+rope = false
+"""
 PARTS = """
 [model.feed_forward_options]
 power = 2
@@ -41,6 +48,7 @@ COMMON = {"optimizer.lr": 1e-3, "model.num_layers": 4, "model.num_heads": 4, "mo
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "softcap": (ATTENTION, {}),
     "window": (FUSED, {}),
+    "layers": (LAYERS, {"model.layer_pattern": ["local", "nope", "global"]}),
     "parts": (PARTS, {key: f"forge_testing.parts:{name}" for key, name in NAMES.items()}),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from forge_core import AttentionSpec, flops_per_token, initialise
+from forge_core.model import LayerType
 from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
 from forge_parallel.plan import (
     Candidate,
@@ -92,6 +93,16 @@ def test_no_plan_spreads_rows_whose_attention_cannot_reach_over_ranks() -> None:
         for spec in (AttentionSpec(), AttentionSpec(scale=0.5), AttentionSpec(window=4))
     }
     assert list(cp_problems.values()) == [False, False, True]
+
+
+def test_local_layers_are_a_kind_of_their_own() -> None:
+    plain = section("dense")
+    types = {"local": LayerType(window=8)}
+    mixed = replace(plain, layer_pattern=("local", "local", "global"), layer_types=types)
+    profile = Profile(build_model(mixed, 0), SEQ)
+    assert profile.order == [0, 0, 1, 0]
+    assert profile.kinds[0].flops < profile.kinds[1].flops
+    assert 3 * profile.flops == pytest.approx(flops_per_token(build_model(mixed, 0), SEQ))
 
 
 def _held(options: dict[str, Any]) -> int:

@@ -90,16 +90,19 @@ def write_table(path: Path, table: dict[str, Any], comment: str) -> None:
     """Write model.toml. The rule of TOML that tables follow plain keys holds, whatever the order of `table`."""
     document = tomlkit.document()
     document.add(tomlkit.comment(comment))
-    model = tomlkit.table()
-    tables: dict[str, Any] = {}
-    for key, value in table.items():
-        parent, _, name = key.rpartition(".")
-        if parent and parent not in tables:
-            tables[parent] = tomlkit.table()
-        (tables[parent] if parent else model).add(
-            name, tomlkit.item("none" if value is None else value)
-        )
-    for name, inner in tables.items():
-        model.add(name, inner)
-    document.add("model", model)
+    document.add("model", _toml_table(table))
     path.write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def _toml_table(table: dict[str, Any]) -> Any:
+    """A table of dotted keys."""
+    here, inner = tomlkit.table(), dict[str, dict[str, Any]]()
+    for key, value in table.items():
+        first, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = value
+        else:
+            here.add(key, tomlkit.item("none" if value is None else value))
+    for name, part in inner.items():
+        here.add(name, _toml_table(part))
+    return here

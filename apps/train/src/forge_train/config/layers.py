@@ -19,6 +19,7 @@ NAMED_TABLES: dict[str, tuple[str, Any]] = {
     "data.sources": ("name", "builtin"),
     "optimizer.groups": ("patterns", ["*"]),
     "train.stages": ("start_step", 1),
+    "model.layer_types": ("window", 512),
     "metrics.sinks": ("name", "tensorboard"),
     "callbacks": ("name", "my_lab.hooks:Mine"),
 }

@@ -143,7 +143,7 @@ def write_common(
     """
     expected = {
         **{"mixer": "attention", "block": "pre_norm", "norm": "rms_norm", "feed_forward": "swiglu"},
-        **{"partial_rotary_factor": 1.0, "qk_norm_over": "head"},
+        **{"partial_rotary_factor": 1.0, "qk_norm_over": "head", "layer_pattern": ()},
         **fixed,
     }
     problems = [

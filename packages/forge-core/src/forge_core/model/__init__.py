@@ -7,6 +7,7 @@ from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.feed_forward import FeedForward, build_feed_forward
 from forge_core.model.init import Init, check_init_tables, initialise
 from forge_core.model.kv_cache import KVCache
+from forge_core.model.layer_types import LayerType
 from forge_core.model.norm import RMSNorm
 from forge_core.model.parts import check_parts
 from forge_core.model.spec import AttentionSpec
@@ -19,6 +20,7 @@ __all__ = [
     "FeedForward",
     "Init",
     "KVCache",
+    "LayerType",
     "RMSNorm",
     "RopeScaling",
     "TokenContext",

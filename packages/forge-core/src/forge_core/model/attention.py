@@ -85,8 +85,8 @@ class Attention(nn.Module):
         Attention(config)(x)                  # (B, S, M) -> (B, S, M), rows are single documents
         Attention(config)(x, ctx, cache)      # packed documents, positions, a LayerCache
 
-    `spec` says what is computed between the projections (default: `config.attention`); a mixer of your own
-    may give each layer another.
+    `spec` says what is computed between the projections (default: `config.attention`). Of a config with a
+    layer_pattern it wants that of one layer, `config.of_layer(layer)`.
 
     Number of heads is read off the projections' outputs, so heads may be sharded over ranks.
 
@@ -102,6 +102,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, spec: AttentionSpec | None = None) -> None:
         super().__init__()
+        if config.layer_pattern:
+            raise ValueError(
+                f"layer_pattern {config.layer_pattern} has layers of several types; give Attention the config of "
+                "one, config.of_layer(layer)"
+            )
         self.spec = config.attention if spec is None else spec
         self.head_dim, self.rotary_dim = config.resolved_head_dim, config.rotary_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
@@ -118,8 +123,11 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(heads)) if self.spec.sinks else None
         self.attend = LocalAttention(self.spec)
 
-    def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> Tables:
-        """Rotary tables for x (B, S, M), and what `attend` needs, once per context for all layers.
+    def prepare(
+        self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None
+    ) -> Tables | None:
+        """Rotary tables for x (B, S, M), None where nothing turns, and what `attend` needs, once per context
+        for all layers.
 
         Transformer calls it before its first block, so that compiled blocks only read.
         """
@@ -128,6 +136,8 @@ class Attention(nn.Module):
             ctx.segments()
         else:
             offer(ctx, x)
+        if self.rotary_dim == 0:
+            return None
         return ctx.once(
             ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, x.device),
             lambda: self._tables(ctx, x, cache),
@@ -156,7 +166,8 @@ class Attention(nn.Module):
         v = v.unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
         if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, tables), rotate(k, tables)
+        if tables is not None:
+            q, k = rotate(q, tables), rotate(k, tables)
         sinks = () if self.sinks is None else (self.sinks,)
         if cache is None:
             out = self.attend(q, k, v, ctx, *sinks)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 from forge_core._config import is_finite, raise_problems, setting, size_problems
+from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
 from forge_core.model.spec import AttentionSpec
 from forge_core.registry import installed
 
@@ -166,7 +167,7 @@ class TransformerConfig:
         default=None, metadata={"help": "Llama 3.1 stretching of the wavelengths; empty: none"}
     )
     partial_rotary_factor: float = setting(
-        1.0, "share of each head's width that rotary embedding turns (GLM-4: 0.5)"
+        1.0, "share of each head's width that rotary embedding turns (GLM-4: 0.5; 0: none)"
     )
     qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen3)")
     qk_norm_over: Literal["head", "all_heads"] = setting(
@@ -191,6 +192,15 @@ class TransformerConfig:
     attention: AttentionSpec = field(
         default=AttentionSpec(), metadata={"help": "what each attention computes"}
     )
+    layer_pattern: tuple[str, ...] = setting(
+        (),
+        "types of the layers, repeated over them, such as 5 times local and once global; empty: all are global",
+    )
+    layer_types: dict[str, LayerType] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "what layers of a type in layer_pattern have of their own"},
+    )
     mixer_options: dict[str, Any] = field(
         default_factory=dict, hash=False, metadata=_options_of("mixer")
     )
@@ -206,6 +216,23 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         raise_problems("model", _transformer_problems(self))
+
+    def of_layer(self, layer: int) -> Self:
+        """The configuration as a mixer of this layer, counted from 0, reads it: that of its type, without a
+        pattern."""
+        pattern = self.layer_pattern
+        name = pattern[layer % len(pattern)] if pattern else GLOBAL
+        whole = replace(self, layer_pattern=(), layer_types={}) if pattern else self
+        if name == GLOBAL:
+            return whole
+        own, spec, theta = self.layer_types[name], self.attention, self.rope_theta
+        return replace(
+            whole,
+            attention=spec if own.window is None else replace(spec, window=own.window),
+            rope_theta=theta if own.rope_theta is None else own.rope_theta,
+            rope_scaling=self.rope_scaling if own.rope_scaling and own.rope else None,
+            partial_rotary_factor=self.partial_rotary_factor if own.rope else 0.0,
+        )
 
     @property
     def resolved_head_dim(self) -> int:
@@ -261,6 +288,7 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
         yield f"qk_norm_over {c.qk_norm_over!r} must be 'head' or 'all_heads'; use 'head'"
     if c.qk_norm_over == "all_heads" and not c.qk_norm:
         yield "qk_norm_over 'all_heads' must go with qk_norm, which is off; set qk_norm = true"
+    yield from pattern_problems(c.layer_pattern, c.layer_types, c.num_layers)
     if not (is_finite(c.init_std) and c.init_std >= 0.0):
         yield f"init_std {c.init_std} must be a finite number, 0 or more; use 0.02"
 
@@ -288,9 +316,11 @@ def _shape_problems(c: TransformerConfig) -> Iterator[str]:
 
 def _rotary_problems(c: TransformerConfig) -> Iterator[str]:
     factor = c.partial_rotary_factor
-    if not (is_finite(factor) and 0.0 < factor <= 1.0):
-        yield f"partial_rotary_factor {factor} must be above 0 and at most 1; use 1, or 0.5 (GLM-4)"
-    elif c.rotary_dim < 2 or c.rotary_dim % 2:
+    if not (is_finite(factor) and 0.0 <= factor <= 1.0):
+        yield f"partial_rotary_factor {factor} must be 0 or more and at most 1; use 1, or 0.5 (GLM-4)"
+    elif factor == 0.0 and c.rope_scaling is not None:
+        yield "partial_rotary_factor 0 must go without rope_scaling, which nothing reads then; remove it"
+    elif c.rotary_dim % 2 or (c.rotary_dim == 0 and factor > 0.0):
         yield (
             f"partial_rotary_factor {factor} of the head width {c.resolved_head_dim} must be an even number of "
             f"dims, and it is {c.rotary_dim}; use 1 or 0.5"

@@ -2,7 +2,8 @@
 
 A part of your own is an entry point of the kind's group or an import path `module:attr`, and is called as
 
-    mixer, feed_forward   part(config, layer, **options)                 layer counts from 0
+    mixer                 part(config.of_layer(layer), layer, **options) layer counts from 0
+    feed_forward          part(config, layer, **options)
     norm                  part(dim, eps, **options)
     block                 part(config, mixer, feed_forward, **options)   both are modules
     rope_scaling          part(frequencies, scaling, **options)          see `inverse_frequencies`
@@ -34,8 +35,9 @@ BLOCKS = Registry(
 
 
 def build_mixer(config: TransformerConfig, layer: int) -> nn.Module:
-    """The token mixer of a layer, counted from 0, that a config names."""
-    mixer: nn.Module = MIXERS.find(config.mixer)(config, layer, **config.mixer_options)
+    """The token mixer of a layer, counted from 0, that a config names; its config is that of the layer."""
+    build = MIXERS.find(config.mixer)
+    mixer: nn.Module = build(config.of_layer(layer), layer, **config.mixer_options)
     return mixer
 
 

@@ -71,9 +71,10 @@ class Profile:
             name = names[id(block)]
             rows = self._rows(name, block, taken)
             modules = tuple((n, type(m), own_dtype(m)) for n, m in block.named_modules())
-            kind = known.setdefault((modules, rows), len(known))
+            flops = forward_flops(block, self.seq_len)  # attention with a window computes less
+            kind = known.setdefault((modules, rows, flops), len(known))
             if kind == len(self.kinds):
-                self.kinds.append(Part(rows, forward_flops(block, self.seq_len)))
+                self.kinds.append(Part(rows, flops))
             self.order.append(kind)
             if self.order.count(kind) <= 2:
                 self.samples[name] = kind
