@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core import (
+    AttentionSpec,
     KVCache,
     SamplingConfig,
     Transformer,
@@ -17,7 +18,7 @@ from forge_core import (
     generate_stream,
     initialise,
 )
-from forge_core.generate import _Draws, sample
+from forge_core.generate import _Draws, _ids_in, _penalise, candidates, sample
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = [[5, 1, 7, 30], [9], [3, 3, 8, 1, 2, 6, 4]]
@@ -174,12 +175,67 @@ def test_top_k_and_top_p_keep_what_they_say() -> None:
     assert set(draw(logits, 500, top_k=3, top_p=0.99)) == {1, 2, 3}
 
 
+def test_weights_of_tokens_are_those_of_transformers() -> None:
+    """In the order in which its `generate` applies them."""
+    process = pytest.importorskip("transformers.generation.logits_process")
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(31, (4, 6), generator=generator)
+    for temperature, top_k, top_p, min_p, penalty in (
+        (0.7, None, None, 0.2, 1.0),
+        (1.3, 9, None, 0.1, 1.4),
+        (1.0, 20, 0.8, 0.05, 0.6),
+        (0.9, None, 0.5, None, 2.0),
+        (1.0, None, None, 1.0, 1.0),
+    ):
+        logits = torch.randn(4, 31, generator=generator) * 2
+        steps = [process.RepetitionPenaltyLogitsProcessor(penalty)]
+        steps += [process.TemperatureLogitsWarper(temperature)]
+        steps += [process.TopKLogitsWarper(top_k)] if top_k else []
+        steps += [process.TopPLogitsWarper(top_p)] if top_p else []
+        steps += [process.MinPLogitsWarper(min_p)] if min_p else []
+        scores = logits
+        for step in steps:
+            scores = step(prompt, scores)
+        sampling = SamplingConfig(temperature, top_k, top_p, min_p, penalty)
+        penalised = _penalise(logits, _ids_in(prompt, None, logits), penalty)
+        weights, ids = candidates(penalised, sampling)
+        each = weights.diff(dim=-1, prepend=torch.zeros(4, 1)) / weights[:, -1:]
+        found = torch.zeros(4, 31).scatter(1, ids, each)
+        assert (found - scores.softmax(-1)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 99])
+@pytest.mark.parametrize("options", [{}, {"attention": AttentionSpec(window=3)}])
+def test_a_prompt_in_chunks_gives_the_same_tokens(chunk: int, options: dict) -> None:
+    model, sampling = small(**options), SamplingConfig(repetition_penalty=1.3, min_p=0.02)
+    wanted = generate(model, PROMPTS, 12, sampling)
+    forwards: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, args: forwards.append(args[0].size(1)))
+    assert torch.equal(generate(model, PROMPTS, 12, sampling, prefill_chunk=chunk), wanted)
+    hook.remove()
+    assert max(forwards) == min(chunk, 7)
+
+
+def test_a_penalty_counts_what_a_row_holds_and_not_its_padding() -> None:
+    model = small()
+    sampling = SamplingConfig(temperature=0.0, repetition_penalty=1e6)
+    rows = generate(model, PROMPTS, 20, sampling)
+    assert torch.equal(generate(model, PROMPTS[1:2], 20, sampling)[0], rows[1])
+    for prompt, row in zip(PROMPTS, rows.tolist(), strict=True):
+        assert len({*prompt, *row}) == len({*prompt}) + 20
+
+
 def test_refusals_come_before_anything_runs() -> None:
     model = small().train()
     with pytest.raises(ValueError, match="max_new_tokens 0 must be at least 1"):
         generate_stream(model, PROMPTS, 0)
     with pytest.raises(ValueError, match=r"a prompt of 7 and 58 new tokens .* max_seq_len 64"):
         generate_stream(model, PROMPTS, 58)
+    with pytest.raises(ValueError, match="prefill_chunk 0 must be at least 1"):
+        generate_stream(model, PROMPTS, 5, prefill_chunk=0)
+    with pytest.raises(ValueError, match="min_p 0 must") as error:
+        SamplingConfig(min_p=0, repetition_penalty=0.0)
+    assert "repetition_penalty 0.0 must be a finite number above 0" in str(error.value)
     with pytest.raises(ValueError, match="an empty prompt"):
         generate_stream(model, [[1], []], 4)
     with pytest.raises(ValueError, match=r"tokens of shape \(3,\) must be \(B, S\)"):

@@ -21,7 +21,7 @@ Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn: temperature first, then top-k, then top-p.
+    """How the next token is drawn: repetition penalty, temperature, then top-k, top-p and min-p.
 
     SamplingConfig(temperature=0.0)             # greedy
     SamplingConfig(temperature=0.8, top_p=0.95)
@@ -30,6 +30,12 @@ class SamplingConfig:
     temperature: float = setting(1.0, "divides the logits; 0 takes the likeliest token")
     top_k: int | None = setting(None, "draw from the k likeliest tokens only")
     top_p: float | None = setting(None, "draw from the likeliest tokens that hold this probability")
+    min_p: float | None = setting(
+        None, "draw from tokens with at least this share of the likeliest one's probability"
+    )
+    repetition_penalty: float = setting(
+        1.0, "logits of tokens that the row holds are divided by it, negative ones multiplied"
+    )
     seed: int = setting(0, "each row draws from its own stream of (seed, row)")
 
     def __post_init__(self) -> None:
@@ -43,6 +49,12 @@ def _problems(c: SamplingConfig) -> Iterator[str]:
         yield f"top_k {c.top_k} must be at least 1; use 1 or more, or leave it out"
     if c.top_p is not None and not 0.0 < c.top_p <= 1.0:
         yield f"top_p {c.top_p} must be above 0 and at most 1; use 0.9, or leave it out"
+    if c.min_p is not None and not 0.0 < c.min_p <= 1.0:
+        yield f"min_p {c.min_p} must be above 0 and at most 1; use 0.05, or leave it out"
+    if not 0.0 < c.repetition_penalty < float("inf"):
+        yield (
+            f"repetition_penalty {c.repetition_penalty} must be a finite number above 0; use 1.1, or 1 for none"
+        )
 
 
 def generate(
@@ -51,6 +63,7 @@ def generate(
     max_new_tokens: int,
     sampling: SamplingConfig = SamplingConfig(),
     eos_id: int | None = None,
+    prefill_chunk: int | None = None,
 ) -> Tensor:
     """New tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every row met `eos_id`.
 
@@ -58,7 +71,7 @@ def generate(
 
     The rest is as in `generate_stream`, whose columns these are.
     """
-    columns = list(generate_stream(model, tokens, max_new_tokens, sampling, eos_id))
+    columns = list(generate_stream(model, tokens, max_new_tokens, sampling, eos_id, prefill_chunk))
     return torch.stack(columns, dim=1)
 
 
@@ -68,6 +81,7 @@ def generate_stream(
     max_new_tokens: int,
     sampling: SamplingConfig = SamplingConfig(),
     eos_id: int | None = None,
+    prefill_chunk: int | None = None,
 ) -> Iterator[Tensor]:
     """The new tokens of all rows, (B,) int64, one step at a time.
 
@@ -77,23 +91,29 @@ def generate_stream(
     is an id like any other.
 
     `model` is called `model(tokens, document_ids=..., cache=..., last_only=True)` in eval mode,
-    which is undone when the stream ends or is closed. Cost: a forward of S tokens, then one token a
-    step, and a host sync a step if `eos_id` is given.
+    which is undone when the stream ends or is closed. Cost: a forward of S tokens, or S / `prefill_chunk`
+    of so many (activations of a long prompt are then those of a chunk), then one token a
+    step, and a host sync a step if `eos_id` is given; a repetition penalty holds (B, V) booleans.
 
-    Raises ValueError before anything runs: an empty prompt, max_new_tokens below 1, prompt and new
-    tokens longer than `model.config.max_seq_len`.
+    Raises ValueError before anything runs: an empty prompt, max_new_tokens or prefill_chunk below 1, prompt and
+    new tokens longer than `model.config.max_seq_len`.
     """
     device = next(model.parameters()).device
     rows, document_ids = _pad_left(tokens, device)
     longest: int | None = getattr(getattr(model, "config", None), "max_seq_len", None)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1; ask for one or more")
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ValueError(
+            f"prefill_chunk {prefill_chunk} must be at least 1; use 2048, or leave it out"
+        )
     if longest is not None and rows.size(1) + max_new_tokens > longest:
         raise ValueError(
             f"a prompt of {rows.size(1)} and {max_new_tokens} new tokens are longer than "
             f"max_seq_len {longest}; shorten the prompt or ask for fewer tokens"
         )
-    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id)
+    chunk = rows.size(1) if prefill_chunk is None else prefill_chunk
+    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id, chunk)
 
 
 def _steps(
@@ -103,11 +123,12 @@ def _steps(
     max_new_tokens: int,
     sampling: SamplingConfig,
     eos_id: int | None,
+    chunk: int,
 ) -> Iterator[Tensor]:
     training = model.training
     draws = _Draws(sampling.seed, tokens.size(0), tokens.device)
     finished = torch.zeros(tokens.size(0), dtype=torch.bool, device=tokens.device)
-    cache = None
+    cache = seen = None
     model.eval()
     try:
         for _ in range(max_new_tokens):
@@ -116,12 +137,16 @@ def _steps(
             with torch.no_grad():
                 if cache is None:
                     cache = model.new_cache(tokens.size(1) + max_new_tokens)  # type: ignore[operator]
-                    ids = document_ids
-                logits = model(tokens, document_ids=ids, cache=cache, last_only=True)[
-                    :, -1
-                ]  # (B, V)
-                ids = None
+                    logits = _prefill(model, tokens, document_ids, cache, chunk)  # (B, V)
+                    if sampling.repetition_penalty != 1.0:
+                        seen = _ids_in(tokens, document_ids, logits)
+                else:
+                    logits = model(tokens, cache=cache, last_only=True)[:, -1]  # (B, V)
+                if seen is not None:
+                    logits = _penalise(logits, seen, sampling.repetition_penalty)
                 chosen = sample(logits, sampling, draws)
+                if seen is not None:
+                    seen.scatter_(1, chosen.unsqueeze(1), True)
                 if eos_id is not None:
                     chosen = torch.where(finished, eos_id, chosen)
                     finished = finished | (chosen == eos_id)
@@ -131,6 +156,33 @@ def _steps(
                 return
     finally:
         model.train(training)
+
+
+def _prefill(
+    model: nn.Module, tokens: Tensor, document_ids: Tensor | None, cache: object, chunk: int
+) -> Tensor:
+    """Feed the prompts (B, S) to the cache, `chunk` tokens at a time; logits behind the last (B, V)."""
+    for start in range(0, tokens.size(1), chunk):
+        part = slice(start, start + chunk)
+        ids = None if document_ids is None else document_ids[:, part]
+        logits = model(tokens[:, part], document_ids=ids, cache=cache, last_only=True)
+    last: Tensor = logits[:, -1]
+    return last
+
+
+def _ids_in(tokens: Tensor, document_ids: Tensor | None, logits: Tensor) -> Tensor:
+    """Which ids each prompt holds, padding apart: (B, V) bool."""
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    if document_ids is None:
+        return seen.scatter_(1, tokens, True)
+    counts = torch.zeros_like(logits, dtype=torch.int32)
+    held = (document_ids >= 0).to(tokens.device, torch.int32)
+    return counts.scatter_add_(1, tokens, held) > 0
+
+
+def _penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make ids that a row holds less likely (Keskar et al. 2019): (B, V), like logits."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 class _Draws:
@@ -161,21 +213,32 @@ def sample(logits: Tensor, sampling: SamplingConfig, draws: _Draws) -> Tensor:
     """One token id per row of logits (B, V) -> (B,) int64."""
     if sampling.temperature == 0.0:
         return logits.argmax(dim=-1)
-    values, ids = (logits.float() / sampling.temperature).sort(descending=True, stable=True)
-    if sampling.top_k is not None:
-        values, ids = values[:, : sampling.top_k], ids[:, : sampling.top_k]
-    probabilities = values.softmax(dim=-1)  # (B, V or top_k)
-    cumulative = probabilities.cumsum(dim=-1)
-    if sampling.top_p is not None:
-        # The smallest set with a probability of top_p: tokens before which less than top_p is summed.
-        nucleus = cumulative - probabilities < sampling.top_p
-        nucleus[:, 0] = True
-        cumulative = (probabilities * nucleus).cumsum(dim=-1)
+    cumulative, ids = candidates(logits, sampling)
     target = draws.next() * cumulative[:, -1:]
     # The first token whose cumulative probability is above the draw; rounding stays inside.
     index = torch.searchsorted(cumulative, target, right=True)
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return ids.gather(1, index.minimum(last)).squeeze(1)
+
+
+def candidates(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Cumulative weights of the tokens to draw from, the likeliest first, and their ids: (B, V or top_k) each.
+
+    A token that is left out adds nothing to the sum; the last entry is the whole, which need not be 1.
+    """
+    values, ids = (logits.float() / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k is not None:
+        values, ids = values[:, : sampling.top_k], ids[:, : sampling.top_k]
+    probabilities = values.softmax(dim=-1)  # (B, V or top_k)
+    kept = probabilities
+    if sampling.top_p is not None:
+        # The smallest set with a probability of top_p: tokens before which less than top_p is summed.
+        before = probabilities.cumsum(dim=-1) - probabilities
+        kept = kept * (before < sampling.top_p)
+    if sampling.min_p is not None:
+        kept = kept * (probabilities >= sampling.min_p * probabilities[:, :1])
+    kept[:, 0] = probabilities[:, 0]
+    return kept.cumsum(dim=-1), ids
 
 
 def _pad_left(tokens: Prompts, device: torch.device) -> tuple[Tensor, Tensor | None]:
