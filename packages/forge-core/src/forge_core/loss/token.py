@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_core.loss.terms import Terms, terms_of, wide_dtype
+
 # Elements of one fp32 block: about 4 MB, a share of a CPU's cache; on other devices large enough that
 # launching kernels costs nothing beside running them.
 _BLOCK_CPU = 2**20
@@ -29,11 +31,14 @@ class TokenLoss:
     """Sum of token losses and what it weighs. Divide by a count of your own for many ranks.
 
     `sum` is a 0-dim fp32 tensor with a graph. `count` is a 0-dim tensor on the same device: the number of
-    valid tokens in int64, or with weights their sum in float64.
+    valid tokens in int64, or with weights their sum in float64. To show, without a graph: `cross_entropy`, the
+    sum without smoothing and z-loss, and `z_loss`, that part of the sum, its coefficient included.
     """
 
     sum: Tensor
     count: Tensor
+    cross_entropy: Tensor
+    z_loss: Tensor
 
     @property
     def mean(self) -> Tensor:
@@ -45,9 +50,15 @@ class TokenLoss:
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, ignore_index: int = -100, *, weights: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    *,
+    weights: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> TokenLoss:
-    """Negative log-likelihood of `labels`, summed in fp32 whatever the dtype of the logits.
+    """Negative log-likelihood of `labels`, summed in fp32 whatever the dtype of the logits (fp64 for fp64).
 
     `loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean`
 
@@ -57,12 +68,15 @@ def cross_entropy(
         ignore_index: the label that contributes neither loss nor gradient nor count.
         weights: (...), floating point: what each label's loss is multiplied by; ones by default. Those of
             ignored labels are not read.
+        z_loss: coefficient of the squared log-sum-exp of each row, which keeps logits near zero (PaLM: 1e-4).
+        label_smoothing: share of the target that is spread evenly over the vocabulary, as in
+            `torch.nn.functional.cross_entropy`.
 
-    Without a valid label the sum is zero and still has a graph. The gradient has the dtype of the
+    Weights multiply all terms of a label. Without a valid label the sum is zero and still has a graph. The gradient has the dtype of the
     logits; that of an ignored row is zero, or NaN if the row itself is not finite (as torch's own is;
     hiding it would cost a third more time). First derivatives only.
 
-    Raises: ValueError when shapes or dtypes do not fit or, on CPU, when a label is out of range; on CUDA
+    Raises: ValueError when shapes or dtypes do not fit, a coefficient is out of range or, on CPU, when a label is out of range; on CUDA
         an out-of-range label trips a device-side assertion, because looking costs a sync.
 
     Cost: keeps the logits for the backward, which reads them once more, and at most two fp32 blocks
@@ -70,60 +84,77 @@ def cross_entropy(
     `torch.compile` it is `torch.nn.functional.cross_entropy`, which the compiler fuses itself.
     """
     _check(logits, labels, weights)
+    terms = terms_of(z_loss, label_smoothing)
     flat_logits = logits.reshape(-1, logits.shape[-1])  # (N, V)
     flat_labels = labels.reshape(-1).to(torch.int64)  # (N,)
     valid = flat_labels != ignore_index  # (N,)
     count = valid.sum()
     flat_weights = None
     if weights is not None:
-        flat_weights = weights.reshape(-1).float().where(valid, 0.0)  # (N,)
+        flat_weights = weights.reshape(-1).to(wide_dtype(logits)).where(valid, 0.0)  # (N,)
         count = flat_weights.double().sum()
     if torch.compiler.is_compiling():
-        kind = "sum" if flat_weights is None else "none"
-        total = F.cross_entropy(
-            flat_logits.float(), flat_labels, ignore_index=ignore_index, reduction=kind
-        )
-        if flat_weights is not None:
-            total = (total * flat_weights).sum()
+        total, parts = _compiled(flat_logits, flat_labels, valid, flat_weights, terms)
     else:
         try:
-            total = _BlockwiseCrossEntropy.apply(flat_logits, flat_labels, valid, flat_weights)
+            total, parts = _BlockwiseCrossEntropy.apply(
+                flat_logits, flat_labels, valid, flat_weights, terms
+            )
         except (IndexError, RuntimeError) as error:
             _explain_labels(flat_labels, valid, flat_logits.shape[-1], error)
             raise
-    return TokenLoss(sum=total, count=count)
+    return TokenLoss(total, count, parts[0], parts[1])
+
+
+def _compiled(
+    logits: Tensor, labels: Tensor, valid: Tensor, weights: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """Operators that the compiler fuses itself."""
+    log_p = F.log_softmax(logits.to(wide_dtype(logits)), dim=-1)  # (N, V)
+    rows = terms.empty(logits)
+    terms.of_rows(logits, log_p, labels.where(valid, 0)[:, None], rows)
+    total, parts = terms.sums(rows, valid, weights, logits.size(1))
+    return total, parts.detach()
 
 
 class _BlockwiseCrossEntropy(torch.autograd.Function):
-    """(N, V) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> 0-dim fp32 sum."""
+    """(N, V) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> trained sum, 0-dim fp32, and its parts (2,)."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, weights: Tensor | None
-    ) -> Tensor:
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        weights: Tensor | None,
+        terms: Terms,
+    ) -> tuple[Tensor, Tensor]:
         target = labels.where(valid, 0)[:, None]  # (N, 1)
-        ctx.save_for_backward(logits, target, valid, weights)
-        losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)  # (N,)
+        found = terms.empty(logits)  # (1 or 3, N)
         for rows in _blocks(logits):
-            log_p = F.log_softmax(logits[rows], dim=-1, dtype=torch.float32)  # (R, V)
-            losses[rows] = log_p.gather(1, target[rows])[:, 0]
+            log_p = F.log_softmax(logits[rows], dim=-1, dtype=found.dtype)  # (R, V)
+            terms.of_rows(logits[rows], log_p, target[rows], found[:, rows])
             del log_p  # or it would stand beside the next block
-        # `where`, not a product: the sum is finite even if an ignored row is not.
-        losses = losses.where(valid, 0.0)
-        return (losses if weights is None else losses * weights).sum().neg()
+        ctx.terms = terms
+        lse = found[2] if terms.z_loss else None
+        ctx.save_for_backward(logits, target, valid, weights, lse)
+        total, parts = terms.sums(found, valid, weights, logits.size(1))
+        ctx.mark_non_differentiable(parts)
+        return total, parts
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, target, valid, weights = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, target, valid, weights, lse = ctx.saved_tensors
         scale = grads[0] * (valid if weights is None else weights)[:, None]  # (N, 1)
         grad = torch.empty_like(logits)  # (N, V)
         for rows in _blocks(logits):
-            p = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)  # (R, V)
-            p.mul_(scale[rows]).scatter_add_(1, target[rows], -scale[rows])
-            grad[rows] = p
+            p = torch.softmax(logits[rows], dim=-1, dtype=scale.dtype)  # (R, V)
+            grad[rows] = ctx.terms.slopes_(
+                p, target[rows], scale[rows], None if lse is None else lse[rows]
+            )
             del p  # as above
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
