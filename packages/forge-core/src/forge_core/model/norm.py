@@ -12,6 +12,14 @@ from forge_core.model.config import TransformerConfig
 from forge_core.registry import Registry
 
 
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(..., D) -> the norm in the dtype of x, and 1 / rms (..., 1) in fp32."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # (..., 1)
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
 class _CpuRMSNorm(torch.autograd.Function):
     """RMSNorm in fp32 with few passes over memory.
 
@@ -21,11 +29,9 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
-        wide = x if x.dtype == torch.float64 else x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # (..., 1)
+        out, scale = _normalised(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -57,6 +63,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling():
+            if (
+                not torch.is_grad_enabled()
+            ):  # decoding: an autograd function's own cost counts there
+                return _normalised(x, self.weight, self.eps)[0]
             out: Tensor = _CpuRMSNorm.apply(x, self.weight, self.eps)
             return out
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)

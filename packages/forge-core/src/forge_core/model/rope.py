@@ -99,6 +99,12 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         cos, sin = cos.double(), sin.double()
     width = 2 * cos.size(-1)
     if width < x.size(-1):
-        return torch.cat([_Rotate.apply(x[..., :width], cos, sin), x[..., width:]], dim=-1)
+        return torch.cat([_rotated(x[..., :width], cos, sin), x[..., width:]], dim=-1)
+    return _rotated(x, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():  # decoding: an autograd function's own cost counts there
+        return _turn(x, cos, sin, 1.0)
     out: Tensor = _Rotate.apply(x, cos, sin)
     return out
