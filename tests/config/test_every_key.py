@@ -249,6 +249,21 @@ LOCAL = {
     "model.layer_pattern": ["text", "global"],
     "model.layer_types.<name>.window": 3,
 }
+LATENT = {
+    "model.mixer": "mla",
+    "model.mla.kv_lora_rank": 8,
+    "model.mla.qk_nope_head_dim": 4,
+    "model.mla.qk_rope_head_dim": 4,
+    "model.mla.v_head_dim": 4,
+}
+WIDTHS = {
+    "q_lora_rank": Probe(8, shapes, LATENT),
+    "kv_lora_rank": Probe(12, shapes, LATENT),
+    "qk_nope_head_dim": Probe(6, shapes, LATENT),
+    "qk_rope_head_dim": Probe(6, shapes, LATENT),
+    "v_head_dim": Probe(6, shapes, LATENT),
+    "rope_interleave": Probe(True, logits, LATENT),
+}
 
 MOE = {"model.moe.num_experts": 4, "model.num_layers": 2}
 GROUPS = {**MOE, "model.moe.num_experts": 8, "model.moe.num_groups": 4, "model.moe.top_groups": 2}
@@ -498,6 +513,7 @@ PROBES: dict[str, Probe] = {
     "model.layer_types.<name>.rope_scaling": Probe(False, logits, {**LOCAL, **ROPE}),
     "model.layer_types.<name>.rope": Probe(False, logits, LOCAL),
     "model.mixer": Probe(f"{PARTS}:RunningMean", shapes),
+    **{f"model.mla.{key}": probe for key, probe in WIDTHS.items()},
     "model.mixer_options": Probe({"gain": 2.0}, logits, {"model.mixer": f"{PARTS}:RunningMean"}),
     "model.norm_options": Probe({"gain": 2.0}, logits, {"model.norm": f"{PARTS}:GainNorm"}),
     "model.feed_forward_options": Probe(

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge_core import RopeScaling
+from forge_core.model import MLAConfig
 from forge_parallel import ParallelConfig
 from forge_parallel.micro_batches import divide_batch
 
@@ -241,6 +243,18 @@ _EVEN = {"vocab_size": 102}  # over tp 2 and three shards
 _ODD = {"vocab_size": 121, "dim": 48}
 _LORA = {"patterns": ("*_proj",), "rank": 3, "alpha": 6.0}
 _COMPILE = {"compile": True}
+_WIDTHS = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
+_YARN = RopeScaling(
+    4.0, name="yarn", original_max_position=8, mscale=0.7, mscale_all_dim=0.5, truncate=False
+)
+_MLA = {
+    "mixer": "mla",
+    "mla": MLAConfig(q_lora_rank=20, rope_interleave=True, **_WIDTHS),
+    "num_kv_heads": None,
+    "qkv_bias": True,
+    "rope_scaling": _YARN,
+}
+_MLA_PLAIN = {"mixer": "mla", "mla": MLAConfig(**_WIDTHS), "num_kv_heads": None}
 FEATURES = {
     "plain": Feature(labels="all"),
     "accumulation": Feature(micro_batches=3),
@@ -312,6 +326,13 @@ FEATURES = {
     "lora": Feature(micro_batches=2, packed=True, model={"qkv_bias": True}, lora=_LORA),
     "lora_bf16": Feature(micro_batches=2, lora=_LORA, parallel=_BF16),
     "lora_one_key_head": Feature(model={"num_kv_heads": 1, "qkv_bias": True}, lora=_LORA),
+    "mla": Feature(micro_batches=2, model=_MLA),
+    "mla_packed": Feature(micro_batches=2, packed=True, model=_MLA),
+    "mla_plain_queries": Feature(model=_MLA_PLAIN),
+    # biases begin at 0, so rounding would be measured by three updates
+    "mla_bf16": Feature(model={**_MLA, "qkv_bias": False}, parallel=_BF16),
+    "mla_compile": Feature(model=_MLA, parallel={**_COMPILE, **_FULL}),
+    "mla_moe": Feature(packed=True, model=_MLA, moe=_SIGMOID, parallel=_SELECTIVE),
     "odd_vocab": Feature(micro_batches=2, model=_ODD),
     "odd_vocab_tied": Feature(model={**_ODD, "tie_embeddings": True}),
     "odd_vocab_bf16": Feature(micro_batches=2, model=_ODD, parallel=_BF16),
@@ -418,6 +439,19 @@ _CHOSEN = {
     "fsdp_tp_pp_ep": "moe_bias",
     "hsdp_tp_ep": "moe",
 }
+# Latent attention.
+_LATENT = {
+    "fsdp_2": "mla mla_packed mla_plain_queries mla_bf16 mla_compile mla_moe",
+    "tp": "mla mla_packed mla_plain_queries mla_bf16 mla_compile",
+    "tp_whole": "mla mla_packed",
+    "cp": "mla mla_packed mla_plain_queries mla_compile",
+    "cp_ring": "mla_packed",
+    "pp_1f1b": "mla mla_packed mla_moe",
+    "fsdp_tp": "mla_packed mla_plain_queries",
+    "tp_cp": "mla_packed",
+    "tp_pp": "mla",
+    "tp_ep": "mla_moe",
+}
 
 
 def _cells() -> Iterator[Cell]:
@@ -425,8 +459,9 @@ def _cells() -> Iterator[Cell]:
         both = _ON_ONE_RANK if layout == "one_rank" else ()
         both = _DATA_FEATURES if layout in _DATA_LAYOUTS else both
         yield from (Cell(layout, f, o) for f in both for o in OPTIMIZERS)
-        for number, feature in enumerate(_CHOSEN.get(layout, "").split()):
-            yield Cell(layout, feature, OPTIMIZERS[number % 2])
+        for chosen in (_CHOSEN, _LATENT):
+            for number, feature in enumerate(chosen.get(layout, "").split()):
+                yield Cell(layout, feature, OPTIMIZERS[number % 2])
 
 
 def _covering(cells: tuple[Cell, ...]) -> Iterator[Cell]:

@@ -68,6 +68,19 @@ class Queries(Block):
         return super().forward(x + mixed)
 
 
+class Latent(Block):
+    """A narrow value that a rank computes from its tokens and all units inside read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.shared = nn.Linear(WIDTH, 4), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        scale = self.shared(self.narrow(h)).sum(-1, keepdim=True)
+        return x + self.down(self.up(h) * scale * torch.sigmoid(self.gate(h) * scale))
+
+
 class Net(nn.Module):
     def __init__(self, blocks: list[nn.Module], **more: str) -> None:
         super().__init__()
@@ -94,6 +107,9 @@ ODD = {
     "three streams into an opaque module": lambda: Net([Queries()], **{"*.mixer.*": "opaque"}),
     "an opaque row inside another": lambda: Net(
         [Queries()], **{"*.mixer.in_*": "opaque", "*.mixer.out_proj.*": "opaque"}
+    ),
+    "a value that enters": lambda: Net(
+        [Latent(), Latent()], **{"*.narrow.*": "sequence", "*.shared": "enter"}
     ),
     "a block used three times": lambda: Net([Block()] * 3),
 }

@@ -54,8 +54,8 @@ class DeclaresInit(Protocol):
 class DeclaresRoles(Protocol):
     """Optional for any module: how tensor parallelism may shard it."""
 
-    def parallel_roles(self) -> Mapping[str, str]:
-        """{pattern of local names: role}; without it the module is "opaque": replicated, on whole tokens."""
+    def parallel_roles(self) -> Mapping[str, Any]:
+        """{pattern of local names: role, or {"role": role, "multiple_of": width}}; without it the module is "opaque": replicated, on whole tokens."""
         ...
 
 

@@ -8,6 +8,8 @@ from forge_core.model.feed_forward import FeedForward, build_feed_forward
 from forge_core.model.init import Init, check_init_tables, initialise
 from forge_core.model.kv_cache import KVCache
 from forge_core.model.layer_types import LayerType
+from forge_core.model.mla import LatentAttention
+from forge_core.model.mla_config import MLAConfig
 from forge_core.model.norm import RMSNorm
 from forge_core.model.parts import check_parts
 from forge_core.model.spec import AttentionSpec
@@ -20,7 +22,9 @@ __all__ = [
     "FeedForward",
     "Init",
     "KVCache",
+    "LatentAttention",
     "LayerType",
+    "MLAConfig",
     "RMSNorm",
     "RopeScaling",
     "TokenContext",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core._torch_compat import not_compiled
-from forge_core.model.config import TransformerConfig
+from forge_core.model.config import RopeScaling, TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.documents import within_segments
 from forge_core.model.init import Init, linear_rows
@@ -79,7 +79,46 @@ def _within_documents(
     return within_segments(q, k, v, plan, spec, sinks)
 
 
-class Attention(nn.Module):
+class RotaryMixer(nn.Module):
+    """A mixer with rotary positions: `prepare` makes the tables once per forward for all layers alike."""
+
+    attend: Attend
+    rotary_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+
+    def prepare(
+        self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None
+    ) -> Tables | None:
+        """Rotary tables for x (B, S, M), None where nothing turns, and what `attend` needs, once per context
+        for all layers.
+
+        Transformer calls it before its first block, so that compiled blocks only read.
+        """
+        offer: Any = getattr(self.attend, "prepare", None)
+        if offer is None or cache is not None:
+            ctx.segments()
+        else:
+            offer(ctx, x)
+        if self.rotary_dim == 0:
+            return None
+        return ctx.once(
+            ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, x.device),
+            lambda: self._tables(ctx, x, cache),
+        )
+
+    def _tables(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> Tables:
+        positions = ctx.positions
+        if positions is None:
+            past, first = (0, None) if cache is None else cache.first(ctx, *x.shape[:2])
+            positions = default_positions(x.size(1), ctx.document_ids, x.device, past, first)
+        frequencies = inverse_frequencies(
+            self.rotary_dim, self.rope_theta, self.rope_scaling, x.device
+        )
+        return rope_tables(positions, frequencies, attention_factor(self.rope_scaling))
+
+
+class Attention(RotaryMixer):
     """Causal self-attention of a decoder block.
 
         Attention(config)(x)                  # (B, S, M) -> (B, S, M), rows are single documents
@@ -122,36 +161,6 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(widths[1], config.norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if self.spec.sinks else None
         self.attend = LocalAttention(self.spec)
-
-    def prepare(
-        self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None
-    ) -> Tables | None:
-        """Rotary tables for x (B, S, M), None where nothing turns, and what `attend` needs, once per context
-        for all layers.
-
-        Transformer calls it before its first block, so that compiled blocks only read.
-        """
-        offer: Any = getattr(self.attend, "prepare", None)
-        if offer is None or cache is not None:
-            ctx.segments()
-        else:
-            offer(ctx, x)
-        if self.rotary_dim == 0:
-            return None
-        return ctx.once(
-            ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, x.device),
-            lambda: self._tables(ctx, x, cache),
-        )
-
-    def _tables(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> Tables:
-        positions = ctx.positions
-        if positions is None:
-            past, first = (0, None) if cache is None else cache.first(ctx, *x.shape[:2])
-            positions = default_positions(x.size(1), ctx.document_ids, x.device, past, first)
-        frequencies = inverse_frequencies(
-            self.rotary_dim, self.rope_theta, self.rope_scaling, x.device
-        )
-        return rope_tables(positions, frequencies, attention_factor(self.rope_scaling))
 
     def forward(
         self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None
@@ -212,8 +221,10 @@ class Attention(nn.Module):
         """
         linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
         projections = 2.0 * sum(m.in_features * m.out_features for m in linears)
-        window = min(self.spec.window or seq_len, seq_len)
-        seen = (
-            window * (2 * seq_len - window) / seq_len
-        )  # twice the tokens that one sees on average
-        return projections + 2.0 * self.q_proj.out_features * seen
+        return projections + 2.0 * self.q_proj.out_features * tokens_seen(seq_len, self.spec.window)
+
+
+def tokens_seen(seq_len: int, window: int | None) -> float:
+    """Twice the tokens that one sees on average in a causal row."""
+    reach = min(window or seq_len, seq_len)
+    return reach * (2 * seq_len - reach) / seq_len

@@ -35,9 +35,12 @@ class Block(nn.Module):
         """Let the mixer derive from ctx what all layers share."""
         prepare(self.mixer, ctx, x, cache)
 
-    def parallel_roles(self) -> dict[str, str]:
+    def parallel_roles(self) -> dict[str, Any]:
         """Roles of the norms (tokens may be sharded there) and of the two sublayers."""
-        roles = {"mixer_norm.*": "sequence", "feed_forward_norm.*": "sequence"}
+        roles: dict[str, Any] = {
+            "mixer_norm.*": "sequence",
+            "feed_forward_norm.*": "sequence",
+        }
         for name in ("mixer", "feed_forward"):
             roles.update(roles_of(getattr(self, name), name))
         return roles
@@ -54,11 +57,11 @@ def prepare(module: nn.Module, ctx: TokenContext, x: Tensor, cache: LayerCache |
         offer(ctx, x, cache)
 
 
-def roles_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+def roles_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
     """Rows of a module with its prefix; one "opaque" row where it declares none."""
     offer = getattr(module, "parallel_roles", None)
     if offer is not None:
-        rows: dict[str, str] = offer()
+        rows: dict[str, Any] = offer()
     else:
         rows = {"*": "opaque"} if any(True for _ in module.parameters()) else {}
     return ((f"{prefix}.{pattern}", role) for pattern, role in rows.items())

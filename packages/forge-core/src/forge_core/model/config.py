@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from forge_core._config import is_finite, raise_problems, setting, size_problems
 from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
+from forge_core.model.mla_config import MLAConfig
 from forge_core.model.spec import AttentionSpec
 from forge_core.registry import installed
 
@@ -183,7 +184,10 @@ class TransformerConfig:
     )
     max_seq_len: int = setting(8192, "longest row, cached tokens included")
     mixer: str = setting(
-        "attention", "token mixer: attention, an entry point of forge.mixers, or module:attr"
+        "attention", "token mixer: attention, mla, an entry point of forge.mixers, or module:attr"
+    )
+    mla: MLAConfig | None = field(
+        default=None, metadata={"help": "widths of the mixer mla; empty: those of DeepSeek-V3"}
     )
     block: str = setting(
         "pre_norm",
@@ -250,6 +254,11 @@ class TransformerConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
+    def resolved_mla(self) -> MLAConfig:
+        """Widths of latent attention."""
+        return MLAConfig() if self.mla is None else self.mla
+
+    @property
     def resolved_hidden_dim(self) -> int:
         """Width inside the feed-forward."""
         if self.hidden_dim is not None:
@@ -266,8 +275,10 @@ class TransformerConfig:
 
 def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
     sizes = list(size_problems(c, _SIZES))
-    yield from sizes or _shape_problems(c)
-    yield from _name_problems(c, "mixer", "forge.mixers", ("attention",))
+    yield from sizes or (_latent_problems(c) if c.mixer == "mla" else _shape_problems(c))
+    yield from _name_problems(c, "mixer", "forge.mixers", ("attention", "mla"))
+    if c.mla is not None and c.mixer != "mla":
+        yield f"mla is the table of mixer 'mla', and mixer is {c.mixer!r}; remove it, or use mla"
     yield from _name_problems(c, "norm", "forge.norms", ("rms_norm", "layer_norm"))
     yield from _name_problems(c, "feed_forward", "forge.feed_forwards", ("swiglu", "gelu"))
     yield from _name_problems(c, "block", "forge.blocks", ("pre_norm",))
@@ -314,12 +325,42 @@ def _shape_problems(c: TransformerConfig) -> Iterator[str]:
         yield from _rotary_problems(c)
 
 
+_NOTHING_TURNS = (
+    "partial_rotary_factor 0 must go without rope_scaling, which nothing reads then; remove it"
+)
+#: Fields that latent attention does not read, and the values at which they say nothing.
+_NOT_LATENT = {"head_dim": None, "qk_norm": False}
+
+
+def _latent_problems(c: TransformerConfig) -> Iterator[str]:
+    for name, nothing in _NOT_LATENT.items():
+        if getattr(c, name) != nothing:
+            yield (
+                f"{name} {getattr(c, name)!r} is not read by mixer 'mla', whose widths are in its own table; "
+                "remove it"
+            )
+    if c.resolved_num_kv_heads != c.num_heads:
+        yield (
+            f"num_kv_heads {c.num_kv_heads} must be num_heads {c.num_heads} with mixer 'mla', which makes keys "
+            "and values of every head; remove it"
+        )
+    if c.partial_rotary_factor not in (0.0, 1.0):
+        yield (
+            f"partial_rotary_factor {c.partial_rotary_factor} must be 1, or 0 for no turning, with mixer 'mla'; "
+            "use mla.qk_rope_head_dim"
+        )
+    elif c.partial_rotary_factor == 0.0 and c.rope_scaling is not None:
+        yield _NOTHING_TURNS
+    if c.attention.sinks:
+        yield "attention.sinks true is not computed by mixer 'mla'; use sinks = false, or attention"
+
+
 def _rotary_problems(c: TransformerConfig) -> Iterator[str]:
     factor = c.partial_rotary_factor
     if not (is_finite(factor) and 0.0 <= factor <= 1.0):
         yield f"partial_rotary_factor {factor} must be 0 or more and at most 1; use 1, or 0.5 (GLM-4)"
     elif factor == 0.0 and c.rope_scaling is not None:
-        yield "partial_rotary_factor 0 must go without rope_scaling, which nothing reads then; remove it"
+        yield _NOTHING_TURNS
     elif c.rotary_dim % 2 or (c.rotary_dim == 0 and factor > 0.0):
         yield (
             f"partial_rotary_factor {factor} of the head width {c.resolved_head_dim} must be an even number of "

@@ -94,7 +94,7 @@ class LayerCache:
         self._owns_history = history is None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, S, K, D); returns views of all so far, (B, K, T, D).
+        """Store k and v (B, S, K, D); returns views of all so far, (B, K, T, D). Where v is k, one is stored.
 
         Raises ValueError when the cache is full or the rows are not those of the first write.
         """
@@ -104,18 +104,21 @@ class LayerCache:
                 f"{total} tokens do not fit a KV cache of {self.max_length}; make it longer"
             )
         if self.keys is None or self.values is None:
-            self.keys, self.values = (
-                t.new_empty(t.size(0), t.size(2), self.max_length, t.size(3)) for t in (k, v)
-            )
+            self.keys = self._empty(k)
+            self.values = self.keys if v is k else self._empty(v)
         if k.size(0) != self.keys.size(0):
             raise ValueError(
                 f"{k.size(0)} rows do not fit a KV cache of {self.keys.size(0)} rows; "
                 "use a new cache for another batch"
             )
         self.keys[:, :, self.length : total] = k.detach().transpose(1, 2)
-        self.values[:, :, self.length : total] = v.detach().transpose(1, 2)
+        if v is not k:
+            self.values[:, :, self.length : total] = v.detach().transpose(1, 2)
         self.length += size
         return self.keys[:, :, :total], self.values[:, :, :total]
+
+    def _empty(self, t: Tensor) -> Tensor:
+        return t.new_empty(t.size(0), t.size(2), self.max_length, t.size(3))
 
     def first(self, ctx: TokenContext, batch: int, size: int) -> tuple[int, list[int]]:
         """Tokens stored so far, and where each row's first new token's document began."""
@@ -133,15 +136,18 @@ class LayerCache:
         ctx: TokenContext,
         spec: AttentionSpec = PLAIN,
         sinks: Tensor | None = None,
+        *,
+        stored: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Store k, v (B, S, K, D) and attend q (B, S, H, D) to the tokens that each may see -> like q.
 
-        Keys outside of a window stay stored. ValueError for a mask of its own: a token cannot see later ones.
+        `stored`, of an empty cache, is kept in place of k and v, which only these tokens see: later calls give
+        theirs in its form. Keys outside of a window stay stored. ValueError for a mask of its own: a token cannot see later ones.
         """
         refuse_mask(spec)
         batch, size = q.shape[:2]
         past = self.length
-        keys, values = self.append(k, v)
+        keys, values = self.append(*(stored or (k, v)))
         if past == 0:
             plan = ctx.segments() or SegmentPlan.of_lengths([[size]] * batch)
             out = within_segments(q, k, v, plan, spec, sinks)
@@ -224,8 +230,9 @@ class KVCache:
 
         cache = KVCache(max_length=1024); logits = model(prompt, cache=cache)
 
-    Memory: 2 * layers * B * max_length * K * D elements, allocated layer by layer at the first
-    call in the dtype and on the device of the keys.
+    Memory: 2 * layers * B * max_length * K * D elements (of latent attention, layers * B * max_length times the
+    width of a latent and the turned dims), allocated layer by layer at the first call in the dtype and on the
+    device of the keys.
     """
 
     def __init__(self, max_length: int) -> None:

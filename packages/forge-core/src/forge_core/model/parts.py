@@ -18,6 +18,7 @@ from forge_core.model.attention import Attention
 from forge_core.model.block import Block
 from forge_core.model.config import TransformerConfig
 from forge_core.model.feed_forward import FEED_FORWARDS
+from forge_core.model.mla import LatentAttention
 from forge_core.model.norm import NORMS
 from forge_core.model.rope import ROPE_SCALINGS
 from forge_core.model.spec import MASKS
@@ -27,7 +28,10 @@ MIXERS = Registry(
     "model.mixer",
     "forge.mixers",
     ("config", "layer"),
-    {"attention": lambda config, layer: Attention(config)},
+    {
+        "attention": lambda config, layer: Attention(config),
+        "mla": lambda config, layer: LatentAttention(config),
+    },
 )
 BLOCKS = Registry(
     "model.block", "forge.blocks", ("config", "mixer", "feed_forward"), {"pre_norm": Block}

@@ -219,17 +219,18 @@ class Transformer(nn.Module):
         tied = ("embedding",) if self.config.tie_embeddings else ()
         return {"first": ("embedding",), "blocks": "layers", "last": ("norm", *tied, "lm_head")}
 
-    def parallel_roles(self) -> dict[str, str]:
+    def parallel_roles(self) -> dict[str, Any]:
         """Role of every parameter under tensor parallelism: {pattern: role}.
 
         In a pattern `*` stands for any characters (as in fnmatch); each parameter matches exactly
         one, and a tied head, which has none, is named itself. Roles: "colwise" and "rowwise" cut a
         linear layer by outputs and inputs, "shared_heads" by outputs, of which ranks may share one head, "vocab" an embedding by ids, "sharded_logits" a colwise
         layer whose outputs are logits, "sequence" a norm on a token-sharded stream,
-        "replicate_sum_grad" a copy whose gradients are summed, "expert" a stack of experts, "opaque" a
-        module that sees whole tokens.
+        "replicate_sum_grad" a copy whose gradients are summed, "enter" a module without parameters whose output
+        the heads of all ranks read, "expert" a stack of experts, "opaque" a module that sees whole tokens. A role
+        may be {"role": name, "multiple_of": width of a head}.
         """
-        roles = {"embedding.*": "vocab", "norm.*": "sequence"}
+        roles: dict[str, Any] = {"embedding.*": "vocab", "norm.*": "sequence"}
         # a tied head has no parameter of its own: the row names the module
         roles["lm_head" if self.config.tie_embeddings else "lm_head.*"] = "sharded_logits"
         for key, block in self.layers.items():

@@ -8,6 +8,7 @@ gather_output       the same, but outputs are gathered except in training
 vocab               an embedding sharded by ids
 sequence            a norm that may see a part of the tokens
 replicate_sum_grad  a copy on each rank, which sees other heads or tokens; gradients are summed
+enter               a module without parameters, whose output the heads of all ranks read: all tokens
 opaque              a module that must see all tokens
 expert              a stack of experts; its parent sees disjoint tokens
 
@@ -36,6 +37,7 @@ ROLES = (
     "replicate_sum_grad",
     "sharded_logits",
     "gather_output",
+    "enter",
     "expert",
     "opaque",
 )
@@ -45,7 +47,7 @@ _LINEAR = ("colwise", "rowwise", *HEADS)
 #: Parameters of a linear layer: its own, and those of an adapter.
 LOW_RANK = ("lora_a", "lora_b")
 _OF_LINEAR = {"weight", "bias", *LOW_RANK}
-_WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "opaque")
+_WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "enter", "opaque")
 
 
 class Role(NamedTuple):
@@ -336,6 +338,8 @@ def _wrong_kind(module: Any, role: str) -> str | None:
             return (
                 f"role {role!r} must be a linear layer, weight (out, in), and it is {_say(module)}"
             )
+    if role == "enter":
+        return f"role 'enter' must be a module without parameters, and it is {_say(module)}"
     if role == "vocab":
         if not isinstance(module, nn.Embedding):
             return f"role 'vocab' must be an nn.Embedding, and it is {_say(module)}"

@@ -134,6 +134,7 @@ def width_of_cut_logits(model: nn.Module) -> int | None:
 _SUMMED: tuple[Placement, ...] = (Partial(),)
 _MIXINS: dict[str, type] = {
     "colwise": Colwise,
+    "enter": Colwise,
     "rowwise": Rowwise,
     "sharded_logits": ShardedLogits,
     "gather_output": GatheredLogits,

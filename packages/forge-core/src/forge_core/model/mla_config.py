@@ -1,0 +1,50 @@
+"""Widths of multi-head latent attention, validated when made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forge_core._config import raise_problems, setting, size_problems
+
+_SIZES = dict.fromkeys(
+    ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16
+)
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Widths of multi-head latent attention (DeepSeek-V2, 2024), by Hugging Face's names; defaults are DeepSeek-V3's.
+
+    MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    """
+
+    q_lora_rank: int | None = setting(
+        None, "width of the latent that queries come from; empty: they come from the stream"
+    )
+    kv_lora_rank: int = setting(512, "width of the latent that keys and values come from")
+    qk_nope_head_dim: int = setting(128, "dims of a query's and a key's head that do not turn")
+    qk_rope_head_dim: int = setting(64, "dims that turn, which the keys of all heads share")
+    v_head_dim: int = setting(128, "width of a value's head")
+    rope_interleave: bool = setting(
+        False, "dims turn in pairs of neighbours (DeepSeek's weights), not of halves"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("mla", _problems(self))
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query's and a key's head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+def _problems(c: MLAConfig) -> Iterator[str]:
+    sizes = list(size_problems(c, _SIZES))
+    yield from sizes
+    if not sizes and c.qk_rope_head_dim % 2:
+        yield (
+            f"qk_rope_head_dim {c.qk_rope_head_dim} must be even; rotary embedding turns pairs: use 64"
+        )
+    if not isinstance(c.rope_interleave, bool):
+        yield f"rope_interleave {c.rope_interleave!r} must be true or false; use false"
