@@ -1,7 +1,7 @@
 """Fields and checks of configuration dataclasses."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field
 from numbers import Integral, Real
 from typing import Any
@@ -17,6 +17,23 @@ def raise_problems(where: str, problems: Iterable[str]) -> None:
     lines = [f"{where}: {problem}" for problem in problems]
     if lines:
         raise ValueError("\n".join(lines))
+
+
+def foreign_keys(
+    config: Any, readers: Mapping[str, tuple[str, ...]], names: Collection[str]
+) -> Iterator[str]:
+    """Sentences for keys off their defaults that the built-in part of `config.name` does not read.
+
+    readers: the names that read each key; a part that is not among the built-in `names` may read all.
+    """
+    for key, whose in readers.items() if config.name in names else ():
+        value = getattr(config, key)
+        # a default stands in every configuration that was ever written, so it passes under any name
+        if config.name not in whose and value != getattr(type(config), key):
+            yield (
+                f"{key} {value} is a key of name {' and '.join(map(repr, whose))}, and name is {config.name!r}; "
+                f"remove it, or use {whose[0]}"
+            )
 
 
 def is_finite(value: object) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from forge_core._config import is_finite, raise_problems, setting, size_problems
+from forge_core._config import foreign_keys, is_finite, raise_problems, setting, size_problems
 from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
 from forge_core.model.mla_config import MLAConfig
 from forge_core.model.spec import AttentionSpec
@@ -96,12 +96,7 @@ def _rope_scaling_problems(c: RopeScaling) -> Iterator[str]:
     yield from size_problems(c, {"original_max_position": 2**31})
     yield from _name_problems(c, "name", "forge.rope_scalings", ROPE_NAMES)
     yield from _yarn_problems(c)
-    for key, names in _ROPE_KEYS.items() if c.name in ROPE_NAMES else ():  # your own may read all
-        if c.name not in names and getattr(c, key) != getattr(RopeScaling, key):
-            yield (
-                f"{key} {getattr(c, key)} is a key of name {' or '.join(map(repr, names))}, and name is "
-                f"{c.name!r}; remove it, or use {names[0]}"
-            )
+    yield from foreign_keys(c, _ROPE_KEYS, ROPE_NAMES)
 
 
 def _yarn_problems(c: RopeScaling) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-from forge_core._config import raise_problems, setting
+from forge_core._config import foreign_keys, raise_problems, setting
 
 _BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99)}
 #: Keys that not all built-in optimizers read, with those that do; parts from outside are asked as they are built.
@@ -154,14 +154,7 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
             f"eps {c.eps} must be a positive number, or a zero gradient divides by zero; use 1e-8"
         )
     yield from _weight_decay_problems(c.weight_decay)
-    for key, readers in _READERS.items():
-        value = getattr(c, key)
-        # a default stands in every configuration that was ever written, so it passes under any name
-        if c.name in _BUILT_IN and c.name not in readers and value != getattr(type(c), key):
-            yield (
-                f"{key} {value} is a key of name {' and '.join(map(repr, readers))}, and name is {c.name!r}; "
-                f"remove it, or use {readers[0]}"
-            )
+    yield from foreign_keys(c, _READERS, _BUILT_IN)
 
 
 def _wsd_problems(c: WSDConfig) -> Iterator[str]:
