@@ -147,7 +147,7 @@ def test_all_parts_in_one_message(lab) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mixer", "mixer 'x' is unknown; use 'attention', an entry point of forge.mixers"),
+        ("mixer", "mixer 'x' is unknown; use 'attention' or 'mla', an entry point of forge"),
         ("block", "block 'x' is unknown; use 'pre_norm', an entry point of forge.blocks"),
         ("norm", "norm 'x' is unknown; use 'rms_norm' or 'layer_norm', an entry point"),
     ],
