@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_core import RopeScaling
-from forge_core.model import MLAConfig
+from forge_core import AttentionSpec, RopeScaling
+from forge_core.model import LayerType, MLAConfig
 from forge_parallel import ParallelConfig
 from forge_parallel.micro_batches import divide_batch
 
@@ -255,6 +255,13 @@ _MLA = {
     "rope_scaling": _YARN,
 }
 _MLA_PLAIN = {"mixer": "mla", "mla": MLAConfig(**_WIDTHS), "num_kv_heads": None}
+# as OLMo 2, Gemma 3 and Granite have them, with layers of two types
+_POST_NORM = {"block": "post_norm", "feed_forward": "relu2"}
+_SANDWICH = {"block": "sandwich", "norm": "rms_norm_plus_one", "qk_norm": True, "tie_embeddings": True,
+             "feed_forward": "geglu_tanh", "embedding_scale": 5.7, "logits_softcap": 2.0}  # fmt: skip
+_MULTIPLIERS = {"embedding_scale": 4.0, "residual_scale": 0.3, "logits_scale": 0.2,
+                "attention": AttentionSpec(scale=0.2), "layer_pattern": ("nope", "global"),
+                "layer_types": {"nope": LayerType(rope=False)}}  # fmt: skip
 FEATURES = {
     "plain": Feature(labels="all"),
     "accumulation": Feature(micro_batches=3),
@@ -333,6 +340,11 @@ FEATURES = {
     "mla_bf16": Feature(model={**_MLA, "qkv_bias": False}, parallel=_BF16),
     "mla_compile": Feature(model=_MLA, parallel={**_COMPILE, **_FULL}),
     "mla_moe": Feature(packed=True, model=_MLA, moe=_SIGMOID, parallel=_SELECTIVE),
+    "post_norm": Feature(micro_batches=2, packed=True, model=_POST_NORM),
+    "post_norm_compile": Feature(model=_POST_NORM, parallel={**_COMPILE, **_FULL}),
+    "sandwich": Feature(packed=True, model=_SANDWICH),
+    "multipliers": Feature(micro_batches=2, fused=True, model=_MULTIPLIERS),
+    "multipliers_packed": Feature(packed=True, model=_MULTIPLIERS),
     "odd_vocab": Feature(micro_batches=2, model=_ODD),
     "odd_vocab_tied": Feature(model={**_ODD, "tie_embeddings": True}),
     "odd_vocab_bf16": Feature(micro_batches=2, model=_ODD, parallel=_BF16),
@@ -369,7 +381,7 @@ _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 _CHOSEN = {
     "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
     "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
-    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16",
+    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16 post_norm post_norm_compile sandwich multipliers",
     "fsdp_4": "packed_recompute moe_packed moe_lagged idle idle_compile idle_moe_loop",
     "fsdp_3": "dealt dealt_packed dealt_moe dealt_moe_lagged dealt_moe_capacity dealt_bf16",
     "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
@@ -383,21 +395,21 @@ _CHOSEN = {
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
-    " moe_recompute one_key_head partial_rotary lora lora_one_key_head",
-    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora",
+    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed",
+    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
-    " fused fused_compile_recompute partial_rotary norm_over_heads lora",
+    " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers",
     "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
-    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora",
+    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias",
     "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora",
     "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
     " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
-    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16",
+    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16 sandwich",
     "fsdp_tp_whole": "packed_recompute moe_bias branches",
     "hsdp_tp": "qk_norm accumulation moe_packed",
     "fsdp_cp": "accumulation packed tied_embeddings moe_bias fused",

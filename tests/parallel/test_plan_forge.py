@@ -40,6 +40,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gelu": {"feed_forward": "gelu", "norm": "layer_norm"},
     "qk_norm": {"qk_norm": True},
     "tied": {"tie_embeddings": True},
+    "post_norm": {"block": "post_norm", "feed_forward": "relu2", "residual_scale": 0.5},
+    "sandwich": {
+        **{"block": "sandwich", "norm": "rms_norm_plus_one", "feed_forward": "geglu_tanh"},
+        **{"qk_norm": True, "embedding_scale": 8.0, "logits_scale": 0.5, "logits_softcap": 30.0},
+    },
     "moe": MOE,
     "moe_shared": {
         "moe": MoESection(num_experts=8, top_k=2, num_shared_experts=1, first_dense_layers=1,

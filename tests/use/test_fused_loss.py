@@ -180,6 +180,10 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
             "train.loss 'fused_cross_entropy' needs the head's whole weight, of which a rank of parallel.tp 2 has",
         ),
         (
+            ("--model.logits_softcap", "30"),
+            "is computed inside the head, before model.logits_softcap 30.0; use 'cross_entropy'",
+        ),
+        (
             ("--train.objective", "forge_testing.parts:smoothed"),
             "computes the loss itself, and loss is 'fused_cross_entropy'; give one of them",
         ),
@@ -189,7 +193,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
         ),
         (("--train.loss", "fused_crossentropy"), "did you mean 'fused_cross_entropy'?"),
     ],
-    ids=["tp", "objective", "then", "name"],
+    ids=["tp", "softcap", "objective", "then", "name"],
 )
 def test_where_it_cannot_be_computed_it_is_refused(
     tmp_path: Path, flags: tuple[str, ...], words: str

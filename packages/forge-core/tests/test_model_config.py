@@ -21,7 +21,7 @@ from forge_core import AttentionSpec, RopeScaling, SamplingConfig, TransformerCo
         ({"hidden_dim": -1}, ["hidden_dim -1", "at least 1"]),
         ({"max_seq_len": 0}, ["max_seq_len 0", "at least 1"]),
         ({"norm": "batch"}, ["norm 'batch'", "rms_norm"]),
-        ({"feed_forward": "relu"}, ["feed_forward 'relu'", "swiglu"]),
+        ({"feed_forward": "relu3"}, ["feed_forward 'relu3'", "swiglu"]),
         ({"norm_eps": 0.0}, ["norm_eps 0.0", "1e-5"]),
         ({"rope_theta": 1.0}, ["rope_theta 1.0", "10000"]),
         ({"init_std": -1.0}, ["init_std -1.0", "0.02"]),

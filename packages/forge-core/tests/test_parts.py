@@ -148,8 +148,8 @@ def test_all_parts_in_one_message(lab) -> None:
     ("name", "words"),
     [
         ("mixer", "mixer 'x' is unknown; use 'attention' or 'mla', an entry point of forge"),
-        ("block", "block 'x' is unknown; use 'pre_norm', an entry point of forge.blocks"),
-        ("norm", "norm 'x' is unknown; use 'rms_norm' or 'layer_norm', an entry point"),
+        ("block", "block 'x' is unknown; use 'pre_norm' or 'post_norm' or 'sandwich', an entry"),
+        ("norm", "norm 'x' is unknown; use 'rms_norm' or 'layer_norm' or 'rms_norm_plus_one'"),
     ],
 )
 def test_an_unknown_name_is_refused_when_the_config_is_made(name: str, words: str) -> None:

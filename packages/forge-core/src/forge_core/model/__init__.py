@@ -1,7 +1,7 @@
 """The dense decoder-only transformer and its parts."""
 
 from forge_core.model.attention import Attention
-from forge_core.model.block import Block
+from forge_core.model.block import Block, PostNormBlock, SandwichBlock
 from forge_core.model.config import RopeScaling, TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.feed_forward import FeedForward, build_feed_forward
@@ -10,7 +10,7 @@ from forge_core.model.kv_cache import KVCache
 from forge_core.model.layer_types import LayerType
 from forge_core.model.mla import LatentAttention
 from forge_core.model.mla_config import MLAConfig
-from forge_core.model.norm import RMSNorm
+from forge_core.model.norm import PlusOneRMSNorm, RMSNorm
 from forge_core.model.parts import check_parts
 from forge_core.model.spec import AttentionSpec
 from forge_core.model.transformer import Transformer
@@ -25,8 +25,11 @@ __all__ = [
     "LatentAttention",
     "LayerType",
     "MLAConfig",
+    "PlusOneRMSNorm",
+    "PostNormBlock",
     "RMSNorm",
     "RopeScaling",
+    "SandwichBlock",
     "TokenContext",
     "Transformer",
     "TransformerConfig",

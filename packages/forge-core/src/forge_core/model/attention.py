@@ -17,7 +17,7 @@ from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.documents import within_segments
 from forge_core.model.init import Init, linear_rows
 from forge_core.model.kv_cache import LayerCache
-from forge_core.model.norm import RMSNorm
+from forge_core.model.norm import build_head_norm
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 from forge_core.model.rows import attend_rows, attend_scores
 from forge_core.model.spec import MASKS, AttentionSpec
@@ -157,8 +157,8 @@ class Attention(RotaryMixer):
         self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
         self.norms_heads = config.qk_norm_over == "head"
         widths = (self.head_dim, self.head_dim) if self.norms_heads else (width, kv_width)
-        self.q_norm = RMSNorm(widths[0], config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(widths[1], config.norm_eps) if config.qk_norm else None
+        self.q_norm = build_head_norm(config, widths[0]) if config.qk_norm else None
+        self.k_norm = build_head_norm(config, widths[1]) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if self.spec.sinks else None
         self.attend = LocalAttention(self.spec)
 
@@ -186,14 +186,12 @@ class Attention(RotaryMixer):
         return projected
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """How each parameter begins, by its name in this module."""
-        norms = ("q_norm", "k_norm") if self.q_norm is not None else ()
+        """How each parameter of its own begins, by its name in this module; norms have theirs."""
         return {
             **linear_rows("q_proj", self.q_proj, std),
             **linear_rows("k_proj", self.k_proj, std),
             **linear_rows("v_proj", self.v_proj, std),
             **linear_rows("o_proj", self.o_proj, residual_std),
-            **{f"{name}.weight": Init("constant", 1.0) for name in norms},
             **({} if self.sinks is None else {"sinks": Init("normal", std)}),
         }
 

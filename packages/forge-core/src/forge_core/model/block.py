@@ -1,4 +1,4 @@
-"""A block of the decoder, and the arguments with which it calls its parts.
+"""Blocks of the decoder, by where their norms stand, and the arguments with which they call their parts.
 
 Shapes: B rows, S tokens, D width of the residual stream.
 """
@@ -15,21 +15,32 @@ from forge_core.model.norm import build_norm
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)): (B, S, D) -> (B, S, D)."""
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)): (B, S, D) -> (B, S, D).
+
+    What a sublayer adds is multiplied by `config.residual_scale` (Granite).
+    """
+
+    #: Names of its norms; each sees the stream, or what a sublayer adds to it.
+    norms: tuple[str, ...] = ("mixer_norm", "feed_forward_norm")
 
     def __init__(
         self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
     ) -> None:
         super().__init__()
+        self.residual_scale = config.residual_scale
         self.mixer_norm = build_norm(config)
         self.mixer = mixer
         self.feed_forward_norm = build_norm(config)
         self.feed_forward = feed_forward
 
     def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), ctx, cache)
-        x = x + self.feed_forward(self.feed_forward_norm(x), ctx)
+        x = x + self.scaled(self.mixer(self.mixer_norm(x), ctx, cache))
+        x = x + self.scaled(self.feed_forward(self.feed_forward_norm(x), ctx))
         return x
+
+    def scaled(self, branch: Tensor) -> Tensor:
+        """What a sublayer adds to the stream."""
+        return branch if self.residual_scale == 1.0 else branch * self.residual_scale
 
     def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> None:
         """Let the mixer derive from ctx what all layers share."""
@@ -37,10 +48,7 @@ class Block(nn.Module):
 
     def parallel_roles(self) -> dict[str, Any]:
         """Roles of the norms (tokens may be sharded there) and of the two sublayers."""
-        roles: dict[str, Any] = {
-            "mixer_norm.*": "sequence",
-            "feed_forward_norm.*": "sequence",
-        }
+        roles: dict[str, Any] = {f"{name}.*": "sequence" for name in self.norms}
         for name in ("mixer", "feed_forward"):
             roles.update(roles_of(getattr(self, name), name))
         return roles
@@ -48,6 +56,46 @@ class Block(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of the two sublayers for one token."""
         return flops_of(self.mixer, seq_len) + flops_of(self.feed_forward, seq_len)
+
+
+class PostNormBlock(Block):
+    """x + norm(mixer(x)), then x + norm(feed_forward(x)) (OLMo 2, Swin V2): (B, S, D) -> (B, S, D)."""
+
+    norms = ("mixer_post_norm", "feed_forward_post_norm")
+
+    def __init__(
+        self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
+    ) -> None:
+        nn.Module.__init__(self)
+        self.residual_scale = config.residual_scale
+        self.mixer = mixer
+        self.mixer_post_norm = build_norm(config)
+        self.feed_forward = feed_forward
+        self.feed_forward_post_norm = build_norm(config)
+
+    def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.scaled(self.mixer_post_norm(self.mixer(x, ctx, cache)))
+        x = x + self.scaled(self.feed_forward_post_norm(self.feed_forward(x, ctx)))
+        return x
+
+
+class SandwichBlock(Block):
+    """A norm before and after each sublayer (Gemma 2 and 3): x + norm(mixer(norm(x))), and so on."""
+
+    norms = (*Block.norms, *PostNormBlock.norms)
+
+    def __init__(
+        self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
+    ) -> None:
+        super().__init__(config, mixer, feed_forward)
+        self.mixer_post_norm = build_norm(config)
+        self.feed_forward_post_norm = build_norm(config)
+
+    def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
+        mixed = self.mixer_post_norm(self.mixer(self.mixer_norm(x), ctx, cache))
+        x = x + self.scaled(mixed)
+        fed = self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x), ctx))
+        return x + self.scaled(fed)
 
 
 def prepare(module: nn.Module, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> None:

@@ -12,6 +12,12 @@ from forge_core.model.mla_config import MLAConfig
 from forge_core.model.spec import AttentionSpec
 from forge_core.registry import installed
 
+#: Names of the built-in parts; the tables of the parts have the same.
+GATED = ("swiglu", "geglu", "geglu_tanh")
+UNGATED = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
+NORM_NAMES = ("rms_norm", "layer_norm", "rms_norm_plus_one")
+BLOCK_NAMES = ("pre_norm", "post_norm", "sandwich")
+
 
 def _options_of(part: str) -> dict[str, str]:
     """Metadata of an options table; such fields stay out of the hash, as dicts have none."""
@@ -147,16 +153,18 @@ class TransformerConfig:
     head_dim: int | None = setting(None, "width of one head; empty: dim / num_heads")
     hidden_dim: int | None = setting(
         None,
-        "width inside the feed-forward; empty: 8/3 dim rounded up to 64 (swiglu), 4 dim (gelu)",
+        "width inside the feed-forward; empty: 8/3 dim rounded up to 64 (with a gate), 4 dim (without)",
     )
     norm: str = setting(
         "rms_norm",
-        "normalisation: rms_norm, layer_norm, an entry point of forge.norms, or module:attr",
+        "normalisation: rms_norm, layer_norm, rms_norm_plus_one (weights around 0, Gemma), an entry point of "
+        "forge.norms, or module:attr",
     )
     norm_eps: float = setting(1e-5, "added to the variance in every norm")
     feed_forward: str = setting(
         "swiglu",
-        "feed-forward: swiglu, gelu, an entry point of forge.feed_forwards, or module:attr",
+        "feed-forward: swiglu, geglu, geglu_tanh (Gemma), or ungated gelu, gelu_tanh, relu, relu2, silu; an entry "
+        "point of forge.feed_forwards, or module:attr",
     )
     rope_theta: float = setting(10000.0, "base of the rotary wavelengths")
     rope_scaling: RopeScaling | None = field(
@@ -178,6 +186,18 @@ class TransformerConfig:
         "standard deviation of initial weights; residual outputs are divided by sqrt(2 num_layers)",
     )
     max_seq_len: int = setting(8192, "longest row, cached tokens included")
+    embedding_scale: float = setting(
+        1.0,
+        "factor of the embeddings, rounded to their dtype (Gemma: sqrt(dim); Granite's embedding_multiplier)",
+    )
+    residual_scale: float = setting(
+        1.0, "factor of what each sublayer adds to the stream (Granite's residual_multiplier)"
+    )
+    logits_scale: float = setting(1.0, "factor of the logits (Granite: 1 / logits_scaling)")
+    logits_softcap: float | None = setting(
+        None,
+        "logits x become softcap * tanh(x / softcap) (Gemma 2: 30); not with a loss inside the head; empty: no cap",
+    )
     mixer: str = setting(
         "attention", "token mixer: attention, mla, an entry point of forge.mixers, or module:attr"
     )
@@ -186,7 +206,8 @@ class TransformerConfig:
     )
     block: str = setting(
         "pre_norm",
-        "what joins mixer and feed-forward: pre_norm, an entry point of forge.blocks, or module:attr",
+        "where norms stand: pre_norm, post_norm (behind each sublayer, OLMo 2), sandwich (both, Gemma), an entry "
+        "point of forge.blocks, or module:attr",
     )
     attention: AttentionSpec = field(
         default=AttentionSpec(), metadata={"help": "what each attention computes"}
@@ -258,7 +279,7 @@ class TransformerConfig:
         """Width inside the feed-forward."""
         if self.hidden_dim is not None:
             return self.hidden_dim
-        if self.feed_forward == "gelu":
+        if self.feed_forward in UNGATED:
             return 4 * self.dim
         return -(-8 * self.dim // (3 * 64)) * 64
 
@@ -274,9 +295,9 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
     yield from _name_problems(c, "mixer", "forge.mixers", ("attention", "mla"))
     if c.mla is not None and c.mixer != "mla":
         yield f"mla is the table of mixer 'mla', and mixer is {c.mixer!r}; remove it, or use mla"
-    yield from _name_problems(c, "norm", "forge.norms", ("rms_norm", "layer_norm"))
-    yield from _name_problems(c, "feed_forward", "forge.feed_forwards", ("swiglu", "gelu"))
-    yield from _name_problems(c, "block", "forge.blocks", ("pre_norm",))
+    yield from _name_problems(c, "norm", "forge.norms", NORM_NAMES)
+    yield from _name_problems(c, "feed_forward", "forge.feed_forwards", (*GATED, *UNGATED))
+    yield from _name_problems(c, "block", "forge.blocks", BLOCK_NAMES)
     if not (is_finite(c.norm_eps) and 0.0 < c.norm_eps < 1.0):
         yield f"norm_eps {c.norm_eps} must be between 0 and 1; use 1e-5"
     if not (is_finite(c.rope_theta) and c.rope_theta > 1.0):
@@ -294,6 +315,12 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
         yield f"qk_norm_over {c.qk_norm_over!r} must be 'head' or 'all_heads'; use 'head'"
     if c.qk_norm_over == "all_heads" and not c.qk_norm:
         yield "qk_norm_over 'all_heads' must go with qk_norm, which is off; set qk_norm = true"
+    for key in ("embedding_scale", "residual_scale", "logits_scale", "logits_softcap"):
+        value = getattr(c, key)
+        if not (is_finite(value) and value > 0.0) and not (
+            key == "logits_softcap" and value is None
+        ):
+            yield f"{key} {value!r} must be a finite number above 0; use {getattr(TransformerConfig, key) or 30.0}"
     yield from pattern_problems(c.layer_pattern, c.layer_types, c.num_layers)
     if not (is_finite(c.init_std) and c.init_std >= 0.0):
         yield f"init_std {c.init_std} must be a finite number, 0 or more; use 0.02"

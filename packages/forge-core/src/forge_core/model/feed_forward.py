@@ -1,40 +1,77 @@
-"""Dense feed-forwards: SwiGLU and GELU.
+"""Dense feed-forwards by name: an activation, with a gate or without.
 
 Shapes: B rows, S tokens, D width of the residual stream, F width inside.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core.model.config import TransformerConfig
+from forge_core.model.config import GATED, UNGATED, TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
 from forge_core.registry import Registry
 
 
+class Kind(NamedTuple):
+    """An activation, and whether its output is multiplied by a second projection of x."""
+
+    activation: Callable[[Tensor], Tensor]
+    gated: bool
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+#: By name. GELU is exact, or the tanh approximation (Hendrycks & Gimpel 2016); gated ones are of Shazeer 2020,
+#: squared ReLU of So et al. 2021. `config` has the names too, as it may not import torch's functions.
+KINDS = {
+    "swiglu": Kind(F.silu, True),
+    "geglu": Kind(F.gelu, True),
+    "geglu_tanh": Kind(_tanh_gelu, True),
+    "gelu": Kind(F.gelu, False),
+    "gelu_tanh": Kind(_tanh_gelu, False),
+    "relu": Kind(F.relu, False),
+    "relu2": Kind(_squared_relu, False),
+    "silu": Kind(F.silu, False),
+}
+assert {name for name, kind in KINDS.items() if kind.gated} == set(GATED)
+assert KINDS.keys() == {*GATED, *UNGATED}
+
+
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020) when `gated`, else down(gelu(up(x))) with the exact GELU.
+    """down(f(gate(x)) * up(x)), or without a gate down(f(up(x))), with the f of a `kind`.
 
-        FeedForward(dim=256, hidden_dim=704)(x)   # (B, S, D) -> (B, S, D)
+        FeedForward(dim=256, hidden_dim=704)(x)   # SwiGLU: (B, S, D) -> (B, S, D)
 
-    Without a gate there is no `gate_proj`.
+    Without a gate there is no `gate_proj`. `gated` False without a kind is "gelu".
     """
 
     def __init__(
-        self, dim: int, hidden_dim: int, *, gated: bool = True, bias: bool = False
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        kind: str | None = None,
+        gated: bool = True,
+        bias: bool = False,
     ) -> None:
         super().__init__()
+        self.activation, gated = KINDS[kind or ("swiglu" if gated else "gelu")]
         self.gate_proj = nn.Linear(dim, hidden_dim, bias=bias) if gated else None
         self.up_proj = nn.Linear(dim, hidden_dim, bias=bias)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor, ctx: TokenContext | None = None) -> Tensor:
         if self.gate_proj is None:
-            hidden = F.gelu(self.up_proj(x))  # (B, S, F)
+            hidden = self.activation(self.up_proj(x))  # (B, S, F)
         else:
-            hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)  # (B, S, F)
+            hidden = self.activation(self.gate_proj(x)) * self.up_proj(x)  # (B, S, F)
         down: Tensor = self.down_proj(hidden)  # (B, S, D)
         return down
 
@@ -57,16 +94,16 @@ class FeedForward(nn.Module):
         return 2.0 * sum(m.in_features * m.out_features for m in matrices if m is not None)
 
 
-def _dense(config: TransformerConfig, layer: int, *, gated: bool) -> FeedForward:
+def _dense(config: TransformerConfig, layer: int, *, kind: str) -> FeedForward:
     hidden, bias = config.resolved_hidden_dim, config.feed_forward_bias
-    return FeedForward(config.dim, hidden, gated=gated, bias=bias)
+    return FeedForward(config.dim, hidden, kind=kind, bias=bias)
 
 
 FEED_FORWARDS = Registry(
     "model.feed_forward",
     "forge.feed_forwards",
     ("config", "layer"),
-    {"swiglu": partial(_dense, gated=True), "gelu": partial(_dense, gated=False)},
+    {name: partial(_dense, kind=name) for name in KINDS},
 )
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm.
+"""RMSNorm, with weights around 1 or around 0, and LayerNorm.
 
 Shapes: D width of the last dim, ... any leading dims.
 """
@@ -50,6 +50,16 @@ class _CpuRMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight (D,) of x (..., D), in fp32; result in the dtype of x."""
+    if x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():  # decoding: an autograd function's own cost counts there
+            return _normalised(x, weight, eps)[0]
+        out: Tensor = _CpuRMSNorm.apply(x, weight, eps)
+        return out
+    return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, in fp32, result in the dtype of x (Zhang & Sennrich 2019).
 
@@ -62,21 +72,36 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling():
-            if (
-                not torch.is_grad_enabled()
-            ):  # decoding: an autograd function's own cost counts there
-                return _normalised(x, self.weight, self.eps)[0]
-            out: Tensor = _CpuRMSNorm.apply(x, self.weight, self.eps)
-            return out
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.size(0)}, eps={self.eps}"
 
 
+class PlusOneRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight): weights begin at 0, and near 0 they are finer in 16 bits (Gemma).
+
+    PlusOneRMSNorm(dim, eps=1e-6)(x)   # (..., D) -> (..., D)
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__(dim, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return rms_norm(x, weight, self.eps)
+
+    def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
+        """How the weight begins; see `Init`."""
+        return {"weight": ("constant", 0.0)}
+
+
 NORMS = Registry(
-    "model.norm", "forge.norms", ("dim", "eps"), {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
+    "model.norm",
+    "forge.norms",
+    ("dim", "eps"),
+    {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm, "rms_norm_plus_one": PlusOneRMSNorm},
 )
 
 
@@ -84,3 +109,9 @@ def build_norm(config: TransformerConfig) -> nn.Module:
     """The norm over the last dim that a config names."""
     norm: nn.Module = NORMS.find(config.norm)(config.dim, config.norm_eps, **config.norm_options)
     return norm
+
+
+def build_head_norm(config: TransformerConfig, width: int) -> RMSNorm:
+    """The norm of queries or keys over `width`: RMSNorm, with weights around 0 where the others have them."""
+    kind = PlusOneRMSNorm if config.norm == "rms_norm_plus_one" else RMSNorm
+    return kind(width, config.norm_eps)

@@ -15,7 +15,7 @@ with the options of `config.mixer_options` and so on, which its signature must h
 from torch import nn
 
 from forge_core.model.attention import Attention
-from forge_core.model.block import Block
+from forge_core.model.block import Block, PostNormBlock, SandwichBlock
 from forge_core.model.config import TransformerConfig
 from forge_core.model.feed_forward import FEED_FORWARDS
 from forge_core.model.mla import LatentAttention
@@ -34,7 +34,10 @@ MIXERS = Registry(
     },
 )
 BLOCKS = Registry(
-    "model.block", "forge.blocks", ("config", "mixer", "feed_forward"), {"pre_norm": Block}
+    "model.block",
+    "forge.blocks",
+    ("config", "mixer", "feed_forward"),
+    {"pre_norm": Block, "post_norm": PostNormBlock, "sandwich": SandwichBlock},
 )
 
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core.model.block import flops_of, prepare, roles_of
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.feed_forward import build_feed_forward
+from forge_core.model.head import Head, Then, TiedHead
 from forge_core.model.init import initialise
 from forge_core.model.kv_cache import KVCache, refuse_mask
 from forge_core.model.norm import build_norm
@@ -22,23 +22,6 @@ from forge_core.model.parts import build_block, build_mixer, check_parts
 from forge_core.model.spec import AttentionSpec
 
 Factory = Callable[[int], nn.Module]
-#: Of the stream behind the final norm (B, S, D) and the head's weight (V, D).
-Then = Callable[[Tensor, Tensor], Tensor]
-
-
-class Head(nn.Linear):
-    """The output projection: (B, S, D) -> (B, S, V), or the result of `then(x, weight (V, D))`."""
-
-    def forward(self, x: Tensor, then: Then | None = None) -> Tensor:
-        return super().forward(x) if then is None else then(x, self.weight)
-
-
-class TiedHead(nn.Module):
-    """The same by the embedding's weight (V, D), which it does not hold, so that nothing can untie it
-    (`to_empty` would)."""
-
-    def forward(self, x: Tensor, weight: Tensor, then: Then | None = None) -> Tensor:
-        return F.linear(x, weight) if then is None else then(x, weight)
 
 
 class Transformer(nn.Module):
@@ -84,9 +67,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.num_layers)})
         self.norm = build_norm(config)
         tied = config.tie_embeddings
-        self.lm_head: nn.Module = (
-            TiedHead() if tied else Head(config.dim, config.vocab_size, bias=False)
-        )
+        self.lm_head: nn.Module = TiedHead(config) if tied else Head(config)
         if not self.embedding.weight.is_meta:
             initialise(self, seed=0, strict=False)
 
@@ -119,7 +100,7 @@ class Transformer(nn.Module):
         Raises ValueError for a row longer than max_seq_len and for shapes and dtypes that do not fit.
         """
         ctx = self.context(tokens, positions, document_ids, cache, token_ids)
-        x = tokens if tokens.is_floating_point() else self.embedding(tokens)  # (B, S, D)
+        x = tokens if tokens.is_floating_point() else self._embed(tokens)  # (B, S, D)
         parts = {key: cache.layer(key) if cache is not None else None for key in self.layers}
         for key, block in self.layers.items():
             prepare(block, ctx, x, parts[key])
@@ -131,10 +112,17 @@ class Transformer(nn.Module):
         # a subclass with its own head may not take a loss
         return self.head(x) if then is None else self.head(x, then)
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """The stream (B, S, D) of tokens (B, S)."""
+        x: Tensor = self.embedding(tokens)
+        scale = self.config.embedding_scale
+        # rounded as the embeddings are, which transformers' Gemma does
+        return x if scale == 1.0 else x * x.new_full((), scale)
+
     def head(self, x: Tensor, then: Then | None = None) -> Tensor:
         """Final norm and output projection: (B, S, D) -> (B, S, V); x itself where another stage has them.
 
-        `then` as in `forward`.
+        `then` as in `forward`: its x has `logits_scale` in it already; ValueError with a soft-cap.
         """
         if self.norm is None:
             return x
