@@ -402,7 +402,7 @@ CASES: dict[str, list[Case | Call]] = {
              ("global_batch 0", "lr")),
     ],
     "A name that leads nowhere": [
-        *_unknown("optimizer.name", "'muon'"), *_unknown("schedule.name", "'polynomial'"),
+        *_unknown("optimizer.name", "'shampoo'"), *_unknown("schedule.name", "'polynomial'"),
         *_unknown("model.moe.router", "'hashed'", "num_experts = 4"),
         *_unknown("callbacks.mine.name", "'no_lab.hooks:Mine'"),
         *_unknown("model.name", "'no_lab.model:build'"),

@@ -613,6 +613,18 @@ PROBES: dict[str, Probe] = {
     "optimizer.betas": Probe([0.5, 0.9], trained),
     "optimizer.eps": Probe(1e-2, trained),
     "optimizer.weight_decay": Probe(5.0, trained),
+    **{
+        f"optimizer.muon.{key}": Probe(other, trained, {"optimizer.name": "muon"})
+        for key, other in (
+            ("momentum", 0.5),
+            ("nesterov", False),
+            ("ns_steps", 2),
+            ("ns_dtype", "fp32"),
+            ("adjust", "original"),
+            ("adamw_lr_multiplier", 0.1),
+        )
+    },
+    "optimizer.groups.<name>.muon": Probe(True, trained, {**GROUP, "optimizer.name": "muon"}),
     "optimizer.options": Probe({"momentum": 0.5}, trained, {"optimizer.name": "torch.optim:SGD"}),
     "optimizer.groups.<name>.patterns": Probe(
         ["layers.*"], trained, {**GROUP, "optimizer.groups.<name>.lr_multiplier": 0.1}

@@ -3,6 +3,7 @@
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.build import OPTIMIZERS, build_optimizer, check_optimizer, find_optimizer
 from forge_core.optim.config import (
+    MuonConfig,
     OptimizerConfig,
     OptimizerGroupConfig,
     ScheduleConfig,
@@ -16,6 +17,7 @@ from forge_core.optim.groups import (
 )
 from forge_core.optim.idle import IdleOptimizer, trains_nothing
 from forge_core.optim.lion import Lion
+from forge_core.optim.muon import Muon
 from forge_core.optim.named import set_lr
 from forge_core.optim.schedule import build_schedule, check_schedule
 from forge_core.optim.stages import (
@@ -34,6 +36,8 @@ __all__ = [
     "AdamW",
     "IdleOptimizer",
     "Lion",
+    "Muon",
+    "MuonConfig",
     "OptimizerConfig",
     "OptimizerGroupConfig",
     "ScheduleConfig",

@@ -26,8 +26,13 @@ class AdamW(NamedOptimizer):
     Cost: 8 bytes of moments per trainable parameter, made here; no host sync in `step`.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        groups = parameter_groups(model, config)
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        groups: list[dict[str, Any]] | None = None,
+    ) -> None:
+        groups = parameter_groups(model, config) if groups is None else groups
         fused = can_fuse(groups)
         super().__init__(model, config, groups, betas=config.betas, eps=config.eps, fused=fused)
 
@@ -40,7 +45,7 @@ class AdamW(NamedOptimizer):
 
     def fresh(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         made = super().fresh(parameter, group)
-        if not group["fused"]:  # then torch's update counts on the CPU
+        if "step" in made and not group["fused"]:  # then torch's update counts on the CPU
             made["step"] = made["step"].cpu()
         return made
 

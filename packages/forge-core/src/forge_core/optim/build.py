@@ -13,6 +13,7 @@ from forge_core.optim.base import NamedOptimizer
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import match_groups, parameter_groups, take_part
 from forge_core.optim.lion import build_lion
+from forge_core.optim.muon import build_muon
 from forge_core.registry import Registry
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -140,5 +141,5 @@ OPTIMIZERS = Registry(
     "optimizer.name",
     "forge.optimizers",
     ("model", "config"),
-    {"adamw": build_adamw, "lion": build_lion},
+    {"adamw": build_adamw, "lion": build_lion, "muon": build_muon},
 )

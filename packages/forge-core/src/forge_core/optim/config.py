@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from forge_core._config import foreign_keys, raise_problems, setting
 
-_BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99)}
-#: Keys that not all built-in optimizers read, with those that do; parts from outside are asked as they are built.
-_READERS = {"eps": ("adamw",)}
-_BUILT_IN = ("adamw", "lion")
+_BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+#: Keys of [optimizer] that not all built-in optimizers read; parts from outside are asked as they are built.
+_READERS = {"eps": ("adamw", "muon")}
+#: Tables of [optimizer] that one optimizer alone reads.
+_TABLES = {"muon": "muon"}
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,38 @@ class OptimizerGroupConfig:
     weight_decay: float | None = setting(
         None, "of all parameters of the group (default: optimizer.weight_decay, of matrices alone)"
     )
+    muon: bool | None = setting(
+        None,
+        "whether Muon updates the group's matrices, else AdamW (default: matrices of blocks, no embedding)",
+    )
 
     def __post_init__(self) -> None:
         raise_problems("group", _group_problems(self))
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Settings of Muon beside lr and weight_decay: `MuonConfig(momentum=0.9, adjust="original")`.
+
+    betas and eps of the optimizer are those of AdamW, which updates the parameters that are not Muon's.
+    """
+
+    momentum: float = setting(0.95, "decay per step of the average of gradients")
+    nesterov: bool = setting(True, "orthogonalise the average one step ahead")
+    ns_steps: int = setting(5, "Newton-Schulz iterations in an update")
+    ns_dtype: Literal["bf16", "fp32"] = setting(
+        "bf16", "dtype of the Newton-Schulz iterations, and of what ranks exchange for them"
+    )
+    adjust: Literal["match_rms_adamw", "original"] = setting(
+        "match_rms_adamw",
+        "size of an update: of AdamW's size, so its lr fits, or Keller Jordan's, for lr 0.02 or so",
+    )
+    adamw_lr_multiplier: float = setting(
+        1.0, "lr of the parameters that are AdamW's, as a part of lr"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("muon", _muon_problems(self))
 
 
 @dataclass(frozen=True)
@@ -41,7 +71,7 @@ class OptimizerConfig:
     """Settings of an optimizer; a ValueError lists every one that cannot be."""
 
     name: str = setting(
-        "adamw", "optimizer: adamw, lion, an entry point of forge.optimizers, or module:attr"
+        "adamw", "optimizer: adamw, lion, muon, an entry point of forge.optimizers, or module:attr"
     )
     lr: float = setting(3e-4, "peak learning rate, which the schedule multiplies")
     # None until built: __post_init__ puts in what the name has as a default
@@ -50,9 +80,12 @@ class OptimizerConfig:
         "decay per step of the averages of gradient and squared gradient; lion: of update and momentum "
         "(default: 0.9, 0.95; lion: 0.9, 0.99)",
     )
-    eps: float = setting(1e-8, "adamw: added to the root of the averaged squared gradient")
+    eps: float = setting(1e-8, "adamw, muon: added to the root of the averaged squared gradient")
     weight_decay: float = setting(
         0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
+    )
+    muon: MuonConfig = field(
+        default_factory=MuonConfig, metadata={"help": "settings of Muon alone"}
     )
     options: dict[str, Any] = field(
         default_factory=dict,
@@ -154,7 +187,36 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
             f"eps {c.eps} must be a positive number, or a zero gradient divides by zero; use 1e-8"
         )
     yield from _weight_decay_problems(c.weight_decay)
-    yield from foreign_keys(c, _READERS, _BUILT_IN)
+    yield from foreign_keys(c, _READERS, tuple(_BETAS))
+    for key, value, reader in _foreign(c):
+        yield f"{key} {value} is read by {reader} alone, and name is {c.name!r}; remove it, or use {reader}"
+
+
+def _foreign(c: OptimizerConfig) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, its optimizer) of what stands off its default in the tables of another optimizer."""
+    for table, reader in _TABLES.items():
+        own = getattr(c, table)
+        for key, value in vars(own).items():
+            if c.name != reader and value != getattr(type(own), key):
+                yield f"{table}.{key}", value, reader
+    for name, group in c.groups.items():
+        if c.name != "muon" and group.muon is not None:
+            yield f"groups.{name}.muon", group.muon, "muon"
+
+
+def _muon_problems(c: MuonConfig) -> Iterator[str]:
+    if not 0.0 <= c.momentum < 1.0:
+        yield f"momentum {c.momentum} must be in [0, 1); use 0.95"
+    if not 1 <= c.ns_steps < 100:
+        yield f"ns_steps {c.ns_steps} must be from 1 to 99; use 5"
+    for key in ("ns_dtype", "adjust"):
+        allowed = get_args(get_type_hints(MuonConfig)[key])
+        if getattr(c, key) not in allowed:
+            yield (
+                f"{key} {getattr(c, key)!r} must be {' or '.join(allowed)}; use {getattr(MuonConfig, key)}"
+            )
+    if not 0.0 < c.adamw_lr_multiplier < math.inf:
+        yield f"adamw_lr_multiplier {c.adamw_lr_multiplier} must be a positive number; use 1.0"
 
 
 def _wsd_problems(c: WSDConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -67,7 +68,7 @@ def groups_of_part(part: nn.Module, config: OptimizerConfig) -> dict[str, Optimi
     for group, own in config.groups.items():
         patterns = tuple(p for p in own.patterns if any(fnmatchcase(n, p) for n in names))
         if patterns:
-            found[group] = OptimizerGroupConfig(patterns, own.lr_multiplier, own.weight_decay)
+            found[group] = replace(own, patterns=patterns)
     return found
 
 
@@ -145,7 +146,7 @@ def take_part(optimizer: Any, model: nn.Module, config: OptimizerConfig) -> None
 def _keep_marks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """A state to load that keeps this optimizer's settings of groups: torch would take the saved ones."""
     marks = [
-        {key: group[key] for key in ("group", "lr_multiplier") if key in group}
+        {key: group[key] for key in ("group", "lr_multiplier", "lr_scale") if key in group}
         for group in optimizer.param_groups
     ]
     saved = state["param_groups"]

@@ -1,0 +1,270 @@
+"""Muon against float64 by hand and torch.optim.Muon, on one process; which parameters are its; mask and state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge_core.optim import (
+    AdamW,
+    Muon,
+    MuonConfig,
+    OptimizerConfig,
+    OptimizerGroupConfig,
+    build_optimizer,
+    check_optimizer,
+)
+
+Gradients = list[dict[str, Tensor]]
+NS = (3.4445, -4.7750, 2.0315)
+
+
+class Model(nn.Module):
+    """Blocks with a wide, a tall, a square matrix and a stack of experts between an embedding and a head."""
+
+    def __init__(self, experts: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(self.block(experts) for _ in range(2))
+        self.head = nn.Linear(8, 12)
+
+    def block(self, experts: bool) -> nn.Module:
+        block = nn.ModuleDict(
+            {
+                "up": nn.Linear(8, 20),
+                "down": nn.Linear(20, 8),
+                "mix": nn.Linear(8, 8, bias=False),
+                "norm": nn.LayerNorm(8),
+            }
+        )
+        if experts:
+            block.experts = nn.Parameter(torch.randn(3, 8, 6))  # (E, in, out)
+        return block
+
+
+HIDDEN = {f"layers.{i}.{n}" for i in (0, 1) for n in ("up.weight", "down.weight", "mix.weight", "experts")}  # fmt: skip
+
+
+def recorded(model: nn.Module, steps: int, seed: int = 1) -> Gradients:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+        for _ in range(steps)
+    ]
+
+
+def run(model: nn.Module, optimizer: Any, gradients: Gradients, **arguments: Any) -> None:
+    for step in gradients:
+        for name, parameter in model.named_parameters():
+            parameter.grad = step[name].clone()
+        optimizer.step(**arguments)
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Keller Jordan's iteration, of one matrix."""
+    a, b, c = NS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix) / (matrix.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def by_hand(weight: Tensor, gradients: list[Tensor], lr: float, decay: float, c: MuonConfig) -> Tensor:  # fmt: skip
+    """One matrix (out, in) in float64, with the momentum of Keller's statement: B <- mu B + G."""
+    w, b = weight.double(), torch.zeros(weight.shape, dtype=torch.float64)
+    out, into = weight.shape
+    for g in gradients:
+        b = c.momentum * b + g.double()
+        direction = g.double() + c.momentum * b if c.nesterov else b
+        size = max(1, out / into) ** 0.5 if c.adjust == "original" else 0.2 * max(out, into) ** 0.5
+        w = w - lr * decay * w - lr * size * newton_schulz(direction, c.ns_steps)
+    return w
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        MuonConfig(ns_dtype="fp32"),
+        MuonConfig(ns_dtype="fp32", adjust="original", nesterov=False, momentum=0.9, ns_steps=4),
+    ],
+)
+def test_six_steps_equal_float64(own: MuonConfig) -> None:
+    model = Model()
+    config = OptimizerConfig("muon", lr=0.02, weight_decay=0.3, muon=own)
+    gradients = recorded(model, 6)
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        start, steps = parameter.detach().clone(), [step[name] for step in gradients]
+        if parameter.ndim == 3:  # each expert is a matrix (in, out)
+            wanted[name] = torch.stack(
+                [
+                    by_hand(start[e].T, [g[e].T for g in steps], 0.02, 0.3, own).T
+                    for e in range(len(start))
+                ]
+            )
+        elif name in HIDDEN:
+            wanted[name] = by_hand(start, steps, 0.02, 0.3, own)
+    assert wanted.keys() == HIDDEN
+    run(model, build_optimizer(model, config), gradients)
+    got = dict(model.named_parameters())
+    errors = {name: error(got[name].detach(), wanted[name]) for name in wanted}
+    # fp32 iterations enlarge rounding by up to 3.4^5; the update is a twentieth of a weight
+    assert max(errors.values()) <= 1e-6, errors
+
+
+def test_the_rest_is_adamw_with_a_rate_of_its_own() -> None:
+    model, twin = Model(), Model()
+    own = MuonConfig(adamw_lr_multiplier=0.5)
+    config = OptimizerConfig("muon", lr=0.02, betas=(0.8, 0.9), eps=1e-4, muon=own)
+    optimizer = build_optimizer(model, config)
+    plain = build_optimizer(twin, OptimizerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-4))
+    gradients = recorded(model, 3)
+    run(model, optimizer, gradients)
+    run(twin, plain, gradients)
+    others = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, others[name]) == (name not in HIDDEN), name
+    state = optimizer.named_state()
+    assert {name for name, slots in state.items() if set(slots) == {"momentum_buffer"}} == HIDDEN
+    assert state["embedding.weight"]["step"] == 3.0
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_bf16_is_torchs_muon(adjust: Any) -> None:
+    """Of the update. The same operations, so 1e-6 on this CPU; products of a batch may be rounded otherwise, by 2^-9."""
+    model, twin = Model(experts=False), Model(experts=False)
+    config = OptimizerConfig("muon", lr=0.02, weight_decay=0.3, muon=MuonConfig(adjust=adjust))
+    gradients = recorded(model, 4)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run(model, build_optimizer(model, config), gradients)
+    hidden = {n: p for n, p in twin.named_parameters() if n in HIDDEN}
+    reference = torch.optim.Muon(
+        list(hidden.values()), lr=0.02, weight_decay=0.3, adjust_lr_fn=adjust
+    )
+    run(twin, reference, gradients)
+    for name, parameter in model.named_parameters():
+        if name in HIDDEN:
+            moved = hidden[name].detach() - before[name]
+            assert error(parameter.detach() - before[name], moved) <= 1e-2, name
+
+
+def test_it_orthogonalises() -> None:
+    """Singular values of an update are near one, whatever those of the gradient."""
+    model = nn.Sequential(nn.Linear(8, 32, bias=False))
+    own = MuonConfig(adjust="original", ns_dtype="fp32")
+    optimizer = build_optimizer(model, OptimizerConfig("muon", lr=1.0, weight_decay=0.0, muon=own))
+    before = model[0].weight.detach().clone()
+    model[0].weight.grad = torch.randn(32, 8) @ torch.diag(torch.logspace(0, -1, 8))
+    optimizer.step()
+    values = torch.linalg.svdvals((model[0].weight.detach() - before) / 2)  # sqrt(32 / 8)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+
+
+def test_a_masked_step_changes_nothing_and_an_unmasked_one_is_bit_equal() -> None:
+    model, twin = Model(), Model()
+    config = OptimizerConfig("muon", lr=0.1, weight_decay=0.5)
+    masked, plain = build_optimizer(model, config), build_optimizer(twin, config)
+    for step in recorded(model, 3):
+        run(model, masked, [step], skip=torch.tensor(0.0))
+        bad = {n: torch.full_like(g, math.nan) for n, g in step.items()}
+        run(model, masked, [bad], skip=torch.tensor(1.0))
+        run(twin, plain, [step])
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, two)
+    _assert_same_state(masked, plain)
+
+
+def test_F32_after_a_load_the_steps_are_bit_equal() -> None:
+    straight, resumed = Model(), Model()
+    gradients, config = recorded(straight, 6), OptimizerConfig("muon")
+    optimizer, other = build_optimizer(straight, config), build_optimizer(resumed, config)
+    run(straight, optimizer, gradients[:3])
+    run(resumed, other, recorded(straight, 2, seed=9))
+    resumed.load_state_dict(straight.state_dict())
+    other.load_named_state(copy.deepcopy(optimizer.named_state()))
+    run(straight, optimizer, gradients[3:])
+    run(resumed, other, gradients[3:])
+    for one, two in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+    _assert_same_state(optimizer, other)
+
+
+def test_state_in_the_form_of_torch_and_copies() -> None:
+    model, config = Model(), OptimizerConfig("muon", muon=MuonConfig(adamw_lr_multiplier=0.1))
+    optimizer = build_optimizer(model, config)
+    run(model, optimizer, recorded(model, 2))
+    twin, copied = build_optimizer(model, config), copy.deepcopy(optimizer)
+    twin.load_state_dict(optimizer.state_dict())
+    _assert_same_state(twin, optimizer)
+    _assert_same_state(copied, optimizer)
+    for group in copied.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    copied.step()
+
+
+def test_F33_embedding_and_head_are_not_orthogonalised_and_groups_decide_otherwise() -> None:
+    def muons(**groups: Any) -> set[str]:
+        config = OptimizerConfig("muon", groups={n: OptimizerGroupConfig(*g[:1], muon=g[1]) for n, g in groups.items()})  # fmt: skip
+        optimizer = build_optimizer(Model(), config)
+        return {n for g in optimizer.param_groups if g["muon"] for n in g["param_names"]}
+
+    assert muons() == HIDDEN
+    assert muons(a=(("layers.1.*",), False)) == {n for n in HIDDEN if n.startswith("layers.0")}
+    assert muons(a=(("head.*",), True)) == HIDDEN | {"head.weight"}  # its bias is no matrix
+
+
+def test_a_table_of_ids_in_a_block_and_a_tied_one_are_adamws() -> None:
+    model = Model()
+    model.layers[0].ids = nn.Embedding(5, 8)
+    model.layers[0].mix.weight = model.embedding.weight
+    optimizer = build_optimizer(model, OptimizerConfig("muon"))
+    names = {n for g in optimizer.param_groups if not g["muon"] for n in g["param_names"]}
+    assert {"embedding.weight", "layers.0.ids.weight"} <= names
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    model = Model()
+    optimizer = build_optimizer(model, OptimizerConfig("muon", lr=0.1, weight_decay=0.5))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.layers[0].mix.weight.grad = torch.ones(8, 8)
+    optimizer.step()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {"layers.0.mix.weight"}
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must have a matrix below a block.*muon = true"):
+        build_optimizer(nn.Linear(3, 3), OptimizerConfig("muon"))
+    check_optimizer(nn.Linear(1, 1, device="meta"), OptimizerConfig("muon"))
+    with pytest.raises(ValueError, match=r"muon: momentum 1\.0") as error:
+        MuonConfig(momentum=1.0, ns_steps=0, ns_dtype="fp16", adjust="mine", adamw_lr_multiplier=0)
+    assert len(str(error.value).splitlines()) == 5
+    group = {"a": OptimizerGroupConfig(("*",), muon=True)}
+    with pytest.raises(ValueError, match=r"optimizer: muon.ns_steps 3 is read by muon alone, and") as error:  # fmt: skip
+        OptimizerConfig(muon=MuonConfig(ns_steps=3), groups=group)
+    assert "groups.a.muon True is read by muon alone" in str(error.value)
+    assert isinstance(build_optimizer(Model(), OptimizerConfig("muon")), Muon)
+    assert not isinstance(build_optimizer(Model()), Muon)
+    assert issubclass(Muon, AdamW)
+
+
+def _assert_same_state(one: Any, other: Any) -> None:
+    mine, theirs = one.named_state(), other.named_state()
+    assert mine.keys() == theirs.keys()
+    for name, slots in theirs.items():
+        for slot, value in slots.items():
+            assert torch.equal(torch.as_tensor(mine[name][slot]), torch.as_tensor(value)), name
