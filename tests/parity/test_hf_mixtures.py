@@ -5,6 +5,8 @@ a router are spread wide, so that rounding chooses no other expert.
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +16,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4MoeConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -23,7 +26,7 @@ from transformers import (
 
 from forge_ckpt import load_hf
 from forge_ckpt.hf import HFFolder, save_hf
-from forge_core import SamplingConfig, Transformer, generate
+from forge_core import FeedForward, SamplingConfig, Transformer, generate
 from forge_core.families import find_family
 from forge_core.model import build_feed_forward
 from forge_moe import MoE
@@ -51,6 +54,36 @@ GLM = {
     "n_shared_experts": 1,
     "head_dim": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 6.0,
+    "original_max_position_embeddings": 40,
+    "beta_fast": 2.0,
+    "beta_slow": 0.2,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
+    "truncate": True,
+}
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": YARN,
+}
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "mixtral_tied": (MixtralConfig, {"num_local_experts": 4, "tie_word_embeddings": True}),
@@ -64,6 +97,29 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "glm4_moe_normed": (
         Glm4MoeConfig,
         {**GLM, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2},
+    ),
+    "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
+    "deepseek_v3_biased": (
+        DeepseekV3Config,
+        {
+            **DEEPSEEK,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "v_head_dim": 18,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v3_plain_queries": (
+        DeepseekV3Config,
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {**YARN, "mscale": 0.0, "truncate": False},
+        },
     ),
 }
 
@@ -122,7 +178,70 @@ def test_files_go_back_bit_equal(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.entries)
 
 
-@pytest.mark.parametrize("case", ["olmoe", "glm4_moe_normed"])
+@pytest.mark.parametrize("case", [case for case in CASES if "deepseek" in case])
+def test_a_configuration_goes_back(case: str) -> None:
+    reference, folder = saved(case)
+    hf = json.loads((folder / "config.json").read_text())
+    experts, decoder = FAMILIES[hf["model_type"]], find_family(hf)
+    config, moe = decoder.config_from_hf(hf), experts.config_from_hf(hf)
+    layers = experts.layers_to_hf(experts.sparse_layers(hf), config.num_layers)
+    written = {**decoder.config_to_hf(config), **experts.config_to_hf(moe), **layers}
+    assert (decoder.config_from_hf(written), experts.config_from_hf(written)) == (config, moe)
+    theirs = AutoModelForCausalLM.from_config(type(reference.config)(**written)).eval()
+    theirs.load_state_dict(reference.state_dict())
+    tokens = torch.arange(50)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, reference(tokens).logits)
+
+
+def yarn(model: Transformer, **changes: Any) -> dict[str, Any]:
+    return {"rope_scaling": replace(model.config.rope_scaling, **changes)}
+
+
+#: Options of DeepSeek-V3, each off or at its default: of the decoder, of the experts, or of tensors.
+OFF: dict[str, Callable[[Transformer], dict[str, Any]]] = {
+    "yarn": lambda m: {"rope_scaling": None},
+    "factor": lambda m: yarn(m, factor=1.0),
+    "beta_fast": lambda m: yarn(m, beta_fast=32.0),
+    "beta_slow": lambda m: yarn(m, beta_slow=1.0),
+    "mscale": lambda m: yarn(m, mscale=1.0),
+    "mscale_all_dim": lambda m: yarn(m, mscale_all_dim=1.0),
+    "rope_interleave": lambda m: {"mla": replace(m.config.mla, rope_interleave=False)},
+    "norm_eps": lambda m: {"norm_eps": 1e-6},
+    "routed_scaling_factor": lambda m: {"moe": {"route_scale": 1.0}},
+    "norm_topk_prob": lambda m: {"moe": {"normalize": "before_top_k"}},
+    "n_group": lambda m: {"moe": {"num_groups": 1, "top_groups": 1}},
+    "scoring_func": lambda m: {"moe": {"router": "softmax_topk"}},
+    "e_score_correction_bias": lambda m: {"zero": "expert_bias"},
+    "shared_experts": lambda m: {"zero": "shared.down_proj"},
+    "q_a_layernorm": lambda m: {"zero": "q_a_norm"},
+}
+
+
+@pytest.mark.parametrize("option", OFF)
+@torch.no_grad()
+def test_every_option_of_deepseek_moves_logits(option: str) -> None:
+    """By over a hundred times the bound, so that the parity above sees it."""
+    model, _, _ = load("deepseek_v3")
+    change = OFF[option](model)
+    moe, zero = change.pop("moe", {}), change.pop("zero", "no name")
+    config = replace(model.config, **change)
+
+    def feed_forward(i: int) -> torch.nn.Module:
+        old = model.layers[str(i)].feed_forward
+        return MoE(replace(old.config, **moe)) if isinstance(old, MoE) else FeedForward(48, 40)
+
+    mutant = Transformer(config, feed_forward=feed_forward).eval()
+    mutant.load_state_dict(model.state_dict())
+    for name, tensor in mutant.state_dict().items():
+        if zero in name:
+            tensor.zero_() if "norm" not in name else tensor.fill_(1.0)
+    tokens = torch.randint(0, 96, (2, 50), generator=torch.Generator().manual_seed(1))
+    wanted = model(tokens)
+    assert float((mutant(tokens) - wanted).abs().max() / wanted.abs().max()) > 100 * 1e-5
+
+
+@pytest.mark.parametrize("case", ["olmoe", "glm4_moe_normed", "deepseek_v3"])
 def test_greedy_generation_equal(case: str) -> None:
     """With a cache: heads that turn in part, and norms over all heads."""
     reference, _ = saved(case)

@@ -62,6 +62,16 @@ CASES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         **{"n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True},
     },
+    "DeepseekV3": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "v_head_dim": 6},
+        **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mscale": 1.0},
+            **{"mscale_all_dim": 0.5, "original_max_position_embeddings": 32},
+        },
+    },
 }
 FILES = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "{{ x }}"}
 
@@ -384,11 +394,6 @@ IMPORTS: dict[str, tuple[str, Any, str]] = {
         "Llama",
         {"model_type": "gpt2"},
         r"model_type 'gpt2' cannot be held; use one of llama",
-    ),
-    "latent attention": (
-        "Llama",
-        {"model_type": "deepseek_v3"},
-        r"its attention is latent \(MLA\)",
     ),
     "F98: an unknown key": (
         "Llama",

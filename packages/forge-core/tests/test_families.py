@@ -1,9 +1,10 @@
-"""Translation of config.json: what is refused by name.."""
+"""Translation of config.json: what is refused by name."""
 
 import pytest
 
 from forge_core import AttentionSpec, RopeScaling, TransformerConfig
 from forge_core.families import (
+    DEEPSEEK_V3,
     FAMILIES,
     GLM4_MOE,
     LLAMA,
@@ -17,6 +18,7 @@ from forge_core.families import (
     Family,
     find_family,
 )
+from forge_core.model import MLAConfig
 
 HF = {
     "vocab_size": 8,
@@ -236,10 +238,54 @@ def test_defaults_of_a_key_that_the_file_leaves_out_are_those_of_the_family() ->
     assert not QWEN2_MOE.config_from_hf({**HF, "qkv_bias": False}).qkv_bias
 
 
-def test_a_family_is_found_by_model_type_or_refused_with_the_reason() -> None:
+LATENT = {
+    **{"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 6, "num_key_value_heads": 2},
+}
+
+
+def test_latent_attention_of_deepseek() -> None:
+    hf = {**HF, **LATENT, "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}}
+    config = DEEPSEEK_V3.config_from_hf(hf)
+    assert (config.mixer, config.head_dim) == ("mla", None)
+    assert config.mla == MLAConfig(None, 8, 6, 4, 6, rope_interleave=True)
+    assert DEEPSEEK_V3.config_from_hf({**hf, "head_dim": 7}) == config  # transformers sets it too
+    assert not DEEPSEEK_V3.config_from_hf({**hf, "rope_interleave": False}).mla.rope_interleave
+    written = DEEPSEEK_V3.config_to_hf(config)
+    assert (written["head_dim"], written["attention_bias"]) == (4, False)
+    assert DEEPSEEK_V3.config_from_hf(written) == config
+    # scores grow by it alone, too
+    scaling = {**YARN, "mscale_all_dim": 0.7}
+    yarn = DEEPSEEK_V3.config_from_hf({**hf, "rope_scaling": scaling})
+    assert yarn.rope_scaling.mscale_all_dim == 0.7
+    assert DEEPSEEK_V3.config_to_hf(yarn)["rope_scaling"] == {**scaling, **DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"qk_head_dim": 11}, "qk_head_dim 11 must be 10, the sum"),
+        ({"num_key_value_heads": 1}, "num_kv_heads 1 must be num_heads 2"),
+        ({"kv_lora_rank": None}, "mla: kv_lora_rank None must be a whole number"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is unknown"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not"),
+    ],
+)
+def test_what_latent_attention_cannot_hold_is_refused(change: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        DEEPSEEK_V3.config_from_hf({**HF, **LATENT, **change})
+    missing = {key: value for key, value in {**HF, **LATENT}.items() if key != "v_head_dim"}
+    with pytest.raises(ValueError, match="deepseek_v3: v_head_dim is missing"):
+        DEEPSEEK_V3.config_from_hf(missing)
+    with pytest.raises(ValueError, match="mixer 'attention' must be 'mla' in this family"):
+        DEEPSEEK_V3.config_to_hf(TransformerConfig(8))
+    with pytest.raises(ValueError, match="mixer 'mla' must be 'attention' in this family"):
+        LLAMA.config_to_hf(DEEPSEEK_V3.config_from_hf({**HF, **LATENT}))
+
+
+def test_a_family_is_found_by_model_type_or_refused() -> None:
     assert all(find_family({"model_type": name}) is family for name, family in FAMILIES.items())
     for name, words in {
-        "deepseek_v3": "cannot be held: its attention is latent",
         "gpt2": "'gpt2' cannot be held; use one of llama, ",
         None: "None cannot be held; use one of",
     }.items():

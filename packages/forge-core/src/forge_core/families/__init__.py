@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
-from forge_core.families.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, REFUSED
+from forge_core.families.latent import DEEPSEEK_V3
+from forge_core.families.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 
 __all__ = [
+    "DEEPSEEK_V3",
     "FAMILIES",
     "GLM4_MOE",
     "LLAMA",
@@ -26,7 +28,18 @@ __all__ = [
 
 FAMILIES = {
     family.name: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        OLMOE,
+        GLM4_MOE,
+        DEEPSEEK_V3,
+    )
 }
 
 
@@ -35,8 +48,4 @@ def find_family(hf: Mapping[str, Any]) -> Family:
     name = hf.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    reason = REFUSED.get(name) if isinstance(name, str) else None
-    raise ValueError(
-        f"model_type {name!r:.80} cannot be held{': ' * bool(reason)}{reason or ''}; use one of "
-        f"{', '.join(FAMILIES)}"
-    )
+    raise ValueError(f"model_type {name!r:.80} cannot be held; use one of {', '.join(FAMILIES)}")

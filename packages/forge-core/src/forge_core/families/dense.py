@@ -30,7 +30,7 @@ class Family(NamedTuple):
     config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
 
 
-def _layer_rows(hf: str, forge: str, *, bias: bool = False) -> tuple[Row, ...]:
+def layer_rows(hf: str, forge: str, *, bias: bool = False) -> tuple[Row, ...]:
     """Rows that rename one module of every layer."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return tuple(
@@ -44,24 +44,29 @@ OUTSIDE_LAYERS: tuple[Row, ...] = (
     ("lm_head.weight", "lm_head.weight", ()),
 )
 NORMS: tuple[Row, ...] = (
-    *_layer_rows("input_layernorm", "mixer_norm"),
-    *_layer_rows("post_attention_layernorm", "feed_forward_norm"),
+    *layer_rows("input_layernorm", "mixer_norm"),
+    *layer_rows("post_attention_layernorm", "feed_forward_norm"),
 )
 QK_NORMS: tuple[Row, ...] = (
-    *_layer_rows("self_attn.q_norm", "mixer.q_norm"),
-    *_layer_rows("self_attn.k_norm", "mixer.k_norm"),
+    *layer_rows("self_attn.q_norm", "mixer.q_norm"),
+    *layer_rows("self_attn.k_norm", "mixer.k_norm"),
 )
 
 
 def sublayers(*, o_bias: bool, feed_forward_bias: bool) -> tuple[Row, ...]:
     return (
-        *_layer_rows("self_attn.q_proj", "mixer.q_proj", bias=True),
-        *_layer_rows("self_attn.k_proj", "mixer.k_proj", bias=True),
-        *_layer_rows("self_attn.v_proj", "mixer.v_proj", bias=True),
-        *_layer_rows("self_attn.o_proj", "mixer.o_proj", bias=o_bias),
-        *_layer_rows("mlp.gate_proj", "feed_forward.gate_proj", bias=feed_forward_bias),
-        *_layer_rows("mlp.up_proj", "feed_forward.up_proj", bias=feed_forward_bias),
-        *_layer_rows("mlp.down_proj", "feed_forward.down_proj", bias=feed_forward_bias),
+        *layer_rows("self_attn.q_proj", "mixer.q_proj", bias=True),
+        *layer_rows("self_attn.k_proj", "mixer.k_proj", bias=True),
+        *layer_rows("self_attn.v_proj", "mixer.v_proj", bias=True),
+        *layer_rows("self_attn.o_proj", "mixer.o_proj", bias=o_bias),
+        *feed_forward_rows(bias=feed_forward_bias),
+    )
+
+
+def feed_forward_rows(*, bias: bool = False) -> tuple[Row, ...]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return tuple(
+        row for n in names for row in layer_rows(f"mlp.{n}", f"feed_forward.{n}", bias=bias)
     )
 
 

@@ -16,10 +16,14 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_LATENT_SIZES = (
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "qk_head_dim",
+)
 _NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor")
 _SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm"),
-    *("use_sliding_window", "truncate"),
+    *("use_sliding_window", "truncate", "rope_interleave"),
 )
 _ROPE_SIZE = "original_max_position_embeddings"
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
@@ -37,7 +41,7 @@ _ROPE_NEEDS = {
 _NAMES = " or ".join(map(repr, ROPE_NAMES))
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        (*_REQUIRED, *_OPTIONAL_SIZES, _ROPE_SIZE, "sliding_window"),
+        (*_REQUIRED, *_OPTIONAL_SIZES, *_LATENT_SIZES, _ROPE_SIZE, "sliding_window"),
         lambda value: is_size(value, 2**62),
         "a whole number, at least 1",
     ),

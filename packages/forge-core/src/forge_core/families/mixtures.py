@@ -19,10 +19,6 @@ num_local_experts num_nextn_predict_layers output_router_logits routed_scaling_f
 router_jitter_noise scoring_func seq_aux shared_expert_intermediate_size topk_group topk_method
 """
 EXPERT_KEYS = tuple(_EXPERT_KEYS.split())
-#: Families whose attention is not that of `Transformer`, each with the reason.
-REFUSED = {
-    "deepseek_v3": "its attention is latent (MLA), and Forge's has queries, keys and values of whole heads",
-}
 _ROWS = OUTSIDE_LAYERS + NORMS
 
 
