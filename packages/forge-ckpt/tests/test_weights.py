@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store
-from forge_ckpt.weights import WeightsReport, load_weights
+from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, SavedTensors, Store
+from forge_ckpt.weights import WeightsReport, load_weights, match_weights
 from forge_testing import run_on_ranks
 
 
@@ -98,11 +98,11 @@ def test_other_dtypes_are_cast_and_tied_tensors_stay_tied(tmp_path):
 
 def test_refusals(saved):
     root, _ = saved
-    with pytest.raises(
-        ValueError, match=r"no tensor of the model .*\['heads\.\*'\] matches.*model.body"
-    ):
-        load_weights(root, Net(), ["heads.*"])
-    with pytest.raises(ValueError, match=r"no tensor of the model .*give another key"):
+    with pytest.raises(ValueError, match=r"no tensor of the model .*\['!\*'\] matches.*'body"):
+        load_weights(root, Net(), ["!*"])
+    with pytest.raises(ValueError, match=r"no tensor of the model .*'body.0.weight'"):
+        load_weights(root, nn.Sequential(nn.Linear(5, 7)))
+    with pytest.raises(ValueError, match=r"no tensor is saved below 'ema' .*'model.body.0.weight'"):
         load_weights(root, Net(), key="ema")
     with torch.device("meta"):
         model = Net()
@@ -110,6 +110,59 @@ def test_refusals(saved):
         load_weights(root, model)
     with pytest.raises(ValueError, match="not a directory"):
         load_weights(root / "none", Net())
+
+
+def test_exclusions_alone_take_the_rest(saved):
+    root, wanted = saved
+    model = Net(classes=10, seed=1)
+    assert load_weights(root, model, ["!head.*"]) == WeightsReport(BODY, HEAD, HEAD)
+    assert same(values(model), wanted, BODY)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "wanted"),
+    [
+        (["body.*", "heads.*"], "pattern 'heads.*' matches no .* did you mean 'head.*'?"),
+        (["*", "!heat.weight"], "pattern '!heat.weight' matches .* did you mean '!head.weight'?"),
+        (
+            ["body.*", "adapter.*"],
+            "pattern 'adapter.*' matches no tensor that model and checkpoint",
+        ),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(saved, patterns, wanted):
+    model = Net(extra=True, seed=1)
+    before = values(model)
+    with pytest.raises(ValueError, match=wanted):
+        load_weights(saved[0], model, patterns)
+    assert same(values(model), before, before)
+
+
+def test_a_match_says_before_anything_is_built_what_a_load_would_do(saved):
+    root, _ = saved
+    with torch.device("meta"):
+        model, other = Net(extra=True), Net(classes=10)
+    with SavedTensors(root) as source:
+        assert (source.step, source.keys()) == (4, ["model", "optimizer", "cursor"])
+        there = source.below("model")
+        assert source.digest in (source.path / "manifest.json").read_text()
+    patterns = ["*", "!head.*"]
+    report = match_weights(model.state_dict(), there, patterns)
+    assert report == load_weights(root, Net(extra=True), patterns)
+    with pytest.raises(CheckpointMismatch, match=r"head\.weight: saved \(3, 7\), here \(10, 7\)"):
+        match_weights(other.state_dict(), there)
+
+
+def test_a_part_of_a_model_has_the_report_of_the_whole(saved):
+    root, wanted = saved
+    body, head = nn.Module(), nn.Module()
+    body.body, head.head = Net(seed=1).body, Net(seed=1).head
+    report = WeightsReport(HEAD, BODY, BODY)
+    for part in (body, head):
+        before = values(part)
+        assert load_weights(root, part, ["head.*"], names=BODY + HEAD) == report
+        expected = wanted if part is head else before
+        assert same(values(part), expected, before)
 
 
 def on_ranks(root, wanted):

@@ -151,6 +151,11 @@ def read_bytes(directory: Directory) -> bytes:
     return bytes(data)
 
 
+def digest_of(directory: Directory) -> str:
+    """The sha256 of the inner object, as the file says it."""
+    return read_bytes(directory)[len(_PREFIX) : len(_PREFIX) + 64].decode()
+
+
 def decode(data: bytes, where: str) -> Manifest:
     """The manifest, its frame, digest, format and every number checked; ``where`` names the file."""
     head = len(_PREFIX) + 64

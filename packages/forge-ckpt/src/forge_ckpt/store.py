@@ -15,7 +15,7 @@ from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefuse
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.lock import Lock, refuse_another_directory
 from forge_ckpt.rank_group import RankGroup
-from forge_ckpt.read.load import Check, load_checkpoint, verify_checkpoint
+from forge_ckpt.read.load import Check, load_checkpoint, raise_cause, verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.targets import check_state, state_of
 from forge_ckpt.retention import Keep
@@ -216,7 +216,9 @@ class Store:
                 self._quarantine(self._group, newer, str(reason))
             return step
         for reason in refused.values():
-            self._raise_cause(reason)
+            raise_cause(
+                self._group, reason, "; no older checkpoint could be used, and none was moved"
+            )
         found = list(corrupt.values()) or self._group.run_on_rank_0(self._quarantined_earlier)
         if found:
             raise CorruptCheckpoint(
@@ -404,19 +406,6 @@ class Store:
                 "go on from an older one",
                 error.filename,
             ) from error
-
-    def _raise_cause(self, refused: StateRefused) -> None:
-        """Raise the exception of ``load_state_dict`` on its ranks, its nearest built-in base elsewhere."""
-
-        def raise_cause() -> None:
-            cause: BaseException | None = refused
-            while isinstance(cause, StateRefused):
-                cause = cause.__cause__
-            if cause is not None:
-                cause.add_note(f"{refused}; no older checkpoint could be used, and none was moved")
-                raise cause
-
-        self._group.run_on_all_ranks(raise_cause)
 
     def _verify(self, step: int) -> None:
         path = directories.step_directory(self.path, step)

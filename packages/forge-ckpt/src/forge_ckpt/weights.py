@@ -1,7 +1,8 @@
 """A warm start: the weights of a checkpoint into a model that may be another one, with a report."""
 
+import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +20,8 @@ from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
 from forge_ckpt.read.tensors import step_path
 
+_Shapes = Mapping[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class WeightsReport:
@@ -30,12 +33,30 @@ class WeightsReport:
     unused: list[str]
 
 
+def match_weights(
+    here: Mapping[str, Tensor], saved: Mapping[str, Tensor], patterns: Sequence[str] = ("*",)
+) -> WeightsReport:
+    """The report that a warm start of ``here`` from ``saved`` would have; nothing is copied.
+
+        report = match_weights(model.state_dict(), saved.below("model"), ["*", "!head.*"])
+
+    Only names and shapes count: both may be on the meta device. ``patterns`` as in :func:`load_weights`.
+    Raises as that does: ValueError where nothing would be copied or a pattern matches nothing,
+    CheckpointMismatch that names both shapes of a tensor.
+    """
+    there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    report = _match(here.keys(), there, patterns)
+    _refuse_other_shapes({name: here[name] for name in report.copied}, there)
+    return report
+
+
 def load_weights(
     path: str | os.PathLike[str],
     model: nn.Module,
     patterns: Sequence[str] = ("*",),
     *,
     key: str = "model",
+    names: Collection[str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> WeightsReport:
     """Copy the tensors of a checkpoint that ``model`` has by name; nothing else is loaded.
@@ -46,27 +67,35 @@ def load_weights(
 
     ``path`` is a step (``.../step-00000100``) or a store, whose newest committed step is read; ``key`` is
     the model's name in the state that was saved. ``patterns`` are those of fnmatch on the model's names; one
-    with ``!`` excludes. A tensor that is copied must have the saved shape; its dtype may be another one.
+    with ``!`` excludes, from all if there are no others. A tensor that is copied must have the saved shape;
+    its dtype may be another one. ``names`` are those of the whole model where ``model`` is this rank's part
+    of it, such as a pipeline stage: patterns and report are about the whole.
 
     In a process group all ranks call it. Each reads the blocks that its own shards touch, and every block of
     every rank is verified before the first tensor of any rank changes. Cost: host memory of what the
     rank copies. Raises CorruptCheckpoint, CheckpointMismatch that names both shapes, and ValueError where
-    nothing would be copied.
+    nothing would be copied or a pattern matches nothing.
     """
     ranks = RankGroup(group)
     chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(Path(path)))))
     table = broadcast_manifest(ranks, chosen, None)
     planner, reader = ForgeLoadPlanner(), ForgeReader(chosen)
     here = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
-    saved = {
-        name.removeprefix(f"{key}."): name
-        for name, entry in table.tensors.items()
-        if entry.path[0] == key
-    }
-    copied = [name for name in here if name in saved and _matches(name, patterns)]
+    saved = _names_below(table, key)
+    if not saved:
+        like = next(iter(table.tensors), "none at all")
+        raise ValueError(
+            f"no tensor is saved below {key!r} in {chosen}; the saved names are like {like!r}: give another key"
+        )
+    shapes = {name: table.tensors[full].shape for name, full in saved.items()}
+    report = ranks.run_on_all_ranks(
+        lambda: _match(here if names is None else names, shapes, patterns)
+    )
+    copied = [name for name in report.copied if name in here]
 
     def stage() -> Staged:
-        _check({name: here[name] for name in copied}, saved, table, patterns)
+        _refuse_other_shapes({name: here[name] for name in copied}, shapes)
+        _refuse_meta({name: here[name] for name in copied})
         wanted = {saved[name]: here[name] for name in copied}
         metadata = metadata_of(table)
         planner.set_up_planner({key: {name: here[name] for name in copied}}, metadata)
@@ -79,36 +108,81 @@ def load_weights(
 
     staged = ranks.run_on_all_ranks(stage)
     ranks.run_on_all_ranks(lambda: fill(staged, planner))
+    return report
+
+
+def _names_below(table: Manifest, key: str) -> dict[str, str]:
+    """{name below ``key``: saved name} of the tensors there."""
+    return {
+        name.removeprefix(f"{key}."): name
+        for name, entry in table.tensors.items()
+        if entry.path[0] == key
+    }
+
+
+def _match(here: Collection[str], saved: _Shapes, patterns: Sequence[str]) -> WeightsReport:
+    both = [name for name in here if name in saved]
+    # what is excluded may be in one of them alone
+    idle = [p for p in patterns if not p.startswith("!") and not _any(both, p)]
+    idle += [p for p in patterns if p.startswith("!") and not _any({*here, *saved}, p[1:])]
+    if idle and both:
+        raise ValueError("\n".join(_idle(pattern, both) for pattern in idle))
+    copied = [name for name in both if _matches(name, patterns)]
+    if not copied:
+        like = next(iter(saved), "none at all")
+        raise ValueError(
+            f"no tensor of the model is saved under a name that {list(patterns)} matches; the saved names are "
+            f"like {like!r}: give another key or other patterns"
+        )
+    taken = set(copied)
     return WeightsReport(
         copied,
-        [name for name in here if name not in copied],
-        [name for name in saved if name not in copied],
+        [name for name in here if name not in taken],
+        [name for name in saved if name not in taken],
     )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     excluded = any(fnmatchcase(name, p[1:]) for p in patterns if p.startswith("!"))
-    return not excluded and any(fnmatchcase(name, p) for p in patterns)
+    chosen = [p for p in patterns if not p.startswith("!")] or ["*"]
+    return not excluded and any(fnmatchcase(name, p) for p in chosen)
 
 
-def _check(
-    wanted: dict[str, Tensor], saved: dict[str, str], table: Manifest, patterns: Sequence[str]
-) -> None:
-    if not wanted:
-        like = next(iter(saved.values()), next(iter(table.tensors), "none at all"))
-        raise ValueError(
-            f"no tensor of the model is saved under a name that {list(patterns)} matches; the saved names are "
-            f"like {like!r}: give another key or other patterns"
-        )
-    problems = []
-    for name, tensor in wanted.items():
-        shape = table.tensors[saved[name]].shape
-        if tensor.is_meta:
-            problems.append(f"{name} is on the meta device; materialise it (to_empty) before")
-        elif shape != tuple(tensor.shape):
-            problems.append(
-                f"{name}: saved {shape}, here {tuple(tensor.shape)}; '!{name}' excludes it"
-            )
+def _any(names: Collection[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _idle(pattern: str, names: Sequence[str]) -> str:
+    """A sentence about a pattern that matches no name, with the nearest name or folder of names."""
+    parts = [name.split(".") for name in names]
+    folders = {".".join(part[:n]) + ".*" for part in parts for n in range(1, len(part))}
+    mark = "!" * pattern.startswith("!")
+    near = difflib.get_close_matches(pattern.lstrip("!"), [*names, *sorted(folders)], 1, cutoff=0.0)
+    fix = f"did you mean {mark + near[0]!r}?" if near else "leave it out"
+    return f"pattern {pattern!r} matches no tensor that model and checkpoint have; {fix}"
+
+
+def _refuse_other_shapes(wanted: Mapping[str, Tensor], saved: _Shapes) -> None:
+    _refuse(
+        [
+            f"{name}: saved {saved[name]}, here {tuple(tensor.shape)}; '!{name}' excludes it"
+            for name, tensor in wanted.items()
+            if saved[name] != tuple(tensor.shape)
+        ]
+    )
+
+
+def _refuse_meta(wanted: Mapping[str, Tensor]) -> None:
+    _refuse(
+        [
+            f"{name} is on the meta device; materialise it (to_empty) before"
+            for name, tensor in wanted.items()
+            if tensor.is_meta
+        ]
+    )
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointMismatch(

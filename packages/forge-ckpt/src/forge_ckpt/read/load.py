@@ -1,9 +1,12 @@
 """All ranks load one checkpoint, or verify it: no state changes before every rank has verified."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from forge_ckpt import manifest, tree
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused, one_line
@@ -16,23 +19,54 @@ from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
 from forge_ckpt.read.targets import (
     NO_TARGET,
     check_object,
+    check_state,
     is_stateful,
     load_target,
     unselected_names,
 )
+from forge_ckpt.read.tensors import step_path
 
 Check = Callable[[int, Mapping[str, Any]], None]
+
+
+def load_step(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    check: Check | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> int | None:
+    """Fill ``state`` from one checkpoint, and from no other; returns its step.
+
+        load_step("runs/trunk/checkpoints/step-00001200", {"model": model, "optimizer": optimizer})
+
+    For a run that begins where another one stood: a ``Store`` would fall back to an older step. ``path`` is a
+    step or a store, whose newest committed step is read; nothing there is locked, changed or moved, and other
+    entries of what was saved are left alone. ``state``, ``check`` and ``group`` as in ``Store.load``: any
+    layout of ranks, and every rank verifies before the first tensor of any rank changes.
+
+    Raises CorruptCheckpoint and CheckpointMismatch with ``state`` unchanged on all ranks, ValueError for a path
+    without a checkpoint, and what a ``load_state_dict`` raises, after which ``state`` is of no use.
+    """
+    ranks = RankGroup(group)
+    ranks.run_on_all_ranks(lambda: check_state(state))
+    chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(Path(path)))))
+    try:
+        return load_checkpoint(ranks, chosen, None, state, min(4, os.cpu_count() or 1), check)
+    except StateRefused as error:
+        raise_cause(ranks, error, "")
+        raise
 
 
 def load_checkpoint(
     group: RankGroup,
     path: Path,
-    step: int,
+    step: int | None,
     state: MutableMapping[str, Any],
     threads: int,
     check: Check | None = None,
-) -> None:
-    """Fill ``state`` of every rank from ``path``.
+) -> int | None:
+    """Fill ``state`` of every rank from ``path``, whose step must be ``step`` (None: any); returns it.
 
     Raises CorruptCheckpoint or CheckpointMismatch on all ranks, and then no tensor of any rank has
     changed. If a ``load_state_dict`` raises at the end, states have changed: all ranks raise
@@ -75,7 +109,7 @@ def load_checkpoint(
                 check_object(value, name, saved.get(name, {}))
         if check is not None:
             with _value_errors_as_corruption(str(path)):
-                check(step, saved)
+                check(-1 if table.step is None else table.step, saved)
         return in_place
 
     def apply() -> None:
@@ -91,6 +125,21 @@ def load_checkpoint(
     wanted = group.run_on_all_ranks(plan)
     staged = group.run_on_all_ranks(stage)
     group.run_on_all_ranks(apply)
+    return table.step
+
+
+def raise_cause(group: RankGroup, refused: StateRefused, note: str) -> None:
+    """Raise the exception of ``load_state_dict`` on its ranks, its nearest built-in base elsewhere."""
+
+    def raise_it() -> None:
+        cause: BaseException | None = refused
+        while isinstance(cause, StateRefused):
+            cause = cause.__cause__
+        if cause is not None:
+            cause.add_note(f"{refused}{note}")
+            raise cause
+
+    group.run_on_all_ranks(raise_it)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,12 @@ def read_tensors(
 class SavedTensors:
     """A checkpoint held open for reads of single tensors and objects, in any order.
 
-    with SavedTensors(path) as saved: saved.read("model.embedding.weight")
+        with SavedTensors("runs/a/checkpoints") as saved:
+            weight, position = saved.read("model.embedding.weight"), saved.read_object("loader")
+
+    ``path`` as in :func:`read_tensors`; the manifest is verified when this is made, a tensor when it is
+    read. Nothing is locked or moved: the writer may be at work. Raises CorruptCheckpoint, and ValueError for a
+    path without a checkpoint.
     """
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 2) -> None:
@@ -56,6 +61,28 @@ class SavedTensors:
         self._last = LastBlock()
         self._reader = ForgeReader(self.path)
         self.table: Manifest = self._reader.open()
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint."""
+        return self.table.step
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the manifest, which holds the digests of all blocks: that of the whole checkpoint."""
+        return manifest.digest_of(self._reader.directory)
+
+    def keys(self) -> list[str]:
+        """The names of the state that was saved, such as "model"."""
+        return list(dict.fromkeys(str(path[0]) for path in self.table.paths().values()))
+
+    def below(self, key: str) -> dict[str, Tensor]:
+        """The tensors below a name of the state, on the meta device, by the names that they have there."""
+        return {
+            name.removeprefix(f"{key}."): self.meta(name)
+            for name, entry in self.table.tensors.items()
+            if entry.path[0] == key
+        }
 
     def names(self, patterns: Sequence[str] = ("*",)) -> list[str]:
         """The saved tensors whose name matches one of ``patterns``."""
