@@ -476,6 +476,8 @@ PROBES: dict[str, Probe] = {
     "model.moe.backend": Probe("batched", products, MOE),
     "run.dir": Probe("elsewhere", lambda t: str(t.paths.path)),
     "run.seed": Probe(1, initial),
+    "init.seed": Probe(1, initial),
+    "data.seed": Probe(1, rows),
     "model.name": Probe(
         "forge_testing.models:bigram",
         lambda t: type(t.model).__name__,
@@ -676,6 +678,7 @@ PROBES: dict[str, Probe] = {
 #: Shown below, by tests of their own.
 ELSEWHERE = {
     "model.args",
+    *(f"init.{key}" for key in ("from", "keep", "patterns")),
     "parallel.device",
     "parallel.dp_replicate",
     "parallel.dp_shard",
@@ -735,6 +738,19 @@ def test_the_same_value_changes_nothing(tmp_path: Path) -> None:
 def test_every_key_has_a_probe() -> None:
     known = {row.key for row in key_rows()} | {"model.args"}
     assert known == PROBES.keys() | ELSEWHERE
+
+
+def test_a_run_begins_with_what_the_keys_of_init_take(tmp_path: Path) -> None:
+    parent = build(tmp_path / "parent", {})
+    parent.fit()
+    tables = [
+        {},
+        {"init.from": str(parent.paths.path)},
+        {"init.from": str(parent.paths.path), "init.keep": ["weights", "optimizer"]},
+        {"init.from": str(parent.paths.path), "init.patterns": ["lm_head.*"]},
+    ]
+    found = [trained(build(tmp_path / str(n), table)) for n, table in enumerate(tables)]
+    assert len(set(found)) == len(tables)
 
 
 def test_model_args_reach_the_builder(tmp_path: Path) -> None:

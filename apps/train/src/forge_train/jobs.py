@@ -51,9 +51,9 @@ def load_trained(
         )
     job = load_job(paths.config)
     config = job.config
-    model = materialise(build_model(config.model, config.run.seed), torch.device(device))
+    model = materialise(build_model(config.model, config.init_seed), torch.device(device))
     # buffers that a checkpoint need not hold
-    initialise(model, config.run.seed, strict=config.model.is_built_in)
+    initialise(model, config.init_seed, strict=config.model.is_built_in)
     with (
         store_errors(paths.checkpoints, StateError),
         Store(paths.checkpoints, read_only=True) as store,

@@ -106,7 +106,7 @@ def choose_layout(
 
 def _profile(config: JobConfig) -> Profile:
     """Of the model as it is trained: what no stage trains has neither gradients nor moments."""
-    model = build_model(config.model, config.run.seed)
+    model = build_model(config.model, config.init_seed)
     freeze_groups(model, config)
     return Profile(model, config.data.seq_len)
 

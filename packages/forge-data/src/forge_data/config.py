@@ -72,6 +72,7 @@ class DataConfig:
     """
 
     seq_len: int = _field(256, "tokens in a row; labels are the same tokens, one later")
+    seed: int | None = _field(None, "seed of the order of training rows (default: that of the run)")
     num_workers: int = _field(0, "processes that read ahead; 0 reads in the training process")
     sources: dict[str, SourceConfig] = field(
         default_factory=dict, metadata={"help": "training text by name; one entry for now"}
@@ -146,6 +147,8 @@ def _data_problems(c: DataConfig) -> Iterator[str]:
             yield (
                 f"{name} {value!r:.40} must be a whole number of at least {least} and at most {most}; {fix}"
             )
+    if c.seed is not None and not _is_int(c.seed, 0, 2**63 - 1):
+        yield f"seed {c.seed!r:.40} must be a whole number of at least 0 and below 2**63; use 0"
     names = ", ".join(c.sources) or "none"
     if not c.sources:
         yield (

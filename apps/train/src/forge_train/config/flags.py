@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import keyword
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from forge_train.config.structure import fits, inner_dataclass, section_types, without_none
+from forge_train.config.structure import fits, inner_dataclass, key_of, section_types, without_none
 
 _NONE = Literal["none"]
 _BOOL = Literal["true", "false"]  # as in TOML; tyro's own are True and False
@@ -46,7 +47,8 @@ def parse_flags(
 
 
 def _value_at(parsed: Any, dotted: str) -> Any:
-    value = functools.reduce(getattr, dotted.split("."), parsed)
+    names = (f"{part}_" if keyword.iskeyword(part) else part for part in dotted.split("."))
+    value = functools.reduce(getattr, names, parsed)
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
@@ -78,7 +80,7 @@ def _shadow_fields(name: str, cls: type, values: Mapping[str, Any]) -> type:
         if inner_dataclass(kind) is not None:
             members.extend(_nested(item.name, kind, values))
         elif get_origin(kind) is not dict:  # a free table is for the file alone
-            members.append((item.name, *_leaf(kind, item, values.get(item.name))))
+            members.append((item.name, *_leaf(kind, item, values.get(key_of(item.name)))))
     return dataclasses.make_dataclass(name, members, frozen=True)
 
 
@@ -99,5 +101,8 @@ def _leaf(kind: Any, item: Any, raw: Any) -> tuple[Any, Any]:
         default = str(default).lower()
     if isinstance(default, list):
         default = tuple(default)
-    help = tyro.conf.arg(help=item.metadata.get("help", "").replace("%", "%%"))
+    help = tyro.conf.arg(
+        help=item.metadata.get("help", "").replace("%", "%%"),
+        name=key_of(item.name) if item.name.endswith("_") else None,
+    )
     return Annotated[kind, help], dataclasses.field(default=default)

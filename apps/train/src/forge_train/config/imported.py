@@ -32,16 +32,13 @@ TRAINING_KEYS = frozenset(
         "moe.dispatch_chunks",
     )
 )
-_DEFAULT_DIR = "runs/default"
+DEFAULT_DIR = "runs/default"
 
 
 def with_import(layers: Layers) -> Layers:
-    """`layers` over the table of an import in run.dir; themselves where there is none.
-
-    ConfigError for a key that gives the imported weights another meaning.
-    """
+    """`layers` over the table of an import in run.dir; themselves where there is none."""
     run = layers.values.get("run")
-    directory = run.get("dir", _DEFAULT_DIR) if isinstance(run, dict) else _DEFAULT_DIR
+    directory = run.get("dir", DEFAULT_DIR) if isinstance(run, dict) else DEFAULT_DIR
     if not isinstance(directory, str):
         return layers
     path = Path(directory) / NAME
@@ -51,6 +48,14 @@ def with_import(layers: Layers) -> Layers:
         table = read_toml(path)
     except ValueError as error:
         raise ConfigError([f"{path}: {error}"]) from error
+    return over_table(layers, table, path)
+
+
+def over_table(layers: Layers, table: dict[str, Any], path: Path) -> Layers:
+    """`layers` over the [model] table of weights, which `path` came with.
+
+    ConfigError for a key that gives those weights another meaning.
+    """
     merged = Layers()
     merged.add(table, f"import {path}")
     for key, origin in layers.origins.items():

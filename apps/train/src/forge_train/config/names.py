@@ -71,7 +71,7 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
     # imported here: half a second, which other refusals do not need
     from forge_train.trainer.build import build_model
 
-    model = build_model(config.model, config.run.seed)
+    model = build_model(config.model, config.init_seed)
     return _refusal(check_something_trains, model, optimizer, stages)
 
 
@@ -84,7 +84,7 @@ def _schedule_problems(config: JobConfig) -> list[str]:
     parts = by_size and bool(_model_problems(config))
     if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown
-    model = build_model(config.model, config.run.seed) if by_size else None
+    model = build_model(config.model, config.init_seed) if by_size else None
     return _refusal(build_schedule, config.schedule, total_steps(config, model))
 
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tomlkit
@@ -14,11 +15,12 @@ import tomlkit
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
 from forge_data.protocols import Source
 from forge_resilience.policy import RollbackConfig
-from forge_train.config.imported import with_import
+from forge_train.config.imported import DEFAULT_DIR, over_table, with_import
+from forge_train.config.init import hf_folder, source_problems
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
-from forge_train.config.structure import structure
+from forge_train.config.structure import key_of, structure
 from forge_train.errors import ConfigError, DataError, refuse
 
 
@@ -58,7 +60,7 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     fit the model.
     """
     layers.replace_old_keys()
-    layers = with_import(layers)
+    layers = _with_weights(layers)
     built, problems = structure(layers.values)
     data = built.get("data")
     if isinstance(data, DataConfig):
@@ -75,6 +77,18 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     job = ResolvedJob(JobConfig(**built), dict(layers.origins))
     _check_combination(job.config, with_data)
     return job
+
+
+def _with_weights(layers: Layers) -> Layers:
+    """`layers` over the [model] table that comes with weights: of a folder of Hugging Face that the run is yet to
+    begin from, or of an import."""
+    folder = hf_folder(layers.at("init.from"), layers.at("run.dir") or DEFAULT_DIR)
+    if folder is None:
+        return with_import(layers)
+    # imported here: it takes a second, and few jobs need it
+    from forge_train.hf.folder import read_model
+
+    return over_table(layers, read_model(folder).layer(), folder / "config.json")
 
 
 def _derive(layers: Layers, data: DataConfig) -> list[str]:
@@ -108,6 +122,7 @@ def _check_combination(config: JobConfig, with_data: bool) -> None:
     """The rules that span sections; each section's own dataclass checks the others."""
     refuse([*name_problems(config), *_section_problems(config), *_generation_problems(config)])
     if with_data:
+        refuse(source_problems(config.init.from_, Path(config.run.dir)))
         _check_data(config)
 
 
@@ -259,7 +274,7 @@ def _with_origin(problem: str, layers: Layers) -> str:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {key_of(f.name): _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return list(value) if isinstance(value, tuple) else value

@@ -18,6 +18,7 @@ from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
 from forge_resilience.supervise import WatchConfig
 from forge_train.config.experts import MoESection
+from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class RunConfig:
     """The folder of a run and its seed."""
 
     dir: str = _field("runs/default", "folder of this run: config, metrics, events, checkpoints")
-    seed: int = _field(0, "seed of initial weights, of the order of data and of random numbers")
+    seed: int = _field(
+        0, "seed of random numbers, and of what has no seed of its own: init.seed, data.seed"
+    )
 
     def __post_init__(self) -> None:
         _require(
@@ -376,6 +379,7 @@ class JobConfig:
     """A whole training job. Sections are the configs of the packages' components."""
 
     run: RunConfig
+    init: InitConfig
     model: ModelSection
     data: DataConfig
     train: TrainConfig
@@ -390,6 +394,16 @@ class JobConfig:
     slurm: SlurmConfig
     health: HealthConfig
     callbacks: dict[str, CallbackConfig] = field(default_factory=dict)
+
+    @property
+    def init_seed(self) -> int:
+        """Seed of initial weights."""
+        return self.run.seed if self.init.seed is None else self.init.seed
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of data."""
+        return self.run.seed if self.data.seed is None else self.data.seed
 
 
 def _divisors(n: int) -> str:

@@ -14,7 +14,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import cattrs
 from cattrs.errors import ClassValidationError, IterableValidationError
+from cattrs.gen import make_dict_structure_fn, override
 
+from forge_train.config.init import InitConfig
 from forge_train.config.schema import BuiltInModelConfig, ImportedModelConfig, JobConfig
 
 
@@ -66,11 +68,16 @@ def dotted_fields(kind: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     prefix = f"{key}.<name>." if get_origin(kind) is dict else f"{key}."
     hints = get_type_hints(cls)
     for item in fields(cls):
-        key = f"{prefix}{item.name}"
+        key = f"{prefix}{key_of(item.name)}"
         if inner_dataclass(hints[item.name]) is None:
             yield key, hints[item.name], item
         else:
             yield from dotted_fields(hints[item.name], key)
+
+
+def key_of(field: str) -> str:
+    """The key of a dataclass's field: its name, and `from` of `from_`, as Python keeps that word for itself."""
+    return field.removesuffix("_")
 
 
 def type_name(kind: Any) -> str:
@@ -108,7 +115,7 @@ def _known_part(table: Any, kind: Any, key: str, problems: list[str]) -> Any:
             name: _known_part(entry, cls, f"{key}.{name}", problems)
             for name, entry in table.items()
         }
-    hints = get_type_hints(cls)
+    hints = {key_of(name): kind for name, kind in get_type_hints(cls).items()}
     siblings = [f"{key}.{name}" for name in hints]
     problems += _unknowns([f"{key}.{name}" for name in table if name not in hints], siblings)
     return {
@@ -211,6 +218,8 @@ def _converter() -> cattrs.Converter:
         lambda k: set(get_args(k)) == {int, str}, _number_or_text
     )
     converter.register_structure_hook_func(_is_optional, _optional)
+    as_toml = make_dict_structure_fn(InitConfig, converter, from_=override(rename="from"))
+    converter.register_structure_hook(InitConfig, as_toml)
     return converter
 
 
@@ -230,7 +239,7 @@ def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
         for inner, note in with_notes:
             name = getattr(note, "name", getattr(note, "index", "?"))
             child = inner_dataclass(getattr(note, "type", None))
-            problems.extend(_explain(inner, f"{path}.{name}", child))
+            problems.extend(_explain(inner, f"{path}.{key_of(str(name))}", child))
         for inner in without:
             problems.extend(_explain(inner, path, cls))
         return problems

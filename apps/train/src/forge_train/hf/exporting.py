@@ -23,7 +23,7 @@ from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.hf.compare import compare
 from forge_train.hf.families import find_family, rows_of, section_to_hf
-from forge_train.hf.importing import FILES, SIDECAR
+from forge_train.hf.folder import FILES, SIDECAR
 from forge_train.trainer.checkpoints import store_errors
 from forge_train.trainer.run_directory import RunDirectory
 

@@ -15,12 +15,17 @@ from forge_train.trainer.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Run:
-    """`metrics["loss"][k]` belongs to `metrics["step"][k]`; a value a row lacks is None."""
+    """`metrics["loss"][k]` belongs to `metrics["step"][k]`; a value a row lacks is None.
+
+    `parent` of a fork says which checkpoint it began from (`checkpoint`, `step`, `digest`, `run_dir`), what it took
+    (`keep`, `patterns`, names `copied`, `fresh`, `unused`) and `changed`, {key: [there, here]}; None for other runs.
+    """
 
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: dict[str, list[Any]]
     events: list[dict[str, Any]]
+    parent: dict[str, Any] | None = None
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -39,4 +44,7 @@ def read_run(run_dir: str | Path) -> Run:
         environment=json.loads(paths.environment.read_text(encoding="utf-8")),
         metrics={name: [row.get(name) for row in rows] for name in names},
         events=list(read_events(paths.events)),
+        parent=json.loads(paths.parent.read_text(encoding="utf-8"))
+        if paths.parent.exists()
+        else None,
     )

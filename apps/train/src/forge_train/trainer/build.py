@@ -131,7 +131,7 @@ def open_data(
 def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
     """Shuffled batches of the training source: the micro-batches of one reader."""
     (source,) = config.data.sources.values()
-    stream = open_stream(source, config.data.seq_len, seed=config.run.seed)
+    stream = open_stream(source, config.data.seq_len, seed=config.data_seed)
     return Loader(
         stream,
         division.global_batch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from forge_train.errors import ConfigError, DataError, JobError, StateError
 from forge_train.trainer.callbacks import Callback, state_name
 from forge_train.trainer.progress import Progress
 
+Check = Callable[[int, Mapping[str, Any]], None]
 #: An object of a checkpoint that an import wrote: it has weights, and nothing else of a run's state.
 IMPORTED = "imported"
 
@@ -75,10 +76,10 @@ class Checkpoints:
         self._store, self._config = store, config
         self._state, self._seq_len = state, seq_len
 
-    def load(self) -> float:
+    def load(self, begin: Callable[[dict[str, Any], Check], None] | None = None) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
 
-        An import that nothing has trained yet gives the weights; all else stays as built. ConfigError if a save
+        Without one, `begin(state, check)` fills the state of a fork. An import that nothing has trained yet gives the weights; all else stays as built. ConfigError if a save
         without waiting would not fit `checkpoint.staging_gib`.
         """
         started = time.perf_counter()
@@ -87,7 +88,9 @@ class Checkpoints:
                 step = self._store.load({"model": self._state["model"]})
             else:
                 step = self._store.load(self._state, self._check_saved)
-        if step is None and (self._store.path.parent / MODEL_OF_IMPORT).exists():
+        if step is None and begin is not None:
+            begin(self._state, self._check_saved)
+        elif step is None and (self._store.path.parent / MODEL_OF_IMPORT).exists():
             raise StateError(
                 [f"{self._store.path} holds no checkpoint, and {MODEL_OF_IMPORT} beside it is that of imported "
                  "weights; import them again, or remove that file to begin from fresh ones"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from forge_resilience.provenance import describe_environment, git_state
 from forge_train.config.files import read_toml, replace_text
+from forge_train.config.init import committed
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError
@@ -20,7 +21,10 @@ _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-pa
                   "forge-ckpt", "forge-resilience")  # fmt: skip
 
 #: Keys whose change makes another experiment; the rest may change between lives of a run.
-FIXED_KEYS = ("run.seed", "optimizer.name", "data.seq_len")
+FIXED_KEYS = (
+    *("run.seed", "init.seed", "init.from", "init.keep", "init.patterns"),
+    *("optimizer.name", "data.seq_len"),
+)
 #: Of [model] everything is fixed but what shapes no output: the length limit, the initial spread, the
 #: weights of router losses, how products are computed.
 FREE_MODEL_KEYS = (
@@ -35,7 +39,7 @@ FREE_MODEL_KEYS = (
 )
 
 
-def _is_fixed(key: str) -> bool:
+def is_fixed(key: str) -> bool:
     return key in FIXED_KEYS or (key.startswith("model.") and key not in FREE_MODEL_KEYS)
 
 
@@ -47,7 +51,8 @@ class RunDirectory:
     metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
     checkpoints/      the store                    sample.txt    text of the trained model
     tensorboard/      with metrics.tensorboard
-    model.toml, hf/   of `forge-train import`: the model of step 0, files for an export
+    model.toml, hf/   of weights from Hugging Face: their model, files for an export
+    parent.json       of a fork: the checkpoint that it began from, and what it took of it
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -59,6 +64,7 @@ class RunDirectory:
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.sample = self.path / "sample.txt"
+        self.parent = self.path / "parent.json"
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step is once it is committed."""
@@ -116,13 +122,15 @@ class RunDirectory:
             f"{key} was {changes[key][0]!r} when {self.path} was started and is now "
             f"{changes[key][1]!r}; it must stay within a run: set it back or choose another run.dir"
             for key in changes
-            if _is_fixed(key)
+            if is_fixed(key)
         ]
         if problems:
             raise ConfigError(problems)
 
-    def record(self, job: ResolvedJob, hosts: Sequence[str]) -> None:
-        """Write config.toml, environment.json and git.patch, each replaced whole.
+    def record(
+        self, job: ResolvedJob, hosts: Sequence[str], parent: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write config.toml, environment.json and git.patch, each replaced whole, and parent.json if `parent` is given.
 
         `hosts` are the machines of all ranks. Raises JobError when that cannot be written.
         """
@@ -132,6 +140,8 @@ class RunDirectory:
         try:
             replace_text(self.config, job.to_toml())
             replace_text(self.environment, json.dumps(environment, indent=2) + "\n")
+            if parent is not None:
+                replace_text(self.parent, json.dumps(parent, indent=2) + "\n")
             if patch:
                 replace_text(self.patch, patch)
             else:
@@ -152,4 +162,4 @@ class RunDirectory:
 
     def has_checkpoints(self) -> bool:
         """True once a step was committed."""
-        return any(self.checkpoints.glob("step-*/manifest.json"))
+        return bool(committed(self.path))

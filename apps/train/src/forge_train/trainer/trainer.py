@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from forge_train.trainer.build import build_model, freeze_groups, open_data, tot
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
+from forge_train.trainer.fork import find_fork
 from forge_train.trainer.health import HealthPolicy
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import life_fields
@@ -105,7 +107,7 @@ class Trainer:
         with config_errors():
             self.device = select_device(config.parallel.device)
         layout = config.parallel.axes(world.world_size)
-        self.model = build_model(config.model, config.run.seed)
+        self.model = build_model(config.model, config.init_seed)
         refuse(model_problems(self.model, config, layout))
         self.total_steps = total_steps(config, self.model)
         freeze_groups(self.model, config)
@@ -116,6 +118,7 @@ class Trainer:
         self._placement = describe_placement(config.parallel, world, self.model)
         self.division = micro_batches(config, layout)
         self.loader, self.validation = open_data(config, self.model, layout, world.rank)
+        self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
         self.numerics = Numerics(config.resilience, self._record)
         self.progress = Progress(self.numerics.policy)
         self.val_loss: float | None = None
@@ -312,21 +315,28 @@ class Trainer:
             store, self.config.checkpoint, state, self.config.data.seq_len
         )
         self.heartbeat.enter("load")
-        seconds = self.checkpoints.load()
+        fork = self.fork
+        begin = None
+        if fork is not None:
+            begin = partial(
+                fork.load, model=self.model, meshes=self.meshes, agreement=self.agreement
+            )
+            changes = {**changes, **(fork.changed or {})}
+        seconds = self.checkpoints.load(begin)
         self.heartbeat.enter("start", self.progress.step)
         if "train.global_batch" in changes:  # bad steps up to here had other instances than it says
             self.numerics.policy.forget_bad_steps()
         step, writes = self.progress.step, self.meshes.rank == 0
         life = life_fields(self.paths, self.progress) if writes else {}
         hosts = self.agreement.exchange(self.paths.host)
-        run_on_all_ranks(
-            self.agreement, lambda: self.paths.record(self.job, hosts) if writes else None
-        )
+        run_on_all_ranks(self.agreement, lambda: self._record_life(hosts) if writes else None)
         self.recorder = Recorder(self.paths, self.config.metrics, step, self.total_steps, writes)
         self._record_quarantine(0)
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
                 _print_line(f"layout: {line}")
+            for line in [] if fork is None else fork.lines():
+                _print_line(f"init: {line}")
         event: dict[str, Any] = {
             "step": step,
             "total_steps": self.total_steps,
@@ -336,10 +346,19 @@ class Trainer:
         }
         if self.meshes.world_size > 1:
             event |= {"layout": self._placement, "reasons": self._reasons}
-        if step:
+        if fork is not None:
+            self._record("fork", step=step, **fork.event())
+            self._record("start", **event, seconds=seconds)
+        elif step:
             self._record("resume", **event, seconds=seconds, changed=changes)
         else:
             self._record("start", **event)
+
+    def _record_life(self, hosts: Sequence[str]) -> None:
+        """Write how this life of the run was made, and, of a fork, what from."""
+        if self.fork is not None:
+            self.fork.write(self.paths.path)
+        self.paths.record(self.job, hosts, None if self.fork is None else self.fork.parent())
 
     # ---- the life of a batch
 

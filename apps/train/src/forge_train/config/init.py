@@ -1,0 +1,153 @@
+"""[init]: what a run begins from, and the checkpoint or folder that `init.from` names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """Where a run begins: fresh values, or the state of another run, of which it becomes a fork."""
+
+    seed: int | None = _field(None, "seed of initial weights (default: run.seed)")
+    from_: str | None = _field(
+        None,
+        "begin with the state of a run (RUN, its newest checkpoint, or RUN@STEP), of one checkpoint, or of a folder of "
+        "Hugging Face; read until this run has a checkpoint of its own",
+    )
+    keep: tuple[Literal["weights", "optimizer", "cursor"], ...] = _field(
+        ("weights",),
+        "what is taken: weights alone, with the optimizer's moments, or with the cursor too: step, data, random "
+        "numbers, callbacks",
+    )
+    patterns: tuple[str, ...] = _field(
+        (), "tensors that are taken, as in fnmatch, '!' excludes; the others begin fresh (default: all)"
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+def _problems(c: InitConfig) -> Iterator[str]:
+    if c.seed is not None and not 0 <= c.seed < 2**63:
+        yield f"seed {c.seed} must be from 0 to {2**63 - 1}; use 0 or more"
+    given = [key for key in ("keep", "patterns") if getattr(c, key) != getattr(InitConfig, key)]
+    if c.from_ is None and given:
+        yield (
+            f"{given[0]} {list(getattr(c, given[0]))} belongs to no source; give from, or leave {given[0]} out"
+        )
+    if c.from_ is not None and not c.from_.strip("/ "):
+        yield f"from {c.from_!r} must name a run; use from = 'runs/trunk@1000', or leave it out"
+    if len(set(c.keep)) < len(c.keep) or "weights" not in c.keep:
+        yield (
+            f"keep {list(c.keep)} must hold 'weights', and no word twice; use keep = ['weights']"
+        )
+    elif "cursor" in c.keep and "optimizer" not in c.keep:
+        yield (
+            f"keep {list(c.keep)} goes on at the parent's step without its moments; add 'optimizer', or leave "
+            "'cursor' out"
+        )
+    if c.patterns and "optimizer" in c.keep:
+        yield (
+            f"patterns {list(c.patterns)} take a part of the weights, and keep {list(c.keep)} the moments of all; "
+            "use keep = ['weights']"
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `init.from` names: the checkpoint of a run (`run` is its folder, None for a copy elsewhere), or a folder
+    of Hugging Face."""
+
+    path: Path
+    run: Path | None = None
+    is_hf: bool = False
+
+
+def find_source(name: str) -> Source:
+    """The checkpoint or folder behind `init.from`; only names are looked at. ValueError with the rule and a fix."""
+    path, step = Path(name), None
+    head, at, tail = name.rpartition("@")
+    if at and tail.isdecimal() and not os.path.lexists(path):
+        path, step = Path(head), int(tail)
+    if not os.path.isdir(path):
+        raise ValueError(
+            f"init.from {name!r}: {path} is no folder here; name a run, one of its checkpoints, or a folder of "
+            "Hugging Face"
+        )
+    if step is None and os.path.isfile(path / "manifest.json"):
+        inside = path.absolute().parent
+        return Source(path, inside.parent if inside.name == "checkpoints" else None)
+    if step is None and os.path.isfile(path / "config.json"):
+        return Source(path, is_hf=True)
+    if not os.path.isdir(path / "checkpoints"):
+        raise ValueError(
+            f"init.from {name!r} is no run (it has no folder checkpoints), no checkpoint (no manifest.json) and no "
+            "folder of Hugging Face (no config.json); name one"
+        )
+    steps = committed(path)
+    if not steps:
+        raise ValueError(
+            f"init.from {name!r} has no committed checkpoint; train it until it has saved, or name another"
+        )
+    if step is None:
+        step = max(steps)
+    if step not in steps:
+        raise ValueError(
+            f"init.from {name!r}: there is no checkpoint of step {step}, which may have been removed as an old one "
+            f"(checkpoint.keep_every keeps some); there are {', '.join(map(str, sorted(steps)))}"
+        )
+    return Source(steps[step], path)
+
+
+def hf_folder(name: Any, run_dir: Any) -> Path | None:
+    """The folder of Hugging Face that a run, which has not begun, begins from; None for anything else."""
+    if not isinstance(name, str) or not isinstance(run_dir, str):
+        return None
+    try:
+        source = find_source(name)
+    except ValueError:  # refused where all problems are
+        return None
+    return source.path if source.is_hf and not has_begun(Path(run_dir)) else None
+
+
+def committed(run_dir: Path) -> dict[int, Path]:
+    """Step -> directory of the committed checkpoints of a run."""
+    if not os.path.isdir(run_dir):  # no path at all, maybe
+        return {}
+    found = (path.parent for path in run_dir.glob("checkpoints/step-*/manifest.json"))
+    return {int(path.name[5:]): path for path in found if path.name[5:].isdecimal()}
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether a run has saved before, be it damaged by now: it goes on from there, and [init] is not read."""
+    quarantine = run_dir / "checkpoints/quarantine"
+    return bool(committed(run_dir)) or (os.path.isdir(quarantine) and any(quarantine.iterdir()))
+
+
+def source_problems(name: str | None, run_dir: Path) -> list[str]:
+    """Why a run in `run_dir` cannot begin from `name`, from names on the disk alone."""
+    if name is None:
+        return []
+    problems, run = [], None
+    try:
+        run = find_source(name).run
+    except ValueError as error:
+        problems = [str(error)]
+    parents = [Path(name), Path(name.rpartition("@")[0] or name), *([run] if run else [])]
+    if os.path.realpath(run_dir) in map(os.path.realpath, parents):
+        return [
+            f"run.dir {str(run_dir)!r} is the run of init.from {name!r}, and a fork needs a folder of its own; choose "
+            "another run.dir"
+        ]
+    return [] if has_begun(run_dir) else problems

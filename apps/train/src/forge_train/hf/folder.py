@@ -1,0 +1,124 @@
+"""A folder of Hugging Face as a model of Forge: its [model] table, its tensors, and the files that belong to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from forge_ckpt.hf import HFTensors, read_json
+from forge_train.config.imported import NAME, TRAINING_KEYS, table_of, write_table
+from forge_train.config.layers import Layers
+from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.structure import structure
+from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.hf.families import rows_of, section_from_hf
+
+#: In a run directory: files of the imported folder that an export gives back.
+FILES = "hf"
+SIDECAR = "forge.json"
+#: Files beside the weights that belong to the model: configuration, tokenizer, license.
+_KEPT = (
+    *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "vocab.*"),
+    *(
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.*",
+        "*.tiktoken",
+    ),
+    *("LICENSE*", "spiece.model"),
+)
+_MAX_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """The model of a folder: `section` is its [model], `table` the same as flat keys below it."""
+
+    path: Path
+    hf: dict[str, Any]
+    section: BuiltInModelConfig
+    table: dict[str, Any]
+
+    @property
+    def family(self) -> str:
+        """The model_type of transformers."""
+        return str(self.hf["model_type"])
+
+    def tensors(self) -> HFTensors:
+        """The weights under Forge's names; ConfigError for what the family's map cannot hold."""
+        with config_errors():
+            rows = rows_of(self.section, self.family)
+            return HFTensors(self.path, rows, _ignored(self.section, self.hf))
+
+    def layer(self) -> dict[str, Any]:
+        """{"model": table}, as a file of TOML would hold it."""
+        layers = Layers()
+        for key, value in self.table.items():
+            layers.set(f"model.{key}", "none" if value is None else value, "import")
+        return layers.values
+
+    def files(self) -> dict[str, bytes]:
+        """The files that belong to the model, by name; ConfigError for one that is no such file by its size."""
+        return _kept_files(self.path)
+
+    def write(self, run_dir: Path, files: dict[str, bytes]) -> None:
+        """Write model.toml, which jobs there get their [model] from, and the files that an export gives back."""
+        (run_dir / FILES).mkdir(exist_ok=True)
+        for name, content in files.items():
+            (run_dir / FILES / name).write_bytes(content)
+        write_table(
+            run_dir / NAME, self.table, "The model of the imported weights; jobs here get it"
+        )
+
+
+def read_model(folder: Path) -> HFModel:
+    """The model that `config.json` describes; ConfigError with a line for each key that cannot be held."""
+    with config_errors():
+        hf = read_json(folder / "config.json")
+        section = section_from_hf(hf)
+        model = HFModel(folder, hf, section, table_of(section, _sidecar(folder / SIDECAR)))
+        _, problems = structure(model.layer())
+        # the only part of the table that is not ours is the sidecar's
+        refuse([f"{folder / SIDECAR}: {p}" for p in problems if p.startswith("model")])
+        return model
+
+
+def _ignored(section: BuiltInModelConfig, hf: dict[str, Any]) -> list[str]:
+    """Patterns of tensors that transformers does not load either: they change no logits."""
+    extra = hf.get("num_nextn_predict_layers")
+    count = extra if type(extra) is int and 0 < extra < 64 else 0
+    layers = range(section.num_layers, section.num_layers + count)
+    return [
+        "*.rotary_emb.inv_freq",
+        *(["lm_head.weight"] if section.tie_embeddings else []),
+        *(f"model.layers.{layer}.*" for layer in layers),  # multi-token prediction
+    ]
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    """Options of training that an export of Forge wrote beside; none without one."""
+    if not path.exists():
+        return {}
+    table = read_json(path)
+    model = table.get("model")
+    if table.get("format") != 1 or not isinstance(model, dict) or not model.keys() <= TRAINING_KEYS:
+        raise ValueError(
+            f"{path}: must have format 1 and a table model of {', '.join(sorted(TRAINING_KEYS))}; remove the "
+            "file, or use the version that wrote it"
+        )
+    return model
+
+
+def _kept_files(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _KEPT):
+            if path.stat().st_size > _MAX_BYTES:
+                raise ConfigError(
+                    [f"{path}: more than {_MAX_BYTES} bytes; remove it, or name another"]
+                )
+            found[path.name] = path.read_bytes()
+    return found

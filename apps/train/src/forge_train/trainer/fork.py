@@ -1,0 +1,286 @@
+"""A run that begins in the state of another one: what it takes is found and compared first, and loaded together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from forge_ckpt import (
+    CorruptCheckpoint,
+    SavedTensors,
+    WeightsReport,
+    load_step,
+    load_weights,
+    match_weights,
+)
+from forge_ckpt.hf import fill_tensor
+from forge_data import InvalidData, Loader
+from forge_parallel import Meshes
+from forge_resilience import Agreement
+from forge_train.config.init import (
+    InitConfig,
+    Source,
+    find_source,
+    has_begun,
+    source_problems,
+)
+from forge_train.config.resolve import ResolvedJob
+from forge_train.errors import (
+    ConfigError,
+    DataError,
+    JobError,
+    StateError,
+    refuse,
+    run_on_all_ranks,
+)
+from forge_train.hf.folder import HFModel, read_model
+from forge_train.trainer.checkpoints import Check
+from forge_train.trainer.run_directory import RunDirectory, is_fixed
+
+#: The objects of a checkpoint that a run goes on with, beside weights and moments; each callback has one, too.
+_CURSOR = ("loader", "progress", "rng")
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The source of a run's initial state, which was compared with the job; nothing of it is loaded yet.
+
+    `weights` names the tensors of the whole model. `saved` are the names of the source's objects. `changed` is
+    {key: [value of the parent, value here]}, empty where no configuration of the parent is known.
+    """
+
+    init: InitConfig
+    source: Source
+    weights: WeightsReport
+    step: int | None = None
+    digest: str | None = None
+    saved: Collection[str] = ()
+    changed: Mapping[str, list[Any]] | None = None
+    hf: HFModel | None = None
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        check: Check,
+        *,
+        model: nn.Module,
+        meshes: Meshes,
+        agreement: Agreement,
+    ) -> None:
+        """Fill the part of a run's `state` that is kept; `model` is this rank's part of the model. Collective.
+
+        Every rank verifies before a tensor of any rank changes. Each rank reads what its own shards touch; of a
+        folder of Hugging Face whole tensors, one at a time.
+        """
+        hf = self.hf
+        if hf is not None:
+            run_on_all_ranks(agreement, lambda: self._fill(model, hf))
+            return
+        # the parent may have saved since: one checkpoint for all ranks
+        path = Path(agreement.exchange(str(self.source.path))[0])
+        with _source_errors(self.init, path):
+            if "optimizer" not in self.init.keep:
+                names = [*self.weights.copied, *self.weights.fresh]
+                patterns = self.init.patterns or ("*",)
+                load_weights(path, model, patterns, names=names, group=meshes.host_group)
+                return
+            goes_on = "cursor" in self.init.keep
+            wanted = {name: value for name, value in state.items() if self._takes(name)}
+            load_step(path, wanted, check if goes_on else None, group=meshes.host_group)
+
+    def _takes(self, name: str) -> bool:
+        """Whether an object of the state is loaded: a callback that the parent did not have begins."""
+        goes_on = "cursor" in self.init.keep
+        return name in ("model", "optimizer") or (goes_on and name in (*_CURSOR, *self.saved))
+
+    def _fill(self, model: nn.Module, hf: HFModel) -> None:
+        state = model.state_dict()
+        with _source_errors(self.init, self.source.path):
+            tensors = hf.tensors()
+            for name in self.weights.copied:
+                if name in state:
+                    fill_tensor(name, state[name], tensors.read(name))
+
+    def write(self, run_dir: Path) -> None:
+        """Of a folder of Hugging Face: write the files that an import leaves. JobError where the disk refuses."""
+        if self.hf is None:
+            return
+        try:
+            self.hf.write(run_dir, self.hf.files())
+        except OSError as error:
+            raise JobError(
+                [f"run.dir {run_dir} cannot hold the files of {self.hf.path} ({error.strerror}); make room there"]
+            ) from error  # fmt: skip
+
+    def parent(self) -> dict[str, Any]:
+        """Where the state is from, and what was taken, as plain data for parent.json."""
+        run = self.source.run
+        return {
+            "run_dir": None if run is None else str(run.absolute()),
+            "checkpoint": str(self.source.path.absolute()),
+            "step": self.step,
+            "digest": self.digest,
+            "keep": list(self.init.keep),
+            "patterns": list(self.init.patterns),
+            **vars(self.weights),
+            "changed": dict(self.changed or {}),
+        }
+
+    def event(self) -> dict[str, Any]:
+        """Fields of the event `fork`: `parent` with numbers of tensors in place of their names."""
+        names = ("copied", "fresh", "unused")
+        fields = self.parent() | {name: len(getattr(self.weights, name)) for name in names}
+        return {"of_step" if key == "step" else key: value for key, value in fields.items()}
+
+    def lines(self) -> list[str]:
+        """What a person should know of it, without the names of all tensors."""
+        kept = " + ".join(self.init.keep)
+        found = self.weights
+        rest = [
+            f"{len(names)} {what}" + (f" ({_some(names)})" if names else "")
+            for what, names in (("fresh", found.fresh), ("of the source unused", found.unused))
+        ]
+        lines = [
+            f"{kept} of {self.source.path}: {len(found.copied)} tensors taken, {', '.join(rest)}"
+        ]
+        lines += [
+            f"{key} was {before!r} there and is {now!r} here"
+            for key, (before, now) in (self.changed or {}).items()
+            if key.startswith("model.")
+        ]
+        return lines
+
+
+def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: int) -> Fork | None:
+    """The fork that a run begins as; None for one that begins fresh, or has begun and goes on where it stands.
+
+    `model` is the whole one, on the meta device or not. Reads the manifest of the source and the configuration
+    beside it, takes no lock. Raises ConfigError, DataError (the data is not the parent's) or StateError (the source
+    is damaged) before anything is started.
+    """
+    init, run_dir = job.config.init, Path(job.config.run.dir)
+    if init.from_ is None or has_begun(run_dir):
+        return None
+    refuse(source_problems(init.from_, run_dir))
+    source = find_source(init.from_)
+    here = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    if source.is_hf:
+        return _of_hf(init, source, here)
+    with _source_errors(init, source.path), SavedTensors(source.path) as saved:
+        refuse(_missing(init, source, saved.keys()))
+        changed = _changes(job, source)
+        refuse(_other_parts(init, source, changed))
+        weights = _match(init, here, saved.below("model"))
+        if "cursor" in init.keep:
+            loader.load_checks(saved.read_object("loader"))
+            refuse(_length(init, saved.step, total_steps))
+        return Fork(init, source, weights, saved.step, saved.digest, saved.keys(), changed)
+
+
+def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork:
+    if init.keep != ("weights",):
+        raise ConfigError(
+            [f"init.keep {list(init.keep)}: a folder of Hugging Face has weights alone; use keep = ['weights']"]
+        )  # fmt: skip
+    hf = read_model(source.path)
+    weights = _match(init, here, hf.tensors().meta)
+    hf.files()
+    return Fork(init, source, weights, hf=hf)
+
+
+def _match(
+    init: InitConfig, here: Mapping[str, Tensor], there: Mapping[str, Tensor]
+) -> WeightsReport:
+    """What is taken; without patterns all that is here and all that is there."""
+    try:
+        report = match_weights(here, there, init.patterns or ("*",))
+    except ValueError as error:
+        raise ConfigError([f"init.from {init.from_!r}: {line.strip()}" for line in str(error).splitlines()]) from error  # fmt: skip
+    if init.patterns or not (report.fresh or report.unused):
+        return report
+    where = "here" if report.fresh else "there"
+    names = report.fresh or report.unused
+    fix = "init.patterns = ['*'] takes the weights that both have"
+    raise ConfigError(
+        [f"init.from {init.from_!r} is of another model: {_some(names)} only {where}; build the same model, or {fix}"]
+    )  # fmt: skip
+
+
+def _missing(init: InitConfig, source: Source, saved: Sequence[str]) -> list[str]:
+    """A sentence on objects that are kept and were not saved: an import has weights alone."""
+    wanted = {"weights": ("model",), "optimizer": ("optimizer",), "cursor": _CURSOR}
+    missing = [name for kind in init.keep for name in wanted[kind] if name not in saved]
+    return [
+        f"init.keep {list(init.keep)} needs {', '.join(missing)}, and {source.path} has {', '.join(saved)} alone; keep "
+        "less, or name another checkpoint"
+    ] if missing else []  # fmt: skip
+
+
+def _changes(job: ResolvedJob, source: Source) -> dict[str, list[Any]]:
+    """{key: [value of the parent, value here]} of all that shapes a run."""
+    if source.run is None:
+        return {}
+    found = RunDirectory(source.run).changes(job)
+    return {k: v for k, v in found.items() if k != "run.dir" and not k.startswith("init.")}
+
+
+def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[Any]]) -> list[str]:
+    """Sentences on keys that give what is kept another meaning."""
+    if "optimizer" not in init.keep:
+        return []
+    goes_on = "cursor" in init.keep
+    keys = [
+        k
+        for k in changed
+        if k == "optimizer.name" or (goes_on and k.startswith("model.") and is_fixed(k))
+    ]
+    fix = "set it back, or use init.keep = ['weights']"
+    return [
+        f"{key} was {changed[key][0]!r} in {source.run} and is now {changed[key][1]!r}, and init.keep is "
+        f"{list(init.keep)}; {fix}"
+        for key in keys
+    ]  # fmt: skip
+
+
+def _length(init: InitConfig, step: int | None, total_steps: int) -> list[str]:
+    if step is not None and step < total_steps:
+        return []
+    return [
+        f"train: the length of {total_steps} steps must be above {step}, the step of init.from {init.from_!r}, at which a "
+        "run goes on that keeps the cursor; train longer, or name an earlier checkpoint"
+    ]
+
+
+@contextlib.contextmanager
+def _source_errors(init: InitConfig, path: Path) -> Iterator[None]:
+    """Turn an exception of forge_ckpt or forge_data about the source into a JobError; nothing is begun afresh."""
+    try:
+        yield
+    except InvalidData as error:
+        raise DataError(
+            [
+                f"init.from {init.from_!r}: {error}",
+                f"init.keep {list(init.keep)} goes on in the parent's data; leave 'cursor' out to begin with other data",
+            ]
+        ) from error
+    except (CorruptCheckpoint, OSError, ValueError) as error:
+        if not os.path.lexists(path):
+            raise ConfigError(
+                [f"init.from {init.from_!r}: {path} was removed while it was read, as an old checkpoint; name a newer "
+                 "one, or let the parent keep more (checkpoint.keep_every)"]
+            ) from error  # fmt: skip
+        if isinstance(error, CorruptCheckpoint):
+            raise StateError(
+                [f"init.from {init.from_!r}: {error}; name another checkpoint"]
+            ) from error
+        raise ConfigError([f"init.from {init.from_!r}: {line}" for line in str(error).splitlines()]) from error  # fmt: skip
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
