@@ -265,6 +265,52 @@ MISTAKES: tuple[Mistake, ...] = (
         ("tests/use/test_hugging_face.py::test_F57_F58_imported_weights_train_and_go_back",),
     ),
     Mistake(
+        "a fork that has saved looks at its parent again",
+        f"{_TRAIN}/trainer/fork.py",
+        "if init.from_ is None or has_begun(run_dir):",
+        "if init.from_ is None:",
+        ("tests/resume/test_forks.py::test_a_fork_of_a_folder_of_hugging_face_is_an_import",),
+    ),
+    Mistake(
+        "a warm start goes on in the parent's data",
+        f"{_TRAIN}/trainer/fork.py",
+        'rest = (*_CURSOR, *self.saved) if "cursor" in self.init.keep else ()',
+        "rest = (*_CURSOR, *self.saved)",
+        (
+            "tests/resume/test_forks.py::test_a_warm_start_is_a_new_run_with_weights_and_moments_put_in_by_hand",
+        ),
+    ),
+    Mistake(
+        "each rank loads the step that it found itself",
+        f"{_CKPT}/read/load.py",
+        "chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(Path(path)))))",
+        "chosen = step_path(Path(path))",
+        ("tests/resume/test_forks.py::test_ranks_that_found_other_steps_take_one",),
+    ),
+    Mistake(
+        "a fork goes on with heads of another number",
+        f"{_TRAIN}/trainer/fork.py",
+        'k == "optimizer.name" or (goes_on and',
+        'k == "optimizer.name" or (False and',
+        ("tests/resume/test_fork_refusals.py::test_refusals",),
+    ),
+    Mistake(
+        "tensors of another model begin fresh without a word",
+        f"{_TRAIN}/trainer/fork.py",
+        "if init.patterns or not (report.fresh or report.unused):",
+        "if True:",
+        ("tests/resume/test_fork_refusals.py::test_refusals",),
+    ),
+    Mistake(
+        "a stage without a tensor that matches refuses the patterns",
+        f"{_CKPT}/weights.py",
+        "lambda: _match(here if names is None else names, shapes, patterns)",
+        "lambda: _match(here, shapes, patterns)",
+        (
+            "packages/forge-ckpt/tests/test_weights.py::test_a_part_of_a_model_has_the_report_of_the_whole",
+        ),
+    ),
+    Mistake(
         "a load compares the first block of a file only",
         f"{_CKPT}/read/blocks.py",
         "if digest_of(block) != entry.blocks[index]:",

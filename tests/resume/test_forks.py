@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from forge_ckpt import read_tensors
-from forge_testing import forge_train, kill_after_step, start, write_job
+from forge_testing import forge_train, kill_after_step, run_on_ranks, start, write_job
 from forge_testing.jobs import TINY_JOB
 from forge_testing.runs import assert_close, fit_on_ranks, full, together
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, read_run
@@ -243,6 +246,12 @@ def test_a_killed_fork_goes_on_with_its_own_state_also_when_the_parent_is_gone(
     assert rows(tmp_path / "run") == rows(trunk, after=3)
 
 
+def test_a_fork_that_may_roll_back_saves_its_beginning(tmp_path: Path, trunk: Path) -> None:
+    back = {"resilience__nonfinite__action": "rollback", "checkpoint__keep_last": 9}
+    fit(job_of(tmp_path), init__from=f"{trunk}@6", init__keep=ALL, train__steps=8, **back)
+    assert_same_bits(bits(tmp_path / "run", 6), bits(trunk, 6))
+
+
 class Stop(Exception):
     pass
 
@@ -388,6 +397,34 @@ def test_a_fork_in_another_layout_has_the_same_weights_and_trains_alike(
     assert parents[0]["fresh"] == parents[1]["fresh"]
 
 
+def fork_of_another_step(job: Path, other: Path, settings: dict[str, Any]) -> Any:
+    """Rank 1 looked a moment before the parent saved."""
+    rank = dist.get_rank()
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    trainer = Trainer(load_job(job, {**QUIET, **settings}))
+    assert trainer.fork is not None
+    if rank == 1:
+        trainer.fork = replace(trainer.fork, source=replace(trainer.fork.source, path=other))
+    trainer.fit()
+    return trainer.progress.tokens, full(trainer)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("keep", [ALL, ["weights"]])
+def test_ranks_that_found_other_steps_take_one(
+    tmp_path: Path, trunk: Path, keep: list[str]
+) -> None:
+    init = {"init.from": f"{trunk}@9", "init.keep": keep, "train.steps": 11, **CONSTANT}
+    older = trunk / "checkpoints/step-00000003"
+    first, second = run_on_ranks(2, fork_of_another_step, job_of(tmp_path), older, init)
+    assert first[0] == second[0]
+    assert_same_bits(first[1], second[1])
+    parent = read_run(tmp_path / "run").parent
+    assert parent is not None
+    assert parent["step"] == 9
+
+
 TWO_LAYERS = {"model__num_layers": 2, "optimizer__eps": 1e-4}
 
 
@@ -457,7 +494,11 @@ def test_each_seed_has_its_own_effect(tmp_path: Path) -> None:
         trainer._materialise()
         stream = int(torch.randint(2**31, ()))
         trainer.loader.close()
-        return float(sum(p.double().abs().sum() for p in trainer.model.parameters())), ids, stream
+        return (
+            sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters()),
+            ids,
+            stream,
+        )
 
     default, all_seven = beginning(), beginning(**{"run.seed": 7})
     assert not any(a == b for a, b in zip(default, all_seven, strict=True))

@@ -82,8 +82,9 @@ class Fork:
         if hf is not None:
             run_on_all_ranks(agreement, lambda: self._fill(model, hf))
             return
-        # the parent may have saved since: one checkpoint for all ranks
-        path = Path(agreement.exchange(str(self.source.path))[0])
+        path = (
+            self.source.path
+        )  # of rank 0, for all: the parent may have saved since another rank looked
         with _source_errors(self.init, path):
             if "optimizer" not in self.init.keep:
                 names = [*self.weights.copied, *self.weights.fresh]
@@ -96,8 +97,8 @@ class Fork:
 
     def _takes(self, name: str) -> bool:
         """Whether an object of the state is loaded: a callback that the parent did not have begins."""
-        goes_on = "cursor" in self.init.keep
-        return name in ("model", "optimizer") or (goes_on and name in (*_CURSOR, *self.saved))
+        rest = (*_CURSOR, *self.saved) if "cursor" in self.init.keep else ()
+        return name in ("model", "optimizer", *rest)
 
     def _fill(self, model: nn.Module, hf: HFModel) -> None:
         state = model.state_dict()

@@ -323,6 +323,8 @@ class Trainer:
             )
             changes = {**changes, **(fork.changed or {})}
         seconds = self.checkpoints.load(begin)
+        if self.checkpoints.last_step >= 0:  # a file system may have shown this run's own step late
+            fork = self.fork = None
         self.heartbeat.enter("start", self.progress.step)
         if "train.global_batch" in changes:  # bad steps up to here had other instances than it says
             self.numerics.policy.forget_bad_steps()
