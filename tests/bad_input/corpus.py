@@ -394,6 +394,8 @@ CASES: dict[str, list[Case | Call]] = {
              "--schedule.wsd.decay_steps", "7"), CONFIG, ("warmup_steps 6", "7 steps of decay", "12 steps")),
         Case("a key of another schedule", flags("--schedule.wsd.decay", "linear"), CONFIG,
              ("schedule", "wsd.decay linear", "name is 'cosine'")),
+        Case("a decay beside an average", flags("--optimizer.name", "schedule_free_adamw"), CONFIG,
+             ("schedule.name 'cosine'", "'constant'", "schedule_free_adamw")),
         Case("a warm-up without a schedule", flags("--schedule.name", "none", "--schedule.warmup_steps", "2"), CONFIG,
              ("schedule", "warmup_steps 2", "'none'")),
         Case("row longer than the model", flags("--model.max_seq_len", "16"), CONFIG,

@@ -274,6 +274,7 @@ BIAS = {**MOE, "model.moe.bias_update_rate": 0.1}
 
 
 WSD = {"schedule.name": "wsd", "schedule.min_lr_ratio": 0.0}
+SCHEDULE_FREE = {"optimizer.name": "schedule_free_adamw", "schedule.name": "constant"}
 GROUP = {"optimizer.groups.<name>.patterns": ["lm_head.*"]}
 STAGE = {
     **GROUP,
@@ -627,6 +628,10 @@ PROBES: dict[str, Probe] = {
         )
     },
     "optimizer.groups.<name>.muon": Probe(True, trained, {**GROUP, "optimizer.name": "muon"}),
+    "optimizer.schedule_free.r": Probe(3.0, trained, SCHEDULE_FREE),
+    "optimizer.schedule_free.weight_lr_power": Probe(
+        0.0, trained, {**SCHEDULE_FREE, "schedule.warmup_steps": 2}
+    ),
     "optimizer.options": Probe({"momentum": 0.5}, trained, {"optimizer.name": "torch.optim:SGD"}),
     "optimizer.groups.<name>.patterns": Probe(
         ["layers.*"], trained, {**GROUP, "optimizer.groups.<name>.lr_multiplier": 0.1}

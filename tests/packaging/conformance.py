@@ -17,7 +17,7 @@ from forge_ckpt.stage_state import NamedState, StageState
 from forge_core import Attention, FeedForward, Transformer
 from forge_core import protocols as core
 from forge_core.model import Block, TokenContext
-from forge_core.optim import AdamW
+from forge_core.optim import AdamW, ScheduleFreeAdamW
 from forge_data import (
     Batch,
     BuiltinCorpus,
@@ -43,13 +43,19 @@ from forge_train.trainer.progress import Progress
 
 
 def of_core(
-    attention: Attention, feed_forward: FeedForward, block: Block, model: Transformer, adamw: AdamW
+    attention: Attention,
+    feed_forward: FeedForward,
+    block: Block,
+    model: Transformer,
+    adamw: AdamW,
+    schedule_free: ScheduleFreeAdamW,
 ) -> None:
     inits: list[core.DeclaresInit] = [attention, feed_forward]
     roles: list[core.DeclaresRoles] = [attention, feed_forward, block, model]
     flops: list[core.CountsFlops] = [attention, feed_forward, block, model]
     prepared: list[core.PreparesContext] = [attention, block]
-    optimizers: list[core.NamedStateOptimizer] = [adamw]
+    optimizers: list[core.NamedStateOptimizer] = [adamw, schedule_free]
+    averaging: core.AveragingOptimizer = schedule_free
 
 
 def of_moe(

@@ -29,7 +29,7 @@ from forge_train.trainer.build import build_model, freeze_groups
 from forge_train.trainer.layout import layout_problems
 
 #: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
-_MOMENTS = {"adamw": 8.0, "lion": 4.0, "sgd": 4.0}
+_MOMENTS = {"adamw": 8.0, "lion": 4.0, "schedule_free_adamw": 12.0, "sgd": 4.0}
 _SHOWN = 8
 
 

@@ -36,6 +36,17 @@ def foreign_keys(
             )
 
 
+def foreign_table(config: Any, table: str, name: str) -> Iterator[str]:
+    """Sentences for keys off their defaults of the `table` that belongs to `name`, under another `config.name`."""
+    own = getattr(config, table)
+    for key, value in vars(own).items():
+        if config.name != name and value != getattr(type(own), key):
+            yield (
+                f"{table}.{key} {value} is a key of name {name!r}, and name is {config.name!r}; remove it, or use "
+                f"{name}"
+            )
+
+
 def is_finite(value: object) -> bool:
     """Whether `value` is a number, neither NaN nor infinite."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from forge_core.model.kv_cache import LayerCache
 
 __all__ = [
+    "AveragingOptimizer",
     "CountsFlops",
     "DeclaresInit",
     "DeclaresRoles",
@@ -108,6 +109,21 @@ class NamedStateOptimizer(OptimizerLike, Protocol):
 
     def load_named_state(self, state: dict[str, dict[str, Tensor | float]]) -> None:
         """Restore it."""
+        ...
+
+
+class AveragingOptimizer(OptimizerLike, Protocol):
+    """Optional: weights that are trained at one point, and evaluated and saved at another, such as an average.
+
+    Named state then belongs to the second point: it is read and loaded between `eval()` and `train()`.
+    """
+
+    def eval(self) -> None:
+        """Put the weights to evaluate and to save into the parameters; nothing if they are there."""
+        ...
+
+    def train(self) -> None:
+        """Put the weights to train into the parameters; those that were in them are the ones to evaluate now."""
         ...
 
 

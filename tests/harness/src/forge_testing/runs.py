@@ -57,7 +57,8 @@ def full(trainer: Trainer) -> dict[str, torch.Tensor]:
     found: dict[str, Any] = dict(trainer.model.named_parameters())
     if hasattr(trainer.optimizer, "named_state"):
         for name, slots in trainer.optimizer.named_state().items():
-            found.update({f"{name}.{slot}": v for slot, v in slots.items() if slot != "step"})
+            tensors = {slot: v for slot, v in slots.items() if isinstance(v, torch.Tensor)}
+            found.update({f"{name}.{slot}": v for slot, v in tensors.items()})
     return {
         name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
         for name, v in found.items()

@@ -148,6 +148,11 @@ def _section_problems(config: JobConfig) -> list[str]:
             "metrics: the sink 'tensorboard' needs the package tensorboard, which is not installed; "
             "pip install 'forge-train[track]' or leave it out"
         )
+    if config.optimizer.name == "schedule_free_adamw" and config.schedule.name != "constant":
+        problems.append(
+            f"schedule.name {config.schedule.name!r} must be 'constant' with optimizer.name 'schedule_free_adamw', "
+            "whose average stands for the fall of the rate; set schedule.name = 'constant', with warmup_steps"
+        )
     if config.eval.every_steps == 0 and config.data.validation is not None:
         problems.append(
             "data.validation is given but eval.every_steps 0 never reads it; set "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,6 +128,7 @@ class Trainer:
         self._decision = Decision(())
         self._save_requested = False
         self._last_evaluated = -1
+        self._at_evaluation_point = False
 
     @property
     def meshes(self) -> Meshes:
@@ -143,6 +144,32 @@ class Trainer:
         """Ask, on any rank, for a checkpoint after the next step."""
         self._save_requested = True
 
+    @contextlib.contextmanager
+    def evaluation_point(self) -> Iterator[None]:
+        """The weights that are evaluated and saved, where the optimizer trains at others; else it does nothing.
+
+            with trainer.evaluation_point():        # between steps, on every rank
+                accuracy = my_evaluation(trainer.model)
+
+        What is written into the weights meanwhile is kept, as the new point to evaluate.
+        """
+        if self._at_evaluation_point:
+            yield
+            return
+        self._switch("eval")
+        try:
+            yield
+        finally:
+            self._switch("train")
+
+    def _switch(self, point: str) -> None:
+        """Call the optimizer's `eval` or `train`, if it trains at other weights than those to evaluate."""
+        self._at_evaluation_point = point == "eval"
+        switch = getattr(self.optimizer, point, None)
+        if switch is not None:
+            reshard(self.model)  # weights that are gathered would stay those of the other point
+            switch()
+
     # ---- the life of a run
 
     def fit(self, meshes: Meshes | None = None, stop: StopSignal | None = None) -> RunResult:
@@ -150,7 +177,7 @@ class Trainer:
 
         `meshes` come from `forge_parallel.launch`, by default from the running process group or one
         process. `stop` is a StopSignal that is open already; by default one is opened here. On many
-        ranks a JobError is raised by all of them.
+        ranks a JobError is raised by all of them. The model is left as it is evaluated and saved.
         """
         try:
             if meshes is not None:
@@ -210,6 +237,7 @@ class Trainer:
                 pass  # after a rollback
         finally:
             self.recorder.close()
+        self._switch("eval")
         finished = self.progress.step >= self.total_steps
         code = ExitCode.DONE if finished else ExitCode.REQUEUE
         return RunResult(code, self.progress.step, self.val_loss)
@@ -240,7 +268,8 @@ class Trainer:
         before = self.config.resilience.rollback.batches_before
         windows = [*self.loader.skipped, self._instances(bad.first - before, bad.last)]
         known = len(self.checkpoints.set_aside)
-        seconds = self.checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
+        with self.evaluation_point():
+            seconds = self.checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
         self._record_quarantine(known)
         if seconds is None:
             refuse_without_checkpoint(bad, self.paths.checkpoints)
@@ -302,18 +331,6 @@ class Trainer:
 
     def _resume(self, store: Store, changes: dict[str, list[Any]]) -> None:
         """Load the newest good checkpoint, and open the files of this life of the run. Collective."""
-        state = checkpoint_state(
-            self.model,
-            self.optimizer,
-            self.loader,
-            self.progress,
-            self.callbacks,
-            self.tensor_names,
-            self.meshes,
-        )
-        self.checkpoints = Checkpoints(
-            store, self.config.checkpoint, state, self.config.data.seq_len
-        )
         self.heartbeat.enter("load")
         fork = self.fork
         begin = None
@@ -322,7 +339,9 @@ class Trainer:
                 fork.load, model=self.model, meshes=self.meshes, agreement=self.agreement
             )
             changes = {**changes, **(fork.changed or {})}
-        seconds = self.checkpoints.load(begin)
+        with self.evaluation_point():
+            self.checkpoints = self._open_checkpoints(store)
+            seconds = self.checkpoints.load(begin)
         if self.checkpoints.last_step >= 0:  # a file system may have shown this run's own step late
             fork = self.fork = None
         self.heartbeat.enter("start", self.progress.step)
@@ -361,6 +380,18 @@ class Trainer:
         if self.fork is not None:
             self.fork.write(self.paths.path)
         self.paths.record(self.job, hosts, None if self.fork is None else self.fork.parent())
+
+    def _open_checkpoints(self, store: Store) -> Checkpoints:
+        state = checkpoint_state(
+            self.model,
+            self.optimizer,
+            self.loader,
+            self.progress,
+            self.callbacks,
+            self.tensor_names,
+            self.meshes,
+        )
+        return Checkpoints(store, self.config.checkpoint, state, self.config.data.seq_len)
 
     # ---- the life of a batch
 
@@ -496,7 +527,8 @@ class Trainer:
                 self.validation, sequences, rows_at_once, self.meshes, self.agreement
             )
             gather = self.agreement.exchange
-            self.val_loss = evaluate(self.compute, parts, self._count, gather)
+            with self.evaluation_point():
+                self.val_loss = evaluate(self.compute, parts, self._count, gather)
         self.moe.forget()
         self._last_evaluated = self.progress.step
         self.rows.update(val_loss=self.val_loss)
@@ -521,7 +553,8 @@ class Trainer:
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
         with self.rows.meter.paused() as pause:
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
-            self.checkpoints.save(step, wait, metrics)
+            with self.evaluation_point():
+                self.checkpoints.save(step, wait, metrics)
             if wait:
                 self._announce(self.checkpoints.settle())
         if (

@@ -7,6 +7,7 @@ from forge_core.optim.config import (
     OptimizerConfig,
     OptimizerGroupConfig,
     ScheduleConfig,
+    ScheduleFreeConfig,
     WSDConfig,
 )
 from forge_core.optim.groups import (
@@ -20,6 +21,7 @@ from forge_core.optim.lion import Lion
 from forge_core.optim.muon import Muon
 from forge_core.optim.named import set_lr
 from forge_core.optim.schedule import build_schedule, check_schedule
+from forge_core.optim.schedule_free import ScheduleFreeAdamW
 from forge_core.optim.stages import (
     StageConfig,
     Stages,
@@ -41,6 +43,8 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerGroupConfig",
     "ScheduleConfig",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeConfig",
     "StageConfig",
     "Stages",
     "WSDConfig",

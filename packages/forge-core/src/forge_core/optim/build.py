@@ -14,6 +14,7 @@ from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import match_groups, parameter_groups, take_part
 from forge_core.optim.lion import build_lion
 from forge_core.optim.muon import build_muon
+from forge_core.optim.schedule_free import build_schedule_free_adamw
 from forge_core.registry import Registry
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -141,5 +142,10 @@ OPTIMIZERS = Registry(
     "optimizer.name",
     "forge.optimizers",
     ("model", "config"),
-    {"adamw": build_adamw, "lion": build_lion, "muon": build_muon},
+    {
+        "adamw": build_adamw,
+        "lion": build_lion,
+        "muon": build_muon,
+        "schedule_free_adamw": build_schedule_free_adamw,
+    },
 )

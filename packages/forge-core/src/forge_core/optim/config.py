@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-from forge_core._config import foreign_keys, raise_problems, setting
+from forge_core._config import foreign_keys, foreign_table, raise_problems, setting
 
-_BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+_BETAS = {
+    "adamw": (0.9, 0.95),
+    "lion": (0.9, 0.99),
+    "muon": (0.9, 0.95),
+    "schedule_free_adamw": (0.9, 0.999),
+}
 #: Keys of [optimizer] that not all built-in optimizers read; parts from outside are asked as they are built.
-_READERS = {"eps": ("adamw", "muon")}
+_READERS = {"eps": ("adamw", "muon", "schedule_free_adamw")}
 #: Tables of [optimizer] that one optimizer alone reads.
-_TABLES = {"muon": "muon"}
+_TABLES = {"muon": "muon", "schedule_free": "schedule_free_adamw"}
 
 
 @dataclass(frozen=True)
@@ -67,25 +72,46 @@ class MuonConfig:
 
 
 @dataclass(frozen=True)
+class ScheduleFreeConfig:
+    """The average of schedule-free AdamW: `ScheduleFreeConfig(r=0.0, weight_lr_power=2.0)`."""
+
+    r: float = setting(0.0, "step t weighs t ** r in the average; more than 0 favours late steps")
+    weight_lr_power: float = setting(
+        2.0,
+        "and its learning rate to this power, so that a warm-up weighs less; 0: all weigh the same",
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("schedule_free", _schedule_free_problems(self))
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Settings of an optimizer; a ValueError lists every one that cannot be."""
 
     name: str = setting(
-        "adamw", "optimizer: adamw, lion, muon, an entry point of forge.optimizers, or module:attr"
+        "adamw",
+        "optimizer: adamw, lion, muon, schedule_free_adamw, an entry point of forge.optimizers, or module:attr",
     )
     lr: float = setting(3e-4, "peak learning rate, which the schedule multiplies")
     # None until built: __post_init__ puts in what the name has as a default
     betas: tuple[float, float] | None = setting(
         None,
-        "decay per step of the averages of gradient and squared gradient; lion: of update and momentum "
-        "(default: 0.9, 0.95; lion: 0.9, 0.99)",
+        "decay per step of the averages of gradient and squared gradient; lion: of update and momentum; "
+        "schedule_free_adamw: part of the average in the training point, and of squares (default: 0.9, 0.95; lion: "
+        "0.9, 0.99; schedule_free_adamw: 0.9, 0.999)",
     )
-    eps: float = setting(1e-8, "adamw, muon: added to the root of the averaged squared gradient")
+    eps: float = setting(
+        1e-8, "adamw, muon, schedule_free_adamw: added to the root of the averaged squared gradient"
+    )
     weight_decay: float = setting(
         0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
     )
     muon: MuonConfig = field(
         default_factory=MuonConfig, metadata={"help": "settings of Muon alone"}
+    )
+    schedule_free: ScheduleFreeConfig = field(
+        default_factory=ScheduleFreeConfig, metadata={"help": "the average of schedule_free_adamw"}
     )
     options: dict[str, Any] = field(
         default_factory=dict,
@@ -188,20 +214,14 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
         )
     yield from _weight_decay_problems(c.weight_decay)
     yield from foreign_keys(c, _READERS, tuple(_BETAS))
-    for key, value, reader in _foreign(c):
-        yield f"{key} {value} is read by {reader} alone, and name is {c.name!r}; remove it, or use {reader}"
-
-
-def _foreign(c: OptimizerConfig) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, its optimizer) of what stands off its default in the tables of another optimizer."""
     for table, reader in _TABLES.items():
-        own = getattr(c, table)
-        for key, value in vars(own).items():
-            if c.name != reader and value != getattr(type(own), key):
-                yield f"{table}.{key}", value, reader
+        yield from foreign_table(c, table, reader)
     for name, group in c.groups.items():
         if c.name != "muon" and group.muon is not None:
-            yield f"groups.{name}.muon", group.muon, "muon"
+            yield (
+                f"groups.{name}.muon {group.muon} is a key of name 'muon', and name is {c.name!r}; remove it, or use "
+                "muon"
+            )
 
 
 def _muon_problems(c: MuonConfig) -> Iterator[str]:
@@ -217,6 +237,12 @@ def _muon_problems(c: MuonConfig) -> Iterator[str]:
             )
     if not 0.0 < c.adamw_lr_multiplier < math.inf:
         yield f"adamw_lr_multiplier {c.adamw_lr_multiplier} must be a positive number; use 1.0"
+
+
+def _schedule_free_problems(c: ScheduleFreeConfig) -> Iterator[str]:
+    for key, value in vars(c).items():
+        if not 0.0 <= value < math.inf:
+            yield f"{key} {value} must be a finite number of at least 0; use {getattr(type(c), key)}"
 
 
 def _wsd_problems(c: WSDConfig) -> Iterator[str]:
@@ -250,9 +276,4 @@ def _schedule_problems(c: ScheduleConfig) -> Iterator[str]:
             f"min_lr_ratio {c.min_lr_ratio} is a key of names cosine, linear, wsd and rex, and name is {c.name!r}; "
             "remove it, or use one of them"
         )
-    if c.name != "wsd":
-        for key, value in vars(c.wsd).items():
-            if value != getattr(WSDConfig, key):
-                yield (
-                    f"wsd.{key} {value} is a key of name 'wsd', and name is {c.name!r}; remove it, or use wsd"
-                )
+    yield from foreign_table(c, "wsd", "wsd")

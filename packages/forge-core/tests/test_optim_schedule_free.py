@@ -1,0 +1,278 @@
+"""Schedule-free AdamW against float64 by hand and against the authors' package, its points, mask and state."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge_core.optim import (
+    OptimizerConfig,
+    OptimizerGroupConfig,
+    ScheduleFreeAdamW,
+    ScheduleFreeConfig,
+    build_optimizer,
+    set_multipliers,
+)
+
+NAME = "schedule_free_adamw"
+RATES = [0.01 * min(1.0, (k + 1) / 4) for k in range(12)]  # a warm-up of four steps
+
+
+class Small(nn.Module):
+    """A matrix longer than a piece of the update, a stack, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(300, 240))
+        self.experts = nn.Parameter(torch.randn(2, 3, 4))
+        self.norm = nn.LayerNorm(4)
+
+
+def recorded(model: nn.Module, steps: int, seed: int = 1) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+        for _ in range(steps)
+    ]
+
+
+def run(model, optimizer, gradients, rates=RATES, skips=()) -> None:
+    for number, step in enumerate(gradients):
+        for name, parameter in model.named_parameters():
+            parameter.grad = step[name].clone()
+        optimizer.set_lr(rates[number])
+        optimizer.step(skip=torch.tensor(1.0 if number in skips else 0.0))
+
+
+def by_hand(model, gradients, config, rates=RATES) -> dict[str, tuple[Tensor, Tensor]]:
+    """Algorithm 1 of the paper in float64, with the averaging weights of its section 4: {name: (x, y)}."""
+    b1, b2 = config.betas
+    own, found = config.schedule_free, {}
+    for name, parameter in model.named_parameters():
+        x = z = y = parameter.detach().double()
+        v, total, highest = torch.zeros_like(x), 0.0, 0.0
+        decay = config.weight_decay if x.ndim >= 2 else 0.0
+        for t, (step, lr) in enumerate(zip(gradients, rates), 1):
+            g = step[name].double()
+            v = b2 * v + (1 - b2) * g**2
+            z = z - lr * (g / ((v / (1 - b2**t)).sqrt() + config.eps) + decay * y)
+            highest = max(highest, lr)
+            weight = t**own.r * highest**own.weight_lr_power
+            total += weight
+            x = (1 - weight / total) * x + weight / total * z
+            y = (1 - b1) * z + b1 * x
+        found[name] = (x, y)
+    return found
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+@pytest.mark.parametrize(("r", "power"), [(0.0, 2.0), (0.0, 0.0), (2.0, 1.0)])
+def test_twelve_steps_equal_float64(r: float, power: float) -> None:
+    config = OptimizerConfig(
+        NAME, weight_decay=0.3, schedule_free=ScheduleFreeConfig(r=r, weight_lr_power=power)
+    )
+    assert config.betas == (0.9, 0.999)
+    model = Small()
+    gradients = recorded(model, 12)
+    rates = [*RATES[:8], *(rate / 3 for rate in RATES[8:])]  # the weight is of the greatest so far
+    wanted = by_hand(model, gradients, config, rates)
+    optimizer = build_optimizer(model, config)
+    assert isinstance(optimizer, ScheduleFreeAdamW)
+    run(model, optimizer, gradients, rates)
+    for name, parameter in model.named_parameters():
+        assert error(parameter.detach(), wanted[name][1]) <= 1e-6, name
+    optimizer.eval()
+    for name, parameter in model.named_parameters():
+        assert error(parameter.detach(), wanted[name][0]) <= 1e-6, name
+
+
+def test_it_equals_the_authors_package() -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    ours, theirs = Small(), Small()
+    gradients = recorded(ours, 12)
+    mine = build_optimizer(ours, OptimizerConfig(NAME, lr=0.01, weight_decay=0.3))
+    run(ours, mine, gradients)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.3},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = schedulefree.AdamWScheduleFree(groups, lr=0.01, warmup_steps=4)
+    reference.train()
+    for step in gradients:
+        for name, parameter in theirs.named_parameters():
+            parameter.grad = step[name].clone()
+        reference.step()
+    for _ in ("y", "x"):
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert error(p.detach(), q.detach()) <= 1e-6, name
+        mine.eval()
+        reference.eval()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_look_at_the_average_changes_no_training() -> None:
+    model, other = Small(), Small()
+    gradients = recorded(model, 6)
+    plain, looked = (build_optimizer(m, OptimizerConfig(NAME)) for m in (model, other))
+    for number, step in enumerate(gradients):
+        run(model, plain, [step], [RATES[number]])
+        run(other, looked, [step], [RATES[number]])
+        training = weights(other)
+        looked.eval()
+        if number > 1:  # after the first step x = z = y
+            assert not same(weights(other), training)
+        looked.eval()
+        looked.train()
+        looked.train()
+        assert same(weights(other), training)
+    assert same(weights(model), weights(other))
+
+
+def test_named_state_goes_with_the_average_and_back() -> None:
+    model, other = Small(), Small()
+    gradients = recorded(model, 6)
+    optimizer = build_optimizer(model, OptimizerConfig(NAME))
+    with pytest.raises(RuntimeError, match=r"named state .* call eval\(\) first"):
+        optimizer.named_state()
+    run(model, optimizer, gradients[:3])
+    optimizer.eval()
+    state = copy.deepcopy(optimizer.named_state())
+    assert set(state["table"]) == {"z", "exp_avg_sq", "step", "lr_max", "weight_sum"}
+    average = weights(model)
+    optimizer.train()
+    second = build_optimizer(other, OptimizerConfig(NAME))
+    with pytest.raises(RuntimeError, match=r"call eval\(\) first"):
+        second.load_named_state(state)
+    second.eval()
+    with torch.no_grad():
+        for parameter, value in zip(other.parameters(), average):
+            parameter.copy_(value)
+    second.load_named_state(state)
+    second.train()
+    assert same(weights(model), weights(other))
+    for m, o in ((model, optimizer), (other, second)):
+        run(m, o, gradients[3:], RATES[3:])
+        o.eval()
+    assert same(weights(model), weights(other))
+
+
+def test_torchs_form_of_state_holds_both_points() -> None:
+    model = Small()
+    gradients = recorded(model, 6)
+    optimizer = build_optimizer(model, OptimizerConfig(NAME))
+    run(model, optimizer, gradients[:3])
+    other = copy.deepcopy(model)
+    second = build_optimizer(other, OptimizerConfig(NAME))
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (other, second)):
+        run(m, o, gradients[3:], RATES[3:])
+        o.eval()
+    assert same(weights(model), weights(other))
+
+
+def test_weights_that_come_after_it_was_built_are_where_both_points_begin() -> None:
+    torch.manual_seed(3)
+    values = [torch.randn_like(p) for p in Small().parameters()]
+    results = []
+    for late in (False, True, "eval"):
+        model = Small()
+        optimizer = build_optimizer(model, OptimizerConfig(NAME)) if late else None
+        if late == "eval":
+            optimizer.eval()
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), values):
+                parameter.copy_(value)
+        optimizer = optimizer or build_optimizer(model, OptimizerConfig(NAME))
+        optimizer.train()
+        run(model, optimizer, recorded(model, 3))
+        optimizer.eval()
+        results.append(weights(model))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_skipped_step_changes_nothing(first: int) -> None:
+    model, other = Small(), Small()
+    gradients = recorded(model, 6)
+    bad = [{n: g * math.nan for n, g in gradients[0].items()}]
+    optimizers = [build_optimizer(m, OptimizerConfig(NAME)) for m in (model, other)]
+    run(model, optimizers[0], gradients[:first])
+    run(other, optimizers[1], gradients[:first])
+    run(other, optimizers[1], bad, [99.0], skips=(0,))
+    assert same(weights(model), weights(other))
+    run(model, optimizers[0], gradients[first:], RATES[first:])
+    run(other, optimizers[1], gradients[first:], RATES[first:])
+    for optimizer in optimizers:
+        optimizer.eval()
+    assert same(weights(model), weights(other))
+    assert optimizers[0].named_state()["table"]["step"] == 6.0
+    assert optimizers[1].named_state()["table"]["lr_max"] == pytest.approx(RATES[5])
+
+
+def test_F32_nothing_is_divided_by_zero() -> None:
+    for power in (0.0, 2.0):
+        model = Small()
+        start = weights(model)
+        own = ScheduleFreeConfig(weight_lr_power=power)
+        optimizer = build_optimizer(model, OptimizerConfig(NAME, schedule_free=own))
+        zeros = [{n: torch.zeros_like(p) for n, p in model.named_parameters()}]
+        run(model, optimizer, zeros, [0.0])  # no rate, no gradient
+        optimizer.eval()
+        assert same(weights(model), start)
+        optimizer.train()
+        run(model, optimizer, recorded(model, 2))
+        optimizer.eval()
+        assert all(w.isfinite().all() for w in weights(model))
+        assert not same(weights(model), start)
+
+
+def test_a_group_that_is_frozen_keeps_both_points() -> None:
+    model = Small()
+    groups = {"tables": OptimizerGroupConfig(("table",), lr_multiplier=0.5)}
+    optimizer = build_optimizer(model, OptimizerConfig(NAME, groups=groups))
+    run(model, optimizer, recorded(model, 3))
+    before = model.table.detach().clone()
+    set_multipliers(optimizer, {"tables": 0.0})
+    for parameter in (model.experts, model.norm.weight, model.norm.bias):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(model.table, before)
+    optimizer.eval()
+    assert not torch.equal(model.table, before)
+    state = optimizer.named_state()
+    assert (state["table"]["step"], state["experts"]["step"]) == (3.0, 4.0)
+    assert state["table"]["lr_max"] == pytest.approx(0.5 * RATES[2])
+
+
+def test_a_step_at_the_average_is_refused() -> None:
+    model = Small()
+    optimizer = build_optimizer(model, OptimizerConfig(NAME))
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match=r"call train\(\) first"):
+        run(model, optimizer, recorded(model, 1))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for own, words in (({"r": -1.0}, "r -1.0"), ({"weight_lr_power": math.inf}, "weight_lr_power")):
+        with pytest.raises(ValueError, match=words):
+            ScheduleFreeConfig(**own)
+    with pytest.raises(
+        ValueError, match=r"schedule_free.r 1.0 is a key of name 'schedule_free_adam"
+    ):
+        OptimizerConfig("adamw", schedule_free=ScheduleFreeConfig(r=1.0))
