@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import ROWS, SEQ, STEPS, MicroBatch, batches, filler, together
-from cells import FEATURES, LAYOUTS, Cell
+from cells import BY_NAME, FEATURES, LAYOUTS, Cell
+from optimizers import Recorded, forges
 from torch import Tensor, nn
 from training import (
     ADAMW,
@@ -204,16 +205,21 @@ def _with_documents(part: MicroBatch) -> MicroBatch:
 
 
 class _Update:
-    """torch's SGD, or Forge's AdamW with its mask."""
+    """torch's SGD, or Forge's optimizers with their mask."""
 
     def __init__(self, cell: Cell, model: nn.Module) -> None:
-        self._masked = cell.optimizer == "adamw"
-        if self._masked:
-            self._optimizer: Any = build_optimizer(model, OptimizerConfig(**ADAMW))
+        self._masked = cell.optimizer != "sgd"
+        self._record = Recorded(model) if cell.optimizer == "lion" else None
+        if cell.optimizer in BY_NAME:
+            self._optimizer: Any = forges(cell.optimizer, model)
+        elif self._masked:
+            self._optimizer = build_optimizer(model, OptimizerConfig(**ADAMW))
         else:
             self._optimizer = torch.optim.SGD(model.parameters(), **SGD)
 
     def __call__(self, skip: Tensor) -> None:
+        if self._record is not None:
+            self._record()
         self._optimizer.step(skip=skip) if self._masked else self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -365,6 +365,38 @@ FEATURES = {
     ),
 }
 OPTIMIZERS = ("sgd", "adamw")
+# Optimizers that treat matrices or shards in a way of their own, in layouts that cut them in all ways.
+BY_NAME = {
+    "muon": {
+        "one_rank": "bf16",
+        "fsdp_2": "packed moe",
+        "fsdp_3": "dealt_packed",
+        "fsdp_4": "tied_embeddings",
+        "hsdp_2x2": "packed cpu_offload",
+        "tp": "packed moe",
+        "tp4": "qk_norm",
+        "tp_whole": "packed",
+        "cp": "packed",
+        "pp_1f1b": "tied_embeddings moe",
+        "pp_zbv": "packed",
+        "ep": "moe_bias",
+        "fsdp_tp": "packed moe",
+        "hsdp_tp": "accumulation",
+        "efsdp_ep": "moe",
+        "hsdp_ep": "moe_bias",
+        "tp_ep": "moe",
+        "fsdp_tp_pp": "packed",
+        "fsdp_tp_pp_ep": "moe_bias",
+        "hsdp_tp_ep": "moe",
+    },
+    "lion": {
+        "fsdp_2": "packed",
+        "hsdp_2x2": "cpu_offload",
+        "fsdp_tp": "packed",
+        "pp_1f1b": "tied_embeddings",
+        "efsdp_ep": "moe",
+    },
+}
 # With both optimizers, in any of these layouts. One rank in plain fp32 wraps nothing; these do.
 _DATA_LAYOUTS = ("fsdp_2", "fsdp_4", "hsdp_2x2")
 _ON_ONE_RANK = (
@@ -474,6 +506,8 @@ def _cells() -> Iterator[Cell]:
         for chosen in (_CHOSEN, _LATENT):
             for number, feature in enumerate(chosen.get(layout, "").split()):
                 yield Cell(layout, feature, OPTIMIZERS[number % 2])
+        for name, chosen in BY_NAME.items():
+            yield from (Cell(layout, feature, name) for feature in chosen.get(layout, "").split())
 
 
 def _covering(cells: tuple[Cell, ...]) -> Iterator[Cell]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 import forge_parallel
+from forge_core.optim import whole
 from forge_parallel import Meshes, compute
 from forge_parallel.axes import collectives, fsdp, tensor
 
@@ -100,6 +101,11 @@ def _nothing(_: Any) -> None:
     """FSDP2 as it comes: each rank reduces what it used, and weights stay gathered after an evaluation."""
 
 
+def _whole_already(_: Tensor) -> tuple[()]:
+    """Each rank orthogonalises what it holds."""
+    return ()
+
+
 def _filler_that_counts() -> MicroBatch:
     """Rows without labels that experts take for tokens."""
     return replace(_filler(), document_ids=torch.zeros_like(_filler().tokens))
@@ -121,5 +127,6 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),
     "each rank reduces what it used": (fsdp, "reduce_unused_parameters", _nothing),
     "weights gathered after an evaluation": (candidate, "reshard", _nothing),
+    "Muon of shards": (whole, "axes_of", _whole_already),
     "filler that counts": (candidate, "filler", _filler_that_counts),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cells import FEATURES, LAYOUTS, ONE_RANK_BF16, OPTIMIZERS, QUANTITIES, ROUTES
+from cells import BY_NAME, FEATURES, LAYOUTS, ONE_RANK_BF16, OPTIMIZERS, QUANTITIES, ROUTES
 
 _HEAD = """# Equivalence
 
@@ -17,7 +17,9 @@ numbers are the worst error, max|a - b| / max|b|, over all steps, tensors and ra
 - loss: of the global batch, as every rank reports it
 - gradients: each whole tensor after the backward pass, before clipping
 - norm: the global gradient norm; every rank must have the same bits
-- weights: after three updates with SGD and momentum, or AdamW with eps 1e-4; biases of routers, too
+- weights: after three updates with SGD and momentum, or AdamW with eps 1e-4, or Muon in fp32 (a matrix at a time in the
+  reference); Lion gets gradients that are the same on both sides, as the sign of rounding is no number to compare; biases
+  of routers, too
 - routes: in mixtures, that each expert was chosen as often; in the seeds used no choice is nearer than 1e-4
 - one rank bf16: the worst of these against the same bf16 training on one rank
 
@@ -106,7 +108,11 @@ def _table(layout: str, rows: list[Mapping[str, Any]]) -> str:
         "| feature | optimizer | " + " | ".join(columns) + " | seconds | |",
         "|---" * (len(columns) + 4) + "|",
     ]
-    places = {(f, o): (i, j) for i, f in enumerate(FEATURES) for j, o in enumerate(OPTIMIZERS)}
+    places = {
+        (f, o): (i, j)
+        for i, f in enumerate(FEATURES)
+        for j, o in enumerate((*OPTIMIZERS, *BY_NAME))
+    }
     for row in sorted(mine, key=lambda row: places[tuple(row["cell"].split("/")[1:])]):
         _, feature, optimizer = row["cell"].split("/")
         found = " | ".join(_number(c, row["error"]) for c in columns)

@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from batches import IGNORED, ROWS, STEPS, MicroBatch, batches, together
-from cells import FEATURES, Cell
+from cells import BY_NAME, FEATURES, Cell
+from optimizers import Recorded, plain
 from torch import Tensor, nn
 from training import (
     ADAMW,
@@ -59,6 +60,7 @@ def _train(cell: Cell) -> tuple[Run, float]:
         for parameter in (p for p in model.parameters() if not p.requires_grad):
             parameter.data = parameter.data.bfloat16().float()
     optimizer = _optimizer(cell, model)
+    record = Recorded(model) if cell.optimizer == "lion" else None
     run = Run(seed=cell.seed)
     with _Margins() as margins:
         for number, step in enumerate(batches(cell)):
@@ -66,6 +68,8 @@ def _train(cell: Cell) -> tuple[Run, float]:
             run.gradients.append(gradients(model, cell))
             run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
             run.routes.append(routes(model))
+            if record is not None:
+                record()
             optimizer.step()
             optimizer.zero_grad()
             update_expert_bias(model, number, STEPS)
@@ -122,7 +126,9 @@ def _row_loss(model: nn.Module, tokens: Tensor, labels: Tensor, **keywords: Tens
     )
 
 
-def _optimizer(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(cell: Cell, model: nn.Module) -> Any:
+    if cell.optimizer in BY_NAME:
+        return plain(cell.optimizer, model)
     if cell.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), **SGD)
     groups = decay_groups(model, ADAMW["weight_decay"])

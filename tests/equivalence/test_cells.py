@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import CELLS, FEATURES, LAYOUTS, OPTIMIZERS, SMOKE, Cell
+from cells import BY_NAME, CELLS, FEATURES, LAYOUTS, OPTIMIZERS, SMOKE, Cell
 from compare import Measured, measure, whole
 from mutations import MUTATIONS
 from page import page
@@ -34,7 +34,7 @@ def test_a_cell_equals_one_process(cell: Cell) -> None:
 
 def test_the_cells_run_here_have_every_axis_pair_schedule_feature_and_optimizer() -> None:
     parts = {part for cell in SMOKE for part in cell.parts}
-    assert {*FEATURES, *OPTIMIZERS} - {"inductor"} <= parts
+    assert {*FEATURES, *OPTIMIZERS, *BY_NAME} - {"inductor"} <= parts
     assert {layout.axes for layout in LAYOUTS.values()} <= parts
 
 
@@ -150,6 +150,8 @@ CAUGHT = [
     ("each rank reduces what it used", "branches", ("fsdp_2",), {"gradients", "norm"}),
     ("weights gathered after an evaluation", "swapped", ("fsdp_2", "tp_whole"), EVERYTHING),
     ("weights gathered after an evaluation", "bf16_swapped", ("one_rank",), EVERYTHING),
+    ("Muon of shards", "packed", ("fsdp_2", "tp", "fsdp_tp"), {"weights"}),
+    ("Muon of shards", "moe", ("hsdp_tp_ep",), {"weights"}),
     ("filler that counts", "dealt_moe", ("fsdp_3", "pp_dp3"), {"routes", "weights"}),
 ]  # fmt: skip
 
@@ -161,7 +163,8 @@ CAUGHT = [
 def test_a_mistake_turns_the_cell_red(
     mutation: str, feature: str, layout: str, quantities: set[str]
 ) -> None:
-    found = measure(Cell(layout, feature, "sgd"), mutation)
+    optimizer = "muon" if mutation.startswith("Muon") else "sgd"
+    found = measure(Cell(layout, feature, optimizer), mutation)
     assert quantities <= set(found.red), found
 
 

@@ -5,7 +5,9 @@ of Forge is in it. Same weights (through the reversible maps), same batches, 20 
 loss, every gradient norm and all final weights agree: max|a - b| / max|b| <= 1e-5.
 
 eps is 1e-4: with 1e-8 AdamW turns the rounding noise of a gradient near zero into a full step, and no
-two correct programs agree.
+two correct programs agree. For the same reason Muon's iterations are in fp32 here on both sides (rounded
+to bf16 they are compared with torch.optim.Muon on equal gradients, in forge_core's tests), and Lion may
+differ where a sign is that of rounding: in one weight of ten thousand, by the size of its updates.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizers import PlainMuon, Several
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from forge_ckpt.hf import to_forge, to_hf
 from forge_core import OptimizerConfig, Transformer, build_optimizer, cross_entropy
 from forge_core.families import LLAMA, QWEN3, Family
+from forge_core.optim import MuonConfig
 from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
 
 BOUND = 1e-5
 STEPS, BATCH, SEQ, VOCAB = 20, 4, 24, 96
+LION_LR = 1e-4
 LR, BETAS, EPS, DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-4, 0.1, 1.0
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -75,17 +80,33 @@ def reference_model(case: str) -> Any:
     return model
 
 
-def train_reference(model: Any) -> Run:
+def reference_optimizer(name: str, model: Any) -> Any:
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": DECAY},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-    )
+    if name == "muon":
+        hidden = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
+        taken = set(map(id, hidden))
+        rest = adamw([p for p in parameters if id(p) not in taken])
+        return Several(PlainMuon(hidden, lr=LR, weight_decay=DECAY), rest)
+    if name == "lion":
+        lion = pytest.importorskip("lion_pytorch")
+        return lion.Lion(by_decay(parameters), lr=LION_LR, betas=(0.9, 0.99))
+    return adamw(parameters)
+
+
+def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(by_decay(parameters), lr=LR, betas=BETAS, eps=EPS)
+
+
+def by_decay(parameters: list[Tensor]) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def train_reference(model: Any, name: str = "adamw") -> Run:
+    parameters = list(model.parameters())
+    optimizer = reference_optimizer(name, model)
     losses, norms = [], []
     for tokens, labels in batches():
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -98,9 +119,18 @@ def train_reference(model: Any) -> Run:
     return Run(losses, norms, dict(named_weights(model)))
 
 
-def train_forge(model: Transformer, family: Family) -> Run:
+CONFIGS = {
+    "adamw": OptimizerConfig(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
+    "muon": OptimizerConfig(
+        "muon", lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, muon=MuonConfig(ns_dtype="fp32")
+    ),
+    "lion": OptimizerConfig("lion", lr=LION_LR, weight_decay=DECAY),
+}
+
+
+def train_forge(model: Transformer, family: Family, name: str = "adamw") -> Run:
     parallelize(model, ParallelConfig(device="cpu", precision="fp32"))
-    config = OptimizerConfig(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    config = CONFIGS[name]
     optimizer = build_optimizer(model, config)
     losses, norms = [], []
     for tokens, labels in batches():
@@ -122,15 +152,21 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_twenty_steps_equal_transformers(case: str) -> None:
+def both(case: str, name: str) -> tuple[Run, Run, dict[str, Tensor]]:
+    """The reference's run and Forge's, from the same weights, and these."""
     family = CASES[case][0]
     reference = reference_model(case)
     model = Transformer(family.config_from_hf(reference.config.to_dict()))
     model.load_state_dict(dict(to_forge(family.rows, named_weights(reference))))
     start = dict(named_weights(reference))
+    return train_reference(reference, name), train_forge(model, family, name), start
 
-    wanted, got = train_reference(reference), train_forge(model, family)
+
+@pytest.mark.parametrize(
+    ("case", "name"), [*((case, "adamw") for case in CASES), ("llama_tied", "muon")]
+)
+def test_twenty_steps_equal_transformers(case: str, name: str) -> None:
+    wanted, got, start = both(case, name)
 
     assert max(wanted.norms) > MAX_NORM  # clipping is part of what is compared
     assert got.losses == pytest.approx(wanted.losses, rel=BOUND)
@@ -140,3 +176,14 @@ def test_twenty_steps_equal_transformers(case: str) -> None:
     assert max(errors.values()) <= BOUND, errors
     moved = {name: error(start[name], wanted.weights[name]) for name in start}
     assert min(moved.values()) > 100 * BOUND, moved  # every tensor was trained
+
+
+def test_twenty_steps_of_lion_equal_transformers_but_for_signs_of_rounding() -> None:
+    wanted, got, start = both("llama", "lion")
+    assert got.losses == pytest.approx(wanted.losses, rel=BOUND)
+    assert got.norms == pytest.approx(wanted.norms, rel=BOUND)
+    off = {n: (got.weights[n] - w).abs() for n, w in wanted.weights.items()}
+    assert max(float(o.max()) for o in off.values()) <= 2 * LION_LR * STEPS * 1.01
+    other = sum(int((o > 1e-6).sum()) for o in off.values())
+    assert other <= 1e-4 * sum(o.numel() for o in off.values())
+    assert min(error(start[n], w) for n, w in wanted.weights.items()) > 100 * BOUND

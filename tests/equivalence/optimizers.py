@@ -1,0 +1,122 @@
+"""Optimizers of the cells beside torch's SGD and AdamW: plain ones for the truth, Forge's, and Lion's gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core import OptimizerConfig, build_optimizer
+from forge_core.optim import MuonConfig
+
+# fp32: in bf16 a gradient that differs by rounding would change by 2^-9. AdamW's part as in ADAMW.
+MUON: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
+MUON_OWN = MuonConfig(ns_dtype="fp32", adamw_lr_multiplier=0.5)
+LION: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+
+
+def forges(name: str, model: nn.Module) -> Any:
+    """Forge's optimizer over a model in its layout."""
+    if name == "muon":
+        return build_optimizer(model, OptimizerConfig("muon", **MUON, muon=MUON_OWN))
+    return build_optimizer(model, OptimizerConfig("lion", **LION))
+
+
+def is_hidden(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of the cells' model is Muon's."""
+    return name.startswith("layers.") and parameter.ndim >= 2 and "bias" not in name.split(".")[-1]
+
+
+class PlainMuon(torch.optim.Optimizer):
+    """Keller Jordan's Muon, a matrix at a time, with the update of AdamW's size (Liu et al. 2025)."""
+
+    def __init__(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                matrices = parameter if parameter.ndim == 3 else parameter[None]
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(matrices))
+                for w, g, b in zip(matrices, parameter.grad.view_as(matrices), momentum):
+                    b.mul_(0.95).add_(g)
+                    update = 0.2 * max(w.shape) ** 0.5 * newton_schulz(g + 0.95 * b)
+                    w.sub_(group["lr"] * (group["weight_decay"] * w + update))
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Five steps of the quintic iteration in the matrix's dtype."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+class Several:
+    """Optimizers that step together."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+def plain(name: str, model: nn.Module) -> Any:
+    """The truth's optimizer over a whole model."""
+    named = dict(model.named_parameters())
+    if name == "lion":
+        from lion_pytorch import Lion
+
+        return Lion(
+            _by_decay(list(named.values()), LION["weight_decay"]), LION["lr"], LION["betas"]
+        )
+    hidden = [p for n, p in named.items() if is_hidden(n, p)]
+    others = [p for n, p in named.items() if not is_hidden(n, p)]
+    lr, decay = MUON["lr"] * MUON_OWN.adamw_lr_multiplier, MUON["weight_decay"]
+    adamw = torch.optim.AdamW(_by_decay(others, decay), lr=lr, betas=MUON["betas"], eps=MUON["eps"])
+    return Several(PlainMuon(hidden, MUON["lr"], decay), adamw)
+
+
+def _by_decay(parameters: list[Tensor], decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class Recorded:
+    """Gradients for Lion, put in place of the real ones before an update; on ranks, parts of the same tensors.
+
+    The sign of a sum near zero is rounding, and moves a weight by 2 lr: two correct programs with gradients
+    that differ by rounding disagree there. These are made of the first weights element by element, by exact
+    operations, so all layouts have the same bits. The first step's are large, the others' small: then the
+    sign is that of the momentum, never near zero, and a lost momentum shows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._starts = [(p, _local(p).detach().clone()) for p in model.parameters()]
+        self._size = 1.0
+
+    def __call__(self) -> None:
+        for parameter, start in self._starts:
+            if parameter.grad is not None:
+                places = start * 1024 - (start * 1024).floor() - 0.5  # exact, in [-0.5, 0.5)
+                gradient = torch.copysign(0.5 + places.abs(), places)
+                _local(parameter.grad).copy_(self._size * gradient)
+        self._size = -1 / 64
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
