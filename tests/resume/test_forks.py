@@ -146,6 +146,37 @@ def test_a_warm_start_is_a_new_run_with_weights_and_moments_put_in_by_hand(
     assert not torch.equal(full(fresh)["lm_head.weight"], mine["model.lm_head.weight"])
 
 
+@pytest.mark.parametrize("name", ["lion", "muon", "torch.optim:SGD"])
+def test_every_kind_of_optimizer_goes_on(tmp_path: Path, name: str) -> None:
+    own = {"optimizer__name": name, "optimizer__lr": 1e-3, "eval__every_steps": 0}
+    if name.startswith("torch"):
+        own["optimizer__options"] = {"momentum": 0.9}
+    fit(job_of(tmp_path / "whole"), train__steps=6, **own)
+    source = f"{tmp_path}/whole/run@3"
+    fit(job_of(tmp_path), init__from=source, init__keep=ALL, train__steps=6, **own)
+    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole/run"))
+
+
+def test_moments_of_another_optimizer_are_refused_also_where_no_configuration_is(
+    tmp_path: Path, trunk: Path
+) -> None:
+    copy = shutil.copytree(trunk / "checkpoints/step-00000006", tmp_path / "copy")
+    keep = {"init__from": str(copy), "init__keep": ["weights", "optimizer"]}
+    with pytest.raises(ConfigError, match=r"init\.from .*exp_avg_sq: in the checkpoint only"):
+        fit(job_of(tmp_path), optimizer__name="lion", **keep)
+    assert not list((tmp_path / "run/checkpoints").glob("step-*"))
+
+
+def test_another_batch_goes_on_behind_the_last_instance(tmp_path: Path, trunk: Path) -> None:
+    job = job_of(tmp_path)
+    fork = fit(job, init__from=f"{trunk}@6", init__keep=ALL, train__global_batch=8, train__steps=8)
+    assert (fork.loader.cursor, fork.progress.tokens) == (6 * 4 + 2 * 8, 40 * 32)
+    assert torch.equal(
+        torch.from_numpy(fork.loader.ids(0, 40)),
+        torch.from_numpy(Trainer(load_job(job_of(tmp_path / "x"))).loader.ids(0, 40)),
+    )
+
+
 class Counter(Callback):
     """A state of its own, which checkpoints carry."""
 

@@ -77,7 +77,7 @@ class RunResult:
 
 
 class Trainer:
-    """Trains a resolved job, from the newest checkpoint of its run directory.
+    """Trains a resolved job, from the newest checkpoint of its run directory, else from what [init] names.
 
         job = forge_train.load_job("config.toml")
         result = Trainer(job, callbacks=[MyCallback()]).fit()
