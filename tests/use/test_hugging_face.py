@@ -54,6 +54,16 @@ CASES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 9, "tie_word_embeddings": True},
     "Qwen2": {},
     "Qwen3": {"head_dim": 16},
+    "Olmo2": {},
+    "Gemma3Text": {
+        **{"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 9},
+        **{"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 9.0},
+    },
+    "Granite": {
+        **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+        "attention_multiplier": 0.2,
+    },
+    "SmolLM3": {"no_rope_layers": [1, 0], "attention_bias": True},
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {**QWEN, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
     "Qwen3Moe": {**QWEN, "head_dim": 16, "norm_topk_prob": True},
@@ -86,7 +96,7 @@ def save(kind: str, folder: Path, **options: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **options)).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "inv_freq" in name:
+            if "inv_freq" in name or "embed_scale" in name:  # these follow from the config
                 continue
             noise = torch.randn_like(tensor)
             if tensor.dim() < 2:

@@ -29,6 +29,8 @@ from forge_train.trainer.run_directory import RunDirectory
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+#: Keys that are the tokenizer's, not the model's.
+_TOKENS = ("pad_token_id",)
 _STEP = re.compile(r"step-(\d+)")
 #: Buffers of mixtures: a choice of experts needs its bias in fp32, and counts are of training alone.
 _KEEP, _IGNORE = ("*.router.expert_bias",), ("*.lagged_counts",)
@@ -74,7 +76,8 @@ def export_run(
             files, remark = _tokenizer_of(data, hf)
         else:
             files = {path.name: path.read_bytes() for path in sorted(kept.iterdir())}
-            hf = {**(original if original["model_type"] == name else {}), **hf}
+            same = original if original["model_type"] == name else {}
+            hf = {**same, **hf, **{key: same[key] for key in _TOKENS if key in same}}
     hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
     files |= {
         "config.json": _json(hf),

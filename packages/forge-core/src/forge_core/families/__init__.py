@@ -7,21 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from forge_core.families.gemma import GEMMA3
 from forge_core.families.latent import DEEPSEEK_V3
 from forge_core.families.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from forge_core.families.variants import GRANITE, OLMO2, SMOLLM3
 
 __all__ = [
     "DEEPSEEK_V3",
     "FAMILIES",
+    "GEMMA3",
     "GLM4_MOE",
+    "GRANITE",
     "LLAMA",
     "MISTRAL",
     "MIXTRAL",
+    "OLMO2",
     "OLMOE",
     "QWEN2",
     "QWEN2_MOE",
     "QWEN3",
     "QWEN3_MOE",
+    "SMOLLM3",
     "Family",
     "find_family",
 ]
@@ -33,6 +39,10 @@ FAMILIES = {
         MISTRAL,
         QWEN2,
         QWEN3,
+        OLMO2,
+        GEMMA3,
+        GRANITE,
+        SMOLLM3,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,

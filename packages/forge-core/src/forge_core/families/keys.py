@@ -20,10 +20,19 @@ _LATENT_SIZES = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     "qk_head_dim",
 )
+_LAYER_SIZES = (
+    *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"),
+    "no_rope_layer_interval",
+)
 _NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor")
+_FACTORS = (
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    *("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"),
+    "rope_local_base_freq",
+)
 _SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm"),
-    *("use_sliding_window", "truncate", "rope_interleave"),
+    *("use_bidirectional_attention", "use_sliding_window", "truncate", "rope_interleave"),
 )
 _ROPE_SIZE = "original_max_position_embeddings"
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
@@ -41,11 +50,17 @@ _ROPE_NEEDS = {
 _NAMES = " or ".join(map(repr, ROPE_NAMES))
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        (*_REQUIRED, *_OPTIONAL_SIZES, *_LATENT_SIZES, _ROPE_SIZE, "sliding_window"),
+        (*_REQUIRED, *_OPTIONAL_SIZES, *_LATENT_SIZES, *_LAYER_SIZES, _ROPE_SIZE),
         lambda value: is_size(value, 2**62),
         "a whole number, at least 1",
     ),
     ((*_NUMBERS, *_ROPE_NUMBERS), is_finite, "a finite number"),
+    (_FACTORS, lambda value: is_finite(value) and value > 0.0, "a finite number above 0"),
+    (
+        ("no_rope_layers",),
+        lambda value: isinstance(value, list) and all(turn in (0, 1) for turn in value),
+        "a list of 0 and 1",
+    ),
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
     (
         ("layer_types",),
@@ -87,14 +102,16 @@ def read_common(
     reads: tuple[str, ...] = (),
     *,
     partial_rotary: bool = False,
+    sliding: bool = False,
+    after: Callable[[], dict[str, Any]] = dict,
     **options: Any,
 ) -> TransformerConfig:
     """TransformerConfig of a `config.json` as a dict; `options` are the family's own fields.
 
     Rotary keys are read in the form of transformers 4 (`rope_theta`, `rope_scaling`) and of 5
     (`rope_parameters`). `reads` are keys that the family reads itself; `partial_rotary`: its heads may turn in
-    part. Raises ValueError with one line
-    for each key that is missing, holds no sound number, asks for something that Forge's transformer cannot
+    part; `sliding`: it reads windows of layers itself; `after` gives options once all values are known to be
+    sound. Raises ValueError with one line for each key that is missing, holds no sound number, asks for something that Forge's transformer cannot
     do, or is unknown: it may change what the model computes.
     """
     problems = [
@@ -103,7 +120,9 @@ def read_common(
     wrong = _wrong_kinds(hf)
     problems += wrong + _unknown(hf, reads)
     if not wrong:
-        problems += _unsupported(hf, model_type) + _unsupported_rope(_rope_keys(hf), partial_rotary)
+        problems += _unsupported(hf, model_type, sliding) + _unsupported_rope(
+            _rope_keys(hf), partial_rotary
+        )
     if problems:
         raise ValueError("\n".join(f"{model_type}: {text}" for text in problems))
     rope = _rope_keys(hf)
@@ -123,6 +142,7 @@ def read_common(
         init_std=hf.get("initializer_range", 0.02),
         max_seq_len=hf["max_position_embeddings"],
         **options,
+        **after(),
     )
 
 
@@ -148,6 +168,12 @@ def write_common(
     expected = {
         **{"mixer": "attention", "block": "pre_norm", "norm": "rms_norm", "feed_forward": "swiglu"},
         **{"partial_rotary_factor": 1.0, "qk_norm_over": "head", "layer_pattern": ()},
+        **{
+            "embedding_scale": 1.0,
+            "residual_scale": 1.0,
+            "logits_scale": 1.0,
+            "logits_softcap": None,
+        },
         **fixed,
     }
     problems = [
@@ -230,14 +256,14 @@ def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _unsupported(hf: Mapping[str, Any], model_type: str) -> list[str]:
+def _unsupported(hf: Mapping[str, Any], model_type: str, sliding: bool) -> list[str]:
     """Settings outside rotary embedding that Forge's transformer does not support."""
     layer_types = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
     refused = {
         f"model_type {hf.get('model_type')!r}": hf.get("model_type", model_type) != model_type,
         f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
-        "use_sliding_window true": bool(hf.get("use_sliding_window", False)),
-        f"layer_types with {', '.join(sorted(layer_types))}": bool(layer_types),
+        "use_sliding_window true": bool(hf.get("use_sliding_window", False)) and not sliding,
+        f"layer_types with {', '.join(sorted(layer_types))}": bool(layer_types) and not sliding,
         f"attention_dropout {hf.get('attention_dropout')}": bool(hf.get("attention_dropout")),
     }
     return [

@@ -51,7 +51,7 @@ def _qwen2_moe_to_hf(config: TransformerConfig) -> dict[str, Any]:
 def _qwen3_moe_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     bias = bool(hf.get("attention_bias", False))
     reads = ("attention_bias", *EXPERT_KEYS)
-    options = {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
+    options: dict[str, Any] = {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
     return read_common(_plain_window(hf), "qwen3_moe", reads, **options)
 
 

@@ -1,0 +1,180 @@
+"""Gemma 3 (text): norms on both sides with weights around 0, local layers with a rotary base of their own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_core.families.dense import OUTSIDE_LAYERS, QK_NORMS, Family, layer_rows, sublayers
+from forge_core.families.keys import read_common, write_common
+from forge_core.families.layers import (
+    FULL,
+    LOCAL,
+    SLIDING,
+    Kind,
+    kinds_of,
+    names_of,
+    pattern_options,
+)
+from forge_core.model.config import TransformerConfig
+from forge_core.model.layer_types import LayerType
+from forge_core.model.spec import AttentionSpec
+
+_NAME = "gemma3_text"
+_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
+_DEFAULTS = {
+    **{"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 1e6},
+}
+_READS = (
+    *("attention_bias", "attn_logit_softcapping", "cache_implementation", "hidden_activation"),
+    *("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window"),
+    *("sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention"),
+)
+_FIXED: dict[str, Any] = {"block": "sandwich", "norm": "rms_norm_plus_one", "qk_norm": True}
+
+
+def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    given = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
+    problems = [
+        f"{_NAME}: {key} {given[key]!r} is not supported; use a model without it"
+        for key in ("attn_logit_softcapping", "use_bidirectional_attention")
+        if given.get(key)
+    ]
+    activation = given.get("hidden_activation", "gelu_pytorch_tanh")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        problems.append(
+            f"{_NAME}: hidden_activation {activation!r:.80} is not supported; use {', '.join(_ACTIVATIONS)}"
+        )
+    given, local = _rope_of_layers(given, problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+    def own() -> dict[str, Any]:
+        # transformers 5 writes it with an underscore, beside the layer_types that it made of it
+        every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
+        count, head_dim = given["num_hidden_layers"], given["head_dim"]
+        scalar = given.get("query_pre_attn_scalar", 256)
+        names = names_of(
+            given, _NAME, [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
+        )
+        scaled = given.get("rope_scaling") or given.get("rope_parameters", {}).get("rope_type")
+        base = given.get("rope_parameters", {}).get("rope_theta", given["rope_theta"])
+        kind = LayerType(
+            window=given.get("sliding_window", 4096),
+            rope_theta=None if local == base else local,
+            rope_scaling=scaled in (None, "default"),
+        )
+        return {
+            "embedding_scale": given["hidden_size"] ** 0.5,
+            "attention": AttentionSpec(scale=None if scalar == head_dim else scalar**-0.5),
+            **pattern_options(names, {LOCAL: kind}),
+        }
+
+    bias = bool(given.get("attention_bias", False))
+    return read_common(
+        given,
+        _NAME,
+        _READS,
+        after=own,
+        sliding=True,
+        feed_forward=_ACTIVATIONS[activation],
+        logits_softcap=given.get("final_logit_softcapping"),
+        qkv_bias=bias,
+        o_bias=bias,
+        **_FIXED,
+    )
+
+
+def _rope_of_layers(given: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], float]:
+    """The keys with the rotary table of global layers alone, as in other families, and the base of local ones.
+
+    transformers 5 has a table for each type of layer, 4 has `rope_local_base_freq`.
+    """
+    local = given.get("rope_local_base_freq", 1e4)
+    tables = given.get("rope_parameters")
+    if not isinstance(tables, Mapping) or not {FULL, SLIDING} & tables.keys():
+        return given, local
+    near, far = (tables.get(kind) or {} for kind in (SLIDING, FULL))
+    unknown = sorted(tables.keys() - {FULL, SLIDING})
+    if unknown or not isinstance(near, Mapping) or near.get("rope_type", "default") != "default":
+        problems.append(
+            f"{_NAME}: rope_parameters must have tables {FULL} and {SLIDING}, the latter of rope_type 'default'; "
+            "use such a model"
+        )
+        return given, local
+    strange = sorted(near.keys() - {"rope_type", "rope_theta"})
+    problems += [
+        f"{_NAME}: rope_parameters.{SLIDING}.{key} is unknown; remove it" for key in strange
+    ]
+    return {**given, "rope_parameters": far}, near.get("rope_theta", local)
+
+
+def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    kinds = kinds_of(config)
+    near = {kind for kind in kinds if kind.window is not None}
+    far = {kind for kind in kinds if kind.window is None}
+    problems = []
+    whole = Kind(None, config.rope_theta, True, True)
+    if len(near) > 1 or not far <= {whole} or not all(kind.rope for kind in near):
+        problems.append(
+            f"{_NAME}: layer_types must be one with a window and one without, both with rope, and here are "
+            f"{sorted(set(map(str, kinds)))}; choose another family"
+        )
+    if config.rope_scaling is not None and any(kind.scaled for kind in near):
+        problems.append(
+            f"{_NAME}: rope_scaling of layers with a window must be off; set it in their layer_types"
+        )
+    scalar = round(_scalar(config))
+    if abs(_scalar(config) / scalar - 1.0) > 1e-9:
+        problems.append(
+            f"{_NAME}: attention.scale {config.attention.scale} must be n ** -0.5 of a whole n; choose another"
+        )
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    fixed = {
+        **_FIXED,
+        "feed_forward": config.feed_forward if config.feed_forward in activations else "geglu_tanh",
+        "o_bias": config.qkv_bias,
+        "feed_forward_bias": False,
+        "embedding_scale": config.dim**0.5,
+        "logits_softcap": config.logits_softcap,
+        "layer_pattern": config.layer_pattern,
+    }
+    try:
+        hf = write_common(config, _NAME, "Gemma3ForCausalLM", fixed, ("scale", "window"))
+    except ValueError as error:
+        problems += str(error).splitlines()
+    if problems:
+        raise ValueError("\n".join(problems))
+    del hf["hidden_act"]
+    window = next((kind.window for kind in near), None)
+    local = next((kind.rope_theta for kind in near), 1e4)
+    plain = {"rope_type": "default", "rope_theta": local}
+    return {
+        **hf,
+        "hidden_activation": activations[config.feed_forward],
+        "attention_bias": config.qkv_bias,
+        "query_pre_attn_scalar": scalar,
+        "final_logit_softcapping": config.logits_softcap,
+        "sliding_window": 4096 if window is None else window,
+        "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
+        "rope_local_base_freq": local,
+        "rope_parameters": {FULL: hf["rope_parameters"], SLIDING: plain},
+    }
+
+
+def _scalar(config: TransformerConfig) -> float:
+    """What the scale of the scores is the inverse square root of."""
+    scale = config.attention.scale
+    return float(config.resolved_head_dim) if scale is None else scale**-2
+
+
+GEMMA3 = Family(
+    _NAME,
+    OUTSIDE_LAYERS
+    + layer_rows("input_layernorm", "mixer_norm")
+    + layer_rows("post_attention_layernorm", "mixer_post_norm")
+    + layer_rows("pre_feedforward_layernorm", "feed_forward_norm")
+    + layer_rows("post_feedforward_layernorm", "feed_forward_post_norm")
+    + QK_NORMS
+    + sublayers(o_bias=True, feed_forward_bias=False),
+    _gemma3_from_hf,
+    _gemma3_to_hf,
+)

@@ -1,0 +1,181 @@
+"""Families with layers of several types, or with factors: what they write, and what they refuse by name."""
+
+import pytest
+
+from forge_core import AttentionSpec, RopeScaling, TransformerConfig
+from forge_core.families import GEMMA3, GRANITE, LLAMA, OLMO2, SMOLLM3
+from forge_core.families.layers import repeated
+from forge_core.model import LayerType
+
+HF = {
+    "vocab_size": 8,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+NEAR, FAR = "sliding_attention", "full_attention"
+
+
+def test_the_shortest_pattern() -> None:
+    assert repeated(["global"] * 5) == ()
+    assert repeated(["local", "global"] * 2) == ("local", "global")
+    assert repeated([*(["local"] * 5 + ["global"]) * 4, "local", "local"]) == (
+        *["local"] * 5,
+        "global",
+    )
+    assert repeated(["global", "local", "local"]) == ("global", "local", "local")
+
+
+def test_gemma_as_transformers_4_wrote_it() -> None:
+    """The keys of gemma-3-1b's file, with 7 layers."""
+    old = {
+        **{**HF, "num_hidden_layers": 7, "head_dim": 8, "query_pre_attn_scalar": 8},
+        **{"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
+        **{"sliding_window": 4, "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+        **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        **{"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+    }
+    config = GEMMA3.config_from_hf(old)
+    assert config.layer_pattern == (*["local"] * 5, "global")
+    assert config.layer_types == {"local": LayerType(window=4, rope_theta=1e4)}
+    assert (config.rope_theta, config.attention, config.tie_embeddings) == (
+        1e6,
+        AttentionSpec(),
+        True,
+    )
+    linear = {"rope_type": "linear", "factor": 8.0}
+    scaled = GEMMA3.config_from_hf({**old, "rope_scaling": linear})
+    assert scaled.rope_scaling == RopeScaling(8.0, name="linear")
+    assert scaled.layer_types["local"].rope_scaling is False
+    tables = {FAR: {"rope_theta": 1e6, **linear}, NEAR: {"rope_theta": 1e4, "rope_type": "default"}}
+    kept = {k: v for k, v in old.items() if "rope" not in k}
+    assert GEMMA3.config_from_hf({**kept, "rope_parameters": tables}) == scaled
+    assert GEMMA3.config_from_hf(kept) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
+        ({"hidden_activation": []}, r"hidden_activation \[\] is not supported"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping 50.0 is not supported"),
+        (
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention True is not supported",
+        ),
+        (
+            {"layer_types": [NEAR, FAR]},
+            "layer_types must be one of .* for each of 3 layers, and there are 2",
+        ),
+        (
+            {"layer_types": ["chunked_attention"] * 3},
+            "layer_types must be one of .*'chunked_attention'",
+        ),
+        (
+            {"rope_parameters": {FAR: {}, NEAR: {"rope_type": "linear"}}},
+            "rope_parameters must have tables .* rope_type 'default'",
+        ),
+        (
+            {"rope_parameters": {FAR: {}, NEAR: {"factor": 2.0}}},
+            f"rope_parameters.{NEAR}.factor is unknown",
+        ),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0 must be a finite number above 0"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping '30' must be a finite number"),
+        ({"sliding_window": "4"}, "sliding_window '4' must be a whole number"),
+    ],
+)
+def test_gemma_refuses(keys: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=f"gemma3_text: {words}"):
+        GEMMA3.config_from_hf({**HF, **keys})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"embedding_scale": 2.0}, r"embedding_scale 2.0 must be 4.0"),
+        ({"block": "pre_norm"}, "block 'pre_norm' must be 'sandwich'"),
+        ({"feed_forward": "relu2"}, "feed_forward 'relu2' must be 'geglu_tanh'"),
+        ({"attention": AttentionSpec(scale=0.3)}, r"attention.scale 0.3 must be n \*\* -0.5"),
+        (
+            {"rope_scaling": RopeScaling(2.0, name="linear")},
+            "rope_scaling of layers with a window must be",
+        ),
+        (
+            {"layer_types": {"local": LayerType(window=3, rope=False)}},
+            "layer_types must be one with a window and one without, both with rope",
+        ),
+    ],
+)
+def test_gemma_cannot_hold(options: dict, words: str) -> None:
+    config = {
+        **{"vocab_size": 8, "dim": 16, "num_heads": 2, "embedding_scale": 4.0, "block": "sandwich"},
+        **{"norm": "rms_norm_plus_one", "qk_norm": True, "feed_forward": "geglu_tanh"},
+        **{"layer_pattern": ("local", "global"), "layer_types": {"local": LayerType(window=3)}},
+    }
+    GEMMA3.config_to_hf(TransformerConfig(**config))
+    with pytest.raises(ValueError, match=f"gemma3_text: {words}"):
+        GEMMA3.config_to_hf(TransformerConfig(**{**config, **options}))
+
+
+def test_factors_of_granite_both_ways() -> None:
+    for scaling in (1.0, 3.0, 8.0, 13.0, 49.0):
+        keys = {
+            "logits_scaling": scaling,
+            "attention_multiplier": 8**-0.5,
+            "residual_multiplier": 0.22,
+        }
+        config = GRANITE.config_from_hf({**HF, **keys})
+        assert (config.attention, config.residual_scale) == (AttentionSpec(), 0.22)
+        written = GRANITE.config_to_hf(config)
+        assert {key: written[key] for key in keys} == keys
+    assert GRANITE.config_from_hf(HF).attention == AttentionSpec(scale=1.0)  # the family's default
+    with pytest.raises(
+        ValueError, match="granite: residual_multiplier 0 must be a finite number above 0"
+    ):
+        GRANITE.config_from_hf({**HF, "residual_multiplier": 0})
+
+
+def test_layers_of_smollm3() -> None:
+    config = SMOLLM3.config_from_hf({**HF, "num_hidden_layers": 8})
+    assert config.layer_pattern == ("global", "global", "global", "nope")
+    assert (config.rope_theta, config.tie_embeddings) == (2e6, True)
+    window = {"use_sliding_window": True, "sliding_window": 5}
+    assert SMOLLM3.config_from_hf({**HF, **window, "no_rope_layers": [1, 0, 1]}).layer_types == {
+        "nope_local": LayerType(window=5, rope=False)
+    }
+    plain = SMOLLM3.config_from_hf({**HF, "no_rope_layers": [1, 1, 1]})
+    assert plain.layer_pattern == ()
+    with pytest.raises(
+        ValueError, match="smollm3: no_rope_layers of 1 must have one entry for each"
+    ):
+        SMOLLM3.config_from_hf({**HF, "no_rope_layers": [1]})
+    with pytest.raises(ValueError, match=r"smollm3: no_rope_layers .* must be a list of 0 and 1"):
+        SMOLLM3.config_from_hf({**HF, "no_rope_layers": [2, 0, 1]})
+    types = {"local": LayerType(rope_theta=5.0)}
+    other = TransformerConfig(8, layer_pattern=("local", "global"), layer_types=types)
+    with pytest.raises(
+        ValueError, match="smollm3: layer_types may differ in one window and in rope"
+    ):
+        SMOLLM3.config_to_hf(other)
+
+
+def test_others_refuse_what_these_have() -> None:
+    with pytest.raises(
+        ValueError, match=r"llama: layer_pattern \('nope',\) must be \(\)"
+    ) as caught:
+        LLAMA.config_to_hf(
+            TransformerConfig(
+                8,
+                layer_pattern=("nope",),
+                layer_types={"nope": LayerType(rope=False)},
+                residual_scale=0.5,
+                logits_softcap=3.0,
+                block="post_norm",
+            )
+        )
+    assert len(str(caught.value).splitlines()) == 4
+    with pytest.raises(ValueError, match="olmo2: block 'pre_norm' must be 'post_norm'"):
+        OLMO2.config_to_hf(TransformerConfig(8, qk_norm=True, qk_norm_over="all_heads"))
