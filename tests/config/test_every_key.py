@@ -256,6 +256,7 @@ LATENT = {
     "model.mla.qk_rope_head_dim": 4,
     "model.mla.v_head_dim": 4,
 }
+MUP = {"model.parametrization": "mup"}
 WIDTHS = {
     "q_lora_rank": Probe(8, shapes, LATENT),
     "kv_lora_rank": Probe(12, shapes, LATENT),
@@ -538,6 +539,10 @@ PROBES: dict[str, Probe] = {
     "model.residual_scale": Probe(2.0, logits),
     "model.logits_scale": Probe(2.0, logits),
     "model.logits_softcap": Probe(2.0, logits),
+    "model.parametrization": Probe("mup", logits),
+    "model.mup.base_dim": Probe(16, logits, MUP),
+    "model.mup.base_num_layers": Probe(16, logits, MUP),
+    "model.mup.base_head_dim": Probe(4, logits, MUP),
     "model.max_seq_len": Probe(4096, lambda t: t.model.config.max_seq_len),
     "data.seq_len": Probe(48, rows),
     "data.num_workers": Probe(1, lambda t: t.loader.num_workers),

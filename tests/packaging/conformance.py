@@ -56,6 +56,7 @@ def of_core(
     prepared: list[core.PreparesContext] = [attention, block]
     optimizers: list[core.NamedStateOptimizer] = [adamw, schedule_free]
     averaging: core.AveragingOptimizer = schedule_free
+    scaled: core.ScalesRates = model
 
 
 def of_moe(

@@ -24,6 +24,7 @@ __all__ = [
     "NamedStateOptimizer",
     "OptimizerLike",
     "PreparesContext",
+    "ScalesRates",
     "ScheduleLike",
 ]
 
@@ -65,6 +66,14 @@ class CountsFlops(Protocol):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Operations of one forward for one token in rows of `seq_len`, everything inside included."""
+        ...
+
+
+class ScalesRates(Protocol):
+    """Optional for a model: learning rates of its parametrization, on top of those of groups."""
+
+    def lr_scales(self) -> Mapping[str, float]:
+        """{parameter name: factor}, for optimizers whose update is of the size of the rate; others are refused."""
         ...
 
 

@@ -85,6 +85,11 @@ class BuiltInModelConfig(TransformerConfig):
                 f"moe.num_experts {self.moe.num_experts} needs a layer to be in: first_dense_layers "
                 f"{self.moe.first_dense_layers} leaves none of {self.num_layers}; lower it"
             )
+        if self.moe.num_experts and self.parametrization == "mup":
+            raise ValueError(
+                f"moe.num_experts {self.moe.num_experts} has no rule in parametrization 'mup', which knows dense "
+                "layers; use 0, or parametrization 'standard'"
+            )
 
     @property
     def is_built_in(self) -> bool:

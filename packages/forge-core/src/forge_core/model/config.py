@@ -9,6 +9,8 @@ from typing import Any, Literal, Self
 from forge_core._config import foreign_keys, is_finite, raise_problems, setting, size_problems
 from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
 from forge_core.model.mla_config import MLAConfig
+from forge_core.model.mup import MuPConfig, Scales
+from forge_core.model.mup import problems as mup_problems
 from forge_core.model.spec import AttentionSpec
 from forge_core.registry import installed
 
@@ -185,6 +187,14 @@ class TransformerConfig:
         0.02,
         "standard deviation of initial weights; residual outputs are divided by sqrt(2 num_layers)",
     )
+    parametrization: str = setting(
+        "standard",
+        "how scales and rates change with width and depth: standard (not at all), or mup (so that the best stay "
+        "the best)",
+    )
+    mup: MuPConfig = field(
+        default=MuPConfig(), metadata={"help": "the small model that mup is relative to"}
+    )
     max_seq_len: int = setting(8192, "longest row, cached tokens included")
     embedding_scale: float = setting(
         1.0,
@@ -284,9 +294,39 @@ class TransformerConfig:
         return -(-8 * self.dim // (3 * 64)) * 64
 
     @property
+    def scales(self) -> Scales:
+        """Factors of the parametrization."""
+        if self.parametrization == "standard":
+            return Scales()
+        base = self.mup.base_num_layers
+        depth = 1.0 if base is None else self.num_layers / base
+        return Scales(self.dim / self.mup.base_dim, depth)
+
+    @property
+    def hidden_std(self) -> float:
+        """Initial standard deviation inside of blocks."""
+        return self.init_std * self.scales.std
+
+    @property
     def residual_std(self) -> float:
         """Initial standard deviation of projections that write into the residual stream (GPT-2)."""
-        return self.init_std / (2 * self.num_layers) ** 0.5
+        return self.hidden_std / (2 * self.num_layers / self.scales.depth) ** 0.5
+
+    def as_standard(self) -> Self:
+        """The same function of the same weights in the standard parametrization, as a family of others has it."""
+        if self.parametrization == "standard":
+            return self
+        scales, spec = self.scales, self.attention
+        if self.mup.base_head_dim is not None:
+            spec = replace(spec, scale=self.mup.base_head_dim**0.5 / self.resolved_head_dim)
+        return replace(
+            self,
+            parametrization="standard",
+            mup=MuPConfig(),
+            attention=spec,
+            residual_scale=self.residual_scale * scales.branch,
+            logits_scale=self.logits_scale * scales.logits,
+        )
 
 
 def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
@@ -322,6 +362,7 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
         ):
             yield f"{key} {value!r} must be a finite number above 0; use {getattr(TransformerConfig, key) or 30.0}"
     yield from pattern_problems(c.layer_pattern, c.layer_types, c.num_layers)
+    yield from mup_problems(c)
     if not (is_finite(c.init_std) and c.init_std >= 0.0):
         yield f"init_std {c.init_std} must be a finite number, 0 or more; use 0.02"
 

@@ -43,8 +43,8 @@ def initialise(
 
     A module may offer `init_table(std, residual_std) -> {local name: (kind, value)}` for parameters
     (and buffers) below it; an outer table wins over an inner one. Without a table, Linear and
-    Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and
-    `residual_std` are `model.config.init_std` and `model.config.residual_std`, or 0.02 for both.
+    Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and `residual_std` are
+    `hidden_std` (or `init_std`) and `residual_std` of `model.config`, or 0.02 for both.
     `whole` are the names of the whole model's tensors where `model` is a part of it (a pipeline stage): a
     table may name those that another part has.
 
@@ -54,7 +54,8 @@ def initialise(
     it keeps its value), a row that names nothing, a parameter still on the meta device.
     """
     config = getattr(model, "config", None)
-    std = getattr(config, "init_std", 0.02) if std is None else std
+    if std is None:
+        std = getattr(config, "hidden_std", getattr(config, "init_std", 0.02))
     if residual_std is None:
         residual_std = getattr(config, "residual_std", std)
     table = _table(model, std, residual_std, whole)

@@ -15,7 +15,7 @@ from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.feed_forward import build_feed_forward
 from forge_core.model.head import Head, Then, TiedHead
-from forge_core.model.init import initialise
+from forge_core.model.init import Init, initialise
 from forge_core.model.kv_cache import KVCache, refuse_mask
 from forge_core.model.norm import build_norm
 from forge_core.model.parts import build_block, build_mixer, check_parts
@@ -58,16 +58,18 @@ class Transformer(nn.Module):
             )
         self.config = config
         check_parts(config)
-        mixer = mixer or partial(build_mixer, config)
-        feed_forward = feed_forward or partial(build_feed_forward, config)
-        block = block or (lambda i: build_block(config, mixer(i), feed_forward(i)))
+        # the parts need not know of parametrizations: scales are keys of the standard one
+        built = config.as_standard()
+        mixer = mixer or partial(build_mixer, built)
+        feed_forward = feed_forward or partial(build_feed_forward, built)
+        block = block or (lambda i: build_block(built, mixer(i), feed_forward(i)))
         # filled by `initialise`; torch's own draw would import its compiler on the meta device (0.4 s)
         empty = torch.empty(config.vocab_size, config.dim)
         self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=empty)
         self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.num_layers)})
         self.norm = build_norm(config)
         tied = config.tie_embeddings
-        self.lm_head: nn.Module = TiedHead(config) if tied else Head(config)
+        self.lm_head: nn.Module = TiedHead(built) if tied else Head(built)
         if not self.embedding.weight.is_meta:
             initialise(self, seed=0, strict=False)
 
@@ -194,6 +196,23 @@ class Transformer(nn.Module):
                     "score whole rows with it, or train a router that chooses for each token alone"
                 )
         return KVCache(max_length)
+
+    def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
+        """Embedding and head keep the standard deviation of a model of the base's width; see `model.mup`."""
+        scales = self.config.scales
+        if scales.width == 1.0:
+            return {}
+        outside = ("embedding.weight", "lm_head.weight")
+        here = {name for name, _ in self.named_parameters()}
+        return {name: Init("normal", std / scales.std) for name in outside if name in here}
+
+    def lr_scales(self) -> dict[str, float]:
+        """{parameter: factor of its learning rate} where the parametrization has one; see `model.mup`."""
+        if self.config.parametrization == "standard":
+            return {}
+        scales = self.config.scales
+        inside = ((n, p) for n, p in self.named_parameters() if n.startswith("layers."))
+        return {name: scales.lr(parameter.ndim) for name, parameter in inside}
 
     def blocks(self) -> list[nn.Module]:
         """The blocks in order of depth."""

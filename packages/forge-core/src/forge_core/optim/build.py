@@ -11,7 +11,7 @@ from torch import nn
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer
 from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.groups import match_groups, parameter_groups, take_part
+from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, take_part
 from forge_core.optim.lion import build_lion
 from forge_core.optim.muon import build_muon
 from forge_core.optim.schedule_free import build_schedule_free_adamw
@@ -43,6 +43,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
     """
     config = OptimizerConfig() if config is None else config
     built = find_optimizer(config.name)
+    lr_scales(model, config)
     if _is_torch_class(built):
         optimizer: Any = _over_groups(built, model, config)
     else:
@@ -61,6 +62,7 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
     """
     match_groups(model, config.groups)
     built = find_optimizer(config.name)
+    lr_scales(model, config)
     if _is_torch_class(built):
         _over_groups(built, model, config)
     else:

@@ -72,6 +72,25 @@ def groups_of_part(part: nn.Module, config: OptimizerConfig) -> dict[str, Optimi
     return found
 
 
+#: Their update of an element is of the size of the rate, whatever the gradient's: `lr_scales` are made for these.
+_SIZED_BY_RATE = ("adamw", "lion", "schedule_free_adamw")
+
+
+def lr_scales(model: nn.Module, config: OptimizerConfig) -> Mapping[str, float]:
+    """{parameter: factor of its rate} that a model's parametrization asks for (`model.lr_scales()`), if any.
+
+    Raises ValueError for an optimizer that they are not made for.
+    """
+    offer = getattr(model, "lr_scales", None)
+    scales: Mapping[str, float] = {} if offer is None else offer()
+    if scales and config.name not in _SIZED_BY_RATE:
+        raise ValueError(
+            f"optimizer.name {config.name!r} has no rule for the rates of a model that scales them with its width "
+            f"(parametrization 'mup'); use {' or '.join(_SIZED_BY_RATE)}, or parametrization 'standard'"
+        )
+    return scales
+
+
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Torch's parameter groups over the trainable parameters, with names, for any torch optimizer.
 
@@ -79,10 +98,11 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
     Without a group of the configuration matrices decay by `config.weight_decay` and parameters with
     fewer than two dims do not. A group of its own becomes one of torch's, or two where it names no decay;
-    they have the keys "group", its name, and "lr_multiplier". Raises ValueError as `match_groups`, for
+    they have the keys "group", its name, and "lr_multiplier". Where the model scales rates (`lr_scales`) there is
+    one for each factor, with the key "lr_scale". Raises ValueError as `match_groups` and `lr_scales`, for
     a model without a trainable parameter, and for parameters that are not fp32.
     """
-    parameters = trainable(model)
+    parameters, scales = trainable(model), lr_scales(model, config)
     owners = match_groups(model, config.groups)
     found = _by_decay({n: p for n, p in parameters.items() if n not in owners}, config.weight_decay)
     for group, own in config.groups.items():
@@ -93,6 +113,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             rows = [{"params": list(members.items()), "weight_decay": own.weight_decay}]
         marks = {"group": group, "lr_multiplier": own.lr_multiplier}
         found += [{**row, **marks} for row in rows]
+    if scales:
+        found = [part for row in found for part in _by_scale(row, scales)]
     return [group for group in found if group["params"]]
 
 
@@ -163,6 +185,14 @@ def _by_decay(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> li
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
+
+
+def _by_scale(row: Mapping[str, Any], scales: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A group in parts whose rates have one factor each."""
+    parts: dict[float, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in row["params"]:
+        parts.setdefault(scales.get(name, 1.0), []).append((name, parameter))
+    return [{**row, "params": members, "lr_scale": scale} for scale, members in parts.items()]
 
 
 def _fits(name: str, group: OptimizerGroupConfig) -> bool:

@@ -1,0 +1,90 @@
+"""Maximal-update parametrization: rates and scales found in a small model hold in a wider and deeper one.
+
+Of a model m times as wide as the base and k times as deep, against the same keys at the base, with Adam:
+
+                              initial std     learning rate      forward
+    matrices of blocks        1 / sqrt(m)     1 / (m sqrt(k))
+    vectors of blocks                         1 / sqrt(k)
+    embedding                                 1
+    head                                      1                  logits / m
+    what a sublayer adds                                         / sqrt(k), and no part of its initial std
+    scores, if heads widen                                       by 1 / D, not 1 / sqrt(D)
+
+Widths: Yang et al. 2022 (Tensor Programs V, table 8); depths: Yang et al. 2023 (Tensor Programs VI). Every width of
+a block has to grow with dim: number of heads or width of a head, and hidden_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from forge_core._config import raise_problems, setting, size_problems
+
+
+@dataclass(frozen=True)
+class MuPConfig:
+    """The model at which both parametrizations are the same: `MuPConfig(base_dim=256, base_num_layers=4)`."""
+
+    base_dim: int = setting(256, "dim of the small model whose rates and scales are used")
+    base_num_layers: int | None = setting(
+        None, "its num_layers; empty: depth changes neither rates nor scales"
+    )
+    base_head_dim: int | None = setting(
+        None,
+        "its width of a head, where heads widen; empty: there are more heads of the same width",
+    )
+
+    def __post_init__(self) -> None:
+        sizes = {"base_dim": 2**20, "base_num_layers": 2**12, "base_head_dim": 2**16}
+        raise_problems("mup", size_problems(self, sizes))
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of one model against the same keys at its base; all 1 in the standard parametrization."""
+
+    width: float = 1.0  # m
+    depth: float = 1.0  # k
+
+    @property
+    def std(self) -> float:
+        """Of the initial values of a block's matrices."""
+        return self.width**-0.5
+
+    @property
+    def branch(self) -> float:
+        """Of what a sublayer adds to the stream."""
+        return self.depth**-0.5
+
+    @property
+    def logits(self) -> float:
+        """Of the logits."""
+        return 1.0 / self.width
+
+    def lr(self, num_dims: int) -> float:
+        """Of the rate of a block's parameter with so many dims."""
+        return self.branch / (self.width if num_dims >= 2 else 1.0)
+
+
+def problems(config: Any) -> Iterator[str]:
+    """Sentences about [model.mup] and the keys that it goes with."""
+    if config.parametrization not in ("standard", "mup"):
+        yield f"parametrization {config.parametrization!r} must be 'standard' or 'mup'; use 'standard'"
+    elif config.parametrization == "standard":
+        if config.mup != MuPConfig():
+            yield (
+                "mup is the table of parametrization 'mup', and parametrization is 'standard'; remove it, or "
+                "use mup"
+            )
+    elif config.mixer != "attention":
+        yield (
+            f"mixer {config.mixer!r} has no rule in parametrization 'mup', which knows attention; use that, or "
+            "'standard'"
+        )
+    elif config.mup.base_head_dim is not None and config.attention.scale is not None:
+        yield (
+            f"attention.scale {config.attention.scale} takes the place of the scale of mup.base_head_dim "
+            f"{config.mup.base_head_dim}; give one of them"
+        )

@@ -1,0 +1,131 @@
+"""Maximal-update parametrization: its table, and a coordinate check over widths and depths."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_core import OptimizerConfig, Transformer, TransformerConfig, build_optimizer
+from forge_core.loss import cross_entropy
+from forge_core.model import MuPConfig
+
+BASE = {"vocab_size": 61, "dim": 32, "num_layers": 2, "num_heads": 2, "hidden_dim": 64}
+
+
+def _config(width: int = 1, depth: int = 1, **options: Any) -> TransformerConfig:
+    """A model `width` times as wide, by more heads of the same width, and `depth` times as deep."""
+    sizes = {"dim": 32 * width, "num_heads": 2 * width, "hidden_dim": 64 * width}
+    return TransformerConfig(**{**BASE, **sizes, "num_layers": 2 * depth, **options})
+
+
+MUP: dict[str, Any] = {"parametrization": "mup", "mup": MuPConfig(32, 2)}
+
+
+def test_at_the_base_it_is_the_standard_parametrization_bit_for_bit() -> None:
+    plain, base = Transformer(_config()), Transformer(_config(**MUP))
+    tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
+    assert all(map(torch.equal, plain.parameters(), base.parameters()))
+    for model in (plain, base):
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+        for _ in range(3):
+            cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, plain.parameters(), base.parameters()))
+
+
+def test_its_table() -> None:
+    """Width 4 and depth 9 times the base; 1 / sqrt(2 L) of residual outputs is that of the base."""
+    config = _config(4, 9, **MUP, init_std=0.1)
+    model = Transformer(config)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1.0))
+    rates = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
+    stds = {name: float(p.detach().std()) for name, p in model.named_parameters()}
+    for name, rate, std in (
+        ("embedding.weight", 1.0, 0.1),
+        ("lm_head.weight", 1.0, 0.1),
+        ("norm.weight", 1.0, 0.0),
+        ("layers.3.mixer.q_proj.weight", 1 / 12, 0.05),
+        ("layers.3.mixer.o_proj.weight", 1 / 12, 0.05 / 2),
+        ("layers.3.feed_forward.down_proj.weight", 1 / 12, 0.05 / 2),
+        ("layers.3.mixer_norm.weight", 1 / 3, 0.0),
+    ):
+        assert rates[name] == pytest.approx(rate), name
+        assert stds[name] == pytest.approx(std, rel=0.05), name
+    assert model.layers["0"].residual_scale == pytest.approx(1 / 3)
+    assert model.lm_head.finish.scale == pytest.approx(1 / 4)
+    assert model.layers["0"].mixer.spec.scale is None
+    wide = _config(4, num_heads=2, parametrization="mup", mup=MuPConfig(32, base_head_dim=16))
+    assert Transformer(wide).layers["0"].mixer.spec.scale == pytest.approx(4 / 64)
+
+
+def test_it_is_the_same_function_in_standard_keys() -> None:
+    config = _config(2, 2, **MUP)
+    model = Transformer(config)
+    same = Transformer(config.as_standard())
+    same.load_state_dict(model.state_dict())
+    tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(tokens), same(tokens))
+    assert config.as_standard().parametrization == "standard"
+
+
+def _changes(config: TransformerConfig, lr: float, steps: int = 4) -> dict[str, float]:
+    """RMS of how much stream (before the head) and logits change in a few steps."""
+    tokens = torch.randint(61, (8, 17), generator=torch.Generator().manual_seed(1))
+    model = Transformer(config)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=lr, weight_decay=0.0))
+    seen: list[dict[str, Tensor]] = []
+    found: dict[str, Tensor] = {}
+    model.norm.register_forward_pre_hook(lambda _, args: found.update(stream=args[0].detach()))
+    for _ in range(steps + 1):
+        found["logits"] = model(tokens[:, :-1])
+        seen.append({name: value.detach().clone() for name, value in found.items()})
+        cross_entropy(found["logits"], tokens[:, 1:]).mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: float((seen[-1][n] - seen[0][n]).square().mean().sqrt()) for n in seen[0]}
+
+
+def _slope(sizes: list[int], values: list[float]) -> float:
+    """Of log(value) over log(size), by least squares."""
+    x, y = [math.log(s) for s in sizes], [math.log(v) for v in values]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    rows = list(zip(x, y))
+    top = sum((a - mean_x) * (b - mean_y) for a, b in rows)
+    return top / sum((a - mean_x) ** 2 for a, _ in rows)
+
+
+SIZES = [1, 2, 4, 8]
+
+
+# Logits of a narrow model also change through the head's initial weights, by 1 / sqrt(width) of the rest.
+BOUNDS = {("width", "logits"): 0.25}
+
+
+@pytest.mark.parametrize("axis", ["width", "depth"])
+def test_coordinates_change_alike_at_four_widths_and_depths(axis: str) -> None:
+    """Slope of log change over log size, after four steps: near 0, and in the standard parametrization 0.3 to 1.1."""
+    found = {
+        kind: [_changes(_config(**{axis: size}, **options), 1e-3) for size in SIZES]
+        for kind, options in (("standard", {}), ("mup", MUP))
+    }
+    for name in ("stream", "logits"):
+        slopes = {k: _slope(SIZES, [row[name] for row in rows]) for k, rows in found.items()}
+        assert abs(slopes["mup"]) < BOUNDS.get((axis, name), 0.1), (name, slopes)
+        assert slopes["standard"] > 0.3, (name, slopes)
+
+
+def test_other_optimizers_and_mixers_are_refused() -> None:
+    model = Transformer(_config(2, **MUP))
+    with pytest.raises(ValueError, match=r"optimizer.name 'torch.optim:SGD' has no rule"):
+        build_optimizer(model, OptimizerConfig("torch.optim:SGD"))
+    with pytest.raises(ValueError, match="mixer 'mla' has no rule in parametrization 'mup'"):
+        TransformerConfig(vocab_size=61, mixer="mla", parametrization="mup")
+    with pytest.raises(ValueError, match="mup is the table of parametrization 'mup'"):
+        TransformerConfig(vocab_size=61, mup=MuPConfig(64))
+    with pytest.raises(ValueError, match="base_dim 0 must be a whole number"):
+        MuPConfig(0)
