@@ -268,6 +268,7 @@ WIDTHS = {
 
 MOE = {"model.moe.num_experts": 4, "model.num_layers": 2}
 GROUPS = {**MOE, "model.moe.num_experts": 8, "model.moe.num_groups": 4, "model.moe.top_groups": 2}
+CLAMPED = {**MOE, "model.moe.activation": "clamped_swiglu"}
 SHARED = {**MOE, "model.moe.num_shared_experts": 1}
 FULL = {**MOE, "model.moe.capacity_factor": 0.6}
 LOSS = {**MOE, "model.moe.aux_loss_weight": 0.5}
@@ -463,6 +464,9 @@ PROBES: dict[str, Probe] = {
     "model.moe.expert_bias": Probe(True, lambda t: list(dict(t.model.named_buffers())), MOE),
     "model.moe.activation": Probe("gelu", shapes, MOE),
     "model.moe.bias": Probe(True, shapes, MOE),
+    "model.moe.router_bias": Probe(True, shapes, MOE),
+    "model.moe.swiglu_alpha": Probe(0.5, routed, CLAMPED),
+    "model.moe.swiglu_limit": Probe(0.5, routed, CLAMPED),
     "model.moe.num_shared_experts": Probe(1, shapes, MOE),
     "model.moe.shared_hidden_dim": Probe(24, shapes, SHARED),
     "model.moe.shared_gate": Probe(True, shapes, SHARED),

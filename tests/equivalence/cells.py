@@ -254,6 +254,17 @@ _MLA = {
     "qkv_bias": True,
     "rope_scaling": _YARN,
 }
+_CLAMPED = {
+    **{"activation": "clamped_swiglu", "swiglu_limit": 0.05, "bias": True, "router_bias": True},
+    **{"num_shared_experts": 0, "aux_loss_weight": 0.02},
+}
+_GPT_OSS = {
+    "attention": AttentionSpec(sinks=True),
+    "layer_pattern": ("local", "global"),
+    "layer_types": {"local": LayerType(window=5)},
+    "qkv_bias": True,
+    "o_bias": True,
+}
 _MLA_PLAIN = {"mixer": "mla", "mla": MLAConfig(**_WIDTHS), "num_kv_heads": None}
 # as OLMo 2, Gemma 3 and Granite have them, with layers of two types
 _POST_NORM = {"block": "post_norm", "feed_forward": "relu2"}
@@ -345,6 +356,8 @@ FEATURES = {
     "sandwich": Feature(packed=True, model=_SANDWICH),
     "multipliers": Feature(micro_batches=2, fused=True, model=_MULTIPLIERS),
     "multipliers_packed": Feature(packed=True, model=_MULTIPLIERS),
+    "moe_clamped": Feature(micro_batches=2, moe=_CLAMPED, parallel=_SELECTIVE),
+    "gpt_oss": Feature(packed=True, model=_GPT_OSS, moe=_CLAMPED),
     "odd_vocab": Feature(micro_batches=2, model=_ODD),
     "odd_vocab_tied": Feature(model={**_ODD, "tie_embeddings": True}),
     "odd_vocab_bf16": Feature(micro_batches=2, model=_ODD, parallel=_BF16),
@@ -483,18 +496,19 @@ _CHOSEN = {
     "fsdp_tp_pp_ep": "moe_bias",
     "hsdp_tp_ep": "moe",
 }
-# Latent attention.
-_LATENT = {
-    "fsdp_2": "mla mla_packed mla_plain_queries mla_bf16 mla_compile mla_moe",
-    "tp": "mla mla_packed mla_plain_queries mla_bf16 mla_compile",
+# Latent attention, and what gpt-oss has.
+_BY_MODEL = {
+    "fsdp_2": "mla mla_packed mla_plain_queries mla_bf16 mla_compile mla_moe moe_clamped gpt_oss",
+    "tp": "mla mla_packed mla_plain_queries mla_bf16 mla_compile moe_clamped",
     "tp_whole": "mla mla_packed",
     "cp": "mla mla_packed mla_plain_queries mla_compile",
     "cp_ring": "mla_packed",
-    "pp_1f1b": "mla mla_packed mla_moe",
+    "pp_1f1b": "mla mla_packed mla_moe gpt_oss",
+    "ep": "moe_clamped gpt_oss",
     "fsdp_tp": "mla_packed mla_plain_queries",
     "tp_cp": "mla_packed",
     "tp_pp": "mla",
-    "tp_ep": "mla_moe",
+    "tp_ep": "mla_moe moe_clamped",
 }
 
 
@@ -503,7 +517,7 @@ def _cells() -> Iterator[Cell]:
         both = _ON_ONE_RANK if layout == "one_rank" else ()
         both = _DATA_FEATURES if layout in _DATA_LAYOUTS else both
         yield from (Cell(layout, f, o) for f in both for o in OPTIMIZERS)
-        for chosen in (_CHOSEN, _LATENT):
+        for chosen in (_CHOSEN, _BY_MODEL):
             for number, feature in enumerate(chosen.get(layout, "").split()):
                 yield Cell(layout, feature, OPTIMIZERS[number % 2])
         for name, chosen in BY_NAME.items():

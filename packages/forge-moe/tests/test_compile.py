@@ -64,6 +64,7 @@ FUNCTIONS = {
     "attached loss": attached,
     "experts": experts(),
     "experts with biases": experts(bias=True),
+    "experts that are clamped": experts(bias=True, activation="clamped_swiglu"),
     "experts in one kernel": in_bf16(experts(bias=True, activation="gelu")),
 }
 

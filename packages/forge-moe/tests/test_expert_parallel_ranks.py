@@ -118,6 +118,11 @@ CASES = {
     "shared experts, chunks": ("chunks", [7, 9, 4, 6], SHARED),
     "2 x 2, shared experts, chunks": ("hierarchical chunks", [7, 9, 0, 6], SHARED),
     "gelu with biases": ("all_to_all", [7, 9], {"activation": "gelu", "bias": True}),
+    "gpt-oss, chunks": (
+        "chunks",
+        [7, 9],
+        {"activation": "clamped_swiglu", "swiglu_limit": 0.5, "bias": True, "router_bias": True},
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_moe import Experts, MoE, MoEConfig
+from forge_moe.gemm.activations import ClampedSwiGLU
 from forge_moe.gemm.backends import GROUPED_MM, LOOP
 from forge_moe.gemm.choose import choose_backend
 from forge_moe.gemm.float8 import to_float8
@@ -22,10 +23,13 @@ def experts(num: int = 4, **settings) -> Experts:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tail_is_neither_computed_nor_allowed_to_poison(backend: str, dtype: torch.dtype) -> None:
+def test_a_tail_is_neither_computed_nor_allowed_to_poison(
+    backend: str, activation: str, dtype: torch.dtype
+) -> None:
     """Torch leaves what lies beyond the groups as it finds it, forward and backward."""
-    one = experts(backend=backend, bias=True).to(dtype)
+    one = experts(backend=backend, bias=True, activation=activation).to(dtype)
     counts = torch.tensor([2, 0, 3, 0])
     rows = torch.randn(9, 8).to(dtype)
     alone = rows[:5].clone().requires_grad_()
@@ -157,6 +161,37 @@ def test_widths_that_the_kernel_refuses_take_the_loop() -> None:
     torch.testing.assert_close(one(rows, torch.tensor([1, 0, 4, 0]))[0], wanted)
 
 
+def test_clamped_values_have_no_gradient_and_their_limit_does() -> None:
+    """As torch.clamp has it; in float64, beside the definition."""
+    activation = ClampedSwiGLU(1.3, 2.0)
+    x = torch.linspace(-3, 3, 26, dtype=torch.float64).roll(7)
+    x = torch.cat((x, torch.tensor([2.0, 2.0, -2.0, -2.0, 5.0, -5.0]))).view(4, 8)
+    grad = torch.randn(4, 4, dtype=torch.float64)
+    mine = x.clone().requires_grad_()
+    gate, up = mine[:, ::2].clamp(max=2.0), mine[:, 1::2].clamp(-2.0, 2.0)
+    wanted = (up + 1) * (gate * torch.sigmoid(gate * 1.3))
+    wanted.backward(grad)
+    torch.testing.assert_close(activation.forward(x), wanted.detach())
+    torch.testing.assert_close(activation.backward(grad, x), mine.grad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"swiglu_limit": 5.0}, "swiglu_limit 5.0 is a key of activation 'clamped_swiglu'"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0 is a key of activation 'clamped_swiglu'"),
+        ({"activation": "clamped_swiglu", "swiglu_limit": 0.0}, "swiglu_limit 0.0 must be finite"),
+        (
+            {"activation": "clamped_swiglu", "num_shared_experts": 1},
+            "num_shared_experts 1 must be 0 with activation 'clamped_swiglu'",
+        ),
+    ],
+)
+def test_keys_of_an_activation(settings: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"moe: {problem}"):
+        MoEConfig(8, 16, 4, **settings)
+
+
 def test_float8_is_its_definition() -> None:
     """Each product of rounded rows and rounded columns, in float64."""
 
@@ -203,9 +238,13 @@ def test_under_autocast_rows_and_matrices_are_bf16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_meta_the_shapes_are_right(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_shared_experts": 1}, {"activation": "clamped_swiglu", "router_bias": True}],
+)
+def test_on_meta_the_shapes_are_right(settings: dict, dtype: torch.dtype) -> None:
     with torch.device("meta"):
-        moe = MoE(MoEConfig(8, 16, 4, num_shared_experts=1, bias=True)).to(dtype)
+        moe = MoE(MoEConfig(8, 16, 4, bias=True, **settings)).to(dtype)
         x = torch.empty(2, 3, 8, dtype=dtype, requires_grad=True)
     y = moe(x)
     y.sum().backward()
@@ -214,12 +253,13 @@ def test_on_meta_the_shapes_are_right(dtype: torch.dtype) -> None:
     assert moe.counters.step_counts is None
 
 
-def test_fake_tensors_count_flops() -> None:
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "clamped_swiglu"])
+def test_fake_tensors_count_flops(activation: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        moe = MoE(MoEConfig(8, 16, 4))
+        moe = MoE(MoEConfig(8, 16, 4, activation=activation))
         moe(torch.randn(10, 8))
     assert counter.get_total_flops() == 10 * moe.flops_per_token(1)
 

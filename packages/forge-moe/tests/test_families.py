@@ -5,7 +5,15 @@ import math
 import pytest
 
 from forge_moe import MoEConfig, families
-from forge_moe.families import DEEPSEEK_V3, GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from forge_moe.families import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 
 SIGMOID = {"router": "sigmoid_topk", "expert_bias": True, "num_shared_experts": 1}
 SHARED = {"num_shared_experts": 1, "shared_gate": True, "shared_hidden_dim": 8}
@@ -16,6 +24,7 @@ OPTIONS = {
     OLMOE: {},
     DEEPSEEK_V3: SIGMOID,
     GLM4_MOE: SIGMOID,
+    GPT_OSS: {"activation": "clamped_swiglu", "bias": True, "router_bias": True},
 }
 FAMILIES = pytest.mark.parametrize("family", OPTIONS, ids=lambda family: family.name)
 
@@ -56,7 +65,11 @@ OFF = {
 def test_F98_keys_that_change_the_function_are_refused(family) -> None:
     hf = written(family)
     wanted = family.config_from_hf(hf)
+    # gpt-oss reads its limit, and windows are its decoder's
+    own = ("swiglu_limit", "sliding_window", "layer_types") if family is GPT_OSS else ()
     for key, value in CHANGES.items():
+        if key in own:
+            continue
         with pytest.raises(ValueError, match=f"{family.name}: {key} "):
             family.config_from_hf({**hf, key: value})
     assert family.config_from_hf({**hf, **OFF}) == wanted
@@ -96,10 +109,10 @@ def test_F98_other_values_are_refused_by_the_key_there() -> None:
 
 @FAMILIES
 def test_F98_another_model_type_is_named_and_nothing_else(family) -> None:
-    with pytest.raises(ValueError, match="gpt_oss") as caught:
-        family.config_from_hf({"model_type": "gpt_oss", "swiglu_limit": 7.0})
+    with pytest.raises(ValueError, match="jamba") as caught:
+        family.config_from_hf({"model_type": "jamba", "swiglu_limit": 7.5})
     (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"{family.name}: model_type 'gpt_oss' is not supported; ")
+    assert line.startswith(f"{family.name}: model_type 'jamba' is not supported; ")
 
 
 def test_dense_layers_come_first_in_deepseek_and_glm() -> None:
@@ -108,6 +121,19 @@ def test_dense_layers_come_first_in_deepseek_and_glm() -> None:
         hf = {**written(family), "num_hidden_layers": 5}
         assert family.sparse_layers(hf) == tuple(range(first, 5))
         assert family.sparse_layers({**hf, "first_k_dense_replace": 0}) == tuple(range(5))
+
+
+def test_clamps_of_gpt_oss_are_read_and_written() -> None:
+    hf = written(GPT_OSS)
+    config = GPT_OSS.config_from_hf({**hf, "swiglu_limit": 5, "swiglu_alpha": 1.5})
+    assert (config.swiglu_limit, config.swiglu_alpha) == (5, 1.5)
+    assert GPT_OSS.config_to_hf(config)["swiglu_limit"] == 5
+    old = {key: value for key, value in hf.items() if not key.startswith("swiglu")}
+    assert GPT_OSS.config_from_hf(old).swiglu_limit == 7.0
+    with pytest.raises(ValueError, match="gpt_oss: swiglu_limit True must be a number"):
+        GPT_OSS.config_from_hf({**hf, "swiglu_limit": True})
+    with pytest.raises(ValueError, match="mixtral: activation 'clamped_swiglu' must be 'swiglu'"):
+        MIXTRAL.config_to_hf(config)
 
 
 LATER = (DEEPSEEK_V3, GLM4_MOE)

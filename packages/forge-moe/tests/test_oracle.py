@@ -31,6 +31,7 @@ ROUTERS = {
     "unnormalised_sigmoid": {"router": "sigmoid_topk", "normalize": "before_top_k"},
     "uniform": {"router": "uniform"},
     "expert_choice": {"router": "expert_choice"},
+    "gpt_oss": {"router_bias": True},
 }
 
 
@@ -41,8 +42,9 @@ def make(num_experts: int, top_k: int, **settings) -> MoE:
         for parameter in moe.parameters():
             parameter.normal_(std=0.5)
         moe.router.weight.copy_(torch.randint(-2, 3, moe.router.weight.shape) / 4)
-        if moe.router.expert_bias is not None:
-            moe.router.expert_bias.copy_(torch.randint(-2, 3, (num_experts,)) / 8)
+        for bias in (moe.router.expert_bias, moe.router.bias):
+            if bias is not None:
+                bias.copy_(torch.randint(-2, 3, (num_experts,)) / 8)
     return moe
 
 
@@ -74,7 +76,8 @@ def chosen(moe: MoE, logits: torch.Tensor, place: int) -> list[int]:
 
 
 def choices(moe: MoE, x: torch.Tensor) -> list[list[int]]:
-    logits = F.linear(x, moe.router.weight.detach())
+    bias = moe.router.bias
+    logits = F.linear(x, moe.router.weight.detach(), None if bias is None else bias.detach())
     if moe.config.router != "expert_choice":
         return [chosen(moe, row, t) for t, row in enumerate(logits)]
     scores, share = logits.softmax(1), math.ceil(len(x) * moe.config.top_k / moe.config.num_experts)
@@ -82,13 +85,20 @@ def choices(moe: MoE, x: torch.Tensor) -> list[list[int]]:
     return [[e for e, taken in enumerate(takes) if t in taken] for t in range(len(x))]
 
 
-def feed_forward(x, p, e, activation):
+def feed_forward(x, p, e, c):
     def affine(x, name):
         out = x @ p[f"experts.{name}"][e]
         bias = p.get(f"experts.{name}_bias")
         return out if bias is None else out + bias[e]
 
-    if activation == "gelu":
+    if c.activation == "clamped_swiglu":
+        both = affine(x, "gate_up_proj")
+        gate = torch.stack([min(v, v * 0 + c.swiglu_limit) for v in both[0::2]])
+        up = torch.stack(
+            [v if abs(v) < c.swiglu_limit else v.sign() * c.swiglu_limit for v in both[1::2]]
+        )
+        return affine((up + 1) * gate / (1 + torch.exp(-c.swiglu_alpha * gate)), "down_proj")
+    if c.activation == "gelu":
         return affine(F.gelu(affine(x, "up_proj")), "down_proj")
     return affine(F.silu(affine(x, "gate_proj")) * affine(x, "up_proj"), "down_proj")
 
@@ -100,14 +110,14 @@ def oracle(moe: MoE, x: torch.Tensor, ids: list[list[int]]):
     x = x.double().requires_grad_()
     out = []
     for token, mine in zip(x, ids):
-        logits = p["router.weight"] @ token
+        logits = p["router.weight"] @ token + p.get("router.bias", 0.0)
         scores = torch.sigmoid(logits) if c.router == "sigmoid_topk" else logits.softmax(0)
         weights = [scores[e] for e in mine]
         if c.normalize == "after_top_k" and c.router != "expert_choice":
             weights = [w / sum(weights) for w in weights]
         y = torch.zeros(D, dtype=torch.float64) + 0.0 * token
         for weight, e in zip(weights, mine):
-            y = y + c.route_scale * weight * feed_forward(token, p, e, c.activation)
+            y = y + c.route_scale * weight * feed_forward(token, p, e, c)
         if moe.shared is not None:
             y = y + shared_experts(token, p, c)
         out.append(y)
@@ -178,6 +188,8 @@ def test_shapes_ties_and_idle_experts(num_experts: int, top_k: int, num: int, ro
     [
         {"bias": True},
         {"activation": "gelu", "bias": True},
+        {"activation": "clamped_swiglu", "bias": True, "router_bias": True},
+        {"activation": "clamped_swiglu", "swiglu_limit": 0.5, "swiglu_alpha": 3.0},
         {"num_shared_experts": 3},
         {"num_shared_experts": 2, "shared_hidden_dim": 4, "shared_gate": True},
     ],

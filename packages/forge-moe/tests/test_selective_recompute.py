@@ -18,6 +18,7 @@ CASES = {
     "expert choice": ({"router": "expert_choice"}, True),
     "biases": ({"bias": True, "num_shared_experts": 1}, False),
     "gelu": ({"bias": True, "activation": "gelu"}, True),
+    "clamped": ({"bias": True, "activation": "clamped_swiglu"}, True),
 }
 
 

@@ -35,6 +35,7 @@ class RouterConfig:
     )
     route_scale: float = _field(1.0, "factor on the weights of the chosen experts")
     expert_bias: bool = _field(False, "buffer added to the scores for selection only")
+    router_bias: bool = _field(False, "bias in the router's projection (gpt-oss)")
 
     def __post_init__(self) -> None:
         _raise("router", _type_problems(self))
@@ -62,7 +63,12 @@ class MoEOptions:
     expert_bias: bool = _field(
         False, "selection bias without balancing; bias_update_rate above 0 adds one too"
     )
-    activation: Literal["swiglu", "gelu"] = _field("swiglu", "kind of expert")
+    router_bias: bool = _field(False, "bias in the router's projection (gpt-oss)")
+    activation: Literal["swiglu", "gelu", "clamped_swiglu"] = _field(
+        "swiglu", "kind of expert; clamped_swiglu: that of gpt-oss"
+    )
+    swiglu_alpha: float = _field(1.702, "clamped_swiglu: slope of its sigmoid")
+    swiglu_limit: float = _field(7.0, "clamped_swiglu: gate and up are clamped to it")
     bias: bool = _field(False, "biases in the experts' projections")
     num_shared_experts: int = _field(0, "experts that see every token")
     shared_hidden_dim: int | None = _field(
@@ -218,12 +224,30 @@ def _group_problems(c: RouterConfig | MoEConfig) -> Iterator[str]:
             )
 
 
+def _activation_problems(c: MoEConfig) -> Iterator[str]:
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        value, default = getattr(c, name), getattr(MoEOptions, name)
+        if not 0.0 < value < float("inf"):
+            yield f"{name} {value} must be finite and above 0; use {default}"
+        elif c.activation != "clamped_swiglu" and value != default:
+            yield (
+                f"{name} {value} is a key of activation 'clamped_swiglu', and activation is {c.activation!r}; "
+                "remove it, or use clamped_swiglu"
+            )
+    if c.activation == "clamped_swiglu" and c.num_shared_experts:
+        yield (
+            f"num_shared_experts {c.num_shared_experts} must be 0 with activation 'clamped_swiglu', which shared "
+            "experts do not compute; use swiglu, or no shared experts"
+        )
+
+
 def _moe_problems(c: MoEConfig) -> Iterator[str]:
     yield from _routing_problems(c, c.router)
     yield from _in_range(c, "hidden_dim", 1, _MAX_WIDTH)
     yield from _in_range(c, "num_shared_experts", 0, _MAX_COUNT)
     yield from _in_range(c, "shared_hidden_dim", 1, _MAX_WIDTH)
     yield from _one_of(c, "activation")
+    yield from _activation_problems(c)
     if c.shared_gate and c.num_shared_experts == 0:
         yield (
             "shared_gate must go with shared experts, and num_shared_experts is 0; set num_shared_experts = 1, or "

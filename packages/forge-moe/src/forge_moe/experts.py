@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from forge_moe._torch_compat import autocast_dtype
 from forge_moe.config import MoEConfig
 from forge_moe.gemm import GroupedFeedForward, Groups, choose_backend
+from forge_moe.gemm.activations import Activation, ClampedSwiGLU, Gelu
 
 
 class Experts(nn.Module):
-    """SwiGLU or GELU experts as 3-D parameters.
+    """Experts of one activation as 3-D parameters.
 
         experts(rows, counts)   # rows (R, D) sorted by expert, counts (E,) ints on the device -> (R, D)
 
     `gate_proj` (E, D, F; SwiGLU only), `up_proj` (E, D, F), `down_proj` (E, F, D), with biases `*_bias`
-    (E, F), (E, F), (E, D). A matrix is stored as the right factor of rows: x @ up_proj[e]. Parameters may
+    (E, F), (E, F), (E, D). Of activation "clamped_swiglu" `gate_up_proj` (E, D, 2 F) has the columns of gate and
+    up in turns, and `gate_up_proj_bias` (E, 2 F). A matrix is stored as the right factor of rows: x @ up_proj[e]. Parameters may
     be DTensors sharded on dim 0: this process then holds and computes its own E experts.
 
     Rows beyond counts.sum() are a tail: not computed, zero in the output, without gradient, even if they
@@ -31,15 +33,24 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         num, dim, hidden = config.num_experts, config.dim, config.hidden_dim
-        gated = config.activation == "swiglu"
-        self.gate_proj = nn.Parameter(torch.empty(num, dim, hidden)) if gated else None
-        self.up_proj = nn.Parameter(torch.empty(num, dim, hidden))
-        self.down_proj = nn.Parameter(torch.empty(num, hidden, dim))
+        gated, fused = config.activation == "swiglu", config.activation == "clamped_swiglu"
         bias = config.bias
-        self.gate_proj_bias = nn.Parameter(torch.empty(num, hidden)) if bias and gated else None
-        self.up_proj_bias = nn.Parameter(torch.empty(num, hidden)) if bias else None
-        self.down_proj_bias = nn.Parameter(torch.empty(num, dim)) if bias else None
-        if not self.up_proj.is_meta:
+
+        def stack(exists: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(num, *shape)) if exists else None
+
+        self.gate_proj = stack(gated, dim, hidden)
+        self.gate_up_proj = stack(fused, dim, 2 * hidden)
+        self.up_proj = stack(not fused, dim, hidden)
+        self.down_proj = nn.Parameter(torch.empty(num, hidden, dim))
+        self.gate_proj_bias = stack(bias and gated, hidden)
+        self.gate_up_proj_bias = stack(bias and fused, 2 * hidden)
+        self.up_proj_bias = stack(bias and not fused, hidden)
+        self.down_proj_bias = stack(bias, dim)
+        self.activation: Activation = (
+            ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if fused else Gelu()
+        )
+        if not self.down_proj.is_meta:
             for parameter in self.parameters():
                 if parameter.dim() == 3:
                     nn.init.normal_(parameter, std=0.02)
@@ -49,10 +60,10 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor, *, full: bool = False) -> Tensor:
         """Rows (R, D) through their experts. `full` promises that counts.sum() is R, which saves two passes."""
         dtype = autocast_dtype(rows) or rows.dtype
-        weights = [_local(p, dtype) for p in (self.gate_proj, self.up_proj, self.down_proj)]
-        biases = [
-            _local(p, dtype) for p in (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias)
-        ]
+        up_name = "up_proj" if self.gate_up_proj is None else "gate_up_proj"
+        names = ("gate_proj", up_name, "down_proj")
+        weights = [_local(getattr(self, name), dtype) for name in names]
+        biases = [_local(getattr(self, f"{name}_bias"), dtype) for name in names]
         up = weights[1]
         assert up is not None
         if counts.numel() != up.size(0):
@@ -63,11 +74,12 @@ class Experts(nn.Module):
         widths = (self.config.dim, self.config.hidden_dim)
         backend = choose_backend(self.config.backend, rows, widths)
         groups = Groups.of(counts, host_sizes=backend.needs_host_sizes, full=full)
-        return GroupedFeedForward.apply(rows, *weights, *biases, groups, backend)
+        return GroupedFeedForward.apply(rows, *weights, *biases, groups, backend, self.activation)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """Initial distribution of each parameter: (kind, value) by name. down_proj writes to the residual stream."""
-        values = {"gate_proj": std, "up_proj": std, "down_proj": residual_std}
+        values = dict.fromkeys(("gate_proj", "gate_up_proj", "up_proj"), std)
+        values["down_proj"] = residual_std
         return {
             name: ("normal", values[name]) if name in values else ("constant", 0.0)
             for name, _ in self.named_parameters()

@@ -302,6 +302,8 @@ class MoE(nn.Module):
             module: Any = getattr(self, name)
             rows = {} if module is None else module.init_table(std, residual_std)
             table |= {f"{name}.{key}": row for key, row in rows.items()}
+        if self.router.bias is not None:
+            table["router.bias"] = ("constant", 0.0)
         if self.router.expert_bias is not None:
             table["router.expert_bias"] = ("constant", 0.0)
         if self.lagged_counts is not None:
@@ -323,7 +325,7 @@ class MoE(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of the matrix products for one token: router, top_k experts, shared experts."""
         c = self.config
-        matrices = 3 if c.activation == "swiglu" else 2
+        matrices = 2 if c.activation == "gelu" else 3
         inside = c.top_k * c.hidden_dim + c.resolved_shared_hidden_dim
         return 2.0 * c.dim * (c.num_experts + matrices * inside + int(c.shared_gate))
 

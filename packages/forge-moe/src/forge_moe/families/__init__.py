@@ -3,6 +3,7 @@
 from forge_moe.families.blocks import (
     DEEPSEEK_V3,
     GLM4_MOE,
+    GPT_OSS,
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
@@ -14,6 +15,7 @@ __all__ = [
     "DEEPSEEK_V3",
     "FAMILIES",
     "GLM4_MOE",
+    "GPT_OSS",
     "MIXTRAL",
     "OLMOE",
     "QWEN2_MOE",
@@ -23,5 +25,6 @@ __all__ = [
 
 #: All of them by `model_type`.
 FAMILIES = {
-    family.name: family for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GLM4_MOE)
+    family.name: family
+    for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GLM4_MOE, GPT_OSS)
 }

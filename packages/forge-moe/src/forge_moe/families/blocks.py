@@ -1,4 +1,4 @@
-"""Expert blocks of Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3 and GLM4-MoE, as Hugging Face stores them.
+"""Expert blocks of Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM4-MoE and gpt-oss, as Hugging Face has them.
 
 A row is (Hugging Face pattern, Forge pattern, operations); `{i}` stands for the layer, `{e}` for an expert.
 Operations come from a closed reversible set, here `("transpose", 0, 1)`, as a linear layer of Hugging Face
@@ -83,6 +83,13 @@ def _deepseek_rows(config: MoEConfig) -> tuple[Row, ...]:
     return (*_plain_rows(config), bias, *_shared("shared_experts"))
 
 
+def _gpt_oss_rows(config: MoEConfig) -> tuple[Row, ...]:
+    """Names alone: a file of it has stacks of experts, (in, out), gate and up in turns."""
+    matrices = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
+    biases = ("router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias")
+    return tuple((f"{_HF}.{name}", f"{_FORGE}.{name}", ()) for name in (*matrices, *biases))
+
+
 def _family(
     hf: keys.ConfigKeys,
     rows: Callable[[MoEConfig], tuple[Row, ...]],
@@ -103,3 +110,4 @@ QWEN3_MOE = _family(keys.QWEN3_MOE, _plain_rows, *_STEPPED)
 OLMOE = _family(keys.OLMOE, _plain_rows, *_EVERY)
 DEEPSEEK_V3 = _family(keys.DEEPSEEK_V3, _deepseek_rows, *_LATER)
 GLM4_MOE = _family(keys.GLM4_MOE, _deepseek_rows, *_LATER)
+GPT_OSS = _family(keys.GPT_OSS, _gpt_oss_rows, *_EVERY)

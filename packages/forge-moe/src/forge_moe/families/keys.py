@@ -15,6 +15,9 @@ _DEFAULTS: dict[str, Any] = {
     "route_scale": 1.0,
     "expert_bias": False,
     "activation": "swiglu",
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "router_bias": False,
     "bias": False,
     "num_shared_experts": 0,
     "shared_gate": False,
@@ -40,7 +43,7 @@ _REQUIRED: dict[str, Any] = {"hidden_act": "silu", "moe_layer_freq": 1, "router_
 # Types of a field's key in `config.json`; all others are integers.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "normalize": ("true or false", (bool,)),
-    "route_scale": ("a number", (int, float)),
+    **dict.fromkeys(("route_scale", "swiglu_alpha", "swiglu_limit"), ("a number", (int, float))),
 }
 _NORMALIZE = {True: "after_top_k", False: "before_top_k"}
 
@@ -50,7 +53,8 @@ class ConfigKeys:
     """The keys of one family.
 
     names: key -> field of MoEConfig. fixed: fields without a key. optional: values of missing keys.
-    aliases: other spelling -> key. required: keys with a single supported value.
+    aliases: other spelling -> key. required: keys with a single supported value. ignored: further keys that change
+    nothing in the block.
     """
 
     model_type: str
@@ -59,6 +63,7 @@ class ConfigKeys:
     optional: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def from_hf(self, hf: Mapping[str, Any]) -> MoEConfig:
         """MoEConfig of a `config.json` as a dict; ValueError with a line for each problem.
@@ -118,7 +123,7 @@ class ConfigKeys:
     def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
         """A sentence for each key that the layer does not support, or that is unknown."""
         required = {**_REQUIRED, **self.required}
-        known = _IGNORED | self.names.keys() | self.aliases.keys()
+        known = _IGNORED | self.names.keys() | self.aliases.keys() | set(self.ignored)
         problems = []
         for key, value in hf.items():
             if key in known or value is None or value is False or value in ([], {}):
@@ -251,3 +256,18 @@ DEEPSEEK_V3 = ConfigKeys(
     required={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 )
 GLM4_MOE = ConfigKeys("glm4_moe", _DEEPSEEK, fixed=DEEPSEEK_V3.fixed, aliases=DEEPSEEK_V3.aliases)
+GPT_OSS = ConfigKeys(
+    "gpt_oss",
+    {
+        **_SHAPE,
+        "intermediate_size": "hidden_dim",
+        "num_local_experts": "num_experts",
+        "swiglu_alpha": "swiglu_alpha",
+        "swiglu_limit": "swiglu_limit",
+    },
+    fixed={"activation": "clamped_swiglu", "bias": True, "router_bias": True},
+    # older files have them in the code alone
+    optional={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    aliases={"num_experts": "num_local_experts"},
+    ignored=("sliding_window", "layer_types", "experts_per_token", "initial_context_length"),
+)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from forge_moe.gemm.activations import Activation
 from forge_moe.gemm.backends import GemmBackend
 from forge_moe.gemm.groups import Groups
 
@@ -18,7 +19,7 @@ Optional = Tensor | None
 
 
 class GroupedFeedForward(Function):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))) without a gate, by each row's own expert.
+    """down(silu(gate(x)) * up(x)), or down(activation(up(x))) without a gate, by each row's own expert.
 
     One function, not a chain of ops, so that (1) the hidden rows (R, F) are not saved but recomputed from
     gate and up, (2) the tail beyond the groups is zeroed exactly twice, in the output and in the gradient
@@ -38,15 +39,18 @@ class GroupedFeedForward(Function):
         down_b: Optional,
         groups: Groups,
         backend: GemmBackend,
+        activation: Activation,
     ) -> Tensor:
         gate = None if gate_w is None else _affine(x, gate_w, gate_b, groups, backend)  # (R, F)
-        up = _affine(x, up_w, up_b, groups, backend)  # (R, F)
-        out = _affine(_activate(gate, up), down_w, down_b, groups, backend)  # (R, D)
+        up = _affine(x, up_w, up_b, groups, backend)  # (R, F), or what the activation takes
+        hidden = activation.forward(up) if gate is None else F.silu(gate).mul_(up)  # (R, F)
+        out = _affine(hidden, down_w, down_b, groups, backend)  # (R, D)
         if not groups.full:
             # Not in place: selective recomputation caches the kernel's output and refuses a change of it.
             out = out.masked_fill(groups.tail(x.size(0)), 0.0)
         ctx.save_for_backward(x, gate, up, gate_w, up_w, down_w, groups.counts, groups.ends)
         ctx.host_sizes, ctx.full, ctx.backend = groups.host_sizes, groups.full, backend
+        ctx.activation = activation
         ctx.has_bias = (gate_b is not None, up_b is not None, down_b is not None)
         return out
 
@@ -60,14 +64,13 @@ class GroupedFeedForward(Function):
 
         grad = grad.contiguous()
         act = None if gate is None else F.silu(gate)  # (R, F)
-        hidden = F.gelu(up) if act is None else act * up  # (R, F)
+        hidden = ctx.activation.forward(up) if act is None else act * up  # (R, F)
         grad_down_w = backend.outer(hidden, grad, groups) if needs_down else None
         grad_down_b = _sum_rows(grad, groups, backend) if down_bias else None
         del hidden  # at most two buffers of (R, F) at a time
         grad_hidden = backend.multiply(grad, down_w.transpose(1, 2), groups)  # (R, F)
-        grad_up = (
-            torch.ops.aten.gelu_backward(grad_hidden, up) if act is None else act.mul_(grad_hidden)
-        )
+        backward = ctx.activation.backward
+        grad_up = backward(grad_hidden, up) if act is None else act.mul_(grad_hidden)
         grad_up_w = backend.outer(x, grad_up, groups) if needs_up else None
         grad_up_b = _sum_rows(grad_up, groups, backend) if up_bias else None
         grad_x = backend.multiply(grad_up, up_w.transpose(1, 2), groups) if needs_x else None
@@ -85,7 +88,7 @@ class GroupedFeedForward(Function):
         if grad_x is not None and not groups.full:
             grad_x.masked_fill_(groups.tail(x.size(0)), 0.0)
         weights = (grad_gate_w, grad_up_w, grad_down_w)
-        return (grad_x, *weights, grad_gate_b, grad_up_b, grad_down_b, None, None)
+        return (grad_x, *weights, grad_gate_b, grad_up_b, grad_down_b, None, None, None)
 
 
 def _affine(x: Tensor, w: Tensor, b: Optional, groups: Groups, backend: GemmBackend) -> Tensor:
@@ -100,7 +103,3 @@ def _sum_rows(rows: Tensor, groups: Groups, backend: GemmBackend) -> Tensor:
     """Sum of each expert's rows (E, N), by the same kernel: no atomics, so the same bits every time."""
     ones = rows.new_ones(rows.size(0), 8)  # 8 columns: kernels need rows of 16 bytes
     return backend.outer(ones, rows, groups)[:, 0]
-
-
-def _activate(gate: Optional, up: Tensor) -> Tensor:
-    return F.gelu(up) if gate is None else F.silu(gate).mul_(up)

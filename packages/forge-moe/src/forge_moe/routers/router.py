@@ -32,7 +32,7 @@ class Router(nn.Module):
         weights, ids = Router(RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6))(x)
 
     x (T, D) of any float dtype; logits, scores and weights are computed in fp32 (fp64 for fp64), under
-    autocast too. `expert_bias` is an fp32 buffer, None unless the config enables it: no optimizer updates
+    autocast too. `bias` is that of the projection, None unless the config has `router_bias`. `expert_bias` is an fp32 buffer, None unless the config enables it: no optimizer updates
     it, and no cast of the module changes its dtype. No host sync.
     """
 
@@ -47,12 +47,15 @@ class Router(nn.Module):
         self.config = config
         self.rule = find_rule(config.name)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         self.register_buffer(
             "expert_bias",
             torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None,
         )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=0.02)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(weights (T, K) fp32, ids (T, K) int64) of tokens x (T, D)."""
@@ -95,7 +98,8 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x):
-            return F.linear(x.to(dtype), self.weight.to(dtype))  # (T, E)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (T, E)
 
     @torch.no_grad()
     def _choose(self, scores: Tensor, valid: Tensor | None, rows: int) -> Tensor:
