@@ -35,6 +35,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, **BIASED}),
     "mistral": ("Mistral", {"sliding_window": 5, "rope_parameters": ROPE}),
     "qwen2": ("Qwen2", {"rope_parameters": LINEAR}),
+    "qwen2_windows": (
+        "Qwen2",
+        {
+            **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+            "rope_parameters": ROPE,
+        },
+    ),
+    "qwen3_windows": (
+        "Qwen3",
+        {
+            **{"use_sliding_window": True, "sliding_window": 6, "layer_types": [NEAR, FAR, FAR]},
+            "rope_parameters": ROPE,
+        },
+    ),
     "qwen3": ("Qwen3", {"rope_parameters": ROPE, "attention_bias": True}),
     "olmo2": ("Olmo2", {"rope_parameters": ROPE, "attention_bias": True}),
     "gemma3": (
@@ -218,7 +232,7 @@ def test_an_export_is_the_model_that_was_imported(case: str, seed: int, tmp_path
     assert torch.equal(model(tokens).logits, reference(tokens).logits)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo2", "granite", "smollm3_windows"])
+@pytest.mark.parametrize("case", ["gemma3", "olmo2", "granite", "smollm3_windows", "qwen2_windows"])
 def test_greedy_generation_equal(case: str) -> None:
     """With a cache that goes beyond the window."""
     _, reference, config, _ = built(case, 1)

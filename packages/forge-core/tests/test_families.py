@@ -37,7 +37,6 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     [
         ({"model_type": "granite"}, "model_type 'granite'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"attention_dropout": 0.1}, r"attention_dropout 0\.1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
@@ -54,6 +53,23 @@ def test_what_cannot_be_represented_is_refused_by_name(keys: dict, words: str) -
     for family in (LLAMA, QWEN2, QWEN3):
         with pytest.raises(ValueError, match=f"{family.name}: .*{words}"):
             family.config_from_hf({**HF, **keys})
+
+
+def test_windows_of_qwen_are_read_where_they_are_on() -> None:
+    for family in (QWEN2, QWEN3):
+        hf = {**HF, "use_sliding_window": True, "num_hidden_layers": 4, "sliding_window": 8}
+        config = family.config_from_hf({**hf, "max_window_layers": 3})
+        assert config.layer_pattern == ("global", "global", "global", "local")
+        written = family.config_to_hf(config)
+        assert (written["max_window_layers"], written["sliding_window"]) == (3, 8)
+        assert family.config_from_hf(written) == config
+        assert family.config_from_hf(hf).layer_pattern == ()  # max_window_layers is 28
+        with pytest.raises(
+            ValueError, match=rf"{family.name}: max_window_layers \[3\] must be a whole"
+        ):
+            family.config_from_hf({**hf, "max_window_layers": [3]})
+    with pytest.raises(ValueError, match="llama: use_sliding_window true is not supported"):
+        LLAMA.config_from_hf({**HF, "use_sliding_window": True})
 
 
 def test_all_problems_in_one_message() -> None:

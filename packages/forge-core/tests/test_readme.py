@@ -65,7 +65,7 @@ HF = {
         lambda: TransformerConfig(8, num_heads=4, num_kv_heads=3),
         overfill,
         lambda: generate_stream(small(), [[1] * 7], 58),
-        lambda: families.QWEN2.config_from_hf({**HF, "use_sliding_window": True}),
+        lambda: families.QWEN2_MOE.config_from_hf({**HF, "use_sliding_window": True}),
     ],
 )
 def test_quoted_refusals(act) -> None:

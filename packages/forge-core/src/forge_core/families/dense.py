@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 from forge_core._config import is_size
 from forge_core.families.keys import read_common, write_common
+from forge_core.families.layers import (
+    FULL,
+    LOCAL,
+    SLIDING,
+    names_of,
+    pattern_options,
+    sliding_to_hf,
+)
 from forge_core.model.config import TransformerConfig
+from forge_core.model.layer_types import LayerType
 from forge_core.model.spec import AttentionSpec
 
 Row = tuple[str, str, tuple[tuple[Any, ...], ...]]
@@ -70,8 +79,41 @@ def feed_forward_rows(*, bias: bool = False) -> tuple[Row, ...]:
     )
 
 
-# Qwen reads these keys only if use_sliding_window is true, and `read_common` refuses that.
-_WINDOW_OFF = ("sliding_window", "max_window_layers")
+_QWEN_WINDOW = ("sliding_window", "max_window_layers")
+
+
+def _qwen_from_hf(
+    hf: Mapping[str, Any], model_type: str, reads: tuple[str, ...] = (), **options: Any
+) -> TransformerConfig:
+    """Qwen reads its window only if `use_sliding_window` is true, in the layers from `max_window_layers` on."""
+
+    def windows() -> dict[str, Any]:
+        window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 28)
+        if not hf.get("use_sliding_window") or window is None:
+            return {}
+        if not isinstance(first, int):
+            raise ValueError(
+                f"{model_type}: max_window_layers {first!r:.80} must be a whole number; correct it"
+            )
+        layers = range(hf["num_hidden_layers"])
+        names = names_of(hf, model_type, [FULL if i < first else SLIDING for i in layers])
+        return pattern_options(names, {LOCAL: LayerType(window=window)})
+
+    sliding = hf.get("use_sliding_window") is True
+    reads = (*reads, *_QWEN_WINDOW)
+    return read_common(hf, model_type, reads, sliding=sliding, after=windows, **options)
+
+
+def _qwen_to_hf(
+    config: TransformerConfig, model_type: str, architecture: str, fixed: dict[str, Any]
+) -> dict[str, Any]:
+    windows = sliding_to_hf(config, model_type)
+    fixed = {**fixed, "layer_pattern": config.layer_pattern}
+    hf = write_common(config, model_type, architecture, fixed, ("window",))
+    if windows["sliding_window"] is None:
+        return {**hf, "use_sliding_window": False}
+    first = windows["layer_types"].index(SLIDING)
+    return {**hf, **windows, "use_sliding_window": True, "max_window_layers": first}
 
 
 def _llama_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
@@ -96,32 +138,25 @@ def _llama_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _qwen2_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    return read_common(hf, "qwen2", _WINDOW_OFF, qkv_bias=True)
+    return _qwen_from_hf(hf, "qwen2", qkv_bias=True)
 
 
 def _qwen2_to_hf(config: TransformerConfig) -> dict[str, Any]:
     fixed = {"qk_norm": False, "qkv_bias": True, "o_bias": False, "feed_forward_bias": False}
-    hf = write_common(config, "qwen2", "Qwen2ForCausalLM", fixed)
-    return {**hf, "use_sliding_window": False}
+    return _qwen_to_hf(config, "qwen2", "Qwen2ForCausalLM", fixed)
 
 
 def _qwen3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     bias = bool(hf.get("attention_bias", False))
     # Qwen3's default of head_dim is 128 at every width, not dim / num_heads.
-    return read_common(
-        {"head_dim": 128, **hf},
-        "qwen3",
-        ("attention_bias", *_WINDOW_OFF),
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    given, reads = {"head_dim": 128, **hf}, ("attention_bias",)
+    return _qwen_from_hf(given, "qwen3", reads, qk_norm=True, qkv_bias=bias, o_bias=bias)
 
 
 def _qwen3_to_hf(config: TransformerConfig) -> dict[str, Any]:
     fixed = {"qk_norm": True, "o_bias": config.qkv_bias, "feed_forward_bias": False}
-    hf = write_common(config, "qwen3", "Qwen3ForCausalLM", fixed)
-    return {**hf, "attention_bias": config.qkv_bias, "use_sliding_window": False}
+    hf = _qwen_to_hf(config, "qwen3", "Qwen3ForCausalLM", fixed)
+    return {**hf, "attention_bias": config.qkv_bias}
 
 
 def _mistral_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
