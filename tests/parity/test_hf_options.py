@@ -66,6 +66,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"attention_multiplier": 0.15, "rope_parameters": ROPE, **BIASED},
         },
     ),
+    "phi3": (
+        "Phi3",
+        {"sliding_window": 5, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    ),
     "smollm3": (
         "SmolLM3",
         {"no_rope_layers": [1, 0, 1], "rope_parameters": LINEAR, **BIASED},
@@ -85,8 +89,11 @@ SHAPE = (
 )
 
 
-def shape_of(seed: int) -> dict[str, Any]:
-    """Sizes that share few factors: grouped heads, a head width that is not hidden_size / heads."""
+def shape_of(seed: int, whole: bool) -> dict[str, Any]:
+    """Sizes that share few factors: grouped heads, a head width that is not hidden_size / heads.
+
+    `whole`: whole heads turn, else half of one must be even.
+    """
     draw = Random(seed)
     groups, kv_heads = draw.choice((1, 2, 3)), draw.choice((1, 3))
     return {
@@ -96,7 +103,7 @@ def shape_of(seed: int) -> dict[str, Any]:
         "num_hidden_layers": 3,
         "num_attention_heads": groups * kv_heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": draw.choice((6, 10, 14)),
+        "head_dim": draw.choice((6, 10, 14)) if whole else draw.choice((4, 8, 12)),
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-2,
         "tie_word_embeddings": draw.choice((True, False)),
@@ -110,7 +117,7 @@ def built(case: str, seed: int) -> tuple[Family, Any, TransformerConfig, dict[st
     """The family, transformers' model with drawn parameters, our config, and its tensors under our names."""
     name, options = CASES[case]
     config_class = getattr(transformers, f"{name}Config")
-    config = config_class(**{**shape_of(seed), **options})
+    config = config_class(**{**shape_of(seed, case != "phi3"), **options})
     reference = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -119,12 +126,8 @@ def built(case: str, seed: int) -> tuple[Family, Any, TransformerConfig, dict[st
             p.copy_(drawn * p.size(-1) ** -0.5 if p.dim() == 2 else p + 0.3 * drawn)
     hf = reference.config.to_dict()
     family = find_family(hf)
-    return (
-        family,
-        reference,
-        family.config_from_hf(hf),
-        dict(to_forge(family.rows, tensors(reference))),
-    )
+    own = family.config_from_hf(hf)
+    return family, reference, own, dict(to_forge(family.rows_of(own), tensors(reference)))
 
 
 def tensors(model: Any) -> list[tuple[str, Tensor]]:
@@ -165,7 +168,7 @@ def test_gradients_equal(case: str) -> None:
         torch.nn.functional.cross_entropy(some.flatten(0, 1), tokens.flatten()).backward()
     grads = [(name, p.grad) for name, p in reference.named_parameters()]
     reference.zero_grad()
-    wanted = dict(to_forge(family.rows, grads))
+    wanted = dict(to_forge(family.rows_of(config), grads))
     for name, parameter in model.named_parameters():
         if wanted[name].abs().max() < 1e-7:  # keys that do not turn: a bias moves all scores alike
             assert parameter.grad.abs().max() < 1e-7, name
@@ -218,7 +221,7 @@ def test_an_export_is_the_model_that_was_imported(case: str, seed: int, tmp_path
     family, reference, config, _ = built(case, seed)
     written = family.config_to_hf(config)
     assert family.config_from_hf(written) == config
-    back = dict(to_hf(family.rows, ours(case, seed).state_dict().items()))
+    back = dict(to_hf(family.rows_of(config), ours(case, seed).state_dict().items()))
     wanted = dict(tensors(reference))
     assert back.keys() == wanted.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
@@ -232,7 +235,9 @@ def test_an_export_is_the_model_that_was_imported(case: str, seed: int, tmp_path
     assert torch.equal(model(tokens).logits, reference(tokens).logits)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo2", "granite", "smollm3_windows", "qwen2_windows"])
+@pytest.mark.parametrize(
+    "case", ["gemma3", "olmo2", "granite", "smollm3_windows", "qwen2_windows", "phi3"]
+)
 def test_greedy_generation_equal(case: str) -> None:
     """With a cache that goes beyond the window."""
     _, reference, config, _ = built(case, 1)

@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
         "attention_multiplier": 0.2,
     },
+    "Phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "SmolLM3": {"no_rope_layers": [1, 0], "attention_bias": True},
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {**QWEN, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},

@@ -22,6 +22,8 @@ CASES = {
         (("q", "k", "v"), "qkv", (("concat", 0, (8, 2, 2)),)),
         {"q": (8, 3), "k": (2, 3), "v": (2, 3)},
     ),
+    "split": (("l.{i}.qkv", ("l.{i}.q", "l.{i}.k"), (("split", 0, (6, 2)),)), {"l.3.qkv": (8, 3)}),
+    "split_evenly": (("gate_up", ("gate", "up"), (("split", 1, 2),)), {"gate_up": (3, 8)}),
     "stack": (
         ("l.{i}.e.{e}.w", "l.{i}.experts", (("stack_experts", 3),)),
         {f"l.4.e.{e}.w": (2, 5) for e in range(3)},
@@ -61,6 +63,26 @@ def test_operations_do_what_they_say():
     ours = dict(to_forge([row], tensors.items()))["experts.gate_up"]
     want = [torch.cat([tensors[f"e.{e}.gate"], tensors[f"e.{e}.up"]]).T for e in range(2)]
     assert torch.equal(ours, torch.stack(want))
+
+
+def test_a_split_is_the_concat_of_the_other_side():
+    row, shapes = CASES["split"]
+    (name, whole), *_ = ((n, _tensor(*s)) for n, s in shapes.items())
+    ours = dict(to_forge([row], [(name, whole)]))
+    assert torch.equal(ours["l.3.q"], whole[:6])
+    assert torch.equal(ours["l.3.k"], whole[6:])
+    assert len({t.untyped_storage().data_ptr() for t in (whole, *ours.values())}) == 3
+    joined = to_hf([row], [("l.3.k", ours["l.3.k"]), ("l.3.q", ours["l.3.q"])])
+    assert torch.equal(dict(joined)[name], whole)
+    for tensors, words in (
+        ([("l.3.k", ours["l.3.k"])], "l.3.qkv is incomplete: missing l.3.q"),
+        ([("l.3.q", whole), ("l.3.k", ours["l.3.k"])], r"parts have sizes \(8, 2\)"),
+        ([("l.3.k", whole), ("l.3.k", whole)], "l.3.k came twice"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            list(to_hf([row], tensors))
+    with pytest.raises(ValueError, match="cannot undo"):
+        list(to_forge([row], [(name, torch.zeros(7, 3))]))
 
 
 def test_rope_permute_keeps_the_rotation():
@@ -139,8 +161,12 @@ def test_all_bad_rows_are_reported_at_once():
         ("k.{e}", "k", ()),
         ("m", "n", (("transpose", 1),)),
         ("m", "o", ()),
+        ("p", ("q", "r"), ()),
+        (("s", "t"), ("u", "v"), (("split", 0, 2),)),
+        ("w", ("x", "y"), (("split", 0, 2), ("transpose", 0, 1))),
+        ("z", ("zz", "zzz"), (("split", 0, 3),)),
     ]
     with pytest.raises(ValueError, match="row 0") as caught:
         check_rows(rows)
     lines = str(caught.value).splitlines()
-    assert {line.split()[1] for line in lines} == set("0123456")
+    assert {line.split()[1] for line in lines} == {str(n) for n in range(11)}

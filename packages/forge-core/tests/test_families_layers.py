@@ -3,7 +3,7 @@
 import pytest
 
 from forge_core import AttentionSpec, RopeScaling, TransformerConfig
-from forge_core.families import GEMMA3, GRANITE, LLAMA, OLMO2, SMOLLM3
+from forge_core.families import GEMMA3, GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from forge_core.families.layers import repeated
 from forge_core.model import LayerType
 
@@ -160,6 +160,29 @@ def test_layers_of_smollm3() -> None:
         ValueError, match="smollm3: layer_types may differ in one window and in rope"
     ):
         SMOLLM3.config_to_hf(other)
+
+
+def test_fused_tensors_of_phi_are_cut_by_its_heads() -> None:
+    config = PHI3.config_from_hf({**HF, "partial_rotary_factor": 0.5, "sliding_window": 4})
+    assert (config.rotary_dim, config.attention) == (4, AttentionSpec(window=4))
+    qkv, gate_up = PHI3.rows_of(config)[len(PHI3.rows) :]
+    assert qkv[1:] == (
+        tuple(f"layers.{{i}}.mixer.{name}_proj.weight" for name in "qkv"),
+        (("split", 0, (16, 8, 8)),),
+    )
+    assert gate_up[2] == (("split", 0, 2),)
+    for keys, words in (
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type 'linear' is not supported, as",
+        ),
+        ({"resid_pdrop": 0.1}, r"resid_pdrop 0.1 is not supported; use 0"),
+    ):
+        with pytest.raises(ValueError, match=f"phi3: {words}"):
+            PHI3.config_from_hf({**HF, **keys})
+    with pytest.raises(ValueError, match="phi3: qkv_bias True must be False"):
+        PHI3.config_to_hf(TransformerConfig(8, qkv_bias=True))
 
 
 def test_others_refuse_what_these_have() -> None:

@@ -60,7 +60,7 @@ def section_to_hf(section: BuiltInModelConfig, family: str) -> dict[str, Any]:
 def rows_of(section: BuiltInModelConfig, family: str) -> tuple[Row, ...]:
     """The rows of all tensors of the model: those of the decoder and those of its experts."""
     block = experts.FAMILIES.get(family)
-    rows = decoders.FAMILIES[family].rows
+    rows = decoders.FAMILIES[family].rows_of(section)
     return rows if block is None else rows + block.rows(_layer_config(section))
 
 

@@ -1,7 +1,8 @@
 """Rows of a name map: all rows are checked and compiled before the first tensor is read.
 
 A row is ``(hf_pattern, forge_pattern, ops)``. ``{i}`` stands for a layer number, ``{e}`` for an
-expert number. If one of our tensors is made of several Hugging Face tensors, ``hf_pattern`` is a tuple.
+expert number. If one of our tensors is made of several Hugging Face tensors, ``hf_pattern`` is a tuple; if one
+of theirs is made of several of ours, ``forge_pattern`` is one, and its only operation ``("split", dim, sizes)``.
 """
 
 import re
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Op = tuple[Any, ...]
-Row = tuple[str | tuple[str, ...], str, tuple[Op, ...]]
+Row = tuple[str | tuple[str, ...], str | tuple[str, ...], tuple[Op, ...]]
 
-_ARGUMENTS = {"transpose": 2, "concat": 2, "stack_experts": 1, "rope_permute": 1}
+_ARGUMENTS = {"transpose": 2, "concat": 2, "split": 2, "stack_experts": 1, "rope_permute": 1}
 _FIELDS = re.compile(r"(\{[^}]*\})")
 _NUMBER = "0|[1-9][0-9]*"  # not "01": the way back would write "1"
 
@@ -28,7 +29,10 @@ class Part:
 
 @dataclass(frozen=True)
 class CompiledRow:
-    """One checked row. ``experts`` is the argument of ``stack_experts``, or None."""
+    """One checked row. ``experts`` is the argument of ``stack_experts``, or None.
+
+    A split is a concat with the sides exchanged: ``hf`` are then our names, and ``forge`` is theirs.
+    """
 
     hf: tuple[str, ...]
     forge: str
@@ -36,6 +40,7 @@ class CompiledRow:
     experts: int | None
     hf_regexes: tuple[re.Pattern[str], ...]
     forge_regex: re.Pattern[str]
+    split: bool = False
 
     def hf_names(self, layer: int | None, expert: int | None) -> dict[Part, str]:
         """The Hugging Face names that make up one of our tensors, by their piece of it."""
@@ -62,22 +67,43 @@ def check_rows(rows: Sequence[Row]) -> tuple[CompiledRow, ...]:
     compiled: list[CompiledRow] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(rows):
-        names, forge, ops = row
-        hf = (names,) if isinstance(names, str) else tuple(names)
-        found = _row_problems(hf, forge, ops)
-        for pattern in (*(f"hf {name}" for name in hf), f"forge {forge}"):
+        hf, ours, ops = _names(row[0]), _names(row[1]), row[2]
+        split = any(op[0] == "split" for op in ops)
+        if split and len(hf) == 1 and len(ops) == 1 and not _op_problems(ops[0]):
+            parts, whole, ops = ours, hf[0], (("concat", *ops[0][1:]),)
+        else:
+            parts, whole = hf, ours[0]
+        found = _split_problems(hf, ours, ops) or _row_problems(parts, whole, ops)
+        for pattern in (*(f"hf {name}" for name in hf), *(f"forge {name}" for name in ours)):
             if pattern in seen:
                 found.append(f"pattern {pattern!r} is already in row {seen[pattern]}")
             seen[pattern] = number
-        problems += [f"row {number} ({', '.join(hf)} -> {forge}): {text}" for text in found]
+        problems += [
+            f"row {number} ({', '.join(hf)} -> {', '.join(ours)}): {text}" for text in found
+        ]
         if not found:
-            compiled.append(_compile(hf, forge, ops))
+            compiled.append(_compile(parts, whole, ops, split))
     if problems:
         raise ValueError("\n".join(problems))
     return tuple(compiled)
 
 
-def _compile(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> CompiledRow:
+def _names(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _split_problems(hf: tuple[str, ...], forge: tuple[str, ...], ops: tuple[Op, ...]) -> list[str]:
+    """A row with several of our names, or with a split that was not turned into a concat."""
+    if any(op[0] == "split" for op in ops):
+        return ["split needs one hf pattern, and is the only operation, as ('split', dim, sizes)"]
+    if len(forge) > 1 and (len(hf) > 1 or not any(op[0] == "concat" for op in ops)):
+        return [f"{len(forge)} forge patterns need exactly one split of {len(forge)}"]
+    return []
+
+
+def _compile(
+    hf: tuple[str, ...], forge: str, ops: tuple[Op, ...], split: bool = False
+) -> CompiledRow:
     experts = [op[1] for op in ops if op[0] == "stack_experts"]
     return CompiledRow(
         hf=hf,
@@ -86,6 +112,7 @@ def _compile(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> CompiledRo
         experts=experts[0] if experts else None,
         hf_regexes=tuple(_regex(pattern) for pattern in hf),
         forge_regex=_regex(forge),
+        split=split,
     )
 
 
@@ -130,7 +157,7 @@ def _op_problems(op: Op) -> list[str]:
         return [f"unknown operation {name!r}; use one of {', '.join(sorted(_ARGUMENTS))}"]
     if len(arguments) != _ARGUMENTS[name]:
         return [f"{name} takes {_ARGUMENTS[name]} arguments, got {arguments!r}"]
-    if name == "concat" and isinstance(arguments[1], tuple):
+    if name in ("concat", "split") and isinstance(arguments[1], tuple):
         arguments = (arguments[0], *arguments[1])
     if not all(type(argument) is int for argument in arguments):
         return [f"{name} takes integers, got {arguments!r}"]

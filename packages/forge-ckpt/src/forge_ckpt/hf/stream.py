@@ -26,7 +26,7 @@ def to_forge(
     Raises ValueError with the name, for a name that no row or more than one row matches, a name that
     occurs twice, parts whose shapes do not fit, and parts that are missing at the end.
     """
-    return _gather(check_rows(rows), tensors)
+    return _stream(check_rows(rows), tensors, inward=True)
 
 
 def to_hf(
@@ -35,56 +35,76 @@ def to_hf(
     """The inverse: ``to_hf(rows, to_forge(rows, x))`` gives the names and bits of ``x``.
 
     Each tensor is yielded at once as its one or more Hugging Face tensors, which own their memory
-    (safetensors refuses views of one storage). Raises ValueError as :func:`to_forge` does.
+    (safetensors refuses views of one storage), but those that a split made, which wait for one another. Raises ValueError as :func:`to_forge` does.
     """
-    return _scatter(check_rows(rows), tensors)
+    return _stream(check_rows(rows), tensors, inward=False)
 
 
-def _gather(
-    rows: tuple[CompiledRow, ...], tensors: Iterable[tuple[str, Tensor]]
+def _stream(
+    rows: tuple[CompiledRow, ...], tensors: Iterable[tuple[str, Tensor]], *, inward: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    waiting: dict[str, tuple[dict[Part, str], dict[Part, Tensor]]] = {}
-    done: set[str] = set()
+    """Tensors through the rows: a row joins parts on the way in, a split on the way out; the other way they part."""
+    gather, done = _Gather(), set[str]()
     for name, tensor in tensors:
-        row, part = _match(name, rows, lambda row: row.hf_regexes)
-        stacked = row.experts is not None
-        target = fill(row.forge, part.layer, part.expert)
-        if target in done or part in waiting.get(target, ({}, {}))[1]:
-            raise ValueError(f"{name} came twice (for {target}); give each tensor once")
-        expert = None if stacked else part.expert
-        wanted, parts = waiting.setdefault(target, (row.hf_names(part.layer, expert), {}))
-        if part not in wanted:
-            raise ValueError(f"{name}: expert {part.expert} of {row.experts}; fix stack_experts")
-        parts[part] = tensor
-        if len(parts) < len(wanted):
-            continue
-        del waiting[target]
-        done.add(target)
-        pieces = {_key(piece, row): t for piece, t in parts.items()}
-        yield target, _forward(target, pieces, row.ops)
-    if waiting:
-        target, (wanted, parts) = next(iter(waiting.items()))
-        missing = [name for part, name in wanted.items() if part not in parts]
-        raise ValueError(
-            f"{target} is incomplete: missing {', '.join(missing[:4])} ({len(missing)} in all; "
-            f"{len(waiting)} unfinished tensors); the input lacks files or the map is for another model"
+        row, part = _match(
+            name,
+            rows,
+            lambda row: row.hf_regexes if row.split != inward else (row.forge_regex,),
         )
-
-
-def _scatter(
-    rows: tuple[CompiledRow, ...], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    done: set[str] = set()
-    for name, tensor in tensors:
-        row, part = _match(name, rows, lambda row: (row.forge_regex,))
+        if row.split != inward:
+            joined = gather.take(name, tensor, row, part)
+            if joined is not None:
+                yield joined
+            del tensor, joined  # or they would live while the next tensor is made
+            continue
         if name in done:
             raise ValueError(f"{name} came twice; give each tensor once")
         done.add(name)
         pieces = _views(name, tensor, row)
-        for target, hf_name in row.hf_names(part.layer, part.expert).items():
+        for target, part_name in row.hf_names(part.layer, part.expert).items():
             view = pieces[_key(target, row)]
-            yield hf_name, view.clone(memory_format=torch.contiguous_format) if row.ops else view
-        del tensor, pieces, view  # or they would live while the next tensor is made
+            yield part_name, view.clone(memory_format=torch.contiguous_format) if row.ops else view
+        del tensor, pieces, view
+    gather.finish()
+
+
+class _Gather:
+    """Parts that wait for the others of their tensor."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, tuple[dict[Part, str], dict[Part, Tensor]]] = {}
+        self.done: set[str] = set()
+
+    def take(
+        self, name: str, tensor: Tensor, row: CompiledRow, part: Part
+    ) -> tuple[str, Tensor] | None:
+        """The name and the tensor that this part makes whole, or None."""
+        stacked = row.experts is not None
+        target = fill(row.forge, part.layer, part.expert)
+        if target in self.done or part in self.waiting.get(target, ({}, {}))[1]:
+            raise ValueError(f"{name} came twice (for {target}); give each tensor once")
+        expert = None if stacked else part.expert
+        wanted, parts = self.waiting.setdefault(target, (row.hf_names(part.layer, expert), {}))
+        if part not in wanted:
+            raise ValueError(f"{name}: expert {part.expert} of {row.experts}; fix stack_experts")
+        parts[part] = tensor
+        if len(parts) < len(wanted):
+            return None
+        del self.waiting[target]
+        self.done.add(target)
+        pieces = {_key(piece, row): t for piece, t in parts.items()}
+        return target, _forward(target, pieces, row.ops)
+
+    def finish(self) -> None:
+        """ValueError with the first tensor that lacks a part."""
+        if not self.waiting:
+            return
+        target, (wanted, parts) = next(iter(self.waiting.items()))
+        missing = [name for part, name in wanted.items() if part not in parts]
+        raise ValueError(
+            f"{target} is incomplete: missing {', '.join(missing[:4])} ({len(missing)} in all; "
+            f"{len(self.waiting)} unfinished tensors); the input lacks files or the map is for another model"
+        )
 
 
 def assemble(
@@ -92,9 +112,14 @@ def assemble(
 ) -> Tensor:
     """The tensor of Forge's ``name``, of the shape and dtype of ``like``, from parts that ``read`` gives.
 
-    Each part is copied to its place as it is read: memory is the tensor and one part.
+    Each part is copied to its place as it is read: memory is the tensor and one part; or, of a split, the whole
+    that it is a part of.
     """
-    row, part = _match(name, rows, lambda row: (row.forge_regex,))
+    row, part = _match(name, rows, lambda row: row.hf_regexes if row.split else (row.forge_regex,))
+    if row.split:
+        whole_name = fill(row.forge, part.layer, part.expert)
+        view = _views(whole_name, read(whole_name), row)[_key(part, row)]
+        return view.clone(memory_format=torch.contiguous_format)
     names = row.hf_names(part.layer, part.expert)
     if not row.ops:
         return read(names[part])

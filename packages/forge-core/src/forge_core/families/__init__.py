@@ -10,6 +10,7 @@ from forge_core.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
 from forge_core.families.gemma import GEMMA3
 from forge_core.families.latent import DEEPSEEK_V3
 from forge_core.families.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from forge_core.families.phi import PHI3
 from forge_core.families.variants import GRANITE, OLMO2, SMOLLM3
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MIXTRAL",
     "OLMO2",
     "OLMOE",
+    "PHI3",
     "QWEN2",
     "QWEN2_MOE",
     "QWEN3",
@@ -43,6 +45,7 @@ FAMILIES = {
         GEMMA3,
         GRANITE,
         SMOLLM3,
+        PHI3,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,

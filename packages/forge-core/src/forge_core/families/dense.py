@@ -2,7 +2,7 @@
 
 A row is (pattern of Hugging Face's names, pattern of Forge's names, operations); `{i}` stands for the layer.
 Operations come from a closed reversible set: `("transpose", d0, d1)`, `("concat", dim, n)`,
-`("stack_experts", n)`, `("rope_permute", heads)`. Rows of these families have no operations, they only rename:
+`("split", dim, n)`, `("stack_experts", n)`, `("rope_permute", heads)`. Rows of these families have no operations, they only rename:
 Forge has Hugging Face's half-rotation layout of rotary embeddings. The rows are data; the code that reads and
 writes checkpoints applies them. Rows of biases apply only to checkpoints that have these biases.
 """
@@ -24,7 +24,7 @@ from forge_core.model.config import TransformerConfig
 from forge_core.model.layer_types import LayerType
 from forge_core.model.spec import AttentionSpec
 
-Row = tuple[str, str, tuple[tuple[Any, ...], ...]]
+Row = tuple[str, str | tuple[str, ...], tuple[tuple[Any, ...], ...]]
 
 
 class Family(NamedTuple):
@@ -37,6 +37,12 @@ class Family(NamedTuple):
     rows: tuple[Row, ...]
     config_from_hf: Callable[[Mapping[str, Any]], TransformerConfig]
     config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
+    #: Further rows, whose operations have sizes of the config.
+    sized_rows: Callable[[TransformerConfig], tuple[Row, ...]] = lambda config: ()
+
+    def rows_of(self, config: TransformerConfig) -> tuple[Row, ...]:
+        """All rows of a model: those of the family, and those with sizes of its config."""
+        return self.rows + self.sized_rows(config)
 
 
 def layer_rows(hf: str, forge: str, *, bias: bool = False) -> tuple[Row, ...]:
