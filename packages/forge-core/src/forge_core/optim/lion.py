@@ -39,19 +39,23 @@ class Lion(NamedOptimizer):
             for p in parameters
         ]
         beta1, beta2 = group["betas"]
-        lr, decay = group["lr"], group["weight_decay"]
+        lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
+        if (
+            skip is not None
+        ):  # a rate and a factor of 0 and 1 where nothing may change, read on the device
+            masked = skip != 0
+            rate, decay = torch.where(masked, 0.0, -lr), torch.where(masked, 1.0, decay)
         for weights, gradients, momenta in pieces(own):
-            if skip is not None:  # then the momentum, mixed with itself, stays as it is
-                gradients = [torch.where(skip != 0, m, g) for m, g in zip(momenta, gradients)]
+            if skip is not None:  # the momentum, mixed with itself, stays as it is
+                gradients = [torch.where(masked, m, g) for m, g in zip(momenta, gradients)]
             signs = torch._foreach_lerp(momenta, gradients, 1 - beta1)
             torch._foreach_sign_(signs)
+            torch._foreach_mul_(weights, decay)
             if skip is None:
-                torch._foreach_mul_(weights, 1 - lr * decay)
                 torch._foreach_add_(weights, signs, alpha=-lr)
-            else:  # factors of 1 and 0 where nothing may change, read on the device
-                torch._foreach_mul_(weights, torch.where(skip != 0, 1.0, 1 - lr * decay))
-                torch._foreach_mul_(signs, torch.where(skip != 0, 0.0, -lr))
-                torch._foreach_add_(weights, signs)
+            else:
+                for weight, sign in zip(weights, signs):
+                    weight.addcmul_(sign, rate)
             torch._foreach_lerp_(momenta, gradients, 1 - beta2)
 
 

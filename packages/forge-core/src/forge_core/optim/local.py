@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 #: Elements of a piece: 256 KiB in fp32, so that weights, gradients and momentum of one fit a core's cache.
-_PIECE = 2**16
+_PIECE = 2**17
 
 
 def shard(tensor: Tensor) -> Tensor:
