@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core import AttentionSpec, flops_per_token, initialise
+from forge_core import AttentionSpec, OptimizerConfig, build_optimizer, flops_per_token, initialise
 from forge_core.model import LayerType
 from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
 from forge_parallel.plan import (
@@ -25,7 +25,7 @@ from forge_parallel.plan import (
     trace,
 )
 from forge_testing import run_on_ranks
-from forge_train import ConfigError, load_job
+from forge_train import ConfigError, load_job, plan
 from forge_train.cli import main
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
@@ -154,6 +154,24 @@ def test_experts_travel_once_to_each_rank_that_has_some_of_theirs() -> None:
     # two of eight experts: with one expert a rank always two ranks, with four a rank often one
     assert received(8) == pytest.approx(2 * passes * layers * tokens * 2)
     assert received(2) == pytest.approx(2 * passes * layers * tokens * 2 * (1 - 6 / 28))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_state_of_an_optimizer_is_what_it_holds(name: str) -> None:
+    """On one rank, where nothing is padded; and in the checkpoint."""
+    config: Any = load_job(PRESET / "7b_8gpu.toml", with_data=False).config
+    config = replace(config, model=section("moe"), optimizer=OptimizerConfig(name))
+    profile = plan._profile(config)
+    space = plan._space(config, profile, 1, 1, find_hardware("h200"))
+    optimizer = build_optimizer(
+        build_model(config.model, 0).to_empty(device="cpu"), config.optimizer
+    )
+    slots = [value for own in optimizer.named_state().values() for value in own.values()]
+    held = sum(4 * value.numel() for value in slots if isinstance(value, torch.Tensor))
+    found = estimate_layout(
+        profile, ParallelConfig(), 1, global_batch=8, gpus_per_node=1, storage=space.storage
+    )
+    assert found.memory[0].moments == held == found.checkpoint - 4 * profile.numel
 
 
 # ---- the command and layout = "auto"

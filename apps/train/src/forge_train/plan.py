@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from forge_core.optim import hidden_matrices
 from forge_parallel import ParallelConfig
 from forge_parallel.plan import (
     HARDWARE,
@@ -30,6 +31,7 @@ from forge_train.trainer.layout import layout_problems
 
 #: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
 _MOMENTS = {"adamw": 8.0, "lion": 4.0, "schedule_free_adamw": 12.0, "sgd": 4.0}
+_MUON = 4.0  # of the matrices that are Muon's; the rest is AdamW's
 _SHOWN = 8
 
 
@@ -108,7 +110,8 @@ def _profile(config: JobConfig) -> Profile:
     """Of the model as it is trained: what no stage trains has neither gradients nor moments."""
     model = build_model(config.model, config.init_seed)
     freeze_groups(model, config)
-    return Profile(model, config.data.seq_len)
+    hidden = hidden_matrices(model, config.optimizer) if config.optimizer.name == "muon" else ()
+    return Profile(model, config.data.seq_len, moments=dict.fromkeys(hidden, _MUON))
 
 
 def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:

@@ -18,7 +18,7 @@ from forge_core.optim.groups import (
 )
 from forge_core.optim.idle import IdleOptimizer, trains_nothing
 from forge_core.optim.lion import Lion
-from forge_core.optim.muon import Muon
+from forge_core.optim.muon import Muon, hidden_matrices
 from forge_core.optim.named import set_lr
 from forge_core.optim.schedule import build_schedule, check_schedule
 from forge_core.optim.schedule_free import ScheduleFreeAdamW
@@ -56,6 +56,7 @@ __all__ = [
     "find_optimizer",
     "freeze_never_trained",
     "groups_of_part",
+    "hidden_matrices",
     "in_order",
     "match_groups",
     "multipliers_at",

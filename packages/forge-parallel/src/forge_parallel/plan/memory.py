@@ -41,10 +41,12 @@ _LIBRARIES = 2.0**27
 
 class PartSize(NamedTuple):
     """Elements of a part on a rank: `local` shards, those of them that are `trained`, and gathered elements of
-    `dense` parameters and of `experts`, sharded by tp and ep, with FSDP2's padding."""
+    `dense` parameters and of `experts`, sharded by tp and ep, with FSDP2's padding. moments: bytes of the
+    optimizer's state."""
 
     local: int
     trained: int
+    moments: float
     dense: int
     experts: int
 
@@ -58,15 +60,20 @@ def part_size(part: Part, candidate: Candidate) -> PartSize:
 
     def count() -> PartSize:
         local = trained = dense = experts = 0
+        moments = 0.0
         for row in part.rows:
             numel, is_expert = local_numel(row, candidate), row.role == "expert"
             local += numel
             trained += numel * row.trains
+            per_element = candidate.storage.moments if row.moments is None else row.moments
+            moments += numel * row.trains * per_element
             dense += numel * _shards(row, candidate) * (not is_expert)
             experts += numel * _shards(row, candidate) * is_expert
-        return PartSize(local, trained, dense, experts)
+        return PartSize(local, trained, moments, dense, experts)
 
-    return candidate.profile.once(("part_size", id(part), candidate.layout[2:]), count)
+    return candidate.profile.once(
+        ("part_size", id(part), candidate.layout[2:], candidate.storage.moments), count
+    )
 
 
 def local_numel(row: Row, candidate: Candidate) -> int:
@@ -95,7 +102,7 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     )
     trained = sum(part.trained for part in parts)
     weights = sum(part.local for part in parts) * s.weights
-    gradients, moments = trained * s.gradients, trained * s.moments
+    gradients, moments = trained * s.gradients, sum(part.moments for part in parts)
     in_flight = micro_batches_in_flight(candidate, pp_rank)
     activations = candidate.micro_batch * in_flight * _saved_activations(candidate, load)
     recomputed = candidate.micro_batch * _transient(candidate, load)

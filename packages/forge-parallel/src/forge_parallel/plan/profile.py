@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -27,6 +27,9 @@ class Row(NamedTuple):
     role: str
     trains: bool
     heads: int = 0  # of a projection whose heads ranks of tp may share
+    moments: float | None = (
+        None  # bytes per element of the optimizer's state; None: Storage.moments
+    )
 
 
 class Part(NamedTuple):
@@ -42,11 +45,18 @@ class Profile:
     `numel` counts each parameter once; `flops` are of one token's forward, `head_flops` those outside blocks.
     `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
     kind. `samples` holds the names and kinds of the first two of each. `pp_problems` says why there can be no
-    pipeline, `cp_problems` why no cp, if so. Reads shapes only: a model on the meta device will do.
+    pipeline, `cp_problems` why no cp, if so. Reads shapes only: a model on the meta device will do. `moments` are bytes per
+    element of the optimizer's state, by name, of parameters for which they are not `Storage.moments`.
     """
 
-    def __init__(self, model: nn.Module, seq_len: int, blocks: Blocks | None = None) -> None:
-        self.model, self.seq_len = model, seq_len
+    def __init__(
+        self,
+        model: nn.Module,
+        seq_len: int,
+        blocks: Blocks | None = None,
+        moments: Mapping[str, float] | None = None,
+    ) -> None:
+        self.model, self.seq_len, self._moments = model, seq_len, moments or {}
         self._found: dict[Any, Any] = {}
         self.structure = structure_of(model, blocks)
         self.no_roles: str | None = None
@@ -86,7 +96,14 @@ class Profile:
         taken.update(map(id, own.values()))
         dot = f"{name}." if name else ""
         return tuple(
-            Row(n, tuple(p.shape), self.role(dot + n), p.requires_grad, self.heads(dot + n))
+            Row(
+                n,
+                tuple(p.shape),
+                self.role(dot + n),
+                p.requires_grad,
+                self.heads(dot + n),
+                self._moments.get(dot + n),
+            )
             for n, p in own.items()
         )
 
@@ -127,6 +144,11 @@ class Profile:
         """Experts of the smallest stack; 0 for a dense model."""
         stacks = {r.shape[0] for part in self.kinds for r in part.rows if r.role == "expert"}
         return min(stacks, default=0)
+
+    def state_bytes(self, moments: float) -> float:
+        """Of the optimizer's state of all parameters, with `moments` per element where there is no other number."""
+        named = self.model.named_parameters()
+        return sum(p.numel() * self._moments.get(name, moments) for name, p in named)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""

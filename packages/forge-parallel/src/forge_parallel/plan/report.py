@@ -46,9 +46,8 @@ class Estimate:
     @property
     def checkpoint(self) -> float:
         """Bytes of a checkpoint: weights and moments."""
-        return self.candidate.profile.numel * (
-            self.candidate.storage.weights + self.candidate.storage.moments
-        )
+        profile, storage = self.candidate.profile, self.candidate.storage
+        return profile.numel * storage.weights + profile.state_bytes(storage.moments)
 
     @property
     def peak(self) -> float:
