@@ -428,6 +428,16 @@ def test_a_fork_in_another_layout_has_the_same_weights_and_trains_alike(
     assert parents[0]["fresh"] == parents[1]["fresh"]
 
 
+@pytest.mark.distributed
+def test_on_two_ranks_a_decay_of_a_trunk_is_the_whole_run_bit_for_bit(tmp_path: Path) -> None:
+    wsd = {"schedule__name": "wsd", "schedule__wsd__decay_steps": 2, "eval__every_steps": 0}
+    fit_on_ranks(2, job_of(tmp_path / "trunk"), train__steps=6, **wsd)
+    whole = together(fit_on_ranks(2, job_of(tmp_path / "whole"), train__steps=5, **wsd))
+    init = {"init__from": f"{tmp_path}/trunk/run@3", "init__keep": ALL}
+    fork = together(fit_on_ranks(2, job_of(tmp_path), train__steps=5, **init, **wsd))
+    assert_same_bits(fork, whole)
+
+
 def fork_of_another_step(job: Path, other: Path, settings: dict[str, Any]) -> Any:
     """Rank 1 looked a moment before the parent saved."""
     rank = dist.get_rank()
@@ -470,6 +480,7 @@ def folder(trunk: Path) -> Path:
 
 def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder: Path) -> None:
     source = shutil.copytree(folder, tmp_path / "hf")
+    (source / "LICENSE").write_text("of the weights")
     (tmp_path / "job.toml").write_text(WITHOUT_MODEL.format(run_dir=tmp_path / "run"))
     short = {"train__steps": 3, "checkpoint__every_steps": 2}
     with pytest.raises(Stop):
@@ -489,8 +500,17 @@ def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder:
     fit(tmp_path / "job.toml", **{**short, "train__steps": 5}, init__from=str(source))
     assert events(run)[-1] == "done"
     assert read_run(run).config["model"]["num_heads"] == 2
-    export_run(run, tmp_path / "out")
-    assert (tmp_path / "out/config.json").exists()
+    again = {
+        "init__from": str(run),
+        "model__num_heads": 2,
+        "model__dim": 16,
+        "model__num_layers": 1,
+    }
+    fit(job_of(tmp_path / "again"), **again, model__max_seq_len=1024, train__steps=2)
+    for name in (run, tmp_path / "again/run"):  # the files of the first go with the weights
+        export_run(name, tmp_path / "out")
+        assert (tmp_path / "out/LICENSE").read_text() == "of the weights"
+        shutil.rmtree(tmp_path / "out")
 
 
 @pytest.mark.distributed

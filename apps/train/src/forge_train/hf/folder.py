@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -84,6 +85,12 @@ def read_model(folder: Path) -> HFModel:
         # the only part of the table that is not ours is the sidecar's
         refuse([f"{folder / SIDECAR}: {p}" for p in problems if p.startswith("model")])
         return model
+
+
+def left_out(ignored: Sequence[str]) -> str:
+    """A line about tensors that are not taken."""
+    names = ", ".join(ignored[:3]) + ", ..." * (len(ignored) > 3)
+    return f"left out, as the model does not use them: {names} ({len(ignored)})"
 
 
 def _ignored(section: BuiltInModelConfig, hf: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from forge_ckpt.hf import store_hf
 from forge_train.config.imported import NAME
 from forge_train.errors import ConfigError, JobError, refuse
 from forge_train.hf.compare import compare
-from forge_train.hf.folder import read_model
+from forge_train.hf.folder import left_out, read_model
 from forge_train.trainer.build import build_model
 from forge_train.trainer.checkpoints import IMPORTED, store_errors
 from forge_train.trainer.run_directory import RunDirectory
@@ -61,8 +61,7 @@ def import_folder(
     count = len(source.meta)
     print(f"imported {count} tensors of {model.family} into {paths.checkpoints} as step 0")
     if source.ignored:
-        names = ", ".join(source.ignored[:3]) + ", ..." * (len(source.ignored) > 3)
-        print(f"left out, as the model does not use them: {names} ({len(source.ignored)})")
+        print(left_out(source.ignored))
     if check:
         print(compare(model.section, source, hf_dir))
     print(

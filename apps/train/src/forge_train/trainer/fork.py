@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
-from forge_train.hf.folder import HFModel, read_model
+from forge_train.hf.folder import FILES, HFModel, left_out, read_model
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
 
@@ -52,7 +53,8 @@ class Fork:
     """The source of a run's initial state, which was compared with the job; nothing of it is loaded yet.
 
     `weights` names the tensors of the whole model. `saved` are the names of the source's objects. `changed` is
-    {key: [value of the parent, value here]}, empty where no configuration of the parent is known.
+    {key: [value of the parent, value here]}, empty where no configuration of the parent is known. `ignored` are
+    tensors of a folder of Hugging Face that transformers does not load either.
     """
 
     init: InitConfig
@@ -63,6 +65,7 @@ class Fork:
     saved: Collection[str] = ()
     changed: Mapping[str, list[Any]] | None = None
     hf: HFModel | None = None
+    ignored: Sequence[str] = ()
 
     def load(
         self,
@@ -75,16 +78,15 @@ class Fork:
     ) -> None:
         """Fill the part of a run's `state` that is kept; `model` is this rank's part of the model. Collective.
 
-        Every rank verifies before a tensor of any rank changes. Each rank reads what its own shards touch; of a
-        folder of Hugging Face whole tensors, one at a time.
+        Of a checkpoint each rank reads what its own shards touch, and every rank verifies before a tensor of any rank
+        changes. Of a folder of Hugging Face, which has no digests, it reads whole tensors, one at a time.
         """
         hf = self.hf
         if hf is not None:
             run_on_all_ranks(agreement, lambda: self._fill(model, hf))
             return
-        path = (
-            self.source.path
-        )  # of rank 0, for all: the parent may have saved since another rank looked
+        # that of rank 0 is read by all: the parent may have saved since another rank looked
+        path = self.source.path
         with _source_errors(self.init, path):
             if "optimizer" not in self.init.keep:
                 names = [*self.weights.copied, *self.weights.fresh]
@@ -109,14 +111,17 @@ class Fork:
                     fill_tensor(name, state[name], tensors.read(name))
 
     def write(self, run_dir: Path) -> None:
-        """Of a folder of Hugging Face: write the files that an import leaves. JobError where the disk refuses."""
-        if self.hf is None:
-            return
+        """Write the files that came with weights from Hugging Face, so that an export gives them back: those of the
+        folder, or those that the parent has of it. JobError where the disk refuses."""
+        inherited = None if self.source.run is None else self.source.run / FILES
         try:
-            self.hf.write(run_dir, self.hf.files())
+            if self.hf is not None:
+                self.hf.write(run_dir, self.hf.files())
+            elif inherited is not None and inherited.is_dir() and not self.init.patterns:
+                shutil.copytree(inherited, run_dir / FILES, dirs_exist_ok=True)
         except OSError as error:
             raise JobError(
-                [f"run.dir {run_dir} cannot hold the files of {self.hf.path} ({error.strerror}); make room there"]
+                [f"run.dir {run_dir} cannot hold the files of {self.source.path} ({error.strerror}); make room there"]
             ) from error  # fmt: skip
 
     def parent(self) -> dict[str, Any]:
@@ -150,6 +155,8 @@ class Fork:
         lines = [
             f"{kept} of {self.source.path}: {len(found.copied)} tensors taken, {', '.join(rest)}"
         ]
+        if self.ignored:
+            lines.append(left_out(self.ignored))
         lines += [
             f"{key} was {before!r} there and is {now!r} here"
             for key, (before, now) in (self.changed or {}).items()
@@ -190,9 +197,10 @@ def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork
             [f"init.keep {list(init.keep)}: a folder of Hugging Face has weights alone; use keep = ['weights']"]
         )  # fmt: skip
     hf = read_model(source.path)
-    weights = _match(init, here, hf.tensors().meta)
+    tensors = hf.tensors()
+    weights = _match(init, here, tensors.meta)
     hf.files()
-    return Fork(init, source, weights, hf=hf)
+    return Fork(init, source, weights, hf=hf, ignored=tensors.ignored)
 
 
 def _match(
@@ -224,7 +232,7 @@ def _missing(init: InitConfig, source: Source, saved: Sequence[str]) -> list[str
 
 
 def _changes(job: ResolvedJob, source: Source) -> dict[str, list[Any]]:
-    """{key: [value of the parent, value here]} of all that shapes a run."""
+    """{key: [value of the parent, value here]} of all keys but the folder and [init]."""
     if source.run is None:
         return {}
     found = RunDirectory(source.run).changes(job)
