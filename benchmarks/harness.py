@@ -30,18 +30,22 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 
 def interleave(
-    steps: Mapping[str, Callable[[], object]], rounds: int, warmup: int, device: torch.device
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each callable, one entry a round; the order within a round turns around each time."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(-warmup, rounds):
         for name in list(steps) if index % 2 else list(steps)[::-1]:
             synchronise(device)
-            start = time.perf_counter()
+            start = clock()
             steps[name]()
             synchronise(device)
             if index >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

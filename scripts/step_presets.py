@@ -107,7 +107,7 @@ def _step(config: Any, world: int, rank: int) -> dict[str, Any]:
 def _forward_backward(model: nn.Module, config: Any, parallel: Any, meshes: Any) -> Tensor:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         if meshes.tp.size > 1:
-            return vocab_cross_entropy(logits, labels, meshes.tp)[0]
+            return vocab_cross_entropy(logits, labels, meshes.tp).sum
         return cross_entropy(logits, labels).sum
 
     rows = config.train.global_batch // meshes.batch_size

@@ -222,6 +222,7 @@ def layout(options: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+FUSED = {"train.loss": "fused_cross_entropy"}
 PARTS = "forge_testing.parts"
 COUNTING = "forge_testing.models:Counting"
 ROPE = {
@@ -566,6 +567,10 @@ PROBES: dict[str, Probe] = {
     "train.loss_options": Probe(
         {"scale": 0.5}, evaluations, {"train.loss": f"{PARTS}:squared_error"}
     ),
+    "train.cross_entropy.z_loss": Probe(0.1, trained),
+    "train.cross_entropy.label_smoothing": Probe(0.1, trained),
+    "train.fused_cross_entropy.z_loss": Probe(0.1, trained, FUSED),
+    "train.fused_cross_entropy.label_smoothing": Probe(0.1, trained, FUSED),
     "train.objective": Probe(f"{PARTS}:smoothed", trained),
     "train.objective_options": Probe(
         {"smoothing": 0.1}, trained, {"train.objective": f"{PARTS}:smoothed"}

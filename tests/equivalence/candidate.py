@@ -43,7 +43,7 @@ from forge_parallel import (
     parallelize,
     reshard,
 )
-from forge_parallel.axes import vocab_cross_entropy
+from forge_parallel.axes import ids_of_cut_logits, vocab_cross_entropy, vocab_fused_cross_entropy
 from forge_parallel.compute import Compute
 from forge_resilience import nonfinite
 
@@ -101,6 +101,7 @@ class Side:
             recompute_contexts=contexts,
             compile_backend=FEATURES[cell.feature].backend,
         )
+        fused, terms = FEATURES[cell.feature].fused, FEATURES[cell.feature].terms
         self.compute = Compute(
             self.model,
             config,
@@ -108,11 +109,11 @@ class Side:
             micro_batch=ROWS,
             num_micro_batches=cell.micro_batches,
             seq_len=SEQ,
-            loss=_fused if FEATURES[cell.feature].fused else _cross_entropy,
-            sharded_loss=lambda logits, labels, weights: vocab_cross_entropy(
-                logits, labels, self.meshes.tp, weights=weights
-            )[0],
-            in_head=FEATURES[cell.feature].fused,
+            loss=functools.partial(_fused if fused else _cross_entropy, terms),
+            sharded_loss=functools.partial(
+                _sharded, fused, terms, ids_of_cut_logits(self.model), self.meshes
+            ),
+            in_head=fused,
         )
         self.counted = self.compute.counted
         initialise(self.model, _seed(cell, self.meshes), **STD)
@@ -188,12 +189,27 @@ def _defer_gradient_sync(model: Any, num_micro_batches: int) -> None:
     hook = model.register_forward_pre_hook(before)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    return cross_entropy(logits, labels, weights=weights).sum
+def _cross_entropy(
+    terms: dict[str, Any], logits: Tensor, labels: Tensor, weights: Tensor | None
+) -> Tensor:
+    return cross_entropy(logits, labels, weights=weights, **terms).sum
 
 
-def _fused(x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    return fused_cross_entropy(x, weight, labels, weights=weights).sum
+def _fused(
+    terms: dict[str, Any], x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None
+) -> Tensor:
+    return fused_cross_entropy(x, weight, labels, weights=weights, **terms).sum
+
+
+def _sharded(
+    fused: bool, terms: dict[str, Any], ids: int | None, meshes: Meshes, *given: Any
+) -> Tensor:
+    """The same of a tp rank's logits, or of its rows of the head's weight."""
+    *parts, labels, weights = given
+    loss: Any = vocab_fused_cross_entropy if fused else vocab_cross_entropy
+    found = loss(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms)
+    total: Tensor = found.sum
+    return total
 
 
 def _with_documents(part: MicroBatch) -> MicroBatch:

@@ -80,7 +80,8 @@ class Feature:
     evaluation, and the own ones back; total, that a step has so many micro-batches in all, dealt to the
     readers whether they divide or not, with filler where one has fewer; deferred means that nothing is
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
-    forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; lora are keys of
+    forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; terms are
+    coefficients of the loss (z_loss, label_smoothing); lora are keys of
     LoRAConfig, of adapters over a frozen base in bf16; backend is the compiler's.
     """
 
@@ -94,6 +95,7 @@ class Feature:
     total: int | None = None
     deferred: bool = False
     fused: bool = False
+    terms: dict[str, float] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=dict)
@@ -238,6 +240,7 @@ _GLOBAL = {"aux_loss_weight": 0.02, "aux_scope": "global_batch"}
 _LAGGED = {"aux_loss_weight": 0.02, "aux_scope": "global_batch_lagged"}
 _FULL = {"recompute": "full"}
 _SELECTIVE = {"recompute": "selective"}
+_TERMS = {"z_loss": 0.01, "label_smoothing": 0.1}
 _EVEN = {"vocab_size": 102}  # over tp 2 and three shards
 # over tp 2 and 3 or 4 shards FSDP2 cuts such tables by width, which 3 must divide
 _ODD = {"vocab_size": 121, "dim": 48}
@@ -339,6 +342,8 @@ FEATURES = {
     ),
     "dealt_bf16": Feature(total=8, packed=True, parallel=_BF16),
     "fused": Feature(micro_batches=2, packed=True, fused=True, model={"tie_embeddings": True}),
+    "loss_terms": Feature(micro_batches=2, packed=True, terms=_TERMS, model=_ODD),
+    "fused_terms": Feature(micro_batches=2, packed=True, fused=True, terms=_TERMS, model=_ODD),
     "fused_compile_recompute": Feature(fused=True, parallel={**_COMPILE, **_FULL}),
     "fused_bf16": Feature(micro_batches=2, fused=True, parallel=_BF16),
     "lora": Feature(micro_batches=2, packed=True, model={"qkv_bias": True}, lora=_LORA),
@@ -426,7 +431,7 @@ _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 _CHOSEN = {
     "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
     "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
-    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16 post_norm post_norm_compile sandwich multipliers",
+    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16 post_norm post_norm_compile sandwich multipliers loss_terms fused_terms",
     "fsdp_4": "packed_recompute moe_packed moe_lagged idle idle_compile idle_moe_loop",
     "fsdp_3": "dealt dealt_packed dealt_moe dealt_moe_lagged dealt_moe_capacity dealt_bf16",
     "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
@@ -440,21 +445,21 @@ _CHOSEN = {
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
-    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed",
-    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich",
+    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms",
+    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich fused loss_terms",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
-    " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers",
+    " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers fused_terms",
     "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
-    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers",
+    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias",
-    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora",
+    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora fused_terms",
     "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
     " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
-    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16 sandwich",
+    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16 sandwich fused fused_terms",
     "fsdp_tp_whole": "packed_recompute moe_bias branches",
     "hsdp_tp": "qk_norm accumulation moe_packed",
     "fsdp_cp": "accumulation packed tied_embeddings moe_bias fused",
@@ -469,7 +474,7 @@ _CHOSEN = {
     "efsdp_ep": "moe moe_bias moe_global moe_recompute idle_moe_grouped_mm idle_moe_loop idle_moe_batched"
     " idle_moe_choice",
     "hsdp_ep": "moe_bias moe_packed idle_moe_grouped_mm",
-    "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed",
+    "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed fused_terms",
     "tp_whole_cp_ring": "packed qk_norm moe",
     "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias partial_rotary lora",
     "tp_pp_zbv": "qk_norm moe",
@@ -487,7 +492,7 @@ _CHOSEN = {
     "pp_ep_dualpipev": "moe",
     "tp_pp_ep": "moe_bias",
     "fsdp_tp_cp": "packed moe_packed odd_vocab",
-    "fsdp_tp_pp": "packed tied_embeddings packed_recompute moe_bias",
+    "fsdp_tp_pp": "packed tied_embeddings packed_recompute moe_bias fused_terms",
     "fsdp_tp_pp_interleaved": "qk_norm",
     "hsdp_tp_pp": "accumulation",
     "fsdp_cp_pp": "packed moe_packed",

@@ -104,26 +104,36 @@ def _evaluated(cell: Cell, model: nn.Module) -> Tensor:
     parts = [part for rank in batches(cell)[-1] for part in rank]
     model.eval()
     rows = [part.map(lambda x, r=r: x[r : r + 1]) for part in parts for r in range(ROWS)]
-    total = sum(_row_loss(model, row.tokens, row.labels, **row.keywords) for row in rows)
+    total = sum(_row_loss(cell, model, row.tokens, row.labels, **row.keywords) for row in rows)
     return torch.as_tensor(total) / sum(part.num_valid for part in parts)
 
 
 def _loss_sum(cell: Cell, model: nn.Module, part: MicroBatch) -> Tensor:
     if part.document_ids is None or FEATURES[cell.feature].moe:
-        return _row_loss(model, part.tokens, part.labels, **part.keywords)
+        return _row_loss(cell, model, part.tokens, part.labels, **part.keywords)
     losses = []
     for row, ids in enumerate(part.document_ids):
         for document in ids.unique():
             inside = ids == document
-            losses.append(_row_loss(model, part.tokens[row, inside], part.labels[row, inside]))
+            losses.append(
+                _row_loss(cell, model, part.tokens[row, inside], part.labels[row, inside])
+            )
     return torch.stack(losses).sum()
 
 
-def _row_loss(model: nn.Module, tokens: Tensor, labels: Tensor, **keywords: Tensor) -> Tensor:
+def _row_loss(
+    cell: Cell, model: nn.Module, tokens: Tensor, labels: Tensor, **keywords: Tensor
+) -> Tensor:
     logits = model(tokens if tokens.ndim == 2 else tokens[None], **keywords)  # (B, S, V)
-    return F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    rows, targets = logits.flatten(0, 1), labels.flatten()
+    terms = FEATURES[cell.feature].terms
+    smoothing = terms.get("label_smoothing", 0.0)
+    loss = F.cross_entropy(
+        rows, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
     )
+    if "z_loss" in terms:
+        loss = loss + terms["z_loss"] * rows[targets != IGNORED].logsumexp(-1).square().sum()
+    return loss
 
 
 def _optimizer(cell: Cell, model: nn.Module) -> Any:

@@ -56,7 +56,7 @@ def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
         assert weight.shape == (V // meshes.tp.size, 32)
         assert type(weight) in (Tensor, torch.nn.Parameter)  # not a shard
         if meshes.tp.size > 1:
-            return vocab_cross_entropy(F.linear(x, weight), labels, meshes.tp)[0]
+            return vocab_cross_entropy(F.linear(x, weight), labels, meshes.tp).sum
         return fused_cross_entropy(x, weight, labels[rows]).sum
 
     total = model(tokens[rows], positions=None, then=loss) / (B * S)

@@ -88,7 +88,7 @@ def _against_one_process(
             tensor_parallel(model, mesh["tp"], sequence_parallel=sequence_parallel)
             _shard(model, data, everywhere)
             logits = model(tokens[rows], document_ids=documents[rows])
-            loss = vocab_cross_entropy(logits, labels[rows], mesh["tp"])[0] / count
+            loss = vocab_cross_entropy(logits, labels[rows], mesh["tp"]).sum / count
             loss.backward()
             total = loss.detach().clone()
             dist.all_reduce(total, group=data.get_group())

@@ -104,6 +104,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "recompute": {"recompute": "full"},
     "fsdp": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "tp whole": {"tp": 2, "sequence_parallel": False},
     "cp": {"cp": 2},
     "pp 1f1b": {"pp": 2, "pp_schedule": "1f1b"},
     "pp zero bubble": {"pp": 2, "pp_schedule": "interleaved_zero_bubble"},
@@ -176,10 +178,6 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
     ("flags", "words"),
     [
         (
-            ("--parallel.tp", "2", "--nproc", "2"),
-            "train.loss 'fused_cross_entropy' needs the head's whole weight, of which a rank of parallel.tp 2 has",
-        ),
-        (
             ("--model.logits_softcap", "30"),
             "is computed inside the head, before model.logits_softcap 30.0; use 'cross_entropy'",
         ),
@@ -193,7 +191,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
         ),
         (("--train.loss", "fused_crossentropy"), "did you mean 'fused_cross_entropy'?"),
     ],
-    ids=["tp", "softcap", "objective", "then", "name"],
+    ids=["softcap", "objective", "then", "name"],
 )
 def test_where_it_cannot_be_computed_it_is_refused(
     tmp_path: Path, flags: tuple[str, ...], words: str

@@ -7,7 +7,8 @@ smoothing. Others: `F.linear` with `F.cross_entropy` of fp32 logits (`plain`), a
 `F.linear_cross_entropy` as it is and in its chunks. Sums and gradients are compared with `plain` first:
 `difference`, the largest max|a - b| / max|b|.
 
-`seconds` and `over_plain`, the ratio to plain within a round, come from interleaved rounds. `peak_bytes` is what
+`seconds` (on a CPU of the processor, whatever else runs there: use one thread) and `over_plain`, the ratio to
+plain within a round, come from interleaved rounds. `peak_bytes` is what
 a step needs beyond what was there before it, both gradients included, in a process of its own: on a CPU resident
 memory, scratch memory of kernels included, on a GPU what torch has allocated. Prints one JSON line.
 """
@@ -19,6 +20,7 @@ import gc
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,7 +142,8 @@ def case(args: argparse.Namespace, vocab: int, dtype: str) -> dict[str, Any]:
         if "terms" not in name:
             rows[name]["difference"] = difference(loss, plain, given)
     steps = {name: lambda loss=loss: step(loss, given) for name, loss in chosen.items()}
-    seconds = harness.interleave(steps, args.rounds, args.warmup, torch.device(args.device))
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
+    seconds = harness.interleave(steps, args.rounds, args.warmup, torch.device(args.device), clock)
     for name, times in seconds.items():
         rows[name]["seconds"] = harness.spread(times)
         if "plain" in seconds:

@@ -43,7 +43,7 @@ def _against_one_process(dp, tp, cases, compiled=False):
             2 * mesh["dp_shard"].get_local_rank(), 2 * mesh["dp_shard"].get_local_rank() + 2
         )
         mine = type(ctx)(valid=ctx.valid[rows])
-        total, _ = vocab_cross_entropy(model(tokens[rows], mine), labels[rows], axis)
+        total = vocab_cross_entropy(model(tokens[rows], mine), labels[rows], axis).sum
         loss = total / (labels != -100).sum()
         loss.backward()
         loss = loss.detach()
@@ -98,8 +98,8 @@ def _f07():
         for norm in (model.layers[0].mixer.q_norm, model.layers[0].mixer.k_norm):
             use_local(norm, "weight", placements)
         shard(model, mesh["dp_shard"])
-        total, count = vocab_cross_entropy(model(tokens), labels, mesh["tp"])
-        (total / count).backward()
+        loss = vocab_cross_entropy(model(tokens), labels, mesh["tp"])
+        (loss.sum / loss.count).backward()
         found[name] = errors(model, reference)
     return found
 
@@ -164,7 +164,7 @@ def _on_meta():
     tokens, labels, _ = batch(4)
     want = one_process(copy_of(plain), tokens, labels)
     rows = slice(2 * mesh["dp_shard"].get_local_rank(), 2 * mesh["dp_shard"].get_local_rank() + 2)
-    total, _ = vocab_cross_entropy(model(tokens[rows]), labels[rows], mesh["tp"])
+    total = vocab_cross_entropy(model(tokens[rows]), labels[rows], mesh["tp"]).sum
     dist.all_reduce(total, group=mesh["dp_shard"].get_group())
     return float(total.detach() / (labels != -100).sum() - want), max(source.values())
 
@@ -246,7 +246,7 @@ def _fake():
             model = Model(kinds="aor")
             tensor_parallel(model, tp)
             tokens = torch.zeros(2, 8, dtype=torch.int64)
-            total, _ = vocab_cross_entropy(model(tokens), tokens, tp)
+            total = vocab_cross_entropy(model(tokens), tokens, tp).sum
             total.backward()
             shapes = {n: tuple(p.grad.shape) for n, p in model.named_parameters()}
             return shapes == {n: tuple(p.shape) for n, p in model.named_parameters()}

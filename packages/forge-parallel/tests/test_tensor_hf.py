@@ -57,7 +57,7 @@ def _against_one_process(kind, tied):
     shard(model, mesh["dp_shard"])
     row = mesh["dp_shard"].get_local_rank()
     logits = model(input_ids=tokens[row : row + 1], use_cache=False).logits
-    total, _ = vocab_cross_entropy(logits, labels[row : row + 1], mesh["tp"])
+    total = vocab_cross_entropy(logits, labels[row : row + 1], mesh["tp"]).sum
     loss = total / (labels != -100).sum()
     loss.backward()
     loss = loss.detach()

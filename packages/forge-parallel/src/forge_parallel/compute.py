@@ -57,9 +57,10 @@ class Compute:
         norm, sums = global_grad_norm(compute.counted, sums=share)      # the loss of the global batch
 
     `loss(logits (B, S, V), labels (B, S), weights (B, S) or None)` is the 0-dim sum over the labels of weighted
-    token losses. `sharded_loss` is the same for logits (B, S, V / tp) of which each tp rank has a part. With
-    `in_head` the model is called with `then=`, and `loss(x (B, S, D), weight (V, D), labels, weights)` runs
-    inside of its head. `objective(model, part)` replaces them: 0-dim sums over a micro-batch, the first of
+    token losses, or `num_sums` of them (k,), of which the first is trained and evaluated. `sharded_loss` is the same
+    for logits (B, S, V / tp) of which each tp rank has a part. With `in_head` the model is called with `then=`, and
+    `loss(x (B, S, D), weight (V, D), labels, weights)` runs inside of its head, or `sharded_loss` with the weight's
+    rows (V / tp, D). `objective(model, part)` replaces them: 0-dim sums over a micro-batch, the first of
     which is trained; it calls the model itself, so it goes without pp.
 
     `keywords` are the fields of a batch that the model's forward takes by name; `dim` is the width of the stream
@@ -81,6 +82,7 @@ class Compute:
         seq_len: int,
         loss: Loss,
         sharded_loss: Loss | None = None,
+        num_sums: int = 1,
         in_head: bool = False,
         objective: Callable[[nn.Module, Any], Sequence[Tensor]] | None = None,
         keywords: Sequence[str] = ("positions", "document_ids"),
@@ -89,6 +91,7 @@ class Compute:
     ) -> None:
         self.model, self.meshes, self.micro_batch = model, meshes, micro_batch
         self._loss, self._sharded_loss, self._objective = loss, sharded_loss, objective
+        self._num_sums = num_sums
         self._in_head = in_head and objective is None
         self._keywords = tuple(keywords)
         self._sharded_width = width_of_cut_logits(model)
@@ -131,7 +134,7 @@ class Compute:
 
     def gradients(self, batch: BatchLike, normaliser: Callable[[], float]) -> Tensor:
         """Add the gradients of the sum of losses over `normaliser()`; returns this rank's share of that sum,
-        (1,) fp32, followed by the shares of an objective's other sums.
+        (1,) fp32, followed by the shares of the other sums of the loss or objective.
 
         `normaliser` is called after the first forward, before the first loss (in a pipeline: before both), so a
         collective that it waits for may overlap with the forward.
@@ -160,7 +163,7 @@ class Compute:
             total = self._pipeline.evaluate(
                 given.tokens,
                 given.targets,
-                self._token_loss,
+                lambda output, targets: self._token_loss(output, targets).reshape(-1)[0],
                 given.extras,
                 self._then,
                 **given.keywords,
@@ -174,7 +177,7 @@ class Compute:
         given = self._local(part)
         more = {"then": partial(self._then, labels=given.targets)} if self._then else {}
         output = self.model(given.tokens, **given.keywords, **given.extras, **more)
-        return [self._token_loss(output, given.targets)]
+        return self._token_loss(output, given.targets).reshape(-1).unbind()
 
     def _through_stages(self, batch: BatchLike, normaliser: float) -> Tensor:
         given = self._local(batch)
@@ -187,7 +190,7 @@ class Compute:
             **given.keywords,
         )
         sync_tied_gradients(self.model, self.meshes)
-        return self._once_per_copy(total.reshape(1))
+        return self._once_per_copy(total.expand(self._num_sums))
 
     @property
     def _then(self) -> Callable[..., Tensor] | None:
@@ -195,23 +198,29 @@ class Compute:
         return self._loss_in_head if self._in_head else None
 
     def _loss_in_head(self, x: Tensor, weight: Tensor, labels: Targets) -> Tensor:
-        return self._loss(x, weight, *labels)
+        if self._sharded_width is not None:
+            assert self._sharded_loss is not None
+            return self._sharded_loss(x, weight, *labels)
+        return self._loss(x, weight, *self._labels_of(x, labels))
 
     def _token_loss(self, output: Any, targets: Targets) -> Tensor:
-        """Weighted sum over the labels; under tp a rank may have a part of the vocabulary, or of the tokens."""
+        """Weighted sums over the labels; under tp a rank may have a part of the vocabulary, or of the tokens."""
         if self._in_head:
             return output
-        labels, weights = targets
         logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
-        tp = self.meshes.tp
         if logits.size(-1) == self._sharded_width:
             assert self._sharded_loss is not None
-            return self._sharded_loss(logits, labels, weights)
-        if tp.size > 1 and logits.size(1) * tp.size == labels.size(1):
-            self._head_shares_tokens = True
-            labels = labels.chunk(tp.size, 1)[tp.rank]
-            weights = None if weights is None else weights.chunk(tp.size, 1)[tp.rank]
-        return self._loss(logits, labels, weights)
+            return self._sharded_loss(logits, *targets)
+        return self._loss(logits, *self._labels_of(logits, targets))
+
+    def _labels_of(self, x: Tensor, targets: Targets) -> Targets:
+        """Labels and weights of the tokens of x (B, S, ...), which may be those of this tp rank alone."""
+        (labels, weights), tp = targets, self.meshes.tp
+        if tp.size == 1 or x.size(1) * tp.size != labels.size(1):
+            return targets
+        self._head_shares_tokens = True
+        part = labels.chunk(tp.size, 1)[tp.rank]
+        return part, None if weights is None else weights.chunk(tp.size, 1)[tp.rank]
 
     def _local(self, batch: BatchLike) -> _Inputs:
         """This rank's part of each sequence, on its device. Labels are shifted already.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
+from forge_core.loss import CrossEntropyConfig
 from forge_core.optim import StageConfig
 from forge_core.registry import installed
 from forge_data import DataConfig
@@ -160,6 +161,14 @@ class TrainConfig:
     loss_options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "further arguments of a loss of your own"}
     )
+    cross_entropy: CrossEntropyConfig = field(
+        default_factory=CrossEntropyConfig,
+        metadata={"help": "terms of the gradient beside the cross-entropy of logits"},
+    )
+    fused_cross_entropy: CrossEntropyConfig = field(
+        default_factory=CrossEntropyConfig,
+        metadata={"help": "terms of the gradient beside the cross-entropy inside the head"},
+    )
     objective: str | None = _field(
         None,
         "step of your own in place of the loss of logits: an entry point of forge.objectives, or module:attr, "
@@ -183,7 +192,8 @@ class TrainConfig:
         # divisors are listed only for a batch in range: there may be 10**18 candidates otherwise
         division = [] if outside else _division_problems(self)
         objective, clip = _objective_problems(self), _clip_problems(self)
-        _require([*outside, *_length_problems(self), *division, *objective, *clip])
+        loss = _loss_problems(self)
+        _require([*outside, *_length_problems(self), *division, *loss, *objective, *clip])
 
 
 def _length_problems(c: TrainConfig) -> Iterator[str]:
@@ -207,6 +217,21 @@ def _division_problems(c: TrainConfig) -> Iterator[str]:
             f"global_batch {c.global_batch} must be divisible by micro_batch "
             f"{c.micro_batch}; use micro_batch {_divisors(c.global_batch)}"
         )
+
+
+def _loss_problems(c: TrainConfig) -> Iterator[str]:
+    default = CrossEntropyConfig()
+    for name in ("cross_entropy", "fused_cross_entropy"):
+        table, used = getattr(c, name), c.objective is None and c.loss == name
+        for key in () if used else ("z_loss", "label_smoothing"):
+            if getattr(table, key) != getattr(default, key):
+                step = (
+                    f"loss is {c.loss!r}" if c.objective is None else "objective replaces the loss"
+                )
+                yield (
+                    f"{name}.{key} {getattr(table, key)} is a key of loss {name!r}, and {step}; remove it, or use "
+                    f"loss = {name!r}"
+                )
 
 
 def _objective_problems(c: TrainConfig) -> Iterator[str]:

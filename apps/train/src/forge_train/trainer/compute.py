@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,11 +11,24 @@ from torch import Tensor, nn
 
 from forge_data import Batch
 from forge_parallel import Meshes
-from forge_parallel.axes import cut_sequence, vocab_cross_entropy
+from forge_parallel.axes import (
+    VocabLoss,
+    cut_sequence,
+    ids_of_cut_logits,
+    vocab_cross_entropy,
+    vocab_fused_cross_entropy,
+)
 from forge_parallel.compute import Compute
 from forge_parallel.micro_batches import MicroBatches
 from forge_train.config.schema import JobConfig
-from forge_train.trainer.objective import FUSED, Objective, find_loss
+from forge_train.trainer.objective import (
+    FUSED,
+    Objective,
+    find_loss,
+    loss_terms,
+    term_names,
+    with_terms,
+)
 
 
 def make_compute(
@@ -25,9 +39,12 @@ def make_compute(
     objective: Objective | None,
 ) -> Compute:
     """The `Compute` of a job. ValueError for a loss or an objective of one's own on a part of the logits."""
-    train, sharded_loss, whole = config.train, None, None
-    if train.loss == "cross_entropy":
-        sharded_loss = partial(_vocab_cross_entropy, meshes)
+    train, whole = config.train, None
+    terms, function = loss_terms(train), _SHARDED.get(train.loss)
+    sharded_loss = None
+    if function is not None:
+        ids = ids_of_cut_logits(model)
+        sharded_loss = partial(_on_part_of_vocabulary, function, meshes, ids, terms)
     if objective is not None:
         whole = partial(_on_local_tokens, objective, meshes)
     return Compute(
@@ -39,6 +56,7 @@ def make_compute(
         seq_len=config.data.seq_len,
         loss=find_loss(train),
         sharded_loss=sharded_loss,
+        num_sums=1 + len(term_names(terms)),
         in_head=train.loss == FUSED,
         objective=whole,
         called=f"train.objective {train.objective!r}"
@@ -47,11 +65,24 @@ def make_compute(
     )
 
 
-def _vocab_cross_entropy(
-    meshes: Meshes, logits: Tensor, labels: Tensor, weights: Tensor | None
+#: The built-in losses where each tp rank has a part of the logits, or of the head's weight.
+_SHARDED: dict[str, Callable[..., VocabLoss]] = {
+    "cross_entropy": vocab_cross_entropy,
+    FUSED: vocab_fused_cross_entropy,
+}
+
+
+def _on_part_of_vocabulary(
+    function: Callable[..., VocabLoss],
+    meshes: Meshes,
+    ids: int | None,
+    terms: dict[str, float],
+    *given: Any,
 ) -> Tensor:
-    """`token_cross_entropy` of logits of which each tp rank has a part."""
-    return vocab_cross_entropy(logits, labels, meshes.tp, weights=weights)[0]
+    """`token_cross_entropy` or `inside_head` with a part of the logits or the weight."""
+    *parts, labels, weights = given
+    found = function(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms)
+    return with_terms(found, terms)
 
 
 def _on_local_tokens(

@@ -11,7 +11,6 @@ from forge_parallel.config import Layout
 from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
-from forge_train.trainer.objective import FUSED
 
 #: Keys of the runner by the names that they have in rules.
 NAMES = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)} | {
@@ -29,7 +28,7 @@ def layout_problems(
         layout = config.parallel.axes(world_size, ranks_per_node)
     except ValueError as error:
         return [str(error)]
-    own = [*_objective(config), *_fused_loss(config), *_optimizer(config)]
+    own = [*_objective(config), *_optimizer(config)]
     return own + problems(config.parallel, layout, _facts(config, layout))
 
 
@@ -58,15 +57,6 @@ def _objective(config: JobConfig) -> list[str]:
     return [
         f"train.objective {config.train.objective!r} calls the whole model, of which a rank of parallel.pp "
         f"{config.parallel.pp} has a part; use pp = 1, or train.loss"
-    ]
-
-
-def _fused_loss(config: JobConfig) -> list[str]:
-    if config.parallel.tp == 1 or config.train.loss != FUSED:
-        return []
-    return [
-        f"train.loss {FUSED!r} needs the head's whole weight, of which a rank of parallel.tp {config.parallel.tp} "
-        "has a part; use tp = 1, or train.loss = 'cross_entropy'"
     ]
 
 

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from forge_core import cross_entropy, fused_cross_entropy
+from forge_core import TokenLoss, cross_entropy, fused_cross_entropy
 from forge_core.registry import Registry
 from forge_data import Batch
+from forge_parallel.axes import VocabLoss
 from forge_train.config.schema import TrainConfig
 from forge_train.errors import ConfigError
 
 Loss = Callable[..., Tensor]
 
 
-def token_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of the weighted cross-entropies of (B, S) labels: 0-dim fp32."""
-    return cross_entropy(logits, labels, weights=weights).sum
+def token_cross_entropy(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, **terms: Any
+) -> Tensor:
+    """Sum of the weighted cross-entropies of (B, S) labels, 0-dim fp32; with terms as `with_terms`."""
+    return with_terms(cross_entropy(logits, labels, weights=weights, **terms), terms)
 
 
-def inside_head(x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+def inside_head(
+    x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, **terms: Any
+) -> Tensor:
     """The same of the stream (B, S, D) and the head's weight (V, D), without all logits."""
-    return fused_cross_entropy(x, weight, labels, weights=weights).sum
+    return with_terms(fused_cross_entropy(x, weight, labels, weights=weights, **terms), terms)
+
+
+def with_terms(loss: TokenLoss | VocabLoss, terms: Mapping[str, float]) -> Tensor:
+    """The sum of a loss, 0-dim; with terms (k,): the plain cross-entropy, whose gradient is that of the whole sum,
+    and the terms that are switched on, in the order of `term_names`, as numbers."""
+    names = term_names(terms)
+    if not names:
+        return loss.sum
+    trained, plain = loss.sum.detach(), loss.cross_entropy
+    shown = {"z_loss": loss.z_loss, "label_smoothing": trained - loss.z_loss - plain}
+    return torch.stack([plain + (loss.sum - trained), *(shown[name] for name in names)])
+
+
+def term_names(terms: Mapping[str, float]) -> tuple[str, ...]:
+    """Terms beside the cross-entropy that are switched on."""
+    return tuple(name for name in ("z_loss", "label_smoothing") if terms.get(name))
 
 
 #: The built-in loss that the head computes: it is called as `inside_head`, not on logits.
@@ -40,12 +63,26 @@ OBJECTIVES = Registry("train.objective", "forge.objectives", ("model", "batch"),
 
 def find_loss(config: TrainConfig) -> Loss:
     """`loss(logits (B, S, V), labels (B, S), weights (B, S) or None) -> 0-dim sum`, with its options bound; for
-    `FUSED` with the stream and the head's weight in place of logits.
+    `FUSED` with the stream and the head's weight in place of logits. A built-in one may give further sums, (k,),
+    which are the columns of `loss_columns`.
 
     ValueError for an unknown name, and for options that the loss does not take.
     """
     found = LOSSES.checked(config.loss, config.loss_options)
-    return partial(found, **config.loss_options) if config.loss_options else found
+    options = config.loss_options or loss_terms(config)
+    return partial(found, **options) if options else found
+
+
+def loss_terms(config: TrainConfig) -> dict[str, float]:
+    """Keywords of the built-in loss of a job; none for another."""
+    return asdict(getattr(config, config.loss)) if config.loss in LOSSES.built_in else {}
+
+
+def loss_columns(config: TrainConfig) -> Callable[[Sequence[float]], dict[str, float]]:
+    """From the sums behind the first, over all ranks, to columns: `loss.<term>`, which the gradient contains and
+    the column `loss` does not."""
+    names = term_names(loss_terms(config))
+    return lambda others: {f"loss.{name}": value for name, value in zip(names, others)}
 
 
 class Objective:

@@ -51,6 +51,7 @@ from forge_train.trainer.health import HealthPolicy
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import life_fields
 from forge_train.trainer.numerics import Numerics, Rollback, refuse_without_checkpoint
+from forge_train.trainer.objective import loss_columns
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
 from forge_train.trainer.replicas import ReplicaPolicy
@@ -430,7 +431,7 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "verdicts": self.numerics.take(),
                 "moe": self.moe.take(),
-                "objective": sums[1:],
+                "sums": sums[1:],
             }
             self.rows.begin(self.progress, lr, batch.digest, numbers)
 
@@ -583,8 +584,8 @@ class Trainer:
 
     def _metric_rows(self) -> MetricRows:
         columns: dict[str, Columns] = {"moe": self.moe.columns}
-        if self.objective is not None:
-            columns["objective"] = self.objective.columns
+        own = self.objective
+        columns["sums"] = loss_columns(self.config.train) if own is None else own.columns
         return MetricRows(
             self.config,
             self.device,

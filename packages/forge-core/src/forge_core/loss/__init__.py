@@ -1,6 +1,7 @@
 """Token losses that return a sum and a count, so that the caller chooses the normaliser."""
 
+from forge_core.loss.config import CrossEntropyConfig
 from forge_core.loss.fused import fused_cross_entropy
 from forge_core.loss.token import TokenLoss, cross_entropy
 
-__all__ = ["TokenLoss", "cross_entropy", "fused_cross_entropy"]
+__all__ = ["CrossEntropyConfig", "TokenLoss", "cross_entropy", "fused_cross_entropy"]

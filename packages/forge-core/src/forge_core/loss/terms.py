@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forge_core._config import is_finite
+from forge_core._config import raise_problems
+from forge_core.loss.config import term_problems
 
 
 class Terms(NamedTuple):
@@ -80,14 +81,7 @@ class Terms(NamedTuple):
 
 def terms_of(z_loss: float, label_smoothing: float) -> Terms:
     """Checked coefficients; ValueError for one out of range."""
-    if not (is_finite(z_loss) and z_loss >= 0):
-        raise ValueError(
-            f"z_loss {z_loss} must be a finite number of at least 0; use 1e-4, or 0 for none"
-        )
-    if not (is_finite(label_smoothing) and 0 <= label_smoothing < 1):
-        raise ValueError(
-            f"label_smoothing {label_smoothing} must be at least 0 and below 1; use 0.1, or 0 for none"
-        )
+    raise_problems("cross_entropy", term_problems(z_loss, label_smoothing))
     return Terms(z_loss, label_smoothing)
 
 

@@ -8,10 +8,18 @@ from forge_parallel.axes.context import (
 )
 from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
 from forge_parallel.axes.roles import find_roles
-from forge_parallel.axes.tensor import gather_vocab, tensor_parallel, width_of_cut_logits
+from forge_parallel.axes.tensor import (
+    gather_vocab,
+    ids_of_cut_logits,
+    tensor_parallel,
+    width_of_cut_logits,
+)
 from forge_parallel.axes.vocab import vocab_cross_entropy
+from forge_parallel.axes.vocab_fused import vocab_fused_cross_entropy
+from forge_parallel.axes.vocab_part import VocabLoss
 
 __all__ = [
+    "VocabLoss",
     "accumulate",
     "apply_fsdp",
     "arguments_with_positions",
@@ -20,9 +28,11 @@ __all__ = [
     "find_roles",
     "follow_requires_grad",
     "gather_vocab",
+    "ids_of_cut_logits",
     "join_sequence",
     "reshard",
     "tensor_parallel",
     "vocab_cross_entropy",
+    "vocab_fused_cross_entropy",
     "width_of_cut_logits",
 ]

@@ -68,7 +68,8 @@ def tensor_parallel(
     """Cut `model` over the ranks of `mesh` (one axis), in place; returns the same object.
 
         tensor_parallel(model, meshes.dense["tp"])          # then FSDP2 over the other axes
-        loss, count = vocab_cross_entropy(model(tokens), labels, meshes.tp)
+        found = vocab_cross_entropy(model(tokens), labels, meshes.tp)
+        loss, count = found.sum, found.count
 
     `roles` is a table {pattern: role} (see axes/roles.py), by default `model.parallel_roles()`, or the
     `tp_plan` of a Hugging Face model. Parameters become DTensors of the same names; each rank keeps its
@@ -129,6 +130,12 @@ def width_of_cut_logits(model: nn.Module) -> int | None:
     """Width of a rank's logits if a head of the model, or of this rank's stages, is sharded, else None."""
     widths = (vars(module).get("tp_width") for module in model.modules())
     return next((width for width in widths if width is not None), None)
+
+
+def ids_of_cut_logits(model: nn.Module) -> int | None:
+    """Ids of the whole vocabulary if a head of the model, or of this rank's stages, is sharded, else None."""
+    found = (vars(module).get("tp_ids") for module in model.modules())
+    return next((ids for ids in found if ids is not None), None)
 
 
 _SUMMED: tuple[Placement, ...] = (Partial(),)

@@ -71,6 +71,7 @@ class Pipeline:
         shape = (micro_batch, self.length // cut, dim)  # (B, S, D)
         self._stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         self._loss: Loss | None = None
+        self._losses: list[Tensor] = []
         self._then: Callable[..., Tensor] | None = None
         self._targets: Any = None
         self._inputs: Mapping[str, Any] = {}
@@ -103,7 +104,9 @@ class Pipeline:
 
     def _loss_of(self, output: Tensor, rows: Tensor) -> Tensor:
         assert self._loss is not None
-        return self._loss(output, _take(self._targets, _slice(rows)))
+        sums = self._loss(output, _take(self._targets, _slice(rows)))
+        self._losses.append(sums.detach())
+        return sums if sums.dim() == 0 else sums[0]
 
     def _arguments_of_rows(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -129,13 +132,14 @@ class Pipeline:
 
         tokens, labels (num_micro_batches x micro_batch, S): the same on all ranks of a pipeline, this rank's
         part of the rows under cp. `loss_fn(output, labels)` of one micro-batch gives a 0-dim tensor that
-        adds up to the loss of the step: a sum of token losses by the valid labels of the global batch.
+        adds up to the loss of the step: a sum of token losses by the valid labels of the global batch; or several
+        (k,), of which the first is trained.
         `labels` may be a tuple of such tensors (or None), of which the loss gets the same tuple.
         Keyword tensors (positions, document_ids) have as many rows or 1, on any device, and reach every
         stage. `extras`, tensors or ragged values with rows that a slice takes, reach the stages that name
         them in `extra_inputs`, a callable among them as it is. `then(x, weight, labels=...)`, which the last
-        stage's forward takes as `then(x, weight)`, gives the output that `loss_fn` gets. Returns this rank's sum of losses, 0-dim: 0
-        where the last stage is not.
+        stage's forward takes as `then(x, weight)`, gives the output that `loss_fn` gets. Returns this rank's sum of
+        losses, 0-dim or (k,): 0-dim and 0 where the last stage is not.
 
         Cost: an activation and its gradient per micro-batch and border of stages. FSDP2 gathers weights as
         its modules say, keeps unsharded gradients until the last micro-batch, then reduces them once.
@@ -143,20 +147,19 @@ class Pipeline:
         follow_mode(self.model)
         self._inputs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
         self._targets, self._extras, self._loss, self._then = labels, extras or {}, loss_fn, then
-        losses: list[Tensor] = []
         rows = torch.arange(len(tokens))  # torch's schedule splits these numbers with the tokens
         first = (tokens,) if 0 in self.stages else ()
-        last: dict[str, Any] = {"target": rows, "losses": losses} if self.has_last else {}
+        last: dict[str, Any] = {"target": rows} if self.has_last else {}
         try:
             self._schedule.step(*first, return_outputs=False, **last, rows=rows)
+            return self._total(self._losses)
         finally:
             self._clear()
-        return self._total(losses)
 
     def _clear(self) -> None:
         """Release the tensors of a step, which may be large."""
         self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
-        self._then = None
+        self._then, self._losses = None, []
 
     @torch.no_grad()
     def evaluate(
@@ -265,7 +268,7 @@ class Pipeline:
     def _total(self, losses: list[Tensor]) -> Tensor:
         if not losses:
             return torch.zeros((), device=self.meshes.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return torch.stack([loss.detach() for loss in losses]).sum(0)
 
 
 def make_schedule(

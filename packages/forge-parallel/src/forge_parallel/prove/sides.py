@@ -168,9 +168,9 @@ class _LayoutRun:
             num_micro_batches=cell.micro_batches,
             seq_len=task.seq_len,
             loss=_token_loss,
-            sharded_loss=lambda logits, labels, _: vocab_cross_entropy(
-                logits, labels, self.meshes.tp
-            )[0],
+            sharded_loss=lambda logits, labels, _: (
+                vocab_cross_entropy(logits, labels, self.meshes.tp).sum
+            ),
             keywords=[n for n in ("positions", "document_ids") if n in self.names],
             dim=_width_of(reference) if config.pp > 1 else None,
         )

@@ -1,0 +1,36 @@
+"""Configuration of the built-in losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forge_core._config import is_finite, raise_problems, setting
+
+
+@dataclass(frozen=True)
+class CrossEntropyConfig:
+    """Terms beside the cross-entropy: keywords of `cross_entropy` and `fused_cross_entropy`.
+
+    `cross_entropy(logits, labels, **dataclasses.asdict(CrossEntropyConfig(z_loss=1e-4)))`
+    """
+
+    z_loss: float = setting(
+        0.0, "coefficient of the squared log-sum-exp of each token's logits (PaLM: 1e-4)"
+    )
+    label_smoothing: float = setting(
+        0.0, "share of the target that is spread evenly over the vocabulary"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("cross_entropy", term_problems(self.z_loss, self.label_smoothing))
+
+
+def term_problems(z_loss: float, label_smoothing: float) -> Iterator[str]:
+    """Sentences for coefficients out of range."""
+    if not (is_finite(z_loss) and z_loss >= 0):
+        yield f"z_loss {z_loss} must be a finite number of at least 0; use 1e-4, or 0 for none"
+    if not (is_finite(label_smoothing) and 0 <= label_smoothing < 1):
+        yield (
+            f"label_smoothing {label_smoothing} must be at least 0 and below 1; use 0.1, or 0 for none"
+        )

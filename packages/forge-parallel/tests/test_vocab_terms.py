@@ -1,0 +1,191 @@
+"""z-loss, smoothing, scale and cap over a cut vocabulary, of logits and inside the head, against whole float64 logits.
+
+Bounds, of max|a - b| / max|b|: sums 1e-6, gradients in fp32 1e-5.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_parallel.axes import (
+    VocabLoss,
+    vocab_cross_entropy,
+    vocab_fused,
+    vocab_fused_cross_entropy,
+    vocab_part,
+)
+from forge_testing import run_on_ranks
+
+D, ROWS = 8, (3, 7)
+ALONE = SimpleNamespace(group=None, size=1, rank=0)
+TERMS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "z": {"z_loss": 1e-2},
+    "smoothed": {"label_smoothing": 0.1},
+    "both": {"z_loss": 1e-2, "label_smoothing": 0.2},
+}
+CAP = {"softcap": 2.0, "scale": 3.0}
+
+
+def data(ids: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*s, generator=generator) for s in ((*ROWS, D), (ids, D)))
+    labels = torch.randint(0, ids, ROWS, generator=generator)
+    labels[0, 1] = labels[2, 3:] = -100
+    return x, weight, labels, torch.rand(ROWS, generator=generator)
+
+
+def logits_of(
+    x: Tensor, weight: Tensor, scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    logits = scale * F.linear(x, weight)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def whole(ids: int, terms: dict[str, float], weighted: bool, head: dict[str, Any]) -> list[Tensor]:
+    """Trained sum, cross-entropy, z-loss, and the gradients of x and weight in float64."""
+    x, weight, labels, weights = data(ids)
+    x, weight = (t.double().requires_grad_() for t in (x, weight))
+    rows, target = logits_of(x, weight, **head).flatten(0, 1), labels.flatten()
+    scale = (weights.flatten().double() if weighted else 1.0) * (target != -100)
+    trained = F.cross_entropy(
+        rows, target, reduction="none", label_smoothing=terms.get("label_smoothing", 0.0)
+    )
+    z = (terms.get("z_loss", 0.0) * rows.logsumexp(-1).square() * scale).sum()
+    plain = (F.cross_entropy(rows, target, reduction="none") * scale).sum()
+    total = (trained * scale).sum() + z
+    (total / 7).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [total.detach(), plain.detach(), z.detach(), x.grad, weight.grad]
+
+
+def on_rank(ids: int, terms: dict[str, float], weighted: bool, fused: bool) -> list[Tensor]:
+    """The same of this rank: the gradient of x summed over ranks, that of its own rows of the weight."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = SimpleNamespace(group=dist.group.WORLD, size=size, rank=rank)
+    x, weight, labels, weights = data(ids)
+    width = -(-ids // size)
+    vocab_part._BLOCK_CPU, vocab_fused._BLOCK, vocab_fused._ROWS = 2 * width, 5 * width, 1
+    mine = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
+    x = x.requires_grad_()
+    given: dict[str, Any] = {**terms, "weights": weights if weighted else None, "vocab_size": ids}
+    if fused:
+        found = vocab_fused_cross_entropy(x, mine, labels, axis, **given, **CAP)
+    else:
+        logits = F.pad(F.linear(x, mine), (0, width - len(mine)), value=-torch.inf)
+        found = vocab_cross_entropy(logits, labels, axis, **given)
+    (found.sum / 7).backward()
+    assert x.grad is not None
+    assert mine.grad is not None
+    dist.all_reduce(x.grad)
+    shown = [found.sum.detach(), found.cross_entropy, found.z_loss]
+    assert not any(t.requires_grad for t in shown)
+    return [*shown, x.grad, mine.grad]
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("ids", [16, 37])
+@pytest.mark.parametrize("terms", TERMS)
+def test_sums_and_gradients_equal_whole_logits(terms: str, ids: int, fused: bool) -> None:
+    for weighted in (False, True):
+        wanted = whole(ids, TERMS[terms], weighted, CAP if fused else {})
+        ranks = run_on_ranks(2, on_rank, ids, TERMS[terms], weighted, fused)
+        weight = torch.cat([rank[-1] for rank in ranks])
+        for *sums, x, _ in ranks:
+            assert max(error(a, b) for a, b in zip(sums, wanted)) < 1e-6
+            assert error(x, wanted[3]) < 1e-5
+        assert error(weight, wanted[4]) < 1e-5
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_gradcheck(terms: str) -> None:
+    x, weight, labels, weights = data(9)
+    leaves = [t.double().requires_grad_() for t in (x, weight)]
+    given: dict[str, Any] = {**TERMS[terms], "weights": weights.double()}
+
+    def fused(x: Tensor, weight: Tensor) -> Tensor:
+        return vocab_fused_cross_entropy(x, weight, labels, ALONE, **given, **CAP).sum
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return vocab_cross_entropy(F.linear(x, weight), labels, ALONE, **given).sum
+
+    assert torch.autograd.gradcheck(fused, leaves)
+    assert torch.autograd.gradcheck(plain, leaves)
+
+
+def test_no_label_gives_a_zero_with_a_graph() -> None:
+    x, weight, labels, _ = data(9)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    found = vocab_fused_cross_entropy(x, weight, labels.fill_(-100), ALONE, **TERMS["both"])
+    found.sum.backward()
+    assert float(found.sum.detach()) == float(found.cross_entropy) == float(found.z_loss) == 0.0
+    assert int(found.count) == 0
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert float(x.grad.abs().max()) == float(weight.grad.abs().max()) == 0.0
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator gives, and products among them."""
+
+    numel = products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.numel = max(self.numel, out.numel())
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return out
+
+
+def test_no_tensor_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, rows = 64, 4
+    monkeypatch.setattr(vocab_fused, "_BLOCK", rows * ids)
+    monkeypatch.setattr(vocab_fused, "_ROWS", 1)
+    x, weight, labels, _ = data(ids)
+    blocks = -(-labels.numel() // rows)
+    for grad, products in ((True, 3), (False, 1)):
+        leaves = [t.clone().requires_grad_(grad) for t in (x, weight)]
+        with Largest() as seen:
+            total = vocab_fused_cross_entropy(*leaves, labels, ALONE, **TERMS["both"]).sum
+            if grad:
+                total.backward()
+        assert seen.numel <= max(ids * D, rows * ids) < ids * labels.numel()
+        assert seen.products == products * blocks
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"z_loss": -1.0}, "z_loss -1.0 must be finite and at least 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing 1.0 at least 0 and below 1"),
+        (
+            {"vocab_size": 12},
+            "weight (9, 8) must have 12 rows, at least one, on rank 0 of 1 for 12 ids",
+        ),
+        ({"softcap": -1.0}, "softcap -1.0 must be above 0"),
+    ],
+    ids=str,
+)
+def test_refusals(keys: dict[str, Any], words: str) -> None:
+    x, weight, labels, _ = data(9)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        vocab_fused_cross_entropy(x, weight, labels, ALONE, **keys)
+    with pytest.raises(ValueError, match="vocab_size 12 over 1 ranks must give parts of 9 ids"):
+        vocab_cross_entropy(F.linear(x, weight), labels, ALONE, vocab_size=12)
+    assert isinstance(vocab_cross_entropy(F.linear(x, weight), labels, ALONE), VocabLoss)
