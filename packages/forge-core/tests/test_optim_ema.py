@@ -1,0 +1,141 @@
+"""The average of weights equals its formula in float64, through masks, looks at it and a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge_core.optim import AdamW, OptimizerConfig, build_optimizer
+from forge_core.optim.config import EMAConfig
+from forge_core.optim.ema import EMA
+
+DECAY = 0.8
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+
+def _optimizer(model: nn.Module, decay: float | None = DECAY) -> Any:
+    return build_optimizer(model, OptimizerConfig(lr=0.05, ema=EMAConfig(decay)))
+
+
+def _step(model: nn.Module, optimizer: Any, number: int, skip: Tensor | None = None) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step(skip=skip)
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_it_equals_its_formula_in_float64() -> None:
+    plain, model = _model(), _model()
+    reference = _optimizer(plain, None)
+    assert isinstance(reference, AdamW)
+    optimizer = _optimizer(model)
+    averages: list[Tensor] = []
+    for number in range(30):
+        _step(plain, reference, number)
+        _step(model, optimizer, number)
+        weights = [p.detach().double() for p in plain.parameters()]
+        d = min(DECAY, number / (number + 9))
+        averages = [d * a + (1 - d) * w for a, w in zip(averages or weights, weights)]
+    assert all(map(torch.equal, _values(model), _values(plain)))
+    optimizer.eval()
+    for value, average, weight in zip(_values(model), averages, _values(plain)):
+        assert (value - average).abs().max() / average.abs().max() < 1e-6
+        assert (value - weight).abs().max() > 1e-3
+    optimizer.train()
+    assert all(map(torch.equal, _values(model), _values(plain)))
+
+
+def test_a_masked_update_changes_no_bit() -> None:
+    model, twin = _model(), _model()
+    optimizer, other = _optimizer(model), _optimizer(twin)
+    for number in range(6):
+        _step(model, optimizer, number, skip=torch.tensor(float(number in (0, 3))))
+        if number not in (0, 3):
+            _step(twin, other, number)
+    optimizer.eval(), other.eval()
+    assert all(map(torch.equal, _values(model), _values(twin)))
+
+
+def test_a_resume_goes_on_with_the_same_bits() -> None:
+    model = _model()
+    optimizer = _optimizer(model)
+    for number in range(5):
+        _step(model, optimizer, number)
+    optimizer.eval()
+    weights = _values(model)
+    state = {
+        name: {s: v.clone() if isinstance(v, Tensor) else v for s, v in slots.items()}
+        for name, slots in optimizer.named_state().items()
+    }
+    optimizer.train()
+    resumed = _model()
+    again = _optimizer(resumed)
+    again.eval()
+    with torch.no_grad():
+        for parameter, value in zip(resumed.parameters(), weights):
+            parameter.copy_(value)
+    again.load_named_state(state)
+    again.train()
+    for number in range(5, 9):
+        _step(model, optimizer, number)
+        _step(resumed, again, number)
+    assert all(map(torch.equal, _values(model), _values(resumed)))
+    optimizer.eval(), again.eval()
+    assert all(map(torch.equal, _values(model), _values(resumed)))
+
+
+def test_weights_loaded_before_the_first_update_are_both() -> None:
+    model = _model()
+    optimizer = _optimizer(model)
+    optimizer.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    optimizer.train()
+    assert all((p == 0.5).all() for p in model.parameters())
+    optimizer.eval()
+    assert all((p == 0.5).all() for p in model.parameters())
+
+
+def test_what_belongs_to_the_other_weights_is_refused() -> None:
+    model = _model()
+    optimizer = _optimizer(model)
+    _step(model, optimizer, 0)
+    with pytest.raises(RuntimeError, match=r"the weights are the trained ones; call eval\(\)"):
+        optimizer.named_state()
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match=r"the weights are the average; call train\(\)"):
+        optimizer.step()
+    state = AdamW(model, OptimizerConfig()).named_state()
+    with pytest.raises(ValueError, match=r"0\.weight\.trained: missing"):
+        optimizer.load_named_state(state)
+
+
+def test_optimizers_that_it_cannot_average_are_refused() -> None:
+    with pytest.raises(ValueError, match="must go with an optimizer that has named state"):
+        build_optimizer(_model(), OptimizerConfig("torch.optim:SGD", ema=EMAConfig(0.9)))
+    with pytest.raises(ValueError, match="evaluates at an average of its own"):
+        EMA(
+            build_optimizer(_model(), OptimizerConfig("schedule_free_adamw")),
+            EMAConfig(0.9),
+        )
+    with pytest.raises(ValueError, match=r"decay 1\.0 must be above 0 and below 1"):
+        EMAConfig(1.0)
+
+
+def test_groups_and_rates_reach_the_optimizer() -> None:
+    optimizer = _optimizer(_model())
+    optimizer.set_lr(0.25)
+    assert optimizer.lr == 0.25
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25] * 2
