@@ -642,6 +642,7 @@ PROBES: dict[str, Probe] = {
         )
     },
     "optimizer.groups.<name>.muon": Probe(True, trained, {**GROUP, "optimizer.name": "muon"}),
+    "optimizer.ema.decay": Probe(0.5, trained),
     "optimizer.schedule_free.r": Probe(3.0, trained, SCHEDULE_FREE),
     "optimizer.schedule_free.weight_lr_power": Probe(
         0.0, trained, {**SCHEDULE_FREE, "schedule.warmup_steps": 2}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import ROWS, SEQ, STEPS, MicroBatch, batches, filler, together
-from cells import BY_NAME, FEATURES, LAYOUTS, Cell
+from cells import AVERAGING, BY_NAME, FEATURES, LAYOUTS, Cell
 from optimizers import Recorded, forges
 from torch import Tensor, nn
 from training import (
@@ -63,6 +63,8 @@ def _train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
     for number, step in enumerate(data):
         if FEATURES[cell.feature].swaps and number:
             side.evaluate_others(step)
+        if cell.optimizer in AVERAGING:
+            update.evaluate(side, step)
         loss = side.forward_backward(side.mine(step))
         norm, sums = global_grad_norm(side.counted, sums=loss[None])
         assert sums is not None
@@ -76,6 +78,8 @@ def _train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
         update_expert_bias(model, number, STEPS, groups=meshes.stage.group or (), skip=skip)
     if FEATURES[cell.feature].evaluated:
         run.losses.append(side.evaluate(data[-1]))
+    if cell.optimizer in AVERAGING:
+        update.switch(model, "eval")
     run.weights = weights(model)
     return run
 
@@ -238,6 +242,20 @@ class _Update:
             self._record()
         self._optimizer.step(skip=skip) if self._masked else self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def switch(self, model: nn.Module, point: str) -> None:
+        """To the weights that are evaluated ("eval"), or those that are trained ("train")."""
+        reshard(model)
+        getattr(self._optimizer, point)()
+
+    @torch.no_grad()
+    def evaluate(self, side: Side, step: list[list[MicroBatch]]) -> None:
+        """An evaluation between two steps, which leaves weights gathered."""
+        self.switch(side.model, "eval")
+        for part in together(side.mine(step)).split(side.compute.rows_at_once):
+            side.compute.losses(part)
+        routes(side.model)  # which it counted, too
+        self.switch(side.model, "train")
 
 
 def parallel_config(cell: Cell) -> ParallelConfig:

@@ -414,7 +414,24 @@ BY_NAME = {
         "pp_1f1b": "tied_embeddings",
         "efsdp_ep": "moe",
     },
+    # trained at other weights than those that are evaluated, in each step, and compared at the end
+    "schedule_free": {
+        "one_rank": "bf16",
+        "fsdp_2": "packed",
+        "fsdp_tp": "packed",
+        "pp_1f1b": "tied_embeddings",
+        "efsdp_ep": "moe",
+    },
+    "ema": {
+        "one_rank": "bf16",
+        "fsdp_2": "packed bf16",
+        "hsdp_2x2": "cpu_offload",
+        "tp": "qk_norm",
+        "pp_1f1b": "tied_embeddings",
+        "efsdp_ep": "moe",
+    },
 }
+AVERAGING = ("schedule_free", "ema")
 # With both optimizers, in any of these layouts. One rank in plain fp32 wraps nothing; these do.
 _DATA_LAYOUTS = ("fsdp_2", "fsdp_4", "hsdp_2x2")
 _ON_ONE_RANK = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import OptimizerConfig, build_optimizer
-from forge_core.optim import MuonConfig
+from forge_core.optim import EMAConfig, MuonConfig
 
 # fp32: in bf16 a gradient that differs by rounding would change by 2^-9. AdamW's part as in ADAMW.
 MUON: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
@@ -16,8 +16,15 @@ MUON_OWN = MuonConfig(ns_dtype="fp32", adamw_lr_multiplier=0.5)
 LION: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
+EMA_DECAY = 0.6
+
+
 def forges(name: str, model: nn.Module) -> Any:
     """Forge's optimizer over a model in its layout."""
+    if name == "schedule_free":
+        return build_optimizer(model, OptimizerConfig("schedule_free_adamw", **MUON))
+    if name == "ema":
+        return build_optimizer(model, OptimizerConfig(**MUON, ema=EMAConfig(EMA_DECAY)))
     if name == "muon":
         return build_optimizer(model, OptimizerConfig("muon", **MUON, muon=MUON_OWN))
     return build_optimizer(model, OptimizerConfig("lion", **LION))
@@ -58,6 +65,35 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x
 
 
+class Averaged:
+    """AdamW and an average of the weights, by its formula."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters, self._updates = parameters, 0
+        groups = _by_decay(parameters, MUON["weight_decay"])
+        own = {key: MUON[key] for key in ("lr", "betas", "eps")}
+        self._adamw = torch.optim.AdamW(groups, **own)
+        self._averages: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._adamw.step()
+        decay = min(EMA_DECAY, self._updates / (self._updates + 9))
+        before = self._averages or self._parameters
+        self._averages = [
+            decay * a + (1 - decay) * p for a, p in zip(before, self._parameters, strict=True)
+        ]
+        self._updates += 1
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad()
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter, average in zip(self._parameters, self._averages, strict=True):
+            parameter.copy_(average)
+
+
 class Several:
     """Optimizers that step together."""
 
@@ -82,6 +118,16 @@ def plain(name: str, model: nn.Module) -> Any:
         return Lion(
             _by_decay(list(named.values()), LION["weight_decay"]), LION["lr"], LION["betas"]
         )
+    if name == "ema":
+        return Averaged(list(named.values()))
+    if name == "schedule_free":
+        from schedulefree import AdamWScheduleFree
+
+        own = {key: MUON[key] for key in ("lr", "eps")}
+        groups = _by_decay(list(named.values()), MUON["weight_decay"])
+        optimizer = AdamWScheduleFree(groups, betas=MUON["betas"], **own)
+        optimizer.train()
+        return optimizer
     hidden = [p for n, p in named.items() if is_hidden(n, p)]
     others = [p for n, p in named.items() if not is_hidden(n, p)]
     lr, decay = MUON["lr"] * MUON_OWN.adamw_lr_multiplier, MUON["weight_decay"]

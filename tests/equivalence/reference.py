@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from batches import IGNORED, ROWS, STEPS, MicroBatch, batches, together
-from cells import BY_NAME, FEATURES, Cell
+from cells import AVERAGING, BY_NAME, FEATURES, Cell
 from optimizers import Recorded, plain
 from torch import Tensor, nn
 from training import (
@@ -75,6 +75,8 @@ def _train(cell: Cell) -> tuple[Run, float]:
             update_expert_bias(model, number, STEPS)
         if FEATURES[cell.feature].evaluated:
             run.losses.append(_evaluated(cell, model))
+    if cell.optimizer in AVERAGING:
+        optimizer.eval()
     run.weights = weights(model)
     return run, margins.least
 

@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_core.optim import AdamW, OptimizerConfig, build_optimizer
-from forge_core.optim.config import EMAConfig
-from forge_core.optim.ema import EMA
+from forge_core.optim import (
+    AdamW,
+    EMAConfig,
+    OptimizerConfig,
+    build_optimizer,
+    check_optimizer,
+)
 
 DECAY = 0.8
 
@@ -125,11 +129,10 @@ def test_what_belongs_to_the_other_weights_is_refused() -> None:
 def test_optimizers_that_it_cannot_average_are_refused() -> None:
     with pytest.raises(ValueError, match="must go with an optimizer that has named state"):
         build_optimizer(_model(), OptimizerConfig("torch.optim:SGD", ema=EMAConfig(0.9)))
-    with pytest.raises(ValueError, match="evaluates at an average of its own"):
-        EMA(
-            build_optimizer(_model(), OptimizerConfig("schedule_free_adamw")),
-            EMAConfig(0.9),
-        )
+    with pytest.raises(ValueError, match="must go with an optimizer that has named state"):
+        check_optimizer(_model(), OptimizerConfig("torch.optim:SGD", ema=EMAConfig(0.9)))
+    with pytest.raises(ValueError, match="which has an average of its own"):
+        OptimizerConfig("schedule_free_adamw", ema=EMAConfig(0.9))
     with pytest.raises(ValueError, match=r"decay 1\.0 must be above 0 and below 1"):
         EMAConfig(1.0)
 

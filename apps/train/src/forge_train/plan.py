@@ -128,7 +128,8 @@ def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
 def _space(
     config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware
 ) -> SearchSpace:
-    storage = Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0))
+    average = 0.0 if config.optimizer.ema.decay is None else 4.0
+    storage = Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0) + average)
     return SearchSpace(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
                 per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
 

@@ -3,6 +3,7 @@
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.build import OPTIMIZERS, build_optimizer, check_optimizer, find_optimizer
 from forge_core.optim.config import (
+    EMAConfig,
     MuonConfig,
     OptimizerConfig,
     OptimizerGroupConfig,
@@ -10,6 +11,7 @@ from forge_core.optim.config import (
     ScheduleFreeConfig,
     WSDConfig,
 )
+from forge_core.optim.ema import EMA
 from forge_core.optim.groups import (
     groups_of_part,
     match_groups,
@@ -34,8 +36,10 @@ from forge_core.optim.stages import (
 )
 
 __all__ = [
+    "EMA",
     "OPTIMIZERS",
     "AdamW",
+    "EMAConfig",
     "IdleOptimizer",
     "Lion",
     "Muon",

@@ -11,6 +11,7 @@ from torch import nn
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer
 from forge_core.optim.config import OptimizerConfig
+from forge_core.optim.ema import EMA, unnamed
 from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, take_part
 from forge_core.optim.lion import build_lion
 from forge_core.optim.muon import build_muon
@@ -52,7 +53,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
         _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
     if not isinstance(optimizer, NamedOptimizer):  # which did it as it was made
         take_part(optimizer, model, config)
-    return optimizer
+    return optimizer if config.ema.decay is None else EMA(optimizer, config.ema)
 
 
 def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
@@ -65,6 +66,8 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
     lr_scales(model, config)
     if _is_torch_class(built):
         _over_groups(built, model, config)
+        if config.ema.decay is not None:
+            raise unnamed(config.ema, config.name)
     else:
         if isinstance(built, type):
             _check_methods(built, f"{config.name!r}")

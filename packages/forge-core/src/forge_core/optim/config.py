@@ -86,6 +86,20 @@ class ScheduleFreeConfig:
 
 
 @dataclass(frozen=True)
+class EMAConfig:
+    """An exponential moving average of the weights: `EMAConfig(decay=0.999)`."""
+
+    decay: float | None = setting(
+        None,
+        "part of the average that stays in each step; the average is evaluated and saved in place of the weights, "
+        "which the optimizer's state keeps (default: no average)",
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("ema", _ema_problems(self))
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Settings of an optimizer; a ValueError lists every one that cannot be."""
 
@@ -112,6 +126,9 @@ class OptimizerConfig:
     )
     schedule_free: ScheduleFreeConfig = field(
         default_factory=ScheduleFreeConfig, metadata={"help": "the average of schedule_free_adamw"}
+    )
+    ema: EMAConfig = field(
+        default_factory=EMAConfig, metadata={"help": "an average of the weights, of any optimizer"}
     )
     options: dict[str, Any] = field(
         default_factory=dict,
@@ -213,6 +230,8 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
             f"eps {c.eps} must be a positive number, or a zero gradient divides by zero; use 1e-8"
         )
     yield from _weight_decay_problems(c.weight_decay)
+    if c.ema.decay is not None and c.name == "schedule_free_adamw":
+        yield f"ema.decay {c.ema.decay} cannot go with {c.name!r}, which has an average of its own; leave it out"
     yield from foreign_keys(c, _READERS, tuple(_BETAS))
     for table, reader in _TABLES.items():
         yield from foreign_table(c, table, reader)
@@ -237,6 +256,11 @@ def _muon_problems(c: MuonConfig) -> Iterator[str]:
             )
     if not 0.0 < c.adamw_lr_multiplier < math.inf:
         yield f"adamw_lr_multiplier {c.adamw_lr_multiplier} must be a positive number; use 1.0"
+
+
+def _ema_problems(c: EMAConfig) -> Iterator[str]:
+    if c.decay is not None and not 0.0 < c.decay < 1.0:
+        yield f"decay {c.decay} must be above 0 and below 1; use 0.999, or none for no average"
 
 
 def _schedule_free_problems(c: ScheduleFreeConfig) -> Iterator[str]:

@@ -39,18 +39,11 @@ class EMA:
     """
 
     def __init__(self, optimizer: Any, config: EMAConfig) -> None:
-        if not hasattr(optimizer, "named_state") or not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"optimizer.ema.decay {config.decay} must go with an optimizer that has named state, and "
-                f"{type(optimizer).__name__} has none; use one of Forge, or leave it out"
-            )
-        if hasattr(optimizer, "eval"):
-            raise ValueError(
-                f"optimizer.ema.decay {config.decay} cannot go with {type(optimizer).__name__}, which evaluates at an "
-                "average of its own; leave it out"
-            )
+        if not (hasattr(optimizer, "named_state") and isinstance(optimizer, torch.optim.Optimizer)):
+            raise unnamed(config, type(optimizer).__name__)
         assert config.decay is not None
-        self.optimizer, self.decay = optimizer, config.decay
+        self.optimizer: Any = optimizer
+        self.decay = config.decay
         self._parameters = named_parameters(optimizer)
         self._others = {n: p.detach().clone() for n, p in self._parameters.items()}
         self._updates = torch.zeros((), device=next(iter(self._parameters.values())).device)
@@ -146,3 +139,11 @@ class EMA:
             raise RuntimeError(
                 "named state belongs to the average, and the weights are the trained ones; call eval() first"
             )
+
+
+def unnamed(config: EMAConfig, what: str) -> ValueError:
+    """The refusal of an optimizer whose state has no names."""
+    return ValueError(
+        f"optimizer.ema.decay {config.decay} must go with an optimizer that has named state, and {what!r} has none; "
+        "use one of Forge, or leave it out"
+    )
