@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
@@ -28,7 +29,7 @@ from forge_ckpt import load_hf
 from forge_ckpt.hf import HFFolder, save_hf
 from forge_core import FeedForward, SamplingConfig, Transformer, generate
 from forge_core.families import find_family
-from forge_core.model import build_feed_forward
+from forge_core.model import LayerType, build_feed_forward
 from forge_moe import MoE
 from forge_moe.families import FAMILIES
 
@@ -84,6 +85,19 @@ DEEPSEEK = {
     "rms_norm_eps": 1e-3,
     "rope_parameters": YARN,
 }
+GPT = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 14,
+    "sliding_window": 5,
+    "swiglu_limit": 0.4,
+    "swiglu_alpha": 1.3,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 6.0, "truncate": False},
+        **{"original_max_position_embeddings": 40, "beta_fast": 2.0, "beta_slow": 0.2},
+    },
+}
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "mixtral_tied": (MixtralConfig, {"num_local_experts": 4, "tie_word_embeddings": True}),
@@ -97,6 +111,18 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "glm4_moe_normed": (
         Glm4MoeConfig,
         {**GLM, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2},
+    ),
+    "gpt_oss": (GptOssConfig, GPT),
+    "gpt_oss_plain": (
+        GptOssConfig,
+        {
+            **GPT,
+            "swiglu_limit": 7.0,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+            "layer_types": [f"{kind}_attention" for kind in ("full", "full", "sliding", "full")],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
     ),
     "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
     "deepseek_v3_biased": (
@@ -136,7 +162,7 @@ def saved(case: str) -> tuple[Any, Path]:
                 continue
             if tensor.dim() < 2:  # norms, biases and the selection bias off their trivial values
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-            elif "gate.weight" in name:
+            elif "gate.weight" in name or "router.weight" in name:
                 tensor.copy_(torch.randn_like(tensor))
             else:
                 tensor.copy_(torch.randn_like(tensor) * 0.15)
@@ -178,7 +204,7 @@ def test_files_go_back_bit_equal(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.entries)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "deepseek" in case])
+@pytest.mark.parametrize("case", [case for case in CASES if case[:3] in ("dee", "gpt")])
 def test_a_configuration_goes_back(case: str) -> None:
     reference, folder = saved(case)
     hf = json.loads((folder / "config.json").read_text())
@@ -198,33 +224,55 @@ def yarn(model: Transformer, **changes: Any) -> dict[str, Any]:
     return {"rope_scaling": replace(model.config.rope_scaling, **changes)}
 
 
-#: Options of DeepSeek-V3, each off or at its default: of the decoder, of the experts, or of tensors.
-OFF: dict[str, Callable[[Transformer], dict[str, Any]]] = {
-    "yarn": lambda m: {"rope_scaling": None},
-    "factor": lambda m: yarn(m, factor=1.0),
-    "beta_fast": lambda m: yarn(m, beta_fast=32.0),
-    "beta_slow": lambda m: yarn(m, beta_slow=1.0),
-    "mscale": lambda m: yarn(m, mscale=1.0),
-    "mscale_all_dim": lambda m: yarn(m, mscale_all_dim=1.0),
-    "rope_interleave": lambda m: {"mla": replace(m.config.mla, rope_interleave=False)},
-    "norm_eps": lambda m: {"norm_eps": 1e-6},
-    "routed_scaling_factor": lambda m: {"moe": {"route_scale": 1.0}},
-    "norm_topk_prob": lambda m: {"moe": {"normalize": "before_top_k"}},
-    "n_group": lambda m: {"moe": {"num_groups": 1, "top_groups": 1}},
-    "scoring_func": lambda m: {"moe": {"router": "softmax_topk"}},
-    "e_score_correction_bias": lambda m: {"zero": "expert_bias"},
-    "shared_experts": lambda m: {"zero": "shared.down_proj"},
-    "q_a_layernorm": lambda m: {"zero": "q_a_norm"},
+#: Options, each off or at its default: fields of the decoder, of the experts ("moe"), or parts of names of tensors
+#: that become what they were without it ("off").
+OFF: dict[str, dict[str, Callable[[Transformer], dict[str, Any]]]] = {
+    "deepseek_v3": {
+        "yarn": lambda m: {"rope_scaling": None},
+        "factor": lambda m: yarn(m, factor=1.0),
+        "beta_fast": lambda m: yarn(m, beta_fast=32.0),
+        "beta_slow": lambda m: yarn(m, beta_slow=1.0),
+        "mscale": lambda m: yarn(m, mscale=1.0),
+        "mscale_all_dim": lambda m: yarn(m, mscale_all_dim=1.0),
+        "rope_interleave": lambda m: {"mla": replace(m.config.mla, rope_interleave=False)},
+        "norm_eps": lambda m: {"norm_eps": 1e-6},
+        "routed_scaling_factor": lambda m: {"moe": {"route_scale": 1.0}},
+        "norm_topk_prob": lambda m: {"moe": {"normalize": "before_top_k"}},
+        "n_group": lambda m: {"moe": {"num_groups": 1, "top_groups": 1}},
+        "scoring_func": lambda m: {"moe": {"router": "softmax_topk"}},
+        "e_score_correction_bias": lambda m: {"off": "expert_bias"},
+        "shared_experts": lambda m: {"off": "shared.down_proj"},
+        "q_a_layernorm": lambda m: {"off": "q_a_norm"},
+        "kv_a_layernorm": lambda m: {"off": "kv_a_norm"},
+    },
+    "gpt_oss": {
+        "yarn": lambda m: {"rope_scaling": None},
+        "truncate": lambda m: yarn(m, truncate=True),
+        "attention_factor": lambda m: yarn(m, attention_factor=1.0),
+        "sinks": lambda m: {"off": "sinks"},
+        "sliding_window": lambda m: {"layer_types": {"local": LayerType(window=6)}},
+        "layer_types": lambda m: {"layer_pattern": ("global", "local")},
+        "swiglu_limit": lambda m: {"moe": {"swiglu_limit": 7.0}},
+        "swiglu_alpha": lambda m: {"moe": {"swiglu_alpha": 1.702}},
+        **{
+            name: lambda m, name=name: {"off": name}
+            for name in ("router.bias", "gate_up_proj_bias", "down_proj_bias")
+        },
+        **{
+            f"{name}_proj.bias": lambda m, name=name: {"off": f"{name}_proj.bias"}
+            for name in "qkvo"
+        },
+    },
 }
 
 
-@pytest.mark.parametrize("option", OFF)
+@pytest.mark.parametrize(("case", "option"), [(case, o) for case in OFF for o in OFF[case]])
 @torch.no_grad()
-def test_every_option_of_deepseek_moves_logits(option: str) -> None:
+def test_every_option_moves_logits(case: str, option: str) -> None:
     """By over a hundred times the bound, so that the parity above sees it."""
-    model, _, _ = load("deepseek_v3")
-    change = OFF[option](model)
-    moe, zero = change.pop("moe", {}), change.pop("zero", "no name")
+    model, _, _ = load(case)
+    change = OFF[case][option](model)
+    moe, off = change.pop("moe", {}), change.pop("off", "no name")
     config = replace(model.config, **change)
 
     def feed_forward(i: int) -> torch.nn.Module:
@@ -234,14 +282,14 @@ def test_every_option_of_deepseek_moves_logits(option: str) -> None:
     mutant = Transformer(config, feed_forward=feed_forward).eval()
     mutant.load_state_dict(model.state_dict())
     for name, tensor in mutant.state_dict().items():
-        if zero in name:
-            tensor.zero_() if "norm" not in name else tensor.fill_(1.0)
+        if off in name:
+            tensor.fill_(1.0 if "norm" in name else -30.0 if "sinks" in name else 0.0)
     tokens = torch.randint(0, 96, (2, 50), generator=torch.Generator().manual_seed(1))
     wanted = model(tokens)
     assert float((mutant(tokens) - wanted).abs().max() / wanted.abs().max()) > 100 * 1e-5
 
 
-@pytest.mark.parametrize("case", ["olmoe", "glm4_moe_normed", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["olmoe", "glm4_moe_normed", "deepseek_v3", "gpt_oss"])
 def test_greedy_generation_equal(case: str) -> None:
     """With a cache: heads that turn in part, and norms over all heads."""
     reference, _ = saved(case)

@@ -73,6 +73,14 @@ CASES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         **{"n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True},
     },
+    "GptOss": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 5},
+        "swiglu_limit": 0.5,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "truncate": False},
+            "original_max_position_embeddings": 32,
+        },
+    },
     "DeepseekV3": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         **{"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},

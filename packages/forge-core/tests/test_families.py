@@ -7,6 +7,7 @@ from forge_core.families import (
     DEEPSEEK_V3,
     FAMILIES,
     GLM4_MOE,
+    GPT_OSS,
     LLAMA,
     MISTRAL,
     MIXTRAL,
@@ -18,7 +19,7 @@ from forge_core.families import (
     Family,
     find_family,
 )
-from forge_core.model import MLAConfig
+from forge_core.model import LayerType, MLAConfig
 
 HF = {
     "vocab_size": 8,
@@ -297,6 +298,51 @@ def test_what_latent_attention_cannot_hold_is_refused(change: dict, problem: str
         DEEPSEEK_V3.config_to_hf(TransformerConfig(8))
     with pytest.raises(ValueError, match="mixer 'mla' must be 'attention' in this family"):
         LLAMA.config_to_hf(DEEPSEEK_V3.config_from_hf({**HF, **LATENT}))
+
+
+GPT = {"model_type": "gpt_oss", "head_dim": 8, "num_hidden_layers": 5}
+
+
+def test_layers_of_gpt_oss() -> None:
+    hf = {**HF, **GPT}
+    config = GPT_OSS.config_from_hf(hf)
+    assert config.layer_pattern == ("local", "global")
+    assert config.layer_types == {"local": LayerType(window=128)}
+    assert (config.attention, config.qkv_bias, config.o_bias) == (
+        AttentionSpec(sinks=True),
+        True,
+        True,
+    )
+    assert (config.norm_eps, config.rope_theta) == (1e-5, 150000.0)
+    yarn = RopeScaling(32.0, name="yarn", original_max_position=4096, truncate=False)
+    assert config.rope_scaling == yarn
+    written = GPT_OSS.config_to_hf(config)
+    assert written["layer_types"] == [f"{kind}_attention" for kind in ("sliding", "full") * 2] + [
+        "sliding_attention"
+    ]
+    assert (written["sliding_window"], written["attention_bias"]) == (128, True)
+    assert GPT_OSS.config_from_hf(written) == config
+    whole = GPT_OSS.config_from_hf({**hf, "layer_types": ["full_attention"] * 5})
+    assert (whole.layer_pattern, whole.layer_types) == ((), {})
+    assert GPT_OSS.config_to_hf(whole)["sliding_window"] is None
+    old = {"experts_per_token": 4, "initial_context_length": 4096, "swiglu_limit": 7.0}
+    assert GPT_OSS.config_from_hf({**hf, **old}) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"experts in 4 bits \(mxfp4\)"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be one of"),
+        ({"layer_types": ["chunked_attention"] * 5}, "layer_types must be one of"),
+        ({"attention_bias": "x"}, "attention_bias 'x' must be true or false"),
+    ],
+)
+def test_what_gpt_oss_cannot_hold_is_refused(change: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"gpt_oss: .*{problem}"):
+        GPT_OSS.config_from_hf({**HF, **GPT, **change})
+    with pytest.raises(ValueError, match=r"gpt_oss: attention\.sinks must be true"):
+        GPT_OSS.config_to_hf(TransformerConfig(8, qkv_bias=True, o_bias=True))
 
 
 def test_a_family_is_found_by_model_type_or_refused() -> None:

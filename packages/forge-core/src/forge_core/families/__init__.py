@@ -8,6 +8,7 @@ from typing import Any
 
 from forge_core.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
 from forge_core.families.gemma import GEMMA3
+from forge_core.families.gpt_oss import GPT_OSS
 from forge_core.families.latent import DEEPSEEK_V3
 from forge_core.families.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from forge_core.families.phi import PHI3
@@ -18,6 +19,7 @@ __all__ = [
     "FAMILIES",
     "GEMMA3",
     "GLM4_MOE",
+    "GPT_OSS",
     "GRANITE",
     "LLAMA",
     "MISTRAL",
@@ -52,6 +54,7 @@ FAMILIES = {
         OLMOE,
         GLM4_MOE,
         DEEPSEEK_V3,
+        GPT_OSS,
     )
 }
 
