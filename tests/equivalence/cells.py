@@ -397,7 +397,7 @@ BY_NAME = {
         "cp": "packed",
         "pp_1f1b": "tied_embeddings moe",
         "pp_zbv": "packed",
-        "ep": "moe_bias",
+        "ep": "moe_bias moe_expert_biases",
         "fsdp_tp": "packed moe",
         "hsdp_tp": "accumulation",
         "efsdp_ep": "moe",

@@ -45,6 +45,7 @@ class Model(nn.Module):
         )
         if experts:
             block.experts = nn.Parameter(torch.randn(3, 8, 6))  # (E, in, out)
+            block.experts_bias = nn.Parameter(torch.randn(3, 6))  # vectors
         return block
 
 

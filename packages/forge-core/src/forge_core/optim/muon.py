@@ -123,7 +123,8 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
         group = config.groups.get(owners.get(name, ""))
         chosen = None if group is None else group.muon
         hidden = _BLOCK.search(name) is not None and parameter not in tables
-        if parameter.ndim in (2, 3):
+        # biases of experts (E, R) are vectors in a stack
+        if parameter.ndim in (2, 3) and not name.endswith("bias"):
             matrices |= hidden or chosen is not None
             if hidden if chosen is None else chosen:
                 found.add(name)
