@@ -200,18 +200,24 @@ def _cross_entropy(
 
 
 def _fused(
-    terms: dict[str, Any], x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None
+    terms: dict[str, Any], x: Tensor, weight: Tensor, *targets: Any, **head: float
 ) -> Tensor:
-    return fused_cross_entropy(x, weight, labels, weights=weights, **terms).sum
+    labels, weights = targets
+    return fused_cross_entropy(x, weight, labels, weights=weights, **terms, **head).sum
 
 
 def _sharded(
-    fused: bool, terms: dict[str, Any], ids: int | None, meshes: Meshes, *given: Any
+    fused: bool,
+    terms: dict[str, Any],
+    ids: int | None,
+    meshes: Meshes,
+    *given: Any,
+    **head: float,
 ) -> Tensor:
     """The same of a tp rank's logits, or of its rows of the head's weight."""
     *parts, labels, weights = given
     loss: Any = vocab_fused_cross_entropy if fused else vocab_cross_entropy
-    found = loss(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms)
+    found = loss(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms, **head)
     total: Tensor = found.sum
     return total
 

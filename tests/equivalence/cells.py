@@ -244,6 +244,7 @@ _TERMS = {"z_loss": 0.01, "label_smoothing": 0.1}
 _EVEN = {"vocab_size": 102}  # over tp 2 and three shards
 # over tp 2 and 3 or 4 shards FSDP2 cuts such tables by width, which 3 must divide
 _ODD = {"vocab_size": 121, "dim": 48}
+_CAPPED = {**_ODD, "logits_scale": 1.5, "logits_softcap": 2.0}
 _LORA = {"patterns": ("*_proj",), "rank": 3, "alpha": 6.0}
 _COMPILE = {"compile": True}
 _WIDTHS = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
@@ -343,7 +344,7 @@ FEATURES = {
     "dealt_bf16": Feature(total=8, packed=True, parallel=_BF16),
     "fused": Feature(micro_batches=2, packed=True, fused=True, model={"tie_embeddings": True}),
     "loss_terms": Feature(micro_batches=2, packed=True, terms=_TERMS, model=_ODD),
-    "fused_terms": Feature(micro_batches=2, packed=True, fused=True, terms=_TERMS, model=_ODD),
+    "fused_terms": Feature(micro_batches=2, packed=True, fused=True, terms=_TERMS, model=_CAPPED),
     "fused_compile_recompute": Feature(fused=True, parallel={**_COMPILE, **_FULL}),
     "fused_bf16": Feature(micro_batches=2, fused=True, parallel=_BF16),
     "lora": Feature(micro_batches=2, packed=True, model={"qkv_bias": True}, lora=_LORA),

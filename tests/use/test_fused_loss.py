@@ -178,10 +178,6 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
     ("flags", "words"),
     [
         (
-            ("--model.logits_softcap", "30"),
-            "is computed inside the head, before model.logits_softcap 30.0; use 'cross_entropy'",
-        ),
-        (
             ("--train.objective", "forge_testing.parts:smoothed"),
             "computes the loss itself, and loss is 'fused_cross_entropy'; give one of them",
         ),
@@ -191,7 +187,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
         ),
         (("--train.loss", "fused_crossentropy"), "did you mean 'fused_cross_entropy'?"),
     ],
-    ids=["softcap", "objective", "then", "name"],
+    ids=["objective", "then", "name"],
 )
 def test_where_it_cannot_be_computed_it_is_refused(
     tmp_path: Path, flags: tuple[str, ...], words: str

@@ -175,19 +175,22 @@ def test_the_embeddings_factor_is_rounded_as_they_are() -> None:
     assert wanted.dtype == torch.bfloat16
 
 
-def test_a_loss_inside_the_head_sees_the_scale_and_refuses_the_cap() -> None:
-    model = Transformer(TransformerConfig(**SHAPE, logits_scale=0.3))
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_a_loss_inside_the_head_sees_the_scale_and_the_cap(softcap: float | None) -> None:
+    model = Transformer(TransformerConfig(**SHAPE, logits_scale=0.3, logits_softcap=softcap))
     randomise(model)
     tokens, labels = torch.randint(0, 29, (2, 7)), torch.randint(0, 29, (2, 7))
-    within = model(tokens, then=lambda x, weight: fused_cross_entropy(x, weight, labels).sum)
+
+    def loss(x: Tensor, weight: Tensor, **head: float) -> Tensor:
+        assert head == ({} if softcap is None else {"softcap": softcap})
+        return fused_cross_entropy(x, weight, labels, **head).sum
+
+    within = model(tokens, then=loss)
     logits = model(tokens)
     wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert error(within, wanted) < 1e-6
-    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (within, wanted)]
+    gradients = [torch.autograd.grad(each, list(model.parameters())) for each in (within, wanted)]
     assert all(error(a, b) < 1e-5 for a, b in zip(*gradients))
-    capped = Transformer(TransformerConfig(**SHAPE, logits_softcap=30.0))
-    with pytest.raises(ValueError, match=r"logits_softcap 30.0 is not computed by a loss inside"):
-        capped(tokens, then=lambda x, weight: x.sum())
 
 
 @pytest.mark.parametrize("key", [*FACTORS, "residual_scale"])

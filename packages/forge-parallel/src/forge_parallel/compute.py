@@ -60,7 +60,7 @@ class Compute:
     token losses, or `num_sums` of them (k,), of which the first is trained and evaluated. `sharded_loss` is the same
     for logits (B, S, V / tp) of which each tp rank has a part. With `in_head` the model is called with `then=`, and
     `loss(x (B, S, D), weight (V, D), labels, weights)` runs inside of its head, or `sharded_loss` with the weight's
-    rows (V / tp, D). `objective(model, part)` replaces them: 0-dim sums over a micro-batch, the first of
+    rows (V / tp, D); both get the keywords that the head gives (`softcap`). `objective(model, part)` replaces them: 0-dim sums over a micro-batch, the first of
     which is trained; it calls the model itself, so it goes without pp.
 
     `keywords` are the fields of a batch that the model's forward takes by name; `dim` is the width of the stream
@@ -197,11 +197,11 @@ class Compute:
         """The function that the model's head computes in place of logits."""
         return self._loss_in_head if self._in_head else None
 
-    def _loss_in_head(self, x: Tensor, weight: Tensor, labels: Targets) -> Tensor:
+    def _loss_in_head(self, x: Tensor, weight: Tensor, labels: Targets, **head: Any) -> Tensor:
         if self._sharded_width is not None:
             assert self._sharded_loss is not None
-            return self._sharded_loss(x, weight, *labels)
-        return self._loss(x, weight, *self._labels_of(x, labels))
+            return self._sharded_loss(x, weight, *labels, **head)
+        return self._loss(x, weight, *self._labels_of(x, labels), **head)
 
     def _token_loss(self, output: Any, targets: Targets) -> Tensor:
         """Weighted sums over the labels; under tp a rank may have a part of the vocabulary, or of the tokens."""

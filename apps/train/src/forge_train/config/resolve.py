@@ -135,12 +135,6 @@ def _section_problems(config: JobConfig) -> list[str]:
             f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
             f"set model.max_seq_len = {config.data.seq_len}"
         )
-    cap = getattr(config.model, "logits_softcap", None)
-    if cap is not None and config.train.loss == "fused_cross_entropy":
-        problems.append(
-            f"train.loss 'fused_cross_entropy' is computed inside the head, before model.logits_softcap {cap}; use "
-            "'cross_entropy', or no soft-cap"
-        )
     sinks = {sink.name for sink in config.metrics.sinks.values()}
     needs_tensorboard = config.metrics.tensorboard or "tensorboard" in sinks
     if needs_tensorboard and importlib.util.find_spec("tensorboard") is None:

@@ -78,10 +78,11 @@ def _on_part_of_vocabulary(
     ids: int | None,
     terms: dict[str, float],
     *given: Any,
+    **head: float,
 ) -> Tensor:
     """`token_cross_entropy` or `inside_head` with a part of the logits or the weight."""
     *parts, labels, weights = given
-    found = function(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms)
+    found = function(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms, **head)
     return with_terms(found, terms)
 
 

@@ -206,7 +206,7 @@ class TransformerConfig:
     logits_scale: float = setting(1.0, "factor of the logits (Granite: 1 / logits_scaling)")
     logits_softcap: float | None = setting(
         None,
-        "logits x become softcap * tanh(x / softcap) (Gemma 2: 30); not with a loss inside the head; empty: no cap",
+        "logits x become softcap * tanh(x / softcap) (Gemma 2: 30); empty: no cap",
     )
     mixer: str = setting(
         "attention", "token mixer: attention, mla, an entry point of forge.mixers, or module:attr"

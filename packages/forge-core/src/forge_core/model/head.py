@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from forge_core.model.config import TransformerConfig
 
-#: Of the stream behind the final norm (B, S, D) and the head's weight (V, D).
-Then = Callable[[Tensor, Tensor], Tensor]
+#: Of the stream behind the final norm (B, S, D) and the head's weight (V, D), and `softcap` where logits have one.
+Then = Callable[..., Tensor]
 
 
 class Finish(NamedTuple):
@@ -27,12 +27,10 @@ class Finish(NamedTuple):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def within(self, then: Then, x: Tensor, weight: Tensor) -> Tensor:
-        """The result of a loss that makes the logits itself, of a stream that is scaled for them."""
-        if self.softcap is not None:
-            raise ValueError(
-                f"logits_softcap {self.softcap} is not computed by a loss inside the head; use a loss of logits"
-            )
-        return then(x if self.scale == 1.0 else x * self.scale, weight)
+        """The result of a loss that makes the logits itself, of a stream that is scaled for them; a soft-cap is
+        handed on as `softcap`."""
+        given = {} if self.softcap is None else {"softcap": self.softcap}
+        return then(x if self.scale == 1.0 else x * self.scale, weight, **given)
 
 
 class Head(nn.Linear):

@@ -124,7 +124,7 @@ class Transformer(nn.Module):
     def head(self, x: Tensor, then: Then | None = None) -> Tensor:
         """Final norm and output projection: (B, S, D) -> (B, S, V); x itself where another stage has them.
 
-        `then` as in `forward`: its x has `logits_scale` in it already; ValueError with a soft-cap.
+        `then` as in `forward`: its x has `logits_scale` in it already, and a soft-cap comes as keyword `softcap`.
         """
         if self.norm is None:
             return x
