@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core import AttentionSpec, OptimizerConfig, build_optimizer, flops_per_token, initialise
-from forge_core.model import LayerType
+from forge_core import (
+    AttentionSpec,
+    OptimizerConfig,
+    RopeScaling,
+    build_optimizer,
+    flops_per_token,
+    initialise,
+)
+from forge_core.model import LayerType, MLAConfig
 from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
 from forge_parallel.plan import (
     Candidate,
@@ -45,7 +52,24 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"block": "sandwich", "norm": "rms_norm_plus_one", "feed_forward": "geglu_tanh"},
         **{"qk_norm": True, "embedding_scale": 8.0, "logits_scale": 0.5, "logits_softcap": 30.0},
     },
+    "mla": {
+        "num_kv_heads": None,
+        "mixer": "mla",
+        "mla": MLAConfig(
+            q_lora_rank=48,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        ),
+        "rope_scaling": RopeScaling(2.0, name="yarn", original_max_position=32),
+    },
     "moe": MOE,
+    "moe_clamped": {
+        "moe": MoESection(
+            num_experts=8, top_k=2, activation="clamped_swiglu", bias=True, router_bias=True
+        )
+    },
     "moe_shared": {
         "moe": MoESection(num_experts=8, top_k=2, num_shared_experts=1, first_dense_layers=1,
                           z_loss_weight=1e-3, aux_loss_weight=1e-2)
@@ -55,7 +79,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def section(name: str) -> BuiltInModelConfig:
     return BuiltInModelConfig(
-        vocab_size=256, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, **MODELS[name]
+        **{
+            **{"vocab_size": 256, "dim": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
+            **MODELS[name],
+        }
     )
 
 
@@ -89,6 +116,16 @@ def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype
 def test_a_tied_head_sees_all_tokens_under_tensor_parallelism() -> None:
     tied, own = (trace(Profile(build_model(section(n), 0), SEQ), tp=2) for n in ("tied", "dense"))
     assert (tied.logits, tied.last.sent) == (own.logits, own.last.sent)
+
+
+def test_latents_travel_to_the_heads_of_all_ranks() -> None:
+    """48 + 32 + 8 dims of each token in bf16, in place of the stream's 64; the last are a view of 32 + 8."""
+    latent, plain = (
+        trace(Profile(build_model(section(n), 0), SEQ), tp=2).kinds[0].sent["tp"]
+        for n in ("mla", "dense")
+    )
+    dims = (latent - plain) / (2 * SEQ) + 64
+    assert 48 + 32 + 8 <= dims <= 48 + 32 + 40
 
 
 def test_no_plan_spreads_rows_whose_attention_cannot_reach_over_ranks() -> None:

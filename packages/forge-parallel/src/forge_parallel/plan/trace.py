@@ -218,7 +218,7 @@ class _Tracer(TorchFunctionMode):
             # a mixture has its tokens cut over tp always, so its shared experts gather them
             cut = self.sequence_parallel or matched.is_routed(name)
             role = matched.leaves[name].name if name in matched.leaves else None
-            if role in ("colwise", *HEADS):
+            if role in ("colwise", "enter", *HEADS):
                 module.register_forward_pre_hook(self._gather if cut else self._sum_gradients)
             elif role in ("rowwise", "vocab"):
                 module.register_forward_hook(self._scatter if cut else self._sum)
