@@ -463,7 +463,7 @@ _CHOSEN = {
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
-    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms",
+    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms multipliers",
     "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich fused loss_terms",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
     " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers fused_terms",
