@@ -56,6 +56,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert not torch.equal(same[0], same[1])  # each row has its own stream
 
 
+def test_parts_of_a_batch_give_its_rows() -> None:
+    model, sampling = small(), SamplingConfig(seed=4)
+    whole = generate(model, PROMPTS, 12, sampling)
+    parts = [generate(model, PROMPTS[i : i + 1], 12, sampling, first_row=i) for i in range(3)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
 def test_seed_and_length() -> None:
     model = small()
     long = generate(model, PROMPTS, 20, SamplingConfig(seed=1))

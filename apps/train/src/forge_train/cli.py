@@ -260,7 +260,7 @@ def slurm(args: list[str]) -> int:
 
 
 def generate(args: list[str]) -> int:
-    """Stream text from the newest good checkpoint of a run."""
+    """Continue a text, or each of a file, by a run's newest good checkpoint or a Hugging Face folder."""
     from forge_train.report.text import stream_text
 
     return tyro.cli(stream_text, prog="forge-train generate", args=args, use_underscores=True)

@@ -1,4 +1,4 @@
-"""Two entrances for code: a job from a TOML file, and the model of a finished run."""
+"""Entrances for code: a job from a TOML file, the model of a finished run, and that of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import nn
 
 from forge_ckpt import Store
 from forge_core import initialise
-from forge_data import Tokenizer
+from forge_data import Tokenizer, load_tokenizer
 from forge_parallel import materialise
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
-from forge_train.errors import ConfigError, StateError
+from forge_train.errors import ConfigError, StateError, config_errors
+from forge_train.hf.folder import read_model
 from forge_train.trainer.build import build_model, run_tokenizer
 from forge_train.trainer.checkpoints import store_errors
 from forge_train.trainer.run_directory import RunDirectory
@@ -66,3 +67,29 @@ def load_trained(
             ]
         )
     return model.eval(), run_tokenizer(config), step
+
+
+def load_folder(
+    folder: str | Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, Tokenizer]:
+    """(model in eval mode with fp32 weights, tokenizer) of a folder as transformers' `save_pretrained` writes it.
+
+    Raises ConfigError for a family or an option that Forge does not have, tensors that do not fit, and a folder
+    without tokenizer.json.
+    """
+    found = read_model(Path(folder))
+    path = found.path / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            [f"{folder} has no {path.name}, which makes text of ids; put the model's own there"]
+        )
+    model = materialise(build_model(found.section, 0), torch.device(device))
+    initialise(model, 0)  # buffers that the folder need not hold
+    found.load(model)
+    with config_errors():
+        tokenizer = load_tokenizer(str(path))
+    end = found.hf.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end  # the first of several
+    if isinstance(end, int):
+        tokenizer.eos_id = end
+    return model.eval(), tokenizer

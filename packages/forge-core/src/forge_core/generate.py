@@ -64,6 +64,7 @@ def generate(
     sampling: SamplingConfig = SamplingConfig(),
     eos_id: int | None = None,
     prefill_chunk: int | None = None,
+    first_row: int = 0,
 ) -> Tensor:
     """New tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every row met `eos_id`.
 
@@ -71,7 +72,9 @@ def generate(
 
     The rest is as in `generate_stream`, whose columns these are.
     """
-    columns = list(generate_stream(model, tokens, max_new_tokens, sampling, eos_id, prefill_chunk))
+    columns = list(
+        generate_stream(model, tokens, max_new_tokens, sampling, eos_id, prefill_chunk, first_row)
+    )
     return torch.stack(columns, dim=1)
 
 
@@ -82,13 +85,14 @@ def generate_stream(
     sampling: SamplingConfig = SamplingConfig(),
     eos_id: int | None = None,
     prefill_chunk: int | None = None,
+    first_row: int = 0,
 ) -> Iterator[Tensor]:
     """The new tokens of all rows, (B,) int64, one step at a time.
 
     tokens: (B, S) int64 or a sequence of prompts of any lengths; they go to the model's device.
     Rows are independent: a row's tokens do not depend on the others nor on their number. A row that
     produced `eos_id` repeats it; all rows there, the stream ends. `eos_id=None` never stops, and 0
-    is an id like any other.
+    is an id like any other. Rows draw as rows `first_row`, `first_row + 1`, ... of a larger batch would.
 
     `model` is called `model(tokens, document_ids=..., cache=..., last_only=True)` in eval mode,
     which is undone when the stream ends or is closed. Cost: a forward of S tokens, or S / `prefill_chunk`
@@ -113,7 +117,8 @@ def generate_stream(
             f"max_seq_len {longest}; shorten the prompt or ask for fewer tokens"
         )
     chunk = rows.size(1) if prefill_chunk is None else prefill_chunk
-    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id, chunk)
+    draws = _Draws(sampling.seed, rows.size(0), device, first_row)
+    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id, chunk, draws)
 
 
 def _steps(
@@ -124,9 +129,9 @@ def _steps(
     sampling: SamplingConfig,
     eos_id: int | None,
     chunk: int,
+    draws: _Draws,
 ) -> Iterator[Tensor]:
     training = model.training
-    draws = _Draws(sampling.seed, tokens.size(0), tokens.device)
     finished = torch.zeros(tokens.size(0), dtype=torch.bool, device=tokens.device)
     cache = seen = None
     model.eval()
@@ -190,10 +195,10 @@ class _Draws:
 
     _CHUNK = 256
 
-    def __init__(self, seed: int, rows: int, device: torch.device) -> None:
+    def __init__(self, seed: int, rows: int, device: torch.device, first_row: int = 0) -> None:
         self.device = device
         self.generators = []
-        for row in range(rows):
+        for row in range(first_row, first_row + rows):
             digest = hashlib.sha256(f"{seed}:{row}".encode()).digest()
             generator = torch.Generator("cpu")
             self.generators.append(generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1))

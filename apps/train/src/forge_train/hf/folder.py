@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from forge_ckpt.hf import HFTensors, read_json
+from torch import nn
+
+from forge_ckpt.hf import HFTensors, load_hf, read_json
 from forge_train.config.imported import NAME, TRAINING_KEYS, table_of, write_table
 from forge_train.config.layers import Layers
 from forge_train.config.schema import BuiltInModelConfig
@@ -53,6 +55,12 @@ class HFModel:
         with config_errors():
             rows = rows_of(self.section, self.family)
             return HFTensors(self.path, rows, _ignored(self.section, self.hf))
+
+    def load(self, model: nn.Module) -> None:
+        """Fill a model of this section in place; ConfigError for tensors that do not fit."""
+        with config_errors():
+            rows = rows_of(self.section, self.family)
+            load_hf(self.path, rows, model, ignore=_ignored(self.section, self.hf))
 
     def layer(self) -> dict[str, Any]:
         """{"model": table}, as a file of TOML would hold it."""

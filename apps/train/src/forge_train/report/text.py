@@ -1,9 +1,10 @@
-"""Text from a trained run, streamed as it is sampled."""
+"""Text from a trained model: one continuation, streamed as it is sampled, or those of a file of prompts."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,12 @@ import torch
 import tyro
 from torch import nn
 
-from forge_core import SamplingConfig, generate_stream
+from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
 from forge_parallel import select_device
 from forge_train.errors import ConfigError
-from forge_train.jobs import load_trained
+from forge_train.jobs import load_folder, load_trained
+from forge_train.trainer.run_directory import RunDirectory
 
 
 def continuation(
@@ -25,22 +27,20 @@ def continuation(
     max_new_tokens: int,
     sampling: SamplingConfig,
     device: torch.device | str,
+    prefill_chunk: int | None = None,
 ) -> Iterator[str]:
     """Pieces of text that continue `prompt`, until EOS or `max_new_tokens`.
 
     Raises ConfigError when the prompt has no tokens and the tokenizer has no token to start from.
     """
-    ids = tokenizer.encode(prompt)
-    if not ids:
-        if tokenizer.eos_id is None:
-            raise ConfigError(
-                ["prompt '' has no tokens and the tokenizer no end token; give a prompt"]
-            )
-        ids = [tokenizer.eos_id]  # documents begin after it
+    ids = _ids(tokenizer, prompt)
     tokens = torch.tensor([ids], device=device)
     shown, new = tokenizer.decode([]), []
     # the end token is looked for here alone: one read from the device per token
-    for step in generate_stream(model, tokens, max_new_tokens, sampling=sampling):
+    stream = generate_stream(
+        model, tokens, max_new_tokens, sampling=sampling, prefill_chunk=prefill_chunk
+    )
+    for step in stream:
         token = int(step[0])
         if token == tokenizer.eos_id:
             break
@@ -56,9 +56,20 @@ def continuation(
 
 
 def stream_text(
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")],
+    source: Annotated[
+        tyro.conf.Positional[Path],
+        tyro.conf.arg(help="folder of a run, or of Hugging Face (config.json, tokenizer.json)"),
+    ],
     /,
     prompt: Annotated[str, tyro.conf.arg(help="text to continue")] = "",
+    prompts: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="file of texts to continue, one a line, or objects with a key prompt (.jsonl); writes an object "
+            "with prompt and text for each"
+        ),
+    ] = None,
+    rows: Annotated[int, tyro.conf.arg(help="prompts of the file that are continued at once")] = 8,
     max_new_tokens: Annotated[int, tyro.conf.arg(help="tokens to write")] = 400,
     temperature: Annotated[float, tyro.conf.arg(help="0: the most likely token each time")] = 0.8,
     top_k: Annotated[int | None, tyro.conf.arg(help="sample from the k most likely tokens")] = None,
@@ -66,23 +77,124 @@ def stream_text(
         float | None,
         tyro.conf.arg(help="sample from the likeliest tokens of this total probability"),
     ] = None,
+    min_p: Annotated[
+        float | None,
+        tyro.conf.arg(help="sample from tokens with this share of the likeliest one's probability"),
+    ] = None,
+    repetition_penalty: Annotated[
+        float, tyro.conf.arg(help="above 1: tokens that the text holds are less likely")
+    ] = 1.0,
+    prefill_chunk: Annotated[
+        int | None, tyro.conf.arg(help="tokens of a long prompt that are read at once")
+    ] = None,
     seed: Annotated[int, tyro.conf.arg(help="the same seed gives the same text")] = 0,
     device: Annotated[str, tyro.conf.arg(help="auto, cpu or cuda")] = "auto",
 ) -> int:
-    """Stream text from the newest good checkpoint of a run."""
+    """Continue a text, or each of a file, by the newest good checkpoint of a run or a folder of Hugging Face.
+
+    A checkpoint may be of any layout of ranks; the model runs whole in this process.
+    """
     try:
-        sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        sampling = SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         chosen = select_device(device)
+        texts = None if prompts is None else read_prompts(prompts)
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
-    model, tokenizer, step = load_trained(run_dir, chosen)
-    print(f"{run_dir} at step {step}", file=sys.stderr)
-    sys.stdout.write(prompt.encode(errors="replace").decode())
+    if texts is not None and prompt:
+        raise ConfigError(["--prompt and --prompts are both given; leave one out"])
+    model, tokenizer = _load(source, chosen)
     try:
-        for piece in continuation(model, tokenizer, prompt, max_new_tokens, sampling, chosen):
+        if texts is not None:
+            lengths = (max_new_tokens, prefill_chunk, rows)
+            for text, more in zip(texts, continue_all(model, tokenizer, texts, sampling, *lengths)):
+                print(json.dumps({"prompt": text, "text": more}, ensure_ascii=False), flush=True)
+            return 0
+        sys.stdout.write(prompt.encode(errors="replace").decode())
+        pieces = continuation(
+            model, tokenizer, prompt, max_new_tokens, sampling, chosen, prefill_chunk
+        )
+        for piece in pieces:
             sys.stdout.write(piece)
             sys.stdout.flush()
     except ValueError as error:  # a prompt that is no text, a length beyond the model's
         raise ConfigError(str(error).splitlines()) from error
     sys.stdout.write("\n")
     return 0
+
+
+def _load(source: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
+    """The model of a run, or that of a folder of Hugging Face; says which."""
+    if (source / "config.json").is_file() and not RunDirectory(source).config.exists():
+        model, tokenizer = load_folder(source, device)
+        print(f"{source}, a folder of Hugging Face", file=sys.stderr)
+    else:
+        model, tokenizer, step = load_trained(source, device)
+        print(f"{source} at step {step}", file=sys.stderr)
+    return model, tokenizer
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The texts of a file: the lines of a text, or "prompt" of each object of a .jsonl. ValueError, with the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--prompts {path} cannot be read: {error}; give a file of UTF-8 text"
+        ) from error
+    if path.suffix != ".jsonl":
+        return [line for line in lines if line]
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: must be an object of JSON ({error}); correct it"
+            ) from error
+        if row is not None:
+            text = row.get("prompt") if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                raise ValueError(
+                    f'{path}, line {number}: must have a text as "prompt"; write {{"prompt": "..."}}'
+                )
+            found.append(text)
+    return found
+
+
+def continue_all(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    sampling: SamplingConfig,
+    max_new_tokens: int,
+    prefill_chunk: int | None,
+    rows: int,
+) -> Iterator[str]:
+    """What follows each text, up to its end token; the same whatever `rows`, the texts that are continued at once."""
+    if rows < 1:
+        raise ValueError(f"rows {rows} must be at least 1; use 8")
+    ids = [_ids(tokenizer, text) for text in texts]
+    for first in range(0, len(ids), rows):
+        part = ids[first : first + rows]
+        new = generate(
+            model,
+            part,
+            max_new_tokens,
+            sampling,
+            tokenizer.eos_id,
+            prefill_chunk,
+            first,
+        ).tolist()
+        for row in new:
+            end = row.index(tokenizer.eos_id) if tokenizer.eos_id in row else len(row)
+            yield tokenizer.decode([token for token in row[:end] if token < tokenizer.vocab_size])
+
+
+def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt, or the end token where it has none; ConfigError where there is no such token."""
+    ids = tokenizer.encode(prompt)
+    if ids:
+        return ids
+    if tokenizer.eos_id is None:
+        raise ConfigError(["prompt '' has no tokens and the tokenizer no end token; give a prompt"])
+    return [tokenizer.eos_id]  # documents begin after it

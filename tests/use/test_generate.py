@@ -1,0 +1,96 @@
+"""`forge-train generate` from a Hugging Face folder, and from a file of prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_core import SamplingConfig
+from forge_train import ConfigError
+from forge_train.jobs import load_folder
+from forge_train.report.text import continue_all, read_prompts, stream_text
+
+TEXTS = ["one two", "three", "two two three one"]
+
+
+def folder(path: Path) -> Path:
+    """A tiny random Llama of transformers with a tokenizer of words; its end token is 3."""
+    transformers, library = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["[UNK]", "one", "two", "three", *(f"word{i}" for i in range(36))]
+    tokenizer = library.Tokenizer(
+        library.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=[3, 7], pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_folder_writes_what_transformers_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = folder(tmp_path / "hf")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    wanted = theirs.generate(
+        torch.tensor([[1, 2]]), max_new_tokens=12, do_sample=False, eos_token_id=3
+    )
+    words = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
+    names = {i: word for word, i in words.items()}
+    ids = [i for i in wanted[0, 2:].tolist() if i != 3]
+    assert stream_text(path, prompt="one two", max_new_tokens=12, temperature=0.0) == 0
+    shown = capsys.readouterr()
+    assert shown.out.split() == ["one", "two" + names[ids[0]], *(names[i] for i in ids[1:])]
+    assert "a folder of Hugging Face" in shown.err
+
+
+def test_texts_of_a_file_do_not_depend_on_how_many_run_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = folder(tmp_path / "hf")
+    model, tokenizer = load_folder(path)
+    assert tokenizer.eos_id == 3
+    sampling = SamplingConfig(temperature=1.2, min_p=0.01, repetition_penalty=1.1, seed=5)
+    found = [
+        list(continue_all(model, tokenizer, TEXTS, sampling, 15, 2, rows)) for rows in (1, 2, 9)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len({*found[0]}) == 3
+    (tmp_path / "prompts.txt").write_text("\n".join([*TEXTS, ""]))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": t}) + "\n" for t in TEXTS)
+    )
+    for name in ("prompts.txt", "prompts.jsonl"):
+        stream_text(
+            path, prompts=tmp_path / name, rows=2, max_new_tokens=15, temperature=1.2, min_p=0.01,
+            repetition_penalty=1.1, prefill_chunk=2, seed=5,
+        )  # fmt: skip
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert rows == [{"prompt": p, "text": t} for p, t in zip(TEXTS, found[0], strict=True)]
+
+
+def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "hf")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
+    with pytest.raises(ValueError, match=r'broken.jsonl, line 2: must have a text as "prompt"'):
+        read_prompts(tmp_path / "broken.jsonl")
+    with pytest.raises(ConfigError, match="leave one out"):
+        stream_text(path, prompt="one", prompts=path / "config.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        stream_text(path, prompts=tmp_path / "none.txt")
+    with pytest.raises(
+        ConfigError, match="a prompt of 2 and 99 new tokens are longer than max_seq_len 64"
+    ):
+        stream_text(path, prompt="one two", max_new_tokens=99)
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        load_folder(path)
