@@ -39,6 +39,33 @@ MISTAKES: tuple[Mistake, ...] = (
         ("packages/forge-core/tests/test_loss.py::test_an_ignored_row_has_no_gradient",),
     ),
     Mistake(
+        "the first step of an average divides by zero",
+        f"{_CORE}/optim/schedule_free.py",
+        "correction = -torch.expm1(step *",
+        'correction = -torch.expm1(old["step"] *',
+        (
+            "packages/forge-core/tests/test_optim_schedule_free.py::test_F32_nothing_is_divided_by_zero",
+        ),
+    ),
+    Mistake(
+        "weights that train are evaluated in place of their average",
+        f"{_TRAIN}/trainer/trainer.py",
+        "with self.evaluation_point():\n                self.val_loss",
+        "if self.evaluation_point():\n                self.val_loss",
+        (
+            "tests/use/test_schedule_free.py::test_what_is_evaluated_sampled_saved_and_left_is_the_average",
+        ),
+    ),
+    Mistake(
+        "the decay of wsd begins a step late",
+        f"{_CORE}/optim/schedule.py",
+        "total_steps - steps, total_steps, _SHAPES",
+        "total_steps - steps + 1, total_steps, _SHAPES",
+        (
+            "packages/forge-core/tests/test_schedule.py::test_wsd_is_at_the_peak_until_its_last_steps",
+        ),
+    ),
+    Mistake(
         "all epochs have one order",
         f"{_DATA}/packing.py",
         "self._permutation = epoch, Permutation(self._n, self.seed, epoch)",

@@ -226,3 +226,23 @@ def test_another_schedule_is_refused(tmp_path: Path, name: str) -> None:
         load_job(
             write_job(tmp_path), {"optimizer.name": "schedule_free_adamw", "schedule.name": name}
         )
+
+
+def test_the_authors_class_by_its_import_path_is_handled_alike(tmp_path: Path) -> None:
+    """Any optimizer with `eval` and `train`; its state is torch's form, saved and loaded at the average."""
+    pytest.importorskip("schedulefree")
+    theirs = {
+        "optimizer.name": "schedulefree:AdamWScheduleFree",
+        "optimizer.betas": [0.9, 0.999],
+    }
+    fitted = []
+    for name, more in (("ours", {}), ("theirs", theirs), ("parts", theirs)):
+        (tmp_path / name).mkdir()
+        job = write_job(tmp_path / name)
+        for steps in (6, 12) if name == "parts" else (12,):
+            trainer = Trainer(load_job(job, {**SHORT, **more, "train.steps": steps}))
+            trainer.fit()
+        fitted.append(dict(trainer.model.named_parameters()))
+    for name, value in fitted[1].items():
+        assert (fitted[0][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+        assert torch.equal(fitted[2][name], value), name

@@ -27,7 +27,8 @@ class Planned(NamedTuple):
 def planned(config: JobConfig) -> Planned:
     """What the run will do at every step, or at about 2000 and every edge of a longer run.
 
-    A frozen group has rate 0. Rollbacks that lower the rate are not foreseen. Builds the model where the length
+    A frozen group has rate 0. Factors of single parameters (mup, Muon's `adamw_lr_multiplier`) are not in it, and
+    rollbacks that lower the rate are not foreseen. Builds the model where the length
     of the run depends on its size. Raises ConfigError as the run would.
     """
     by_size = config.train.tokens_per_parameter is not None
