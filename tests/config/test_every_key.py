@@ -705,7 +705,7 @@ ELSEWHERE = {
     "parallel.ep",
     *(
         f"parallel.{key}"
-        for key in ("layout", "tp", "sequence_parallel", "async_tp", "cp", "cp_exchange")
+        for key in ("sdpa", "layout", "tp", "sequence_parallel", "async_tp", "cp", "cp_exchange")
     ),
     *(f"parallel.{key}" for key in ("pp", "pp_schedule", "pp_stages_per_rank")),
     *(

@@ -149,6 +149,11 @@ class ParallelConfig:
     memory_budget: float | None = _field(
         None, "share of the activations that compiled blocks may keep; the compiler chooses which"
     )
+    sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = _field(
+        "auto",
+        "kernel of torch's attention; auto: the fastest that fits a call; cpu has flash and math; packed rows in 16 "
+        "bits on CUDA, soft-caps and sinks have functions of their own",
+    )
     compile: bool = _field(False, "torch.compile each block")
     reshard_after_forward: bool = _field(
         True, "free gathered weights after the forward and gather them again for the backward; "
@@ -270,6 +275,8 @@ def _axes_problems(c: ParallelConfig) -> Iterator[str]:
             f"sequence_parallel {c.sequence_parallel}, compile {c.compile}, device {c.device}; use async_tp = "
             "false, or set the others"
         )
+    if c.sdpa != "auto" and c.cp > 1:
+        yield f"sdpa {c.sdpa!r} must be auto under cp {c.cp}, which has kernels of its own; remove it, or use cp = 1"
     stages, usual = c.pp_stages_per_rank, SCHEDULES.get(c.pp_schedule)
     if stages is not None and usual is not None:
         more = c.pp_schedule.startswith("interleaved")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from forge_parallel._torch_compat import set_timeout
 from forge_parallel.config import DEVICES, Layout, ParallelConfig
+from forge_parallel.sdpa import sdpa_kernel, sdpa_problem
 from forge_parallel.start import end_process_group, find_world, start_process_group
 
 
@@ -229,6 +230,8 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
     world = find_world()
     config.axes(world.world_size, world.local_world_size)
     device = select_device(config.device)
+    if wrong := sdpa_problem(config.sdpa, device, config.precision):
+        raise ValueError(f"parallel: {wrong}")
     if world.world_size > 1:
         start_process_group(
             world,
@@ -238,7 +241,8 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
             facts=facts or {},
         )
     try:
-        yield make_meshes(config, device)
+        with sdpa_kernel(config.sdpa):
+            yield make_meshes(config, device)
     except BaseException:
         end_process_group(wait=False)  # the others may be gone, or wait for this rank to be
         raise

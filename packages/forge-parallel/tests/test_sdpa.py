@@ -1,0 +1,51 @@
+"""`parallel.sdpa` chooses the kernel of torch's attention, and what the device has not is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_parallel import ParallelConfig, launch
+from forge_parallel.sdpa import sdpa_problem
+
+
+class Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def kernel() -> str:
+    q = torch.randn(1, 2, 8, 16)
+    with Called() as called:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return "flash" if any("flash" in name for name in called.names) else "math"
+
+
+def test_a_kernel_is_chosen_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, wanted in (("auto", "flash"), ("math", "math"), ("flash", "flash")):
+        with launch(ParallelConfig(device="cpu", precision="fp32", sdpa=name)):
+            assert kernel() == wanted
+        assert kernel() == "flash"
+
+
+def test_what_the_device_has_not_is_refused_before_a_group_starts() -> None:
+    with (
+        pytest.raises(ValueError, match="sdpa 'cudnn' is a kernel of CUDA, and the device is cpu"),
+        launch(ParallelConfig(device="cpu", sdpa="cudnn")),
+    ):
+        pass
+    with pytest.raises(ValueError, match="sdpa 'math' must be auto under cp 2"):
+        ParallelConfig(device="cpu", sdpa="math", cp=2)
+    cuda = torch.device("cuda")
+    assert "computes in 16 bits" in str(sdpa_problem("flash", cuda, "fp32"))
+    assert sdpa_problem("flash", cuda, "bf16") is None
+    assert sdpa_problem("efficient", cuda, "fp32") is None
