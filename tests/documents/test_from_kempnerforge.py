@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forge_core.optim import OPTIMIZERS
-from forge_core.optim.schedule import SCHEDULES
+from forge_core.optim import OPTIMIZERS, SCHEDULES
 from forge_train.config.describe import key_rows
 
 PAGE = (Path(__file__).parents[2] / "docs/from-kempnerforge.md").read_text()

@@ -22,7 +22,7 @@ from forge_core.optim.idle import IdleOptimizer, trains_nothing
 from forge_core.optim.lion import Lion
 from forge_core.optim.muon import Muon, hidden_matrices
 from forge_core.optim.named import set_lr
-from forge_core.optim.schedule import build_schedule, check_schedule
+from forge_core.optim.schedule import SCHEDULES, build_schedule, check_schedule
 from forge_core.optim.schedule_free import ScheduleFreeAdamW
 from forge_core.optim.stages import (
     StageConfig,
@@ -38,6 +38,7 @@ from forge_core.optim.stages import (
 __all__ = [
     "EMA",
     "OPTIMIZERS",
+    "SCHEDULES",
     "AdamW",
     "EMAConfig",
     "IdleOptimizer",
