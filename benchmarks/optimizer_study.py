@@ -135,15 +135,14 @@ def page(rows: list[Row]) -> str:
         "not be the best there is. A run so short says which combinations work as they should, and little about which is",
         "best for a long one.",
         "",
-        "| optimizer | schedule | lr | validation loss | standard error | seconds a run |",
-        "|---|---|---|---|---|---|",
+        "| optimizer | schedule | lr | validation loss | standard error |",
+        "|---|---|---|---|---|",
     ]
     for (optimizer, schedule), group in compared.items():
         losses = [row["val_loss"] for row in group]
-        seconds = statistics.median(row["seconds"] for row in group)
         lines.append(
             f"| {optimizer} | {schedule} | {group[0]['lr']:g} | {statistics.fmean(losses):.4f} | "
-            f"{standard_error(losses):.4f} | {seconds:.1f} |"
+            f"{standard_error(losses):.4f} |"
         )
     lines += [
         "",
@@ -161,9 +160,8 @@ def page(rows: list[Row]) -> str:
     lines += [
         "",
         "This page and its picture are written by `hatch run optimizers` (`python -m benchmarks.optimizer_study`) from",
-        "`optimizers.json`, which holds settings, losses by step, seconds and commit of each run; seconds are those of a",
-        f"machine that did other work, too. Here: commit {commits}, {len(rows)} runs, "
-        f"{sum(r['seconds'] for r in rows) / 60:.0f} minutes.",
+        "`optimizers.json`, which holds settings, losses by step, seconds and commit of each run (seconds are those of a",
+        f"machine that did other work, too). Here: commit {commits}, {len(rows)} runs.",
     ]
     return "\n".join(lines) + "\n"
 
