@@ -14,6 +14,7 @@ from optimizers import Recorded, forges
 from torch import Tensor, nn
 from training import (
     ADAMW,
+    AHEAD_WEIGHT,
     MAX_NORM,
     SGD,
     STD,
@@ -118,6 +119,8 @@ class Side:
                 _sharded, fused, terms, ids_of_cut_logits(self.model), self.meshes
             ),
             in_head=fused,
+            ahead=FEATURES[cell.feature].ahead,
+            ahead_weight=AHEAD_WEIGHT,
         )
         self.counted = self.compute.counted
         initialise(self.model, _seed(cell, self.meshes), **STD)

@@ -82,7 +82,8 @@ class Feature:
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
     forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; terms are
     coefficients of the loss (z_loss, label_smoothing); lora are keys of
-    LoRAConfig, of adapters over a frozen base in bf16; backend is the compiler's.
+    LoRAConfig, of adapters over a frozen base in bf16; ahead are modules that predict further tokens (MTP); backend
+    is the compiler's.
     """
 
     micro_batches: int = 1
@@ -100,6 +101,7 @@ class Feature:
     model: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    ahead: int = 0
     backend: str = "aot_eager"
 
     @property
@@ -364,6 +366,9 @@ FEATURES = {
     "multipliers_packed": Feature(packed=True, model=_MULTIPLIERS),
     "moe_clamped": Feature(micro_batches=2, moe=_CLAMPED, parallel=_SELECTIVE),
     "gpt_oss": Feature(packed=True, model=_GPT_OSS, moe=_CLAMPED),
+    "mtp": Feature(micro_batches=2, packed=True, ahead=2),
+    "mtp_tied_fused": Feature(ahead=1, fused=True, model={"tie_embeddings": True}),
+    "mtp_uneven": Feature(micro_batches=2, labels="none_in_a_micro_batch", ahead=1),
     "odd_vocab": Feature(micro_batches=2, model=_ODD),
     "odd_vocab_tied": Feature(model={**_ODD, "tie_embeddings": True}),
     "odd_vocab_bf16": Feature(micro_batches=2, model=_ODD, parallel=_BF16),
@@ -449,7 +454,7 @@ _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 _CHOSEN = {
     "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
     "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
-    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16 post_norm post_norm_compile sandwich multipliers loss_terms fused_terms",
+    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16 post_norm post_norm_compile sandwich multipliers loss_terms fused_terms mtp mtp_tied_fused",
     "fsdp_4": "packed_recompute moe_packed moe_lagged idle idle_compile idle_moe_loop",
     "fsdp_3": "dealt dealt_packed dealt_moe dealt_moe_lagged dealt_moe_capacity dealt_bf16",
     "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
@@ -463,21 +468,21 @@ _CHOSEN = {
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
-    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms multipliers",
-    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich fused loss_terms",
+    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms multipliers mtp mtp_tied_fused",
+    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich fused loss_terms mtp",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
-    " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers fused_terms",
-    "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary",
+    " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers fused_terms mtp mtp_uneven",
+    "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary mtp_tied_fused",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
-    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms",
-    "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias",
-    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora fused_terms",
+    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms mtp mtp_tied_fused",
+    "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias mtp",
+    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora fused_terms mtp_uneven",
     "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"
     " moe_compile_recompute moe_padded moe_capacity moe_expert_choice",
-    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16 sandwich fused fused_terms",
+    "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16 sandwich fused fused_terms mtp_uneven",
     "fsdp_tp_whole": "packed_recompute moe_bias branches",
     "hsdp_tp": "qk_norm accumulation moe_packed",
     "fsdp_cp": "accumulation packed tied_embeddings moe_bias fused",
@@ -494,10 +499,10 @@ _CHOSEN = {
     "hsdp_ep": "moe_bias moe_packed idle_moe_grouped_mm",
     "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed fused_terms",
     "tp_whole_cp_ring": "packed qk_norm moe",
-    "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias partial_rotary lora",
+    "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias partial_rotary lora mtp",
     "tp_pp_zbv": "qk_norm moe",
     "tp_whole_pp": "tied_embeddings packed moe",
-    "cp_pp": "packed tied_embeddings recompute_selective moe_packed",
+    "cp_pp": "packed tied_embeddings recompute_selective moe_packed mtp",
     "cp_ring_pp": "packed moe_bias",
     "tp_ep": "moe moe_bias moe_packed moe_recompute",
     "tp_whole_ep": "moe moe_bias",

@@ -19,6 +19,7 @@ from optimizers import Recorded, plain
 from torch import Tensor, nn
 from training import (
     ADAMW,
+    AHEAD_WEIGHT,
     MAX_NORM,
     SGD,
     STD,
@@ -126,6 +127,8 @@ def _loss_sum(cell: Cell, model: nn.Module, part: MicroBatch) -> Tensor:
 def _row_loss(
     cell: Cell, model: nn.Module, tokens: Tensor, labels: Tensor, **keywords: Tensor
 ) -> Tensor:
+    if FEATURES[cell.feature].ahead:
+        return _with_ahead(cell, model, *(x.reshape(-1, x.size(-1)) for x in (tokens, labels)))
     logits = model(tokens if tokens.ndim == 2 else tokens[None], **keywords)  # (B, S, V)
     rows, targets = logits.flatten(0, 1), labels.flatten()
     terms = FEATURES[cell.feature].terms
@@ -136,6 +139,24 @@ def _row_loss(
     if "z_loss" in terms:
         loss = loss + terms["z_loss"] * rows[targets != IGNORED].logsumexp(-1).square().sum()
     return loss
+
+
+def _with_ahead(cell: Cell, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The loss of the next token of rows of one document each, with the gradient of further ones, too."""
+    depths, length = FEATURES[cell.feature].ahead, tokens.size(1)
+    shifted = [F.pad(tokens[:, k:], (0, k))[:, :length] for k in range(1, depths + 1)]
+    logits = model(tokens, next_tokens=torch.stack(shifted, 1)).chunk(depths + 1)
+    losses = [
+        F.cross_entropy(
+            out[:, : max(0, length - k)].flatten(0, 1),
+            labels[:, k:].flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        for k, out in enumerate(logits)
+    ]
+    further = AHEAD_WEIGHT * torch.stack(losses[1:]).mean()
+    return losses[0] + further - further.detach()
 
 
 def _optimizer(cell: Cell, model: nn.Module) -> Any:

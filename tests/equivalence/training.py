@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forge_core import Init, Transformer, TransformerConfig
 from forge_core.lora import LoRAConfig, LoRALinear, lora
-from forge_core.model import FeedForward
+from forge_core.model import FeedForward, MTPConfig
 from forge_moe import MoE, MoEConfig
 
 # Five times the usual: logits are not flat, gradients are of order one and every step is clipped.
@@ -25,6 +25,7 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 # that noise, about 1e-7 / eps of a step, must stay far below the bound.
 ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 DIM, HIDDEN = 32, 72
+AHEAD_WEIGHT = 0.5
 MIXTURE: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_dim": 24, "num_shared_experts": 1}
 
 
@@ -90,6 +91,7 @@ def build_model(
         hidden_dim=HIDDEN,
         max_seq_len=SEQ,
         **{"dim": DIM, "vocab_size": VOCAB, "num_kv_heads": 2, **feature.model},
+        mtp=MTPConfig(feature.ahead, AHEAD_WEIGHT),
     )
     own = mixture or feature.branches
     model = Transformer(config, feed_forward=feed_forward if own else None)

@@ -20,6 +20,7 @@ from forge_parallel.axes import (
 )
 from forge_parallel.axes.fsdp import reshard
 from forge_parallel.config import Layout, ParallelConfig
+from forge_parallel.further_ahead import further_ahead
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline import (
     Pipeline,
@@ -36,7 +37,8 @@ __all__ = ["AFTER_EMBEDDING", "Compute", "evaluate", "extra_problems"]
 AFTER_EMBEDDING = "after_embedding"
 
 Loss = Callable[..., Tensor]
-Targets = tuple[Tensor, Tensor | None]  # labels and weights
+#: Labels and weights (B, S); with tokens further ahead those of each depth, too.
+Targets = tuple[Tensor | None, ...]
 
 
 class _Inputs(NamedTuple):
@@ -63,6 +65,11 @@ class Compute:
     rows (V / tp, D); both get the keywords that the head gives (`softcap`). `objective(model, part)` replaces them: 0-dim sums over a micro-batch, the first of
     which is trained; it calls the model itself, so it goes without pp.
 
+    With `ahead` K the model predicts K tokens beyond the next one, too (multi-token prediction): in training it gets
+    the keyword `next_tokens` (B, K, S), and its output has (K + 1) B rows, those of the next token first. What is
+    trained is then the loss plus `ahead_weight` times the mean over K of theirs, of labels in the same document; the
+    first sum stays the loss alone, and a last one, beyond `num_sums`, is that mean.
+
     `keywords` are the fields of a batch that the model's forward takes by name; `dim` is the width of the stream
     between stages, if the model does not declare it. Numbers that the methods return add up over all ranks of
     the job: ranks with a copy (tp) or without a value (stages without the head) return zero.
@@ -83,6 +90,8 @@ class Compute:
         loss: Loss,
         sharded_loss: Loss | None = None,
         num_sums: int = 1,
+        ahead: int = 0,
+        ahead_weight: float = 0.0,
         in_head: bool = False,
         objective: Callable[[nn.Module, Any], Sequence[Tensor]] | None = None,
         keywords: Sequence[str] = ("positions", "document_ids"),
@@ -91,7 +100,8 @@ class Compute:
     ) -> None:
         self.model, self.meshes, self.micro_batch = model, meshes, micro_batch
         self._loss, self._sharded_loss, self._objective = loss, sharded_loss, objective
-        self._num_sums = num_sums
+        self._num_sums = num_sums + (ahead > 0)
+        self._ahead, self._ahead_weight = ahead, ahead_weight
         self._in_head = in_head and objective is None
         self._keywords = tuple(keywords)
         self._sharded_width = width_of_cut_logits(model)
@@ -159,7 +169,7 @@ class Compute:
         if self._pipeline is None:
             total = self._sums(batch)[0]
         else:
-            given = self._local(batch)
+            given = self._local(batch, 0)
             total = self._pipeline.evaluate(
                 given.tokens,
                 given.targets,
@@ -174,13 +184,13 @@ class Compute:
         """0-dim sums over a micro-batch, the one that is trained first."""
         if self._objective is not None:
             return self._objective(self.model, part)
-        given = self._local(part)
+        given = self._local(part, self._ahead if torch.is_grad_enabled() else 0)
         more = {"then": partial(self._then, labels=given.targets)} if self._then else {}
         output = self.model(given.tokens, **given.keywords, **given.extras, **more)
         return self._token_loss(output, given.targets).reshape(-1).unbind()
 
     def _through_stages(self, batch: BatchLike, normaliser: float) -> Tensor:
-        given = self._local(batch)
+        given = self._local(batch, self._ahead)
         total = self._pipeline.step(
             given.tokens,
             given.targets,
@@ -198,31 +208,56 @@ class Compute:
         return self._loss_in_head if self._in_head else None
 
     def _loss_in_head(self, x: Tensor, weight: Tensor, labels: Targets, **head: Any) -> Tensor:
-        if self._sharded_width is not None:
-            assert self._sharded_loss is not None
-            return self._sharded_loss(x, weight, *labels, **head)
-        return self._loss(x, weight, *self._labels_of(x, labels), **head)
+        def loss(x: Tensor, labels: Targets) -> Tensor:
+            if self._sharded_width is not None:
+                assert self._sharded_loss is not None
+                return self._sharded_loss(x, weight, *labels, **head)
+            return self._loss(x, weight, *self._labels_of(x, labels), **head)
+
+        return self._with_ahead(loss, x, labels)
 
     def _token_loss(self, output: Any, targets: Targets) -> Tensor:
         """Weighted sums over the labels; under tp a rank may have a part of the vocabulary, or of the tokens."""
         if self._in_head:
             return output
+
+        def loss(logits: Tensor, targets: Targets) -> Tensor:
+            if logits.size(-1) == self._sharded_width:
+                assert self._sharded_loss is not None
+                return self._sharded_loss(logits, *targets)
+            return self._loss(logits, *self._labels_of(logits, targets))
+
         logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
-        if logits.size(-1) == self._sharded_width:
-            assert self._sharded_loss is not None
-            return self._sharded_loss(logits, *targets)
-        return self._loss(logits, *self._labels_of(logits, targets))
+        return self._with_ahead(loss, logits, targets)
+
+    def _with_ahead(
+        self, loss: Callable[[Tensor, Targets], Tensor], x: Tensor, targets: Targets
+    ) -> Tensor:
+        """The loss of the next token; with further tokens its first sum has the gradient of theirs, and they follow."""
+        depths = len(targets) // 2 - 1
+        if not depths:
+            return loss(x, targets)
+        parts = x.chunk(depths + 1)
+        sums = loss(parts[0], targets[:2]).reshape(-1)
+        further = [
+            loss(part, targets[2 * k : 2 * k + 2]).reshape(-1)[0]
+            for k, part in enumerate(parts[1:], 1)
+        ]
+        mean = torch.stack(further).mean()
+        trained = sums[0] + self._ahead_weight * (mean - mean.detach())
+        return torch.stack([trained, *sums[1:], mean.detach()])
 
     def _labels_of(self, x: Tensor, targets: Targets) -> Targets:
         """Labels and weights of the tokens of x (B, S, ...), which may be those of this tp rank alone."""
         (labels, weights), tp = targets, self.meshes.tp
+        assert labels is not None
         if tp.size == 1 or x.size(1) * tp.size != labels.size(1):
             return targets
         self._head_shares_tokens = True
         part = labels.chunk(tp.size, 1)[tp.rank]
         return part, None if weights is None else weights.chunk(tp.size, 1)[tp.rank]
 
-    def _local(self, batch: BatchLike) -> _Inputs:
+    def _local(self, batch: BatchLike, ahead: int) -> _Inputs:
         """This rank's part of each sequence, on its device. Labels are shifted already.
 
         Host inputs of the model stay on the host. Document ids stay whole, so that cp ranks need not exchange them.
@@ -242,8 +277,13 @@ class Compute:
         if AFTER_EMBEDDING in self._extra_inputs:
             extras[AFTER_EMBEDDING] = cut
         tokens = here.tokens if self._whole_tokens else cut(here.tokens, dim=-1)
-        weights = None if here.weights is None else cut(here.weights, dim=-1)
-        return _Inputs(tokens, (cut(here.labels, dim=-1), weights), keywords, extras)
+        targets: Targets = (here.labels, here.weights)
+        if ahead:
+            further = further_ahead(here, ahead)
+            keywords["next_tokens"] = cut(further.tokens, dim=-1)
+            targets = (*targets, *further.targets)
+        targets = tuple(None if t is None else cut(t, dim=-1) for t in targets)
+        return _Inputs(tokens, targets, keywords, extras)
 
     def _once_per_copy(self, value: Tensor) -> Tensor:
         """A number that is equal on all ranks of a tp group counts on the first of them."""

@@ -10,6 +10,7 @@ from forge_core.model.kv_cache import KVCache
 from forge_core.model.layer_types import LayerType
 from forge_core.model.mla import LatentAttention
 from forge_core.model.mla_config import MLAConfig
+from forge_core.model.mtp_config import MTPConfig
 from forge_core.model.mup import MuPConfig
 from forge_core.model.norm import PlusOneRMSNorm, RMSNorm
 from forge_core.model.parts import check_parts
@@ -26,6 +27,7 @@ __all__ = [
     "LatentAttention",
     "LayerType",
     "MLAConfig",
+    "MTPConfig",
     "MuPConfig",
     "PlusOneRMSNorm",
     "PostNormBlock",

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from forge_core._config import foreign_keys, is_finite, raise_problems, setting, size_problems
 from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
 from forge_core.model.mla_config import MLAConfig
+from forge_core.model.mtp_config import MTPConfig
 from forge_core.model.mup import MuPConfig, Scales
 from forge_core.model.mup import problems as mup_problems
 from forge_core.model.spec import AttentionSpec
@@ -194,6 +195,9 @@ class TransformerConfig:
     )
     mup: MuPConfig = field(
         default=MuPConfig(), metadata={"help": "the small model that mup is relative to"}
+    )
+    mtp: MTPConfig = field(
+        default=MTPConfig(), metadata={"help": "modules that predict tokens further ahead"}
     )
     max_seq_len: int = setting(8192, "longest row, cached tokens included")
     embedding_scale: float = setting(

@@ -83,6 +83,10 @@ def problems(config: Any) -> Iterator[str]:
             f"mixer {config.mixer!r} has no rule in parametrization 'mup', which knows attention; use that, or "
             "'standard'"
         )
+    elif config.mtp.num_modules:
+        yield (
+            f"mtp.num_modules {config.mtp.num_modules} has no rule in parametrization 'mup'; use 0, or 'standard'"
+        )
     elif config.mup.base_head_dim is not None and config.attention.scale is not None:
         yield (
             f"attention.scale {config.attention.scale} takes the place of the scale of mup.base_head_dim "

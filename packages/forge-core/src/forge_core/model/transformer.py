@@ -17,6 +17,7 @@ from forge_core.model.feed_forward import build_feed_forward
 from forge_core.model.head import Head, Then, TiedHead
 from forge_core.model.init import Init, initialise
 from forge_core.model.kv_cache import KVCache, refuse_mask
+from forge_core.model.mtp import NextTokenModule
 from forge_core.model.norm import build_norm
 from forge_core.model.parts import build_block, build_mixer, check_parts
 from forge_core.model.spec import AttentionSpec
@@ -68,6 +69,9 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=empty)
         self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.num_layers)})
         self.norm = build_norm(config)
+        ahead = range(config.mtp.num_modules)
+        modules = {str(k): _next_token_module(built, block(config.num_layers + k)) for k in ahead}
+        self.mtp: Any = nn.ModuleDict(modules) if modules else None
         tied = config.tie_embeddings
         self.lm_head: nn.Module = TiedHead(built) if tied else Head(built)
         if not self.embedding.weight.is_meta:
@@ -83,6 +87,7 @@ class Transformer(nn.Module):
         last_only: bool = False,
         token_ids: Tensor | None = None,
         then: Then | None = None,
+        next_tokens: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S) int64, in the compute dtype.
 
@@ -99,6 +104,10 @@ class Transformer(nn.Module):
         runs inside the head's forward, the one place where that weight is gathered (FSDP2); under tensor
         parallelism weight is this rank's rows (V / tp, D), and x whole tokens.
 
+        next_tokens (B, K, S) are the tokens 1 to K ahead of each, for `mtp.num_modules` K in training: then the
+        logits (or the stream that `then` takes) have (K + 1) B rows, those of the next token first. What stands where
+        a document has no such token is read by no row that has one, and a stage without the head ignores it.
+
         Raises ValueError for a row longer than max_seq_len and for shapes and dtypes that do not fit.
         """
         ctx = self.context(tokens, positions, document_ids, cache, token_ids)
@@ -110,6 +119,8 @@ class Transformer(nn.Module):
             x = block(x, ctx, parts[key])
         if cache is not None:
             cache.history.advance(document_ids, *tokens.shape[:2])
+        if next_tokens is not None and self.norm is not None:
+            return self._ahead(x, next_tokens, ctx, then)
         x = x[:, -1:] if last_only else x
         # a subclass with its own head may not take a loss
         return self.head(x) if then is None else self.head(x, then)
@@ -126,12 +137,30 @@ class Transformer(nn.Module):
 
         `then` as in `forward`: its x has `logits_scale` in it already, and a soft-cap comes as keyword `softcap`.
         """
-        if self.norm is None:
-            return x
+        return x if self.norm is None else self._project(self.norm(x), then)
+
+    def _project(self, x: Tensor, then: Then | None) -> Tensor:
         weights = (self.embedding.weight,) if isinstance(self.lm_head, TiedHead) else ()
         given = {} if then is None else {"then": then}
-        out: Tensor = self.lm_head(self.norm(x), *weights, **given)
+        out: Tensor = self.lm_head(x, *weights, **given)
         return out
+
+    def _ahead(
+        self, x: Tensor, next_tokens: Tensor, ctx: TokenContext, then: Then | None
+    ) -> Tensor:
+        """What the head makes of the stream x (B, S, D) and of those of the modules, as rows of one batch."""
+        if self.mtp is None or next_tokens.size(1) != len(self.mtp):
+            have = 0 if self.mtp is None else len(self.mtp)
+            raise ValueError(
+                f"next_tokens {tuple(next_tokens.shape)} must be (B, {have}, S) for mtp.num_modules {have}; give the "
+                "tokens ahead for each module"
+            )
+        streams = [self.norm(x)]
+        for module, tokens in zip(self.mtp.values(), next_tokens.unbind(1)):
+            module.prepare(ctx, x)
+            x = module(x, self._embed(tokens), ctx)
+            streams.append(module.norm(x))
+        return self._project(torch.cat(streams), then)
 
     def context(
         self,
@@ -221,10 +250,13 @@ class Transformer(nn.Module):
     def pipeline_parts(self) -> dict[str, Any]:
         """Children in order of depth, for a pipeline: before the blocks, the blocks, behind them.
 
-        A tied embedding stands at both ends. The answer is the same in a part of the model.
+        A tied embedding stands at both ends, and so does one that modules for tokens ahead read. The answer is the
+        same in a part of the model.
         """
-        tied = ("embedding",) if self.config.tie_embeddings else ()
-        return {"first": ("embedding",), "blocks": "layers", "last": ("norm", *tied, "lm_head")}
+        ahead = ("mtp",) if self.config.mtp.num_modules else ()
+        both = ("embedding",) if self.config.tie_embeddings or ahead else ()
+        last = ("norm", *both, *ahead, "lm_head")
+        return {"first": ("embedding",), "blocks": "layers", "last": last}
 
     def parallel_roles(self) -> dict[str, Any]:
         """Role of every parameter under tensor parallelism: {pattern: role}.
@@ -242,16 +274,26 @@ class Transformer(nn.Module):
         roles["lm_head" if self.config.tie_embeddings else "lm_head.*"] = "sharded_logits"
         for key, block in self.layers.items():
             roles.update(roles_of(block, f"layers.{key}"))
+        for key, module in (self.mtp or {}).items():
+            roles.update(roles_of(module, f"mtp.{key}"))
         return roles
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of the matrix products for one token in rows of `seq_len`.
 
         Blocks and output head; the embedding is a lookup and costs none. Attention is counted
-        causally, at half of seq_len. A backward pass costs twice this again.
+        causally, at half of seq_len. A backward pass costs twice this again. Modules for tokens ahead and their
+        passes of the head are counted, as in training.
         """
         head = 2.0 * self.config.dim * self.config.vocab_size
-        return head + sum(flops_of(block, seq_len) for block in self.blocks())
+        ahead = list((self.mtp or {}).values())
+        parts = sum(flops_of(part, seq_len) for part in (*self.blocks(), *ahead))
+        return head * (1 + len(ahead)) + parts
+
+
+def _next_token_module(config: TransformerConfig, block: nn.Module) -> NextTokenModule:
+    norms = (build_norm(config), build_norm(config), build_norm(config))
+    return NextTokenModule(norms, block, config.dim)
 
 
 def _check_tokens(tokens: Tensor, dim: int) -> None:

@@ -106,7 +106,8 @@ class Pipeline:
         assert self._loss is not None
         sums = self._loss(output, _take(self._targets, _slice(rows)))
         self._losses.append(sums.detach())
-        return sums if sums.dim() == 0 else sums[0]
+        # a view could not be detached in place, as schedules that halve the backward do
+        return sums if sums.dim() == 0 else sums[0].clone()
 
     def _arguments_of_rows(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
