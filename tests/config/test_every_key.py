@@ -544,6 +544,8 @@ PROBES: dict[str, Probe] = {
     "model.residual_scale": Probe(2.0, logits),
     "model.logits_scale": Probe(2.0, logits),
     "model.logits_softcap": Probe(2.0, logits),
+    "model.mtp.num_modules": Probe(1, shapes),
+    "model.mtp.weight": Probe(0.9, trained, {"model.mtp.num_modules": 1}),
     "model.parametrization": Probe("mup", logits),
     "model.mup.base_dim": Probe(16, logits, MUP),
     "model.mup.base_num_layers": Probe(16, logits, MUP),

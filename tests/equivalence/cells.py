@@ -477,7 +477,7 @@ _CHOSEN = {
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
     " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms mtp mtp_tied_fused",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias mtp",
-    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora fused_terms mtp_uneven",
+    "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora fused_terms",
     "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",
     "pp_dualpipev": "packed qk_norm recompute_full moe moe_recompute",
     "ep": "moe moe_bias moe_packed moe_global moe_lagged moe_recompute moe_selective moe_compile"

@@ -21,6 +21,7 @@ from forge_parallel.axes import (
 from forge_parallel.axes.fsdp import reshard
 from forge_parallel.config import Layout, ParallelConfig
 from forge_parallel.further_ahead import further_ahead
+from forge_parallel.legal import ahead_problem
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline import (
     Pipeline,
@@ -100,6 +101,8 @@ class Compute:
     ) -> None:
         self.model, self.meshes, self.micro_batch = model, meshes, micro_batch
         self._loss, self._sharded_loss, self._objective = loss, sharded_loss, objective
+        if wrong := ahead_problem(config, ahead):
+            raise ValueError(wrong)
         self._num_sums = num_sums + (ahead > 0)
         self._ahead, self._ahead_weight = ahead, ahead_weight
         self._in_head = in_head and objective is None

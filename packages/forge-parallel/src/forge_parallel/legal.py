@@ -23,6 +23,7 @@ from forge_parallel.stages import next_allowed_count, num_stages, splits_backwar
 __all__ = [
     "Facts",
     "ShardedDim",
+    "ahead_problem",
     "problems",
     "schedule_problems",
     "tied_on_one_rank",
@@ -242,6 +243,16 @@ def offsets_are_right(rows: int, tp: int, shards: int) -> bool:
 def width_of(shape: Sequence[int]) -> int:
     """Size of dim 1, by which FSDP2 may shard a parameter; 1 for one that has none."""
     return shape[1] if len(shape) > 1 else 1
+
+
+def ahead_problem(config: ParallelConfig, ahead: int, name: str = "ahead") -> str | None:
+    """Why modules that predict `ahead` further tokens cannot run under a schedule, or None."""
+    if not ahead or config.pp == 1 or not splits_backward(config):
+        return None
+    return (
+        f"pp_schedule {config.pp_schedule!r} halves the backward, in which torch loses track of an embedding that {name} "
+        f"{ahead} reads on the last stage, too; use 1f1b or interleaved_1f1b"
+    )
 
 
 def tied_on_one_rank(

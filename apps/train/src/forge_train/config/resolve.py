@@ -14,6 +14,7 @@ import tomlkit
 
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
 from forge_data.protocols import Source
+from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train.config.imported import DEFAULT_DIR, over_table, with_import
 from forge_train.config.init import hf_folder, source_problems
@@ -135,6 +136,15 @@ def _section_problems(config: JobConfig) -> list[str]:
             f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
             f"set model.max_seq_len = {config.data.seq_len}"
         )
+    mtp = getattr(config.model, "mtp", None)
+    if mtp is not None and mtp.num_modules and config.train.objective is not None:
+        problems.append(
+            f"model.mtp.num_modules {mtp.num_modules} adds to the loss of logits, and train.objective "
+            f"{config.train.objective!r} computes its own; use one of them"
+        )
+    depths = 0 if mtp is None else mtp.num_modules
+    if wrong := ahead_problem(config.parallel, depths, "model.mtp.num_modules"):
+        problems.append(f"parallel.{wrong}")
     sinks = {sink.name for sink in config.metrics.sinks.values()}
     needs_tensorboard = config.metrics.tensorboard or "tensorboard" in sinks
     if needs_tensorboard and importlib.util.find_spec("tensorboard") is None:

@@ -86,6 +86,11 @@ class BuiltInModelConfig(TransformerConfig):
                 f"moe.num_experts {self.moe.num_experts} needs a layer to be in: first_dense_layers "
                 f"{self.moe.first_dense_layers} leaves none of {self.num_layers}; lower it"
             )
+        if self.moe.num_experts and self.mtp.num_modules:
+            raise ValueError(
+                f"mtp.num_modules {self.mtp.num_modules} must be 0 with moe.num_experts {self.moe.num_experts}: its "
+                "blocks are dense; leave one out"
+            )
         if self.moe.num_experts and self.parametrization == "mup":
             raise ValueError(
                 f"moe.num_experts {self.moe.num_experts} has no rule in parametrization 'mup', which knows dense "

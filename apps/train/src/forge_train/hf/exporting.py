@@ -33,7 +33,8 @@ _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKENS = ("pad_token_id",)
 _STEP = re.compile(r"step-(\d+)")
 #: Buffers of mixtures: a choice of experts needs its bias in fp32, and counts are of training alone.
-_KEEP, _IGNORE = ("*.router.expert_bias",), ("*.lagged_counts",)
+#: Modules of multi-token prediction change no logits, and transformers has no place for them.
+_KEEP, _IGNORE = ("*.router.expert_bias",), ("*.lagged_counts", "mtp.*")
 
 
 def export_run(

@@ -45,6 +45,7 @@ def make_compute(
     if function is not None:
         ids = ids_of_cut_logits(model)
         sharded_loss = partial(_on_part_of_vocabulary, function, meshes, ids, terms)
+    mtp = getattr(config.model, "mtp", None)  # an imported model has none
     if objective is not None:
         whole = partial(_on_local_tokens, objective, meshes)
     return Compute(
@@ -57,6 +58,8 @@ def make_compute(
         loss=find_loss(train),
         sharded_loss=sharded_loss,
         num_sums=1 + len(term_names(terms)),
+        ahead=0 if mtp is None else mtp.num_modules,
+        ahead_weight=0.0 if mtp is None else mtp.weight,
         in_head=train.loss == FUSED,
         objective=whole,
         called=f"train.objective {train.objective!r}"

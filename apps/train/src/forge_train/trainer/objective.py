@@ -14,7 +14,7 @@ from forge_core import TokenLoss, cross_entropy, fused_cross_entropy
 from forge_core.registry import Registry
 from forge_data import Batch
 from forge_parallel.axes import VocabLoss
-from forge_train.config.schema import TrainConfig
+from forge_train.config.schema import JobConfig, TrainConfig
 from forge_train.errors import ConfigError
 
 Loss = Callable[..., Tensor]
@@ -78,10 +78,12 @@ def loss_terms(config: TrainConfig) -> dict[str, float]:
     return asdict(getattr(config, config.loss)) if config.loss in LOSSES.built_in else {}
 
 
-def loss_columns(config: TrainConfig) -> Callable[[Sequence[float]], dict[str, float]]:
+def loss_columns(config: JobConfig) -> Callable[[Sequence[float]], dict[str, float]]:
     """From the sums behind the first, over all ranks, to columns: `loss.<term>`, which the gradient contains and
-    the column `loss` does not."""
-    names = term_names(loss_terms(config))
+    the column `loss` does not. `loss.mtp` is the mean loss of tokens further ahead, without its weight."""
+    mtp = getattr(config.model, "mtp", None)
+    ahead = ("mtp",) if mtp is not None and mtp.num_modules else ()
+    names = (*term_names(loss_terms(config.train)), *ahead)
     return lambda others: {f"loss.{name}": value for name, value in zip(names, others)}
 
 

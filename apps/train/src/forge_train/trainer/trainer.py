@@ -585,7 +585,7 @@ class Trainer:
     def _metric_rows(self) -> MetricRows:
         columns: dict[str, Columns] = {"moe": self.moe.columns}
         own = self.objective
-        columns["sums"] = loss_columns(self.config.train) if own is None else own.columns
+        columns["sums"] = loss_columns(self.config) if own is None else own.columns
         return MetricRows(
             self.config,
             self.device,
