@@ -119,6 +119,19 @@ def test_coordinates_change_alike_at_four_widths_and_depths(axis: str) -> None:
         assert slopes["standard"] > 0.3, (name, slopes)
 
 
+def test_rates_reach_a_model_inside_of_a_wrapper() -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Transformer(_config(4, **MUP))
+
+    model = Wrapped()
+    rates = {g["lr"] for g in build_optimizer(model, OptimizerConfig(lr=1.0)).param_groups}
+    assert rates == {1.0, 0.25}
+    with pytest.raises(ValueError, match="has no rule for the rates"):
+        build_optimizer(model, OptimizerConfig("muon"))
+
+
 def test_other_optimizers_and_mixers_are_refused() -> None:
     model = Transformer(_config(2, **MUP))
     with pytest.raises(ValueError, match=r"optimizer.name 'torch.optim:SGD' has no rule"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.optim import (
+    EMA,
     AdamW,
     EMAConfig,
     OptimizerConfig,
@@ -142,3 +144,80 @@ def test_groups_and_rates_reach_the_optimizer() -> None:
     optimizer.set_lr(0.25)
     assert optimizer.lr == 0.25
     assert [group["lr"] for group in optimizer.param_groups] == [0.25] * 2
+
+
+def test_the_form_of_torch_holds_the_average_too() -> None:
+    """Saved at either point; loaded beside the weights that were saved with it."""
+    for at in ("train", "eval"):
+        model = _model()
+        optimizer = _optimizer(model)
+        for number in range(5):
+            _step(model, optimizer, number)
+        getattr(optimizer, at)()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.train()
+        resumed = _model()
+        again = _optimizer(resumed)
+        resumed.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        again.train()
+        for number in range(5, 9):
+            _step(model, optimizer, number)
+            _step(resumed, again, number)
+        assert all(map(torch.equal, _values(model), _values(resumed)))
+        optimizer.eval(), again.eval()
+        assert all(map(torch.equal, _values(model), _values(resumed)))
+    with pytest.raises(ValueError, match="holds no average of weights"):
+        again.load_state_dict(AdamW(model, OptimizerConfig()).state_dict())
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model = _model()
+    optimizer = _optimizer(model)
+    for number in range(3):
+        _step(model, optimizer, number)
+    optimizer.eval()
+    state = copy.deepcopy(optimizer.named_state())
+    before = copy.deepcopy(state)
+    for slots in state.values():
+        slots["exp_avg"].zero_()
+    state["0.weight"]["trained"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"0\.weight\.trained: \(3,\); the parameter has \(5, 3\)"):
+        optimizer.load_named_state(state)
+    for name, slots in optimizer.named_state().items():
+        assert torch.equal(slots["exp_avg"], before[name]["exp_avg"])
+
+
+def test_it_does_not_look_at_memory_that_was_empty_when_it_was_made() -> None:
+    model = _model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    optimizer = _optimizer(model)
+    model.load_state_dict(_model().state_dict())
+    _step(model, optimizer, 0)
+    optimizer.eval()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_an_optimizer_of_your_own_needs_no_mask() -> None:
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+
+        def named_state(self) -> dict[str, Any]:
+            return {}
+
+    model, twin = _model(), _model()
+    averaged = EMA(Plain(model.named_parameters(), lr=0.1), EMAConfig(DECAY))
+    plain = Plain(twin.named_parameters(), lr=0.1)
+    for number in range(4):
+        _step(model, averaged, number, skip=torch.tensor(float(number == 1)))
+        if number != 1:
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+            plain.zero_grad()
+            twin(x).square().sum().backward()
+            plain.step()
+    assert all(map(torch.equal, _values(model), _values(twin)))
+    with pytest.raises(ValueError, match="must go with an optimizer that has named state"):
+        EMA(Plain(model.parameters(), lr=0.1), EMAConfig(DECAY))

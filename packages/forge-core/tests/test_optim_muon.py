@@ -269,3 +269,11 @@ def _assert_same_state(one: Any, other: Any) -> None:
     for name, slots in theirs.items():
         for slot, value in slots.items():
             assert torch.equal(torch.as_tensor(mine[name][slot]), torch.as_tensor(value)), name
+
+
+def test_the_kernel_of_a_convolution_is_no_stack_of_matrices() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Conv1d(4, 4, 3), nn.Linear(4, 4)])})
+    optimizer = build_optimizer(model, OptimizerConfig("muon"))
+    groups = {name: g["muon"] for g in optimizer.param_groups for name in g["param_names"]}
+    assert groups["layers.1.weight"]
+    assert not groups["layers.0.weight"]

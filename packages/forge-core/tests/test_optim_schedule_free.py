@@ -276,3 +276,17 @@ def test_what_cannot_be_is_refused() -> None:
         ValueError, match=r"schedule_free.r 1.0 is a key of name 'schedule_free_adam"
     ):
         OptimizerConfig("adamw", schedule_free=ScheduleFreeConfig(r=1.0))
+
+
+def test_a_copy_goes_on_with_the_same_bits() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = build_optimizer(model, OptimizerConfig("schedule_free_adamw"))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    twin, other = copy.deepcopy((model, optimizer))
+    for one, its in ((model, optimizer), (twin, other)):
+        one(torch.ones(2, 4)).square().sum().backward()
+        its.step()
+    assert torch.equal(model.weight, twin.weight)

@@ -133,6 +133,10 @@ def merge(model: nn.Module) -> None:
 
     The model is whole (not sharded). The sum is made in fp32 and rounded to the weight's dtype.
     """
+    if isinstance(model, LoRALinear):
+        raise ValueError(
+            "merge replaces layers inside of a model, and it was given one; give the model"
+        )
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             _replace(model, name, _merged(module))
@@ -182,7 +186,8 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
                 )
             elif len(names[module.weight]) > 1:
                 problems.append(
-                    f"lora.patterns {pattern!r}: the weight of {name} is also {names[module.weight][0]}, and an "
+                    f"lora.patterns {pattern!r}: the weight of {name} is also "
+                    f"{next(n for n in names[module.weight] if n != f'{name}.weight')}, and an "
                     "adapter would change only one of them; make the pattern narrower"
                 )
             else:

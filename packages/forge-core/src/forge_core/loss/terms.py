@@ -35,8 +35,9 @@ class Terms(NamedTuple):
         if self.label_smoothing:
             out[1] = log_p.sum(-1)
         if self.z_loss:
-            # the largest entry of both: well-conditioned, and two passes cheaper than logsumexp
-            out[2] = logits.amax(-1).to(log_p.dtype) - log_p.amax(-1)
+            # of the largest entry: well-conditioned, and two passes cheaper than logsumexp
+            top = logits.argmax(-1, keepdim=True)
+            out[2] = (logits.gather(1, top).to(log_p.dtype) - log_p.gather(1, top))[:, 0]
 
     def empty(self, like: Tensor) -> Tensor:
         """What `of_rows` fills, for all rows of like (N, ...): (1 or 3, N)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,9 @@ class EMA:
     """
 
     def __init__(self, optimizer: Any, config: EMAConfig) -> None:
-        if not (hasattr(optimizer, "named_state") and isinstance(optimizer, torch.optim.Optimizer)):
+        groups = getattr(optimizer, "param_groups", [{}])
+        named = all("param_names" in group for group in groups)
+        if not (hasattr(optimizer, "named_state") and named):
             raise unnamed(config, type(optimizer).__name__)
         assert config.decay is not None
         self.optimizer: Any = optimizer
@@ -48,6 +51,46 @@ class EMA:
         self._others = {n: p.detach().clone() for n, p in self._parameters.items()}
         self._updates = torch.zeros((), device=next(iter(self._parameters.values())).device)
         self._evaluating = False
+        self._masks = "skip" in inspect.signature(optimizer.step).parameters
+
+    def _mask(self, skip: Tensor | None) -> dict[str, Any]:
+        return {"skip": skip} if self._masks else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's in torch's form, with the weights kept here, by parameter name."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "others": dict(self._others),
+            "updates": self._updates,
+            "evaluating": self._evaluating,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it, beside weights that were saved with it. ValueError for that of an optimizer without an
+        average, or of other parameters."""
+        if not {"optimizer", "others", "updates", "evaluating"} <= state.keys():
+            raise ValueError(
+                "this state holds no average of weights; build the optimizer without ema, or load one that an "
+                "average was saved with"
+            )
+        self._check(state["others"], "")
+        self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for name, other in self._others.items():
+                other.copy_(state["others"][name])
+            self._updates.copy_(torch.as_tensor(state["updates"]))
+        self._evaluating = bool(state["evaluating"])
+
+    def _check(self, others: Mapping[str, Any], slot: str) -> None:
+        """ValueError unless these are weights of all parameters here."""
+        problems = [f"{name}{slot}: missing" for name in self._others if name not in others]
+        problems += [
+            f"{name}{slot}: {_shape(others[name])}; the parameter has {tuple(own.shape)}"
+            for name, own in self._others.items()
+            if name in others and _shape(others[name]) != tuple(own.shape)
+        ]
+        if problems:
+            raise ValueError("\n".join(["state of an average does not fit:", *problems]))
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # while it is made or copied
@@ -59,13 +102,24 @@ class EMA:
         """As the optimizer's step, then the average. RuntimeError between `eval()` and `train()`."""
         if self._evaluating:
             raise RuntimeError("a step trains, and the weights are the average; call train() first")
-        found = self.optimizer.step(closure, skip=skip)
+        if skip is None or self._masks:
+            found = self.optimizer.step(
+                *(() if closure is None else (closure,)), **self._mask(skip)
+            )
+        elif float(skip):  # an optimizer that takes no mask: one host sync
+            return None
+        else:
+            skip, found = None, self.optimizer.step(*(() if closure is None else (closure,)))
         share = 1.0 - (self._updates / (self._updates + _YOUTH)).clamp_max(self.decay)
         done = torch.ones_like(share)
         if skip is not None:
             done = 1.0 - skip.to(share.device, share.dtype)
         share *= done
+        begins = (self._updates == 0) & (done != 0)
         for averages, weights in self._columns():
+            for average, weight in zip(averages, weights):
+                # not by a difference: the average may hold anything before the first update
+                average.copy_(torch.where(begins, weight, average))
             change = torch._foreach_sub(weights, averages)
             torch._foreach_mul_(change, share)
             torch._foreach_add_(averages, change)
@@ -124,6 +178,7 @@ class EMA:
         ]
         if lost:
             raise ValueError("\n".join(["state of an average does not fit:", *lost]))
+        self._check({name: slots[_TRAINED] for name, slots in state.items()}, f".{_TRAINED}")
         rest = {
             name: {slot: v for slot, v in slots.items() if slot not in (_TRAINED, _UPDATES)}
             for name, slots in state.items()
@@ -139,6 +194,10 @@ class EMA:
             raise RuntimeError(
                 "named state belongs to the average, and the weights are the trained ones; call eval() first"
             )
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
 def unnamed(config: EMAConfig, what: str) -> ValueError:

@@ -81,8 +81,11 @@ def lr_scales(model: nn.Module, config: OptimizerConfig) -> Mapping[str, float]:
 
     Raises ValueError for an optimizer that they are not made for.
     """
-    offer = getattr(model, "lr_scales", None)
-    scales: Mapping[str, float] = {} if offer is None else offer()
+    scales: dict[str, float] = {}
+    for prefix, module in model.named_modules():  # the model itself, or one inside of a wrapper
+        if hasattr(type(module), "lr_scales"):
+            offered: Mapping[str, float] = module.lr_scales()
+            scales |= {f"{prefix}.{n}" if prefix else n: scale for n, scale in offered.items()}
     if scales and config.name not in _SIZED_BY_RATE:
         raise ValueError(
             f"optimizer.name {config.name!r} has no rule for the rates of a model that scales them with its width "

@@ -116,7 +116,8 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
     outside of its blocks, norms, biases and convolutions are AdamW's. `muon` of a group that a parameter is
     in decides otherwise about its matrices. Raises ValueError if there is no matrix for it, trained or not.
     """
-    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    kinds = (nn.Embedding, nn.modules.conv._ConvNd)
+    tables = {m.weight for m in model.modules() if isinstance(m, kinds)}
     owners = match_groups(model, config.groups)
     found, matrices = set(), False
     for name, parameter in model.named_parameters():

@@ -55,6 +55,11 @@ class ScheduleFreeAdamW(NamedOptimizer):
             train_mode=True,
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Torch calls it for a copy and behind `load_state_dict`: the points may be others."""
+        super().__setstate__(state)
+        self._begun = set()
+
     def slots(self, group: Group) -> Slots:
         return Slots(("z", "exp_avg_sq"), _NUMBERS)
 

@@ -83,6 +83,13 @@ def vocab_fused_cross_entropy(
         raise ValueError(f"softcap {softcap} must be above 0, or None for no cap; use 30")
     width = len(weight) if vocab_size is None else -(-vocab_size // group.size)
     part = VocabPart.of(group, width, vocab_size, (z_loss, label_smoothing))
+    if (
+        group.size - 1
+    ) * width >= part.vocab_size:  # the same on all ranks, or the others would wait
+        raise ValueError(
+            f"{part.vocab_size} ids must leave some for the last of {group.size} ranks, of which each has {width}; use "
+            "fewer ranks, or a larger vocabulary"
+        )
     if len(weight) != part.real or not part.real:
         raise ValueError(
             f"weight {tuple(weight.shape)} must have {part.real} rows, at least one, on rank {group.rank} of "
