@@ -298,6 +298,6 @@ def test_a_supervisor_on_each_node_and_a_crash_in_one_of_them(slurm, tmp_path):
     assert slurm.job(job)["Restarts"] == "0", log
     assert "starting the ranks again, retry 1 of 10" in log
     assert read_run(tmp_path / "run").metrics["step"] == list(range(1, 13))
-    assert [
-        event["step"] for event in read_run(tmp_path / "run").events if event["event"] == "resume"
-    ] == [6]
+    events = read_run(tmp_path / "run").events
+    # the save of step 6 may still have been under way
+    assert [event["step"] for event in events if event["event"] == "resume"] in ([3], [6])

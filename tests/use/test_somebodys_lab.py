@@ -209,7 +209,9 @@ def test_what_does_not_fit_is_refused_before_a_run_exists(
             "optimizer.options.momentm 0.8 is no option of 'sign'; did you mean 'momentum'?",
         ]
     else:
-        words = ["model: mixer 'decay' is unknown; use 'attention' or 'mla', an entry point of forge.mixers"]
+        words = [
+            "model: mixer 'decay' is unknown; use 'attention' or 'mla', an entry point of forge.mixers"
+        ]
     done = train(job, installed if case == "options" else None)
     assert done.returncode == 78, done.stderr
     for sentence in words:

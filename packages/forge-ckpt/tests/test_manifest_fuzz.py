@@ -512,6 +512,7 @@ def _load_on_ranks(root, seeds):
     with Store(root) as store:
         store.save(1, {"m": _sharded(1), "n": 1})
     table = json.loads(target.read_bytes())["manifest"]
+    dist.barrier()  # before rank 0 writes there
     found = []
     for seed in seeds:
         if rank == 0:
