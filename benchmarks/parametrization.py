@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs=2, default=[64, 256])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--init-std", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=64)
@@ -67,6 +68,7 @@ def train(args: argparse.Namespace, kind: str, width: int, lr: float, seed: int)
         num_heads=width // args.head_dim,
         hidden_dim=4 * width,
         max_seq_len=args.seq,
+        init_std=args.init_std,
         **options,
     )
     model = Transformer(config)
@@ -103,7 +105,10 @@ def main() -> int:
             for exponent in exponents:
                 rows = []
                 for seed in range(args.seeds):
-                    key = f"{kind} {width} {exponent} {seed} {args.steps}x{args.batch}x{args.seq}"
+                    # at the base both are the same, bit for bit
+                    name = "base" if width == args.widths[0] else kind
+                    shape = f"{args.steps}x{args.batch}x{args.seq} {args.init_std}"
+                    key = f"{name} {width} {exponent} {seed} {shape}"
                     if key not in known:
                         known[key] = train(args, kind, width, 2.0**exponent, seed)
                         if args.out is not None:
