@@ -463,7 +463,7 @@ _CHOSEN = {
     "tp_dp3": "dealt_packed dealt_moe odd_vocab odd_vocab_tied odd_vocab_bf16",
     "hsdp_tp_dp3": "odd_vocab_tied",
     "tp_pp_dp3": "odd_vocab odd_vocab_tied",
-    "tp4": "packed qk_norm one_key_head bf16 lora_one_key_head",
+    "tp4": "packed qk_norm one_key_head bf16 lora_one_key_head lora",
     "pp_dp3": "dealt_packed dealt_moe dealt",
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
