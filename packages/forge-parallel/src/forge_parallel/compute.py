@@ -63,8 +63,8 @@ class Compute:
     token losses, or `num_sums` of them (k,), of which the first is trained and evaluated. `sharded_loss` is the same
     for logits (B, S, V / tp) of which each tp rank has a part. With `in_head` the model is called with `then=`, and
     `loss(x (B, S, D), weight (V, D), labels, weights)` runs inside of its head, or `sharded_loss` with the weight's
-    rows (V / tp, D); both get the keywords that the head gives (`softcap`). `objective(model, part)` replaces them: 0-dim sums over a micro-batch, the first of
-    which is trained; it calls the model itself, so it goes without pp.
+    rows (V / tp, D); both get the keywords that the head gives (`softcap`). `objective(model, part)` replaces them:
+    0-dim sums over a micro-batch, the first of which is trained; it calls the model itself, so it goes without pp.
 
     With `ahead` K the model predicts K tokens beyond the next one, too (multi-token prediction): in training it gets
     the keyword `next_tokens` (B, K, S), and its output has (K + 1) B rows, those of the next token first. What is

@@ -105,8 +105,10 @@ def stream_text(
     model, tokenizer = _load(source, chosen)
     try:
         if texts is not None:
-            lengths = (max_new_tokens, prefill_chunk, rows)
-            for text, more in zip(texts, continue_all(model, tokenizer, texts, sampling, *lengths)):
+            continued = continue_all(
+                model, tokenizer, texts, sampling, max_new_tokens, prefill_chunk, rows
+            )
+            for text, more in zip(texts, continued):
                 print(json.dumps({"prompt": text, "text": more}, ensure_ascii=False), flush=True)
             return 0
         sys.stdout.write(prompt.encode(errors="replace").decode())

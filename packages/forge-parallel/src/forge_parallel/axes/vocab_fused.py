@@ -69,7 +69,7 @@ def vocab_fused_cross_entropy(
     `softcap`: logits are `softcap * tanh(scale * x @ weight.T / softcap)`. Dtypes as in `vocab_cross_entropy`,
     products in that of x.
 
-    Raises ValueError as `vocab_cross_entropy`, and for a rank without ids.
+    Raises ValueError as `vocab_cross_entropy`, and on all ranks if the last would have no ids.
     Cost: no (N, W) tensor; three products with grad, and from forward to backward both gradients, (N, D) in the
     dtype of x and (W, D) in fp32; one all-gather of 2 R fp32 a block; no host sync on CUDA.
     """
@@ -83,14 +83,13 @@ def vocab_fused_cross_entropy(
         raise ValueError(f"softcap {softcap} must be above 0, or None for no cap; use 30")
     width = len(weight) if vocab_size is None else -(-vocab_size // group.size)
     part = VocabPart.of(group, width, vocab_size, (z_loss, label_smoothing))
-    if (
-        group.size - 1
-    ) * width >= part.vocab_size:  # the same on all ranks, or the others would wait
+    # asked alike on all ranks, or the others would wait for the one that raises
+    if (group.size - 1) * width >= part.vocab_size:
         raise ValueError(
             f"{part.vocab_size} ids must leave some for the last of {group.size} ranks, of which each has {width}; use "
             "fewer ranks, or a larger vocabulary"
         )
-    if len(weight) != part.real or not part.real:
+    if len(weight) != part.real:
         raise ValueError(
             f"weight {tuple(weight.shape)} must have {part.real} rows, at least one, on rank {group.rank} of "
             f"{group.size} for {part.vocab_size} ids; give the size of the whole vocabulary"
