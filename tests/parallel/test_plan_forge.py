@@ -20,6 +20,7 @@ from forge_core import (
     initialise,
 )
 from forge_core.model import LayerType, MLAConfig
+from forge_core.optim import EMAConfig
 from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
 from forge_parallel.plan import (
     Candidate,
@@ -193,16 +194,21 @@ def test_experts_travel_once_to_each_rank_that_has_some_of_theirs() -> None:
     assert received(2) == pytest.approx(2 * passes * layers * tokens * 2 * (1 - 6 / 28))
 
 
+@pytest.mark.parametrize("decay", [None, 0.9])
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_state_of_an_optimizer_is_what_it_holds(name: str) -> None:
+def test_state_of_an_optimizer_is_what_it_holds(name: str, decay: float | None) -> None:
     """On one rank, where nothing is padded; and in the checkpoint."""
     config: Any = load_job(PRESET / "7b_8gpu.toml", with_data=False).config
-    config = replace(config, model=section("moe"), optimizer=OptimizerConfig(name))
+    config = replace(
+        config, model=section("moe"), optimizer=OptimizerConfig(name, ema=EMAConfig(decay))
+    )
     profile = plan._profile(config)
     space = plan._space(config, profile, 1, 1, find_hardware("h200"))
     optimizer = build_optimizer(
         build_model(config.model, 0).to_empty(device="cpu"), config.optimizer
     )
+    if decay is not None:
+        optimizer.eval()
     slots = [value for own in optimizer.named_state().values() for value in own.values()]
     held = sum(4 * value.numel() for value in slots if isinstance(value, torch.Tensor))
     found = estimate_layout(

@@ -111,7 +111,13 @@ def _profile(config: JobConfig) -> Profile:
     model = build_model(config.model, config.init_seed)
     freeze_groups(model, config)
     hidden = hidden_matrices(model, config.optimizer) if config.optimizer.name == "muon" else ()
-    return Profile(model, config.data.seq_len, moments=dict.fromkeys(hidden, _MUON))
+    moments = dict.fromkeys(hidden, _MUON + _average(config))
+    return Profile(model, config.data.seq_len, moments=moments)
+
+
+def _average(config: JobConfig) -> float:
+    """Bytes per parameter of an average of the weights."""
+    return 0.0 if config.optimizer.ema.decay is None else 4.0
 
 
 def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
@@ -128,8 +134,7 @@ def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
 def _space(
     config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware
 ) -> SearchSpace:
-    average = 0.0 if config.optimizer.ema.decay is None else 4.0
-    storage = Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0) + average)
+    storage = Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0) + _average(config))
     return SearchSpace(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
                 per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
 
