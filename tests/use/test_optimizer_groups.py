@@ -491,6 +491,13 @@ def test_patterns_are_tried_on_somebody_elses_model_before_a_run_begins(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_muon_is_tried_on_somebody_elses_model_before_a_run_begins(tmp_path: Path) -> None:
+    theirs = {"model.name": "forge_testing.models:bigram", "sample.max_new_tokens": 0}
+    job = load_job(make_job(tmp_path), theirs | {"optimizer.name": "muon"})
+    with pytest.raises(ConfigError, match=r"'muon' must have a matrix below a block .* the model"):
+        Trainer(job)
+
+
 def test_the_table_of_the_readme_is_one(tmp_path: Path) -> None:
     readme = (Path(__file__).parents[2] / "apps/train/README.md").read_text()
     (table,) = re.findall(r"```toml\n(\[optimizer.groups.*?)```", readme, re.DOTALL)

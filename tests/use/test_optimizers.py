@@ -32,6 +32,13 @@ def test_F114_a_torch_optimizer_trains_and_resumes_with_the_same_bits(
             assert torch.equal(mine.weights[name], value), name
 
 
+def test_a_configuration_that_was_written_gives_another_name_its_own_betas(tmp_path: Path) -> None:
+    written = tmp_path / "resolved.toml"
+    written.write_text(load_job(make_job(tmp_path)).to_toml())
+    lion = load_job(written, {"optimizer.name": "lion", "optimizer.eps": 1e-8}).config.optimizer
+    assert lion.resolved_betas == (0.9, 0.99)
+
+
 BY_NAME = {"checkpoint.every_steps": 3, "train.steps": 6, "optimizer.lr": 1e-3}
 MUON = {
     **BY_NAME,

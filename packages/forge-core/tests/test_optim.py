@@ -45,7 +45,7 @@ def _run(model, optimizer, gradients, lrs=None):
 def _reference(model, gradients, lrs, config):
     """The paper's loop in float64, one parameter at a time."""
     weights = {n: p.detach().double() for n, p in model.named_parameters()}
-    (b1, b2), moments = config.betas, {n: (0.0, 0.0) for n in weights}
+    (b1, b2), moments = config.resolved_betas, {n: (0.0, 0.0) for n in weights}
     for t, (grads, lr) in enumerate(zip(gradients, lrs), start=1):
         for name, w in weights.items():
             g = grads[name].double()
@@ -223,6 +223,12 @@ def test_all_problems_of_a_config_in_one_error():
     with pytest.raises(ValueError, match="optimizer: lr") as error:
         OptimizerConfig(name="", lr=0.0, betas=(0.9, 1.0), eps=-1.0, weight_decay=math.nan)
     assert len(str(error.value).splitlines()) == 5
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.95, 0.1), (0.9, math.nan), (0.9, "0.95"), 0.9])
+def test_betas_are_two_numbers(betas):
+    with pytest.raises(ValueError, match=r"optimizer: betas .* must be two numbers in \[0, 1\)"):
+        OptimizerConfig(betas=betas)
 
 
 def test_every_field_has_a_help_text():

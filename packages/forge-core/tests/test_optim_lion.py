@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Gradients
 def by_hand(model: nn.Module, gradients: Gradients, config: OptimizerConfig) -> dict[str, Tensor]:
     """The paper's Program 1 in float64."""
     found = {}
-    b1, b2 = config.betas
+    b1, b2 = config.resolved_betas
     for name, parameter in model.named_parameters():
         w, m = parameter.detach().double(), torch.zeros(parameter.shape, dtype=torch.float64)
         decay = config.weight_decay if w.ndim >= 2 else 0.0
@@ -66,7 +67,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 def test_twelve_steps_equal_float64() -> None:
     model, config = Small(), OptimizerConfig("lion", lr=0.01, weight_decay=0.3)
-    assert config.betas == (0.9, 0.99)
+    assert config.resolved_betas == (0.9, 0.99)
     gradients = recorded(model, 12)
     wanted = by_hand(model, gradients, config)
     optimizer = build_optimizer(model, config)
@@ -146,4 +147,12 @@ def test_keys_of_another_optimizer_are_refused() -> None:
     ):
         OptimizerConfig("lion", eps=1e-6)
     assert OptimizerConfig("lion", betas=(0.5, 0.6)).betas == (0.5, 0.6)
-    assert OptimizerConfig().betas == OptimizerConfig("torch.optim:Adam").betas == (0.9, 0.95)
+    assert OptimizerConfig().resolved_betas == (0.9, 0.95)
+    assert OptimizerConfig("torch.optim:Adam").resolved_betas == (0.9, 0.95)
+
+
+def test_a_default_is_not_stored_as_if_it_were_given() -> None:
+    """Else a configuration that was written and read under another name keeps the decays of the first."""
+    adamw = OptimizerConfig()
+    assert adamw.betas is None
+    assert replace(adamw, name="lion").resolved_betas == (0.9, 0.99)

@@ -247,10 +247,19 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     assert changed == {"layers.0.mix.weight"}
 
 
+@pytest.mark.parametrize("steps", [0, 100, 2.5, True, "5"])
+def test_ns_steps_are_a_whole_number(steps: Any) -> None:
+    with pytest.raises(ValueError, match=r"muon: ns_steps .* must be a whole number from 1 to 99"):
+        MuonConfig(ns_steps=steps)
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must have a matrix below a block.*muon = true"):
         build_optimizer(nn.Linear(3, 3), OptimizerConfig("muon"))
-    check_optimizer(nn.Linear(1, 1, device="meta"), OptimizerConfig("muon"))
+    with pytest.raises(ValueError, match=r"must have a matrix below a block.*muon = true"):
+        check_optimizer(nn.Linear(1, 1, device="meta"), OptimizerConfig("muon"))
+    group = {"a": OptimizerGroupConfig(("*",), muon=True)}
+    check_optimizer(nn.Linear(1, 1, device="meta"), OptimizerConfig("muon", groups=group))
     with pytest.raises(ValueError, match=r"muon: momentum 1\.0") as error:
         MuonConfig(momentum=1.0, ns_steps=0, ns_dtype="fp16", adjust="mine", adamw_lr_multiplier=0)
     assert len(str(error.value).splitlines()) == 5

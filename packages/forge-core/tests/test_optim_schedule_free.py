@@ -51,7 +51,7 @@ def run(model, optimizer, gradients, rates=RATES, skips=()) -> None:
 
 def by_hand(model, gradients, config, rates=RATES) -> dict[str, tuple[Tensor, Tensor]]:
     """Algorithm 1 of the paper in float64, with the averaging weights of its section 4: {name: (x, y)}."""
-    b1, b2 = config.betas
+    b1, b2 = config.resolved_betas
     own, found = config.schedule_free, {}
     for name, parameter in model.named_parameters():
         x = z = y = parameter.detach().double()
@@ -79,7 +79,7 @@ def test_twelve_steps_equal_float64(r: float, power: float) -> None:
     config = OptimizerConfig(
         NAME, weight_decay=0.3, schedule_free=ScheduleFreeConfig(r=r, weight_lr_power=power)
     )
-    assert config.betas == (0.9, 0.999)
+    assert config.resolved_betas == (0.9, 0.999)
     model = Small()
     gradients = recorded(model, 12)
     rates = [*RATES[:8], *(rate / 3 for rate in RATES[8:])]  # the weight is of the greatest so far

@@ -3,6 +3,7 @@
 import copy
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def twins(**options: object) -> tuple[nn.Module, AdamW, nn.Module, torch.optim.A
         {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    other = torch.optim.AdamW(groups, lr=0.01, betas=config.betas, eps=config.eps, fused=True)
+    other = torch.optim.AdamW(
+        groups, lr=0.01, betas=config.resolved_betas, eps=config.eps, fused=True
+    )
     return mine, build_optimizer(mine, config), theirs, other
 
 
@@ -167,7 +170,28 @@ def test_F114_a_class_of_torch_by_import_path() -> None:
     assert optimizer.param_groups[0]["param_names"] == ["0.weight", "2.weight"]
     adam = build_optimizer(model, OptimizerConfig("torch.optim:Adam", betas=(0.5, 0.6)))
     assert adam.param_groups[0]["betas"] == (0.5, 0.6)
+    assert build_optimizer(model, OptimizerConfig("torch.optim:Adam")).defaults["betas"] == (
+        0.9,
+        0.95,
+    )
     train(model, optimizer, 1)
+
+
+def test_a_class_with_three_betas_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Three(torch.optim.SGD):
+        def __init__(self, params, lr, betas=(0.9, 0.8, 0.7), weight_decay=0.0) -> None:
+            super().__init__(params, lr, weight_decay=weight_decay)
+            self.betas = betas
+
+    lab = types.ModuleType("somebodys_lab")
+    lab.Three = Three
+    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
+    config = OptimizerConfig("somebodys_lab:Three")
+    assert build_optimizer(model_of(), config).betas == (0.9, 0.8, 0.7)
+    own = replace(config, options={"betas": (0.1, 0.2, 0.3)})
+    assert build_optimizer(model_of(), own).betas == (0.1, 0.2, 0.3)
+    with pytest.raises(ValueError, match=r"optimizer.betas \(0.5, 0.6\): somebodys_lab:Three"):
+        check_optimizer(model_of(), replace(config, betas=(0.5, 0.6)))
 
 
 @pytest.mark.parametrize(

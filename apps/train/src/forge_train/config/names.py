@@ -56,8 +56,8 @@ def _model_problems(config: JobConfig) -> list[str]:
 def _optimizer_problems(config: JobConfig) -> list[str]:
     """Of the optimizer, its groups and the stages; patterns are tried on models of ours, built without values."""
     optimizer, stages = config.optimizer, config.train.stages
-    # a matrix without values: an optimizer checks some options only with parameters
-    stand_in = nn.Linear(1, 1, device="meta")
+    # a block with a matrix without values: an optimizer checks some options only with parameters
+    stand_in = nn.Sequential(nn.Linear(1, 1, device="meta"))
     alone = [{name: replace(own, patterns=("*",))} for name, own in optimizer.groups.items()]
     found = [
         problem

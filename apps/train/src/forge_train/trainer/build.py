@@ -12,7 +12,12 @@ from torch import nn
 
 from forge_core import Transformer, flops_per_token, parameter_count
 from forge_core.model import check_init_tables
-from forge_core.optim import check_something_trains, freeze_never_trained, stage_problems
+from forge_core.optim import (
+    check_parameters,
+    check_something_trains,
+    freeze_never_trained,
+    stage_problems,
+)
 from forge_data import (
     Loader,
     SourceConfig,
@@ -99,7 +104,11 @@ def total_steps(config: JobConfig, model: nn.Module | None) -> int:
 
 
 def freeze_groups(model: nn.Module, config: JobConfig) -> None:
-    """Check groups and stages on the whole model, and freeze the groups that the run never trains. ConfigError."""
+    """Check optimizer, groups and stages on the whole model, and freeze the groups that the run never trains.
+
+    ConfigError for what does not fit."""
+    with config_errors():
+        check_parameters(model, config.optimizer)
     if not config.optimizer.groups:
         return
     stages = config.train.stages

@@ -1,7 +1,13 @@
 """Optimizers with named state, and learning-rate schedules."""
 
 from forge_core.optim.adamw import AdamW
-from forge_core.optim.build import OPTIMIZERS, build_optimizer, check_optimizer, find_optimizer
+from forge_core.optim.build import (
+    OPTIMIZERS,
+    build_optimizer,
+    check_optimizer,
+    check_parameters,
+    find_optimizer,
+)
 from forge_core.optim.config import (
     EMAConfig,
     MuonConfig,
@@ -56,6 +62,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "check_optimizer",
+    "check_parameters",
     "check_schedule",
     "check_something_trains",
     "find_optimizer",

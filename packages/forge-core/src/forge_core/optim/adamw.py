@@ -34,7 +34,9 @@ class AdamW(NamedOptimizer):
     ) -> None:
         groups = parameter_groups(model, config) if groups is None else groups
         fused = can_fuse(groups)
-        super().__init__(model, config, groups, betas=config.betas, eps=config.eps, fused=fused)
+        super().__init__(
+            model, config, groups, betas=config.resolved_betas, eps=config.eps, fused=fused
+        )
 
     @property
     def masks(self) -> bool:

@@ -14,11 +14,10 @@ from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.ema import EMA, unnamed
 from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, take_part
 from forge_core.optim.lion import build_lion
-from forge_core.optim.muon import build_muon
+from forge_core.optim.muon import build_muon, hidden_matrices
 from forge_core.optim.schedule_free import build_schedule_free_adamw
 from forge_core.registry import Registry
 
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 #: Without them an object cannot be an optimizer; a torch optimizer needs no `set_lr`.
 _METHODS = ("step", "zero_grad", "set_lr", "state_dict", "load_state_dict")
 
@@ -61,9 +60,8 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
 
     `model` may be on the meta device; torch classes are tried on it, builders are only looked at.
     """
-    match_groups(model, config.groups)
     built = find_optimizer(config.name)
-    lr_scales(model, config)
+    check_parameters(model, config)
     if _is_torch_class(built):
         _over_groups(built, model, config)
         if config.ema.decay is not None:
@@ -72,6 +70,17 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
         if isinstance(built, type):
             _check_methods(built, f"{config.name!r}")
         OPTIMIZERS.check(built, config.name, config.options)
+
+
+def check_parameters(model: nn.Module, config: OptimizerConfig) -> None:
+    """Raise the ValueErrors of `build_optimizer` about names and shapes: groups, factors of rates, Muon's matrices.
+
+    `model` is the whole one, of any dtype, on the meta device or not.
+    """
+    match_groups(model, config.groups)
+    lr_scales(model, config)
+    if config.name == "muon":
+        hidden_matrices(model, config)
 
 
 def find_optimizer(name: str) -> Any:
@@ -95,11 +104,12 @@ def _over_groups(
             f"optimizer.name {config.name!r} needs a closure that runs the model again, and a step has "
             "none; use an optimizer with step()"
         )
-    given = {key: getattr(config, key) for key in _SETTINGS if _takes(taken.get(key), config, key)}
+    settings, defaults = _settings(config), _settings(OptimizerConfig(config.name))
+    given = {key: value for key, value in settings.items() if _takes(taken.get(key), value)}
     ignored = [
-        f"optimizer.{key} {getattr(config, key)}: {config.name} takes none like it; leave it out"
-        for key in _SETTINGS
-        if key not in given and getattr(config, key) != getattr(OptimizerConfig(config.name), key)
+        f"optimizer.{key} {value}: {config.name} takes none like it; leave it out"
+        for key, value in settings.items()
+        if key not in given and value != defaults[key]
     ]
     if "weight_decay" not in given:
         ignored += [
@@ -124,11 +134,22 @@ def _over_groups(
         ) from error
 
 
-def _takes(parameter: inspect.Parameter | None, config: OptimizerConfig, key: str) -> bool:
-    """Whether a class takes a setting: Adafactor's eps, for one, is a pair and another thing."""
+def _settings(config: OptimizerConfig) -> dict[str, Any]:
+    """What a torch class may be called with."""
+    betas = config.resolved_betas
+    return {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
+
+
+def _takes(parameter: inspect.Parameter | None, value: Any) -> bool:
+    """Whether a class takes a setting: Adafactor's eps, for one, is a pair and another thing, and Adan has three
+    betas."""
     if parameter is None:
         return False
-    return isinstance(parameter.default, tuple) == isinstance(getattr(config, key), tuple)
+    return _length(parameter.default) == _length(value)
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, tuple) else None
 
 
 def _check_methods(optimizer: Any, what: str) -> None:

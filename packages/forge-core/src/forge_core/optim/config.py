@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-from forge_core._config import foreign_keys, foreign_table, raise_problems, setting
+from forge_core._config import (
+    foreign_keys,
+    foreign_table,
+    is_finite,
+    is_size,
+    raise_problems,
+    setting,
+)
 
 _BETAS = {
     "adamw": (0.9, 0.95),
@@ -108,7 +115,6 @@ class OptimizerConfig:
         "optimizer: adamw, lion, muon, schedule_free_adamw, an entry point of forge.optimizers, or module:attr",
     )
     lr: float = setting(3e-4, "peak learning rate, which the schedule multiplies")
-    # None until built: __post_init__ puts in what the name has as a default
     betas: tuple[float, float] | None = setting(
         None,
         "decay per step of the averages of gradient and squared gradient; lion: of update and momentum; "
@@ -142,9 +148,12 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.betas is None:
-            object.__setattr__(self, "betas", _BETAS.get(self.name, _BETAS["adamw"]))
         raise_problems("optimizer", _optimizer_problems(self))
+
+    @property
+    def resolved_betas(self) -> tuple[float, float]:
+        """Both betas: as given, or of the optimizer's name."""
+        return _BETAS.get(self.name, _BETAS["adamw"]) if self.betas is None else self.betas
 
 
 @dataclass(frozen=True)
@@ -223,8 +232,8 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
         yield f"name {c.name!r} is empty; use adamw or an import path module:attr"
     if not 0.0 < c.lr < math.inf:
         yield f"lr {c.lr} must be a positive number; use 3e-4 or so"
-    if not all(0.0 <= beta < 1.0 for beta in c.betas or ()):
-        yield f"betas {c.betas} must both be in [0, 1); use 0.9 and 0.95"
+    if c.betas is not None and not _are_betas(c.betas):
+        yield f"betas {c.betas!r} must be two numbers in [0, 1); use 0.9 and 0.95"
     if not 0.0 < c.eps < math.inf:
         yield (
             f"eps {c.eps} must be a positive number, or a zero gradient divides by zero; use 1e-8"
@@ -243,11 +252,18 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
             )
 
 
+def _are_betas(value: object) -> bool:
+    """Whether `value` is two decays: what every built-in optimizer reads."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return all(is_finite(beta) and 0.0 <= beta < 1.0 for beta in value)
+
+
 def _muon_problems(c: MuonConfig) -> Iterator[str]:
     if not 0.0 <= c.momentum < 1.0:
         yield f"momentum {c.momentum} must be in [0, 1); use 0.95"
-    if not 1 <= c.ns_steps < 100:
-        yield f"ns_steps {c.ns_steps} must be from 1 to 99; use 5"
+    if not is_size(c.ns_steps, 99):
+        yield f"ns_steps {c.ns_steps!r} must be a whole number from 1 to 99; use 5"
     for key in ("ns_dtype", "adjust"):
         allowed = get_args(get_type_hints(MuonConfig)[key])
         if getattr(c, key) not in allowed:

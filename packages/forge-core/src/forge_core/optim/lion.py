@@ -28,7 +28,7 @@ class Lion(NamedOptimizer):
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        super().__init__(model, config, betas=config.betas)
+        super().__init__(model, config, betas=config.resolved_betas)
 
     def slots(self, group: Group) -> Slots:
         return Slots(("exp_avg",))

@@ -48,7 +48,7 @@ class ScheduleFreeAdamW(NamedOptimizer):
         super().__init__(
             model,
             config,
-            betas=config.betas,
+            betas=config.resolved_betas,
             eps=config.eps,
             r=own.r,
             weight_lr_power=own.weight_lr_power,
