@@ -78,7 +78,9 @@ def test_texts_of_a_file_do_not_depend_on_how_many_run_at_once(
         assert rows == [{"prompt": p, "text": t} for p, t in zip(TEXTS, found[0], strict=True)]
 
 
-def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_continued_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     path = folder(tmp_path / "hf")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
     with pytest.raises(ValueError, match=r'broken.jsonl, line 2: must have a text as "prompt"'):
@@ -91,6 +93,10 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         ConfigError, match="a prompt of 2 and 99 new tokens are longer than max_seq_len 64"
     ):
         stream_text(path, prompt="one two", max_new_tokens=99)
+    (tmp_path / "long.txt").write_text("one\n" + "two " * 60)
+    with pytest.raises(ConfigError, match="a prompt of 60 and 9 new tokens are longer"):
+        stream_text(path, prompts=tmp_path / "long.txt", rows=1, max_new_tokens=9)
+    assert capsys.readouterr().out == ""  # not even the prompt
     (path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         load_folder(path)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 
 from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
@@ -31,15 +31,20 @@ def continuation(
 ) -> Iterator[str]:
     """Pieces of text that continue `prompt`, until EOS or `max_new_tokens`.
 
-    Raises ConfigError when the prompt has no tokens and the tokenizer has no token to start from.
+    Before the first piece is asked for it raises ConfigError when the prompt has no tokens and the tokenizer has no
+    token to start from, and ValueError as `generate_stream`.
     """
     ids = _ids(tokenizer, prompt)
     tokens = torch.tensor([ids], device=device)
-    shown, new = tokenizer.decode([]), []
-    # the end token is looked for here alone: one read from the device per token
+    # the end token is looked for in `_pieces` alone: one read from the device per token
     stream = generate_stream(
         model, tokens, max_new_tokens, sampling=sampling, prefill_chunk=prefill_chunk
     )
+    return _pieces(stream, tokenizer)
+
+
+def _pieces(stream: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
+    shown, new = tokenizer.decode([]), []
     for step in stream:
         token = int(step[0])
         if token == tokenizer.eos_id:
@@ -111,10 +116,10 @@ def stream_text(
             for text, more in zip(texts, continued):
                 print(json.dumps({"prompt": text, "text": more}, ensure_ascii=False), flush=True)
             return 0
-        sys.stdout.write(prompt.encode(errors="replace").decode())
         pieces = continuation(
             model, tokenizer, prompt, max_new_tokens, sampling, chosen, prefill_chunk
         )
+        sys.stdout.write(prompt.encode(errors="replace").decode())
         for piece in pieces:
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -172,10 +177,17 @@ def continue_all(
     prefill_chunk: int | None,
     rows: int,
 ) -> Iterator[str]:
-    """What follows each text, up to its end token; the same whatever `rows`, the texts that are continued at once."""
+    """What follows each text, up to its end token; the same whatever `rows`, the texts that are continued at once.
+
+    Refused texts raise before the first one is continued.
+    """
     if rows < 1:
         raise ValueError(f"rows {rows} must be at least 1; use 8")
     ids = [_ids(tokenizer, text) for text in texts]
+    if ids:  # not begun: it refuses lengths
+        generate_stream(
+            model, [max(ids, key=len)], max_new_tokens, sampling, prefill_chunk=prefill_chunk
+        )
     for first in range(0, len(ids), rows):
         part = ids[first : first + rows]
         new = generate(
