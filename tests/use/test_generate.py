@@ -78,9 +78,7 @@ def test_texts_of_a_file_do_not_depend_on_how_many_run_at_once(
         assert rows == [{"prompt": p, "text": t} for p, t in zip(TEXTS, found[0], strict=True)]
 
 
-def test_what_cannot_be_continued_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = folder(tmp_path / "hf")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
     with pytest.raises(ValueError, match=r'broken.jsonl, line 2: must have a text as "prompt"'):

@@ -427,6 +427,8 @@ def _help() -> int:
     print("\nexit codes")
     for code in ExitCode:
         print(f"  {int(code):<10} {code.name.lower().replace('_', ' ')}")
-    print("\nkeys of a configuration file, each also a flag of run and explain")
+    print(
+        "\nkeys of a configuration file, each also a flag of run and explain (of a table --TABLE.KEY)"
+    )
     print_keys(console)
     return ExitCode.DONE

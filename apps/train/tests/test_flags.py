@@ -1,0 +1,95 @@
+"""Flags of lists, of tables that the file does not have, and of free tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge_train.config.flags import parse_flags
+from forge_train.errors import ConfigError
+
+FILE = {"data": {"sources": {"text": {"name": "builtin"}}}}
+
+
+def parse(*args: str, values: Any = FILE) -> dict[str, Any]:
+    return parse_flags(values, args, "forge-train run", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["--init.patterns", '["a.*", "!b"]'], {"init.patterns": ["a.*", "!b"]}),
+        (['--init.patterns=["a.*"]'], {"init.patterns": ["a.*"]}),
+        (["--init.patterns", "a.*", "!b"], {"init.patterns": ("a.*", "!b")}),
+        (["--init.patterns", "[ab]"], {"init.patterns": ("[ab]",)}),  # of fnmatch
+        (["--init.patterns", "[]"], {"init.patterns": []}),
+        (["--optimizer.betas", "[0.9, 0.95]"], {"optimizer.betas": [0.9, 0.95]}),
+        (["--slurm.sbatch_options", '["--qos=x"]'], {"slurm.sbatch_options": ["--qos=x"]}),
+        (["--sample.prompt", "[1, 2]"], {"sample.prompt": "[1, 2]"}),
+        (["--data.sources.text.path", "[a, b]"], {"data.sources.text.path": "[a, b]"}),
+        (
+            ["--optimizer.groups.emb.patterns", '["a"]', "--optimizer.groups.emb.lr-multiplier=0"],
+            {"optimizer.groups.emb.patterns": ["a"], "optimizer.groups.emb.lr_multiplier": 0.0},
+        ),
+    ],
+)
+def test_a_list_is_words_or_one_list_of_toml(args: list[str], wanted: dict[str, Any]) -> None:
+    assert parse(*args) == wanted
+
+
+@pytest.mark.parametrize("text", ["[a,b]", "['a', b]"])
+def test_a_list_whose_quotes_the_shell_took_is_no_pattern(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--init.patterns .* must be a list of str.* shell"):
+        parse("--init.patterns", text)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("callbacks.mine.name", "lab:Mine", "lab:Mine"),
+        ("callbacks.mine.every_steps", "3", 3),
+        ("metrics.sinks.own.name", "tensorboard", "tensorboard"),
+        ("train.stages.late.start_step", "7", 7),
+        ("model.layer_types.local.window", "8", 8),
+        ("data.sources.other.path", "x", "x"),
+        ("optimizer.groups.emb.muon", "false", False),
+        ("optimizer.muon.momentum", "0.9", 0.9),
+        ("optimizer.ema.decay", "0.9", 0.9),
+        ("schedule.wsd.decay_steps", "5", 5),
+    ],
+)
+def test_a_flag_needs_no_table_in_the_file(key: str, text: str, value: Any) -> None:
+    for values in (FILE, {}):
+        assert parse(f"--{key}", text, values=values) == {key: value}
+    assert "callbacks" not in FILE, "the file's values changed"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optimizer.options.rate", "0.5", 0.5),
+        ("optimizer.options.word", "fast", "fast"),
+        ("callbacks.mine.options.Every-So", "[1, 2]", [1, 2]),
+        ("model.norm_options.a.b", "true", True),
+        ("slurm.environment.OMP_NUM_THREADS", "1", "1"),
+        ("train.stages.late.lr_multipliers.emb", "0.5", 0.5),
+        ("resilience.watch.limits.save", "9", 9),
+    ],
+)
+def test_a_key_of_a_free_table_is_a_flag(key: str, text: str, value: Any) -> None:
+    assert parse(f"--{key}={text}") == {key: value}
+
+
+def test_a_free_table_itself_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"--optimizer.options is a table; give a key of it"):
+        parse("--optimizer.options", "1")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--callbacks.mine.nam", "--callbacks.0.name", "--callbacks.class.name", "--init.pat"]
+)
+def test_unknown_flags_stay_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(flag, '["a"]')
+    assert flag.rpartition(".")[0] in capsys.readouterr().err
