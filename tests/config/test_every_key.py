@@ -60,6 +60,10 @@ def shapes(t: Trainer) -> Any:
     return {n: tuple(p.shape) for n, p in t.model.named_parameters()}
 
 
+def dtypes(t: Trainer) -> Any:
+    return {n: p.dtype for n, p in t.model.named_parameters()}
+
+
 def logits(t: Trainer) -> Any:
     """Output of the freshly initialised model, wide enough for every position to matter."""
     t._materialise()
@@ -257,6 +261,7 @@ LATENT = {
     "model.mla.qk_rope_head_dim": 4,
     "model.mla.v_head_dim": 4,
 }
+LORA = {"lora.rank": 2}
 MUP = {"model.parametrization": "mup"}
 WIDTHS = {
     "q_lora_rank": Probe(8, shapes, LATENT),
@@ -544,6 +549,10 @@ PROBES: dict[str, Probe] = {
     "model.residual_scale": Probe(2.0, logits),
     "model.logits_scale": Probe(2.0, logits),
     "model.logits_softcap": Probe(2.0, logits),
+    "lora.rank": Probe(3, shapes),
+    "lora.alpha": Probe(2.0, logits, LORA),
+    "lora.patterns": Probe(["*.gate_proj"], shapes, LORA),
+    "lora.base_dtype": Probe("fp32", dtypes, LORA),
     "model.mtp.num_modules": Probe(1, shapes),
     "model.mtp.weight": Probe(0.9, trained, {"model.mtp.num_modules": 1}),
     "model.parametrization": Probe("mup", logits),

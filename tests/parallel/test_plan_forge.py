@@ -251,6 +251,25 @@ def test_what_a_run_never_trains_has_neither_gradients_nor_moments(
     assert rank["moments"] == 2 * rank["gradients"]
 
 
+def test_weights_beside_adapters_are_held_in_16_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for dtype in ("bf16", "fp32"):
+        job = tmp_path / "job.toml"
+        table = f'[lora]\nrank = 8\npatterns = ["*.q_proj"]\nbase_dtype = "{dtype}"\n'
+        job.write_text(f'extends = "{PRESET / "7b_8gpu.toml"}"\n{table}')
+        assert run_plan(str(job), "--gpus", "8", "--json") == 0
+        plan = json.loads(capsys.readouterr().out)
+        (found[dtype],) = plan["memory"]
+    adapters = 32 * 8 * (4096 + 4096) / 8  # elements of 32 layers on a rank
+    assert found["bf16"]["gradients"] == found["fp32"]["gradients"] == 4 * adapters
+    assert found["bf16"]["moments"] == 8 * adapters
+    frozen = found["fp32"]["weights"] - 4 * adapters
+    assert found["bf16"]["weights"] == frozen / 2 + 4 * adapters
+    assert plan["checkpoint"] == 12 * adapters * 8, "without the base"
+
+
 def test_too_little_memory_leaves_with_78_after_the_tables(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

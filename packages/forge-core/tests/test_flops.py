@@ -6,6 +6,7 @@ from torch import nn
 
 from forge_core import Transformer, TransformerConfig
 from forge_core.flops import flops_per_token, parameter_count, peak_flops
+from forge_core.lora import LoRAConfig, lora
 
 
 class Offers(nn.Module):
@@ -77,3 +78,14 @@ def test_peaks_by_name(monkeypatch, name, peak):
 
 def test_a_cpu_has_no_known_peak():
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_weights_that_are_frozen_get_no_gradient():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6), nn.Linear(6, 3))
+    whole = flops_per_token(model, 8)
+    model[0].requires_grad_(False)  # a table is looked up
+    assert flops_per_token(model, 8) == whole == 3 * 2 * (4 * 6 + 6 * 3)
+    model[1].weight.requires_grad_(False)
+    assert flops_per_token(model, 8) == whole - 2 * 4 * 6
+    lora(model, LoRAConfig(("2",), rank=2))
+    assert flops_per_token(model, 8) == 2 * 2 * (4 * 6 + 6 * 3) + 3 * 2 * 2 * (6 + 3)

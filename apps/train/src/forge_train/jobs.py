@@ -10,15 +10,19 @@ import torch
 from torch import nn
 
 from forge_ckpt import Store
+from forge_ckpt.stage_state import tensor_names
 from forge_core import initialise
+from forge_core.lora import lora, merge
 from forge_data import Tokenizer, load_tokenizer
 from forge_parallel import materialise
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.errors import ConfigError, StateError, config_errors
 from forge_train.hf.folder import read_model
+from forge_train.trainer.adapters import frozen_names
 from forge_train.trainer.build import build_model, run_tokenizer
 from forge_train.trainer.checkpoints import store_errors
+from forge_train.trainer.frozen_base import FrozenBase
 from forge_train.trainer.run_directory import RunDirectory
 
 
@@ -42,7 +46,7 @@ def load_trained(
 ) -> tuple[nn.Module, Tokenizer, int]:
     """(model in eval mode with fp32 weights, tokenizer, step) of a run's newest good checkpoint.
 
-    Reads only: a run that is still training is not disturbed. Raises ConfigError when `run_dir`
+    Adapters are added to the weights. Reads only: a run that is still training is not disturbed. Raises ConfigError when `run_dir`
     is no run or its checkpoints are of another model, StateError when none of them can be used.
     """
     paths = RunDirectory(run_dir)
@@ -52,20 +56,31 @@ def load_trained(
         )
     job = load_job(paths.config)
     config = job.config
-    model = materialise(build_model(config.model, config.init_seed), torch.device(device))
+    model = build_model(config.model, config.init_seed)
+    adapters = config.lora.adapters
+    if adapters is not None:
+        lora(model, adapters, base_dtype=None)
+    model = materialise(model, torch.device(device))
+    state, base = {"model": model}, None
+    if adapters is not None:
+        base = FrozenBase(paths.base, model, tensor_names(model), frozen_names(model))
+        state = base.objects()
     # buffers that a checkpoint need not hold
     initialise(model, config.init_seed, strict=config.model.is_built_in)
     with (
         store_errors(paths.checkpoints, StateError),
         Store(paths.checkpoints, read_only=True) as store,
     ):
-        step = store.load({"model": model})
+        step = store.load(state)
     if step is None:
         raise StateError(
             [
                 f"{paths.checkpoints} holds no checkpoint; train first: forge-train run {paths.config}"
             ]
         )
+    if base is not None:
+        base.load()
+        merge(model)
     return model.eval(), run_tokenizer(config), step
 
 

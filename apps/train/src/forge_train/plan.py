@@ -26,7 +26,7 @@ from forge_parallel.plan import (
 )
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError
-from forge_train.trainer.build import build_model, freeze_groups
+from forge_train.trainer.build import build_trained, freeze_groups
 from forge_train.trainer.layout import layout_problems
 
 #: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
@@ -108,7 +108,7 @@ def choose_layout(
 
 def _profile(config: JobConfig) -> Profile:
     """Of the model as it is trained: what no stage trains has neither gradients nor moments."""
-    model = build_model(config.model, config.init_seed)
+    model = build_trained(config)
     freeze_groups(model, config)
     hidden = hidden_matrices(model, config.optimizer) if config.optimizer.name == "muon" else ()
     moments = dict.fromkeys(hidden, _MUON + _average(config))
@@ -134,7 +134,9 @@ def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
 def _space(
     config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware
 ) -> SearchSpace:
-    storage = Storage(moments=_MOMENTS.get(config.optimizer.name, 8.0) + _average(config))
+    moments = _MOMENTS.get(config.optimizer.name, 8.0) + _average(config)
+    frozen = {"bf16": 2, "fp32": 4}[config.lora.base_dtype] if config.lora.rank else None
+    storage = Storage(moments=moments, frozen=frozen)
     return SearchSpace(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
                 per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
 

@@ -1,13 +1,24 @@
 """Methods that an object in the state of a checkpoint may have; tensors, containers and plain values need none.
 
-All but those of `Stateful` are optional and looked up by name.
+All but those of `Stateful` are optional and looked up by name. `WholeTensors` is what an export reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-__all__ = ["ChecksState", "FillsState", "Path", "ReplacesState", "SelectsState", "Stateful"]
+from torch import Tensor
+
+__all__ = [
+    "ChecksState",
+    "FillsState",
+    "Path",
+    "ReplacesState",
+    "SelectsState",
+    "Stateful",
+    "WholeTensors",
+]
 
 Path = tuple[Any, ...]
 """Keys from an object's own state down to a leaf."""
@@ -52,4 +63,14 @@ class ChecksState(Stateful, Protocol):
 
     def load_checks(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that it could not load."""
+        ...
+
+
+class WholeTensors(Protocol):
+    """Tensors that are read one at a time; `meta` has shapes and dtypes of all, on the meta device."""
+
+    meta: Mapping[str, Tensor]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
         ...

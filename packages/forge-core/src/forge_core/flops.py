@@ -39,7 +39,8 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
     A multiplication and an addition are two operations. A module that offers
     `flops_per_token(seq_len)` (its forward, everything inside it included) is counted by that; elsewhere each `nn.Linear` counts `2 * weight.numel()` and everything else nothing. The
-    backward counts as twice the forward.
+    backward counts as twice the forward, without the gradients of frozen matrices (2 per weight); those of frozen
+    stacks of experts, and of a frozen beginning, are counted, so that the figure is an upper bound there.
 
     A dense decoder offers 2 per weight of its matrices, the output head included even where it is tied,
     plus attention's `2 * num_heads * head_dim * seq_len` per layer: scores and weighted sum cost
@@ -50,7 +51,19 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     """
     if seq_len < 1:
         raise ValueError(f"seq_len {seq_len} must be at least 1; give the tokens per sequence")
-    return 3.0 * _forward(model, seq_len)
+    return 3.0 * _forward(model, seq_len) - 2.0 * _frozen_weights(model)
+
+
+def _frozen_weights(model: nn.Module) -> int:
+    """Weights of frozen matrices that are multiplied, not looked up."""
+    frozen = {
+        p
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for p in module.parameters(recurse=False)
+        if p.ndim == 2 and not p.requires_grad
+    }
+    return sum(p.numel() for p in frozen)
 
 
 def _forward(module: nn.Module, seq_len: int) -> float:

@@ -69,22 +69,22 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
     if found or not optimizer.groups or not ours:
         return list(dict.fromkeys(found))
     # imported here: half a second, which other refusals do not need
-    from forge_train.trainer.build import build_model
+    from forge_train.trainer.build import build_trained
 
-    model = build_model(config.model, config.init_seed)
+    model = build_trained(config)
     return _refusal(check_something_trains, model, optimizer, stages)
 
 
 def _schedule_problems(config: JobConfig) -> list[str]:
     # imported here: half a second, which other refusals do not need
-    from forge_train.trainer.build import build_model, total_steps
+    from forge_train.trainer.build import build_trained, total_steps
 
     by_size = config.train.tokens_per_parameter is not None
     unknown = _refusal(check_schedule, config.schedule)
     parts = by_size and bool(_model_problems(config))
     if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown
-    model = build_model(config.model, config.init_seed) if by_size else None
+    model = build_trained(config) if by_size else None
     return _refusal(build_schedule, config.schedule, total_steps(config, model))
 
 

@@ -21,6 +21,7 @@ from forge_resilience.supervise import WatchConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
+from forge_train.config.lora import LoRASection
 
 if TYPE_CHECKING:
     from forge_ckpt import Keep
@@ -416,6 +417,7 @@ class JobConfig:
     run: RunConfig
     init: InitConfig
     model: ModelSection
+    lora: LoRASection
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig

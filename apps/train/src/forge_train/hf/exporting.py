@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import read_json, save_hf
+from forge_core.lora import LoRAConfig
 from forge_data import DataConfig, load_tokenizer, open_source
 from forge_train.config.files import read_toml
 from forge_train.config.imported import NAME, training_options
+from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
+from forge_train.hf.adapters import MergedTensors, peft_files
 from forge_train.hf.compare import compare
 from forge_train.hf.families import find_family, rows_of, section_to_hf
 from forge_train.hf.folder import FILES, SIDECAR
@@ -56,6 +60,10 @@ def export_run(
             help="of transformers; without it that of the import, or the first that fits"
         ),
     ] = None,
+    adapter: Annotated[
+        bool,
+        tyro.conf.arg(help="write the adapters of [lora] alone, as a folder that peft loads"),
+    ] = False,
     check: Annotated[
         bool,
         tyro.conf.arg(help="run both models on the same tokens, and print how much logits differ"),
@@ -63,14 +71,17 @@ def export_run(
 ) -> int:
     """Write a checkpoint as a folder that transformers loads: weights, config.json, tokenizer.
 
-    Any layout of ranks may have saved it. The model is never held whole, unless --check runs it.
+    Any layout of ranks may have saved it. The model is never held whole, unless --check runs it. Adapters are added to
+    the weights.
     """
     run, checkpoint = _find(source, step)
-    section, data = _sections(run)
+    section, data, lora = _sections(run)
+    if adapter:
+        return _export_adapter(run, checkpoint, out, section, lora, family)
     remark = None
     kept = run.path / FILES
     with config_errors():
-        original = read_json(kept / "config.json") if kept.is_dir() else {}
+        original = _original(run)
         name = find_family(section, family or original.get("model_type"))
         hf, rows = section_to_hf(section, name), rows_of(section, name)
         if not original:
@@ -86,16 +97,51 @@ def export_run(
             {"format": 1, "step": _number(checkpoint), "model": training_options(section)}
         ),
     }
-    with store_errors(checkpoint, JobError), config_errors():
-        save_hf(
-            out, rows, checkpoint, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files
-        )
-    print(f"exported {checkpoint} to {out}: {name}, {dtype}")
-    if remark is not None:
-        print(remark)
-    if check:
-        print(compare(section, _weights(checkpoint, _DTYPES[dtype]), out))
+    with store_errors(checkpoint, JobError), config_errors(), contextlib.ExitStack() as opened:
+        weights: Any = checkpoint
+        if lora is not None:
+            weights = opened.enter_context(MergedTensors(checkpoint, run.base, lora.scale))
+        save_hf(out, rows, weights, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files)
+        print(f"exported {checkpoint} to {out}: {name}, {dtype}")
+        if remark is not None:
+            print(remark)
+        if check:
+            print(compare(section, _weights(weights, _DTYPES[dtype]), out))
     return 0
+
+
+def _export_adapter(
+    run: RunDirectory,
+    checkpoint: Path,
+    out: Path,
+    section: BuiltInModelConfig,
+    lora: LoRAConfig | None,
+    family: str | None,
+) -> int:
+    """Write a folder of peft; ConfigError for a run without adapters."""
+    if lora is None:
+        raise ConfigError([f"--adapter: {run.path} has no [lora]; leave --adapter out"])
+    with store_errors(checkpoint, JobError), config_errors():
+        name, parent = (
+            find_family(section, family or _original(run).get("model_type")),
+            _parent(run),
+        )
+        with MergedTensors(checkpoint, run.base, lora.scale) as tensors:
+            files, rows = peft_files(tensors, rows_of(section, name), lora, parent)
+            save_hf(out, rows, tensors.factors(), files=files, stem="adapter_model")
+    print(f"exported the adapters of {checkpoint} to {out}: {name}, rank {lora.rank}")
+    return 0
+
+
+def _original(run: RunDirectory) -> dict[str, Any]:
+    """`config.json` of the folder that the weights came from, if they did."""
+    kept = run.path / FILES
+    return read_json(kept / "config.json") if kept.is_dir() else {}
+
+
+def _parent(run: RunDirectory) -> str | None:
+    """Where a run began, if it is a fork."""
+    return read_json(run.parent)["checkpoint"] if run.parent.is_file() else None
 
 
 def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
@@ -128,8 +174,10 @@ def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
     return run, checkpoint
 
 
-def _sections(run: RunDirectory) -> tuple[BuiltInModelConfig, DataConfig | None]:
-    """[model] and [data] of the run, or [model] of an import that nothing has trained yet."""
+def _sections(
+    run: RunDirectory,
+) -> tuple[BuiltInModelConfig, DataConfig | None, LoRAConfig | None]:
+    """[model], [data] and [lora] of the run, or [model] of an import that nothing has trained yet."""
     path = next((p for p in (run.config, run.path / NAME) if p.exists()), None)
     if path is None:
         raise ConfigError(
@@ -141,7 +189,9 @@ def _sections(run: RunDirectory) -> tuple[BuiltInModelConfig, DataConfig | None]
         values = read_toml(path)
     except ValueError as error:
         raise ConfigError([f"{path}: {error}"]) from error
-    built, problems = structure({key: values[key] for key in ("model", "data") if key in values})
+    built, problems = structure(
+        {key: values[key] for key in ("model", "data", "lora") if key in values}
+    )
     refuse([f"{path}: {problem}" for problem in problems if problem.startswith("model")])
     section = built["model"]
     if not isinstance(section, BuiltInModelConfig):
@@ -149,7 +199,8 @@ def _sections(run: RunDirectory) -> tuple[BuiltInModelConfig, DataConfig | None]
             [f"model.name {section.name!r} must be 'transformer': families hold the built-in model; write rows "
              "of your own and use forge_ckpt.hf.save_hf"]
         )  # fmt: skip
-    return section, built.get("data")
+    lora: LoRASection | None = built.get("lora")
+    return section, built.get("data"), None if lora is None else lora.adapters
 
 
 def _tokenizer_of(
@@ -177,9 +228,13 @@ def _tokenizer_of(
     return {**generation, **files}, None
 
 
-def _weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _weights(source: Path | MergedTensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The tensors as they were exported."""
-    for name, tensor in read_tensors(checkpoint, ["model.*"]):
+    if isinstance(source, Path):
+        saved = read_tensors(source, ["model.*"])
+    else:
+        saved = ((name, source.read(name)) for name in source.meta)
+    for name, tensor in saved:
         name = name.removeprefix("model.")
         if any(fnmatchcase(name, pattern) for pattern in _IGNORE):
             continue

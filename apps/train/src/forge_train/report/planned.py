@@ -10,7 +10,7 @@ from forge_core import build_schedule
 from forge_core.optim import multipliers_at
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
-from forge_train.trainer.build import build_model, total_steps
+from forge_train.trainer.build import build_trained, total_steps
 
 _POINTS = 2000
 _FORMATS = (".png", ".svg", ".pdf")
@@ -32,7 +32,7 @@ def planned(config: JobConfig) -> Planned:
     of the run depends on its size. Raises ConfigError as the run would.
     """
     by_size = config.train.tokens_per_parameter is not None
-    total = total_steps(config, build_model(config.model, config.run.seed) if by_size else None)
+    total = total_steps(config, build_trained(config) if by_size else None)
     with config_errors():
         factor = build_schedule(config.schedule, total)
     steps = _steps(config, total)

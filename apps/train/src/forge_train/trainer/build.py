@@ -34,6 +34,7 @@ from forge_resilience import Agreement
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
 from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.trainer.adapters import add_adapters
 from forge_train.trainer.experts import feed_forward_factory
 from forge_train.trainer.layout import micro_batches
 
@@ -53,6 +54,13 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError([f"model.name {section.name!r} built a {type(model).__name__}, which must "
                            "be a torch.nn.Module; return the model"])  # fmt: skip
+    return model
+
+
+def build_trained(config: JobConfig) -> nn.Module:
+    """The model that a job trains: that of `build_model`, frozen and with adapters where [lora] asks for them."""
+    model = build_model(config.model, config.init_seed)
+    add_adapters(model, config)
     return model
 
 

@@ -21,6 +21,7 @@ from forge_ckpt import (
     match_weights,
 )
 from forge_ckpt.hf import fill_tensor
+from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
 from forge_parallel import Meshes
 from forge_resilience import Agreement
@@ -54,7 +55,8 @@ class Fork:
 
     `weights` names the tensors of the whole model. `saved` are the names of the source's objects. `changed` is
     {key: [value of the parent, value here]}, empty where no configuration of the parent is known. `ignored` are
-    tensors of a folder of Hugging Face that transformers does not load either.
+    tensors of a folder of Hugging Face that transformers does not load either. `base` holds the frozen weights of a
+    parent with adapters.
     """
 
     init: InitConfig
@@ -66,6 +68,7 @@ class Fork:
     changed: Mapping[str, list[Any]] | None = None
     hf: HFModel | None = None
     ignored: Sequence[str] = ()
+    base: Path | None = None
 
     def load(
         self,
@@ -87,9 +90,11 @@ class Fork:
             return
         # that of rank 0 is read by all: the parent may have saved since another rank looked
         path = self.source.path
+        names = [*self.weights.copied, *self.weights.fresh]
         with _source_errors(self.init, path):
+            if self.base is not None:
+                load_weights(self.base, model, names=names, group=meshes.host_group)
             if "optimizer" not in self.init.keep:
-                names = [*self.weights.copied, *self.weights.fresh]
                 patterns = self.init.patterns or ("*",)
                 load_weights(path, model, patterns, names=names, group=meshes.host_group)
                 return
@@ -178,17 +183,24 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
     refuse(source_problems(init.from_, run_dir))
     source = find_source(init.from_)
     here = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    adapters = adapter_names(model)
+    without = {n: t for n, t in here.items() if n not in adapters}
     if source.is_hf:
-        return _of_hf(init, source, here)
+        return _of_hf(init, source, without)
     with _source_errors(init, source.path), SavedTensors(source.path) as saved:
-        refuse(_missing(init, source, saved.keys()))
+        objects = saved.keys()
+        refuse(_missing(init, source, objects))
         changed = _changes(job, source)
         refuse(_other_parts(init, source, changed))
-        weights = _match(init, here, saved.below("model"))
+        base = _base(init, source, "base" in objects, bool(adapters))
+        there = saved.below("model")
+        if base is not None:
+            there |= _below(base, saved.read_object("base")["digest"])
+        weights = _match(init, without if base is None else here, there)
         if "cursor" in init.keep:
             loader.load_checks(saved.read_object("loader"))
             refuse(_length(init, saved.step, total_steps))
-        return Fork(init, source, weights, saved.step, saved.digest, saved.keys(), changed)
+        return Fork(init, source, weights, saved.step, saved.digest, objects, changed, base=base)
 
 
 def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork:
@@ -201,6 +213,38 @@ def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork
     weights = _match(init, here, tensors.meta)
     hf.files()
     return Fork(init, source, weights, hf=hf, ignored=tensors.ignored)
+
+
+def _base(init: InitConfig, source: Source, trained: bool, trains: bool) -> Path | None:
+    """The frozen weights of a parent with adapters, which the run must have as well; None if the parent has none."""
+    if not trained:
+        return None
+    name = f"init.from {init.from_!r}"
+    if not trains:
+        raise ConfigError(
+            [f"{name} has adapters, and lora.rank is 0 here; write the model with forge-train export and begin from that "
+             "folder, or set lora.rank"]
+        )  # fmt: skip
+    if init.patterns:
+        raise ConfigError(
+            [f"init.patterns {list(init.patterns)} take a part of the weights, and {name} has adapters, which belong to "
+             "all; leave init.patterns out"]
+        )  # fmt: skip
+    if source.run is None:
+        raise ConfigError(
+            [f"{name} has adapters alone, and their frozen weights are those of its run; name the run, as RUN@STEP"]
+        )  # fmt: skip
+    return RunDirectory(source.run).base
+
+
+def _below(base: Path, digest: str) -> dict[str, Tensor]:
+    """The weights of a base; ValueError unless it has this digest."""
+    with SavedTensors(base) as saved:
+        if saved.digest != digest:
+            raise ValueError(
+                f"{base} is not the base that its adapters were trained beside; restore it"
+            )
+        return saved.below("model")
 
 
 def _match(
@@ -247,7 +291,9 @@ def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[An
     keys = [
         k
         for k in changed
-        if k == "optimizer.name" or (goes_on and k.startswith("model.") and is_fixed(k))
+        if k == "optimizer.name"
+        or k.startswith("lora.")
+        or (goes_on and k.startswith("model.") and is_fixed(k))
     ]
     fix = "set it back, or use init.keep = ['weights']"
     return [

@@ -40,7 +40,9 @@ FREE_MODEL_KEYS = (
 
 
 def is_fixed(key: str) -> bool:
-    return key in FIXED_KEYS or (key.startswith("model.") and key not in FREE_MODEL_KEYS)
+    if key.startswith("model."):
+        return key not in FREE_MODEL_KEYS
+    return key in FIXED_KEYS or key.startswith("lora.")
 
 
 class RunDirectory:
@@ -50,6 +52,7 @@ class RunDirectory:
     environment.json  versions, machine, git commit; git.patch is the diff of a dirty tree
     metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
     checkpoints/      the store                    sample.txt    text of the trained model
+    base/             with [lora]: the frozen weights, a store of one step
     tensorboard/      with metrics.tensorboard
     model.toml, hf/   of weights from Hugging Face: their model, files for an export
     parent.json       of a fork: the checkpoint that it began from, and what it took of it
@@ -63,6 +66,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.base = self.path / "base"
         self.sample = self.path / "sample.txt"
         self.parent = self.path / "parent.json"
 

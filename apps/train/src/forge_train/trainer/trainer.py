@@ -39,14 +39,16 @@ from forge_train.errors import (
     run_on_all_ranks,
 )
 from forge_train.metrics.rows import Columns, MetricRows
+from forge_train.trainer.adapters import frozen_names
 from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.auto_layout import describe_placement, with_layout
-from forge_train.trainer.build import build_model, freeze_groups, open_data, total_steps
+from forge_train.trainer.build import build_trained, freeze_groups, open_data, total_steps
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
 from forge_train.trainer.fork import find_fork
+from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.health import HealthPolicy
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import life_fields
@@ -108,7 +110,8 @@ class Trainer:
         with config_errors():
             self.device = select_device(config.parallel.device)
         layout = config.parallel.axes(world.world_size)
-        self.model = build_model(config.model, config.init_seed)
+        self.model = build_trained(config)
+        self._frozen = frozen_names(self.model) if config.lora.rank else set[str]()
         refuse(model_problems(self.model, config, layout))
         self.total_steps = total_steps(config, self.model)
         freeze_groups(self.model, config)
@@ -119,6 +122,7 @@ class Trainer:
         self._placement = describe_placement(config.parallel, world, self.model)
         self.division = micro_batches(config, layout)
         self.loader, self.validation = open_data(config, self.model, layout, world.rank)
+        refuse(base_problems(config, self.paths))
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
         self.numerics = Numerics(config.resilience, self._record)
         self.progress = Progress(self.numerics.policy)
@@ -341,8 +345,13 @@ class Trainer:
             )
             changes = {**changes, **(fork.changed or {})}
         with self.evaluation_point():
-            self.checkpoints = self._open_checkpoints(store)
+            base = self._frozen_base()
+            self.checkpoints = self._open_checkpoints(store, base)
             seconds = self.checkpoints.load(begin)
+            if base is not None and self.checkpoints.last_step < 0:
+                base.save()
+            elif base is not None:
+                base.load()
         if self.checkpoints.last_step >= 0:  # a file system may have shown this run's own step late
             fork = self.fork = None
         self.heartbeat.enter("start", self.progress.step)
@@ -382,7 +391,15 @@ class Trainer:
             self.fork.write(self.paths.path)
         self.paths.record(self.job, hosts, None if self.fork is None else self.fork.parent())
 
-    def _open_checkpoints(self, store: Store) -> Checkpoints:
+    def _frozen_base(self) -> FrozenBase | None:
+        """The weights that are saved once, of a run that trains adapters beside them."""
+        if not self._frozen:
+            return None
+        names, frozen = self.tensor_names, self._frozen
+        path = self.paths.base
+        return FrozenBase(path, self.model, names, frozen, self.agreement, self.meshes)
+
+    def _open_checkpoints(self, store: Store, base: FrozenBase | None) -> Checkpoints:
         state = checkpoint_state(
             self.model,
             self.optimizer,
@@ -392,6 +409,7 @@ class Trainer:
             self.tensor_names,
             self.meshes,
         )
+        state |= {} if base is None else base.objects()
         return Checkpoints(store, self.config.checkpoint, state, self.config.data.seq_len)
 
     # ---- the life of a batch

@@ -10,7 +10,8 @@ from torch import Tensor
 from forge_ckpt.files import byte_view, read_at
 from forge_ckpt.hf.headers import Entry, open_regular, read_header, read_json
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+STEM = "model"
+FILE, INDEX = f"{STEM}.safetensors", f"{STEM}.safetensors.index.json"
 _SHARD = re.compile(r"(?!\.)[\w.\-]{1,200}\.safetensors")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 

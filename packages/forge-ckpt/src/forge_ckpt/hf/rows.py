@@ -88,6 +88,17 @@ def check_rows(rows: Sequence[Row]) -> tuple[CompiledRow, ...]:
     return tuple(compiled)
 
 
+def hf_name(rows: Sequence[Row], name: str) -> str | None:
+    """The Hugging Face name of one of our tensors that is the same tensor there; None if the rows rearrange it, or
+    do not know it."""
+    for row in check_rows(rows):
+        found = row.forge_regex.fullmatch(name)
+        if found is not None and not row.ops and not row.split:
+            numbers = {key: int(value) for key, value in found.groupdict().items()}
+            return fill(row.hf[0], numbers.get("i"), numbers.get("e"))
+    return None
+
+
 def _names(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forge_ckpt.files import byte_view, sync_directory, write_at, write_file
-from forge_ckpt.hf.folder import FILE, INDEX
+from forge_ckpt.hf.folder import STEM
 from forge_ckpt.hf.headers import write_header
 from forge_ckpt.hf.load import matches
 from forge_ckpt.hf.rows import Row
 from forge_ckpt.hf.stream import to_hf
+from forge_ckpt.protocols import WholeTensors
 from forge_ckpt.read.tensors import SavedTensors
 
 Read = Callable[[str], Tensor]
@@ -27,7 +28,7 @@ Read = Callable[[str], Tensor]
 def save_hf(
     path: str | os.PathLike[str],
     maps: Sequence[Row],
-    source: str | os.PathLike[str] | Mapping[str, Tensor],
+    source: str | os.PathLike[str] | Mapping[str, Tensor] | WholeTensors,
     *,
     prefix: str = "model.",
     dtype: torch.dtype | None = None,
@@ -35,16 +36,17 @@ def save_hf(
     ignore: Sequence[str] = (),
     max_shard_bytes: int = 5 * 10**9,
     files: Mapping[str, bytes] | None = None,
+    stem: str = STEM,
 ) -> None:
     """Write ``source`` through the rows ``maps`` as the safetensors of a new folder.
 
         save_hf("out", LLAMA.rows, "runs/a/checkpoints", dtype=torch.bfloat16, files={"config.json": b"..."})
 
-    ``source`` is a state dict of whole tensors, or a checkpoint of any layout (a step, or a store whose
-    newest step is taken), of which the tensors below ``prefix`` are read one at a time: memory is one of
-    them and one of the parts that it is split into. ``dtype`` casts floating-point tensors but those whose
+    ``source`` is a state dict of whole tensors, an object that reads them (``meta``, ``read(name)``), or a checkpoint
+    of any layout (a step, or a store whose newest step is taken), of which the tensors below ``prefix`` are read
+    one at a time: memory is one of them and one of the parts that it is split into. ``dtype`` casts floating-point tensors but those whose
     name matches a pattern of ``keep``; those that match one of ``ignore`` are left out. A shard holds at most ``max_shard_bytes``, or one tensor; ``files``
-    are written beside. The bytes depend on the weights alone, not on the layout that saved them.
+    are written beside, and ``stem`` begins the names of the safetensors. The bytes depend on the weights alone, not on the layout that saved them.
 
     The folder appears whole, by one rename after everything is synced. Raises ValueError before anything is
     written for a folder that is not empty and for tensors that no row knows or that do not fit theirs.
@@ -60,18 +62,18 @@ def save_hf(
             return tensors(name).detach().to(casts[name])
 
         shapes = to_hf(maps, ((name, cast(name, meta.__getitem__)) for name in order))
-        shards = _shards({name: tensor for name, tensor in shapes}, max_shard_bytes)
+        shards = _shards({name: tensor for name, tensor in shapes}, max_shard_bytes, stem)
         with _new_folder(out) as folder:
             tensors = to_hf(maps, ((name, cast(name, read)) for name in order))
             for name, shard in shards.items():
                 _write_shard(folder / name, shard, tensors)
-            for name, content in {**_index(shards), **(files or {})}.items():
+            for name, content in {**_index(shards, stem), **(files or {})}.items():
                 write_file(folder / name, content)
 
 
 @contextlib.contextmanager
 def _opened(
-    source: str | os.PathLike[str] | Mapping[str, Tensor], prefix: str
+    source: str | os.PathLike[str] | Mapping[str, Tensor] | WholeTensors, prefix: str
 ) -> Iterator[tuple[dict[str, Tensor], Read]]:
     """Shapes and dtypes of the tensors by name, on the meta device, and a function that reads one."""
     if isinstance(source, Mapping):
@@ -81,6 +83,9 @@ def _opened(
                     f"{name} is a DTensor and must be whole; save a checkpoint and give its path"
                 )
         yield {name: tensor.to("meta") for name, tensor in source.items()}, source.__getitem__
+        return
+    if not isinstance(source, (str, os.PathLike)):
+        yield dict(source.meta), source.read
         return
     with SavedTensors(source) as saved:
         names = [name for name in saved.table.tensors if name.startswith(prefix)]
@@ -103,7 +108,7 @@ def _in_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
+def _shards(tensors: Mapping[str, Tensor], limit: int, stem: str) -> dict[str, dict[str, Tensor]]:
     """{file: tensors}: filled in order, each file up to ``limit`` bytes."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -114,11 +119,11 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Te
         parts[-1][name] = tensor
         size += tensor.nbytes
     if len(parts) == 1:
-        return {FILE: parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": p for i, p in enumerate(parts, 1)}
+        return {f"{stem}.safetensors": parts[0]}
+    return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": p for i, p in enumerate(parts, 1)}
 
 
-def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, bytes]:
+def _index(shards: Mapping[str, Mapping[str, Tensor]], stem: str) -> dict[str, bytes]:
     if len(shards) == 1:
         return {}
     size = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
@@ -126,7 +131,7 @@ def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, bytes]:
         "metadata": {"total_size": size},
         "weight_map": {name: file for file, shard in shards.items() for name in shard},
     }
-    return {INDEX: json.dumps(table, indent=2).encode() + b"\n"}
+    return {f"{stem}.safetensors.index.json": json.dumps(table, indent=2).encode() + b"\n"}
 
 
 def _write_shard(

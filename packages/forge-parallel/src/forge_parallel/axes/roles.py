@@ -50,6 +50,11 @@ _OF_LINEAR = {"weight", "bias", *LOW_RANK}
 _WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "enter", "opaque")
 
 
+def cut_factor(role: str) -> str:
+    """The matrix of an adapter that is cut in a layer of this role; of the other each rank has all."""
+    return "lora_b" if role in BY_ROWS else "lora_a"
+
+
 class Role(NamedTuple):
     """A role. Each rank's part of the sharded dim must be a multiple of `multiple_of` (width of a head). With `shared`
     there may be more ranks than heads, and several ranks share one."""

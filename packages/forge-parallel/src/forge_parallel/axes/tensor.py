@@ -45,6 +45,7 @@ from forge_parallel.axes.roles import (
     LOW_RANK,
     Matched,
     check_cuts,
+    cut_factor,
     find_roles,
     shared_head,
 )
@@ -231,7 +232,7 @@ def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]
     """The placement of a parameter over tp, and whether gradients of its ranks are partial sums."""
     if name in LOW_RANK and role in (*BY_ROWS, "rowwise"):
         # the factor on the sharded side is cut; the other sees a part of the outputs, or of the inputs
-        cut = "lora_b" if role in BY_ROWS else "lora_a"
+        cut = cut_factor(role)
         return (Shard(0 if role in BY_ROWS else 1), False) if name == cut else (Replicate(), True)
     if role in BY_ROWS:
         return Shard(0), False

@@ -24,12 +24,13 @@ _BYTES = {"bf16": 2, "fp32": 4}
 class Storage:
     """Bytes of an element, and differences of other trainers from Forge.
 
-    moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, by default their
+    frozen: of weights that are not trained and saved apart; by default they are as the others. moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, by default their
     gradient in the compute dtype; workspace: of the loss, at most. sync_once: gradients stay unsharded until the last
     micro-batch; whole_logits: logits are gathered; compiled_tp: tp does not break compilation.
     """
 
     weights: int = 4
+    frozen: int | None = None
     gradients: int = 4
     moments: float = 8
     loss: float | None = None

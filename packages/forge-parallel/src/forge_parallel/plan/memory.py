@@ -101,7 +101,8 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
         [] if candidate.config.cpu_offload else [part_size(part, candidate) for part in load.parts]
     )
     trained = sum(part.trained for part in parts)
-    weights = sum(part.local for part in parts) * s.weights
+    frozen = sum(part.local for part in parts) - trained
+    weights = trained * s.weights + frozen * (s.weights if s.frozen is None else s.frozen)
     gradients, moments = trained * s.gradients, sum(part.moments for part in parts)
     in_flight = micro_batches_in_flight(candidate, pp_rank)
     activations = candidate.micro_batch * in_flight * _saved_activations(candidate, load)

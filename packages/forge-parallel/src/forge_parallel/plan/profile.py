@@ -10,7 +10,14 @@ from torch import nn
 from forge_parallel._problems import merge_layers
 from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.fsdp import own_dtype
-from forge_parallel.axes.roles import BY_ROWS, cut_problems, find_roles, shared_head
+from forge_parallel.axes.roles import (
+    BY_ROWS,
+    LOW_RANK,
+    cut_factor,
+    cut_problems,
+    find_roles,
+    shared_head,
+)
 from forge_parallel.legal import Facts
 from forge_parallel.pipeline.cut import block_costs, stage_ranges
 from forge_parallel.pipeline.parts import part_problems
@@ -42,7 +49,7 @@ class Part(NamedTuple):
 class Profile:
     """Parameters and FLOPs of `model` in rows of `seq_len` tokens, block by block.
 
-    `numel` counts each parameter once; `flops` are of one token's forward, `head_flops` those outside blocks.
+    `numel` counts each parameter once, `trained` those that are; `flops` are of one token's forward, `head_flops` those outside blocks.
     `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
     kind. `samples` holds the names and kinds of the first two of each. `pp_problems` says why there can be no
     pipeline, `cp_problems` why no cp, if so. Reads shapes only: a model on the meta device will do. `moments` are bytes per
@@ -68,6 +75,7 @@ class Profile:
         self.pp_problems = part_problems(model, self.structure)
         self.cp_problems = attention_problems(model)
         self.numel = sum(p.numel() for p in model.parameters())
+        self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         inside = sum(self.kinds[k].flops for k in self.order)
         self.flops = max(forward_flops(model, seq_len), inside)
         self.head_flops = self.flops - inside
@@ -111,8 +119,11 @@ class Profile:
         """The role of a parameter; "opaque" if it has none."""
         if self.matched.is_expert(parameter):
             return "expert"
-        role = self.matched.leaves.get(parameter.rpartition(".")[0])
-        return role.name if role else "opaque"
+        layer, _, own = parameter.rpartition(".")
+        role = self.matched.leaves.get(layer)
+        if role is None or (own in LOW_RANK and own != cut_factor(role.name)):
+            return "opaque"
+        return role.name
 
     def heads(self, parameter: str) -> int:
         """Heads of a projection that ranks of tp may share; 0 elsewhere."""
@@ -146,9 +157,9 @@ class Profile:
         return min(stacks, default=0)
 
     def state_bytes(self, moments: float) -> float:
-        """Of the optimizer's state of all parameters, with `moments` per element where there is no other number."""
-        named = self.model.named_parameters()
-        return sum(p.numel() * self._moments.get(name, moments) for name, p in named)
+        """Of the optimizer's state of all trained parameters, with `moments` per element where there is no other number."""
+        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        return sum(p.numel() * self._moments.get(name, moments) for name, p in trained)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller that gives this key."""

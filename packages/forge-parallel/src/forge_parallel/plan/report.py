@@ -45,9 +45,10 @@ class Estimate:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes of a checkpoint: weights and moments."""
+        """Bytes of a checkpoint: weights and moments, without weights that are saved apart."""
         profile, storage = self.candidate.profile, self.candidate.storage
-        return profile.numel * storage.weights + profile.state_bytes(storage.moments)
+        saved = profile.numel if storage.frozen is None else profile.trained
+        return saved * storage.weights + profile.state_bytes(storage.moments)
 
     @property
     def peak(self) -> float:

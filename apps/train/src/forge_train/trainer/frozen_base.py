@@ -1,0 +1,121 @@
+"""The frozen weights of a run with adapters, saved once beside its checkpoints, which hold the rest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from forge_ckpt import SavedTensors, Store, load_weights
+from forge_ckpt.stage_state import StageState, tensor_names
+from forge_parallel import Meshes
+from forge_resilience import Agreement
+from forge_train.config.schema import JobConfig
+from forge_train.errors import StateError, run_on_all_ranks
+from forge_train.trainer.checkpoints import store_errors
+from forge_train.trainer.run_directory import RunDirectory
+
+
+def base_problems(config: JobConfig, run: RunDirectory) -> list[str]:
+    """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say."""
+    if not config.lora.rank or not run.has_checkpoints() or run.base.is_dir():
+        return []
+    return [
+        f"lora.rank {config.lora.rank} needs {run.base}, the frozen weights, and {run.path} has checkpoints without; to "
+        f"train adapters of this run choose another run.dir and set init.from = '{run.path}', or restore the folder"
+    ]
+
+
+class PartOfModel:
+    """The tensors of a model under some of its names, as an object of a checkpoint."""
+
+    def __init__(self, model: nn.Module, names: Set[str]) -> None:
+        self._model, self._names = model, frozenset(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{name: tensor}."""
+        return {n: t for n, t in self._model.state_dict().items() if n in self._names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load those tensors; the others stay."""
+        self._model.load_state_dict(state, strict=False)
+
+
+class FrozenBase:
+    """The frozen weights of a run with adapters: a store with one step, and its digest in each checkpoint.
+
+    names, frozen: of all tensors and of those weights in the whole model, of which `model` may be a stage. One
+    process without `meshes`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        names: Set[str],
+        frozen: Set[str],
+        agreement: Agreement | None = None,
+        meshes: Meshes | None = None,
+    ) -> None:
+        self._path, self._model = path, model
+        self._names, self._frozen = names, frozen
+        self._agreement = agreement or Agreement()
+        self._rank = 0 if meshes is None else meshes.rank
+        self._group = None if meshes is None else meshes.host_group
+        self._digest = ""
+
+    def objects(self) -> dict[str, Any]:
+        """What a checkpoint holds in place of the whole model: all that training changes, and this digest."""
+        here = self._model.state_dict().keys()
+        return {"model": self._part(here - self._frozen), "base": self}
+
+    def _part(self, shown: Set[str]) -> StageState:
+        others = self._names - tensor_names(self._model)
+        return StageState(PartOfModel(self._model, shown), others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The digest of the weights that adapters were trained beside."""
+        return {"digest": self._digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the digest of a checkpoint, which `load` compares."""
+        self._digest = state["digest"]
+
+    def save(self) -> None:
+        """Write the weights as they are now, durably, before the first checkpoint. Collective."""
+        with store_errors(self._path, StateError):
+            # a life that ended before its first checkpoint may have left another base
+            run_on_all_ranks(self._agreement, self._remove)
+            with Store(self._path, group=self._group) as store:
+                store.save(0, {"model": self._part(self._frozen)})
+        self._digest = self._found()
+
+    def _remove(self) -> None:
+        if self._rank == 0 and self._path.is_dir():
+            shutil.rmtree(self._path)
+
+    def load(self) -> None:
+        """Read the weights back, after a checkpoint was loaded. Collective; StateError where they are not its own."""
+        with store_errors(self._path, StateError):
+            digest = self._found()
+            if digest != self._digest:
+                raise ValueError(
+                    f"its digest is {digest[:12]} and that of the weights that the adapters were trained beside "
+                    f"{self._digest[:12]}; restore the folder as it was"
+                )
+            report = load_weights(self._path, self._model, names=self._frozen, group=self._group)
+            assert not [*report.fresh, *report.unused], "the digest is that of these names"
+
+    def _found(self) -> str:
+        """Its digest as rank 0 reads it, on all ranks."""
+
+        def read() -> str:
+            if self._rank:
+                return ""
+            with SavedTensors(self._path) as saved:
+                return saved.digest
+
+        return str(self._agreement.exchange(run_on_all_ranks(self._agreement, read))[0])

@@ -1,0 +1,323 @@
+"""Runs with [lora]: the frozen weights are saved once, checkpoints hold adapters, and both leave as one model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_ckpt import read_tensors
+from forge_core.lora import adapter_names
+from forge_testing import forge_train, kill_after_step, start, write_job
+from forge_testing.runs import fit_on_ranks, together
+from forge_train import Callback, ConfigError, StateError, Trainer, load_job, load_trained, read_run
+from forge_train.hf.exporting import export_run
+
+ALL = ["weights", "optimizer", "cursor"]
+QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0, "schedule.name": "constant"}
+LORA = {"lora__rank": 3, "lora__alpha": 6.0}
+EIGHT = {"train__steps": 8, "checkpoint__keep_last": 9}
+
+
+def job_of(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_job(folder)
+    path.write_text(path.read_text().replace("num_layers = 1", "num_layers = 2"))
+    return path
+
+
+def fit(folder: Path, *callbacks: Callback, **overrides: Any) -> Trainer:
+    flat = {key.replace("__", "."): value for key, value in overrides.items()}
+    trainer = Trainer(load_job(job_of(folder), {**QUIET, **flat}), list(callbacks))
+    trainer.fit()
+    return trainer
+
+
+def bits(run: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    path = run / "checkpoints"
+    return dict(read_tensors(path if step is None else path / f"step-{step:08d}"))
+
+
+def assert_same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all weights."""
+    folder = tmp_path_factory.mktemp("trunk")
+    fit(folder, train__steps=6)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, trunk: Path) -> Path:
+    """Adapters of eight steps beside it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    fit(folder, init__from=str(trunk), **LORA, **EIGHT)
+    return folder / "run"
+
+
+def test_the_frozen_weights_are_saved_once_in_16_bits_and_checkpoints_hold_the_rest(
+    trunk: Path, tuned: Path
+) -> None:
+    base, before = dict(read_tensors(tuned / "base")), bits(trunk)
+    frozen = {name for name in before if name.startswith("model.")}
+    assert base.keys() == frozen
+    for name, value in base.items():
+        assert torch.equal(value, before[name].to(torch.bfloat16)), name
+    for step in (3, 6, 8):
+        saved = bits(tuned, step)
+        model = {name for name in saved if name.startswith("model.")}
+        assert len(model) == 2 * 2 * 4, "two matrices for four projections of two layers"
+        assert {name.rpartition(".")[2] for name in model} == {"lora_a", "lora_b"}
+        assert not [n for n in saved if n.startswith("optimizer.") and "lora" not in n]
+    assert bits(tuned, 3)["model.layers.0.mixer.q_proj.lora_b"].abs().max() > 0
+    losses = read_run(tuned).metrics["loss"]
+    assert losses[-1] < losses[0]
+
+
+def test_killed_it_goes_on_with_the_same_bits_also_when_the_parent_is_gone(
+    tmp_path: Path, trunk: Path, tuned: Path
+) -> None:
+    parent, job = shutil.copytree(trunk, tmp_path / "parent"), job_of(tmp_path)
+    flags = ["--init.from", str(parent), "--lora.rank", "3", "--lora.alpha", "6.0"]
+    flags += ["--train.steps", "8", "--schedule.name", "constant", "--checkpoint.wait", "true"]
+    flags += ["--checkpoint.keep_last", "9"]
+    kill_after_step(start("run", job, *flags), tmp_path / "run/metrics.jsonl", 5)
+    shutil.rmtree(parent)
+    written = {f: f.stat().st_mtime_ns for f in (tmp_path / "run/base").rglob("*") if f.is_file()}
+    done = forge_train("run", job, *flags)
+    assert done.code == 0, done.err
+    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+    assert all(f.stat().st_mtime_ns == at for f, at in written.items()), "written once"
+
+
+class Stop(Exception):
+    pass
+
+
+class Die(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        raise Stop
+
+
+def test_what_a_life_without_a_checkpoint_left_is_written_again(
+    tmp_path: Path, trunk: Path, tuned: Path
+) -> None:
+    with pytest.raises(Stop):
+        fit(tmp_path, Die(), **LORA, **EIGHT)  # of fresh weights
+    other = dict(read_tensors(tmp_path / "run/base"))
+    fit(tmp_path, init__from=str(trunk), **LORA, **EIGHT)
+    base = dict(read_tensors(tmp_path / "run/base"))
+    assert not torch.equal(base["model.embedding.weight"], other["model.embedding.weight"])
+    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"parallel__tp": 2}, {"parallel__pp": 2}],
+    ids=["fsdp", "tp", "pp"],
+)
+def test_saved_in_one_layout_it_goes_on_in_another(
+    tmp_path: Path, trunk: Path, layout: dict[str, int]
+) -> None:
+    common = {
+        **{key.replace(".", "__"): value for key, value in QUIET.items()},
+        "init__from": str(trunk),
+        "optimizer__eps": 1e-4,
+        "lora__base_dtype": "fp32",
+        **LORA,
+    }
+    job = job_of(tmp_path)
+    together(fit_on_ranks(2, job, train__steps=4, **{**common, **layout}))
+    mixed = fit_on_ranks(1, job, train__steps=8, **common)
+    whole = fit_on_ranks(1, job_of(tmp_path / "whole"), train__steps=8, **common)
+    adapters = [{n: v for n, v in together(f).items() if "lora" in n} for f in (mixed, whole)]
+    assert len(adapters[0]) == 3 * 2 * 2 * 4, "matrices and two moments each"
+    for name, value in adapters[1].items():
+        assert (adapters[0][name] - value).abs().max() <= 1e-4 * value.abs().max(), name
+
+
+def test_the_trained_model_has_its_adapters_added(tmp_path: Path, tuned: Path) -> None:
+    seen = Logits()
+    fit(
+        tmp_path,
+        seen,
+        init__from=str(tuned),
+        init__keep=ALL,
+        **{**LORA, **EIGHT, "train__steps": 9},
+    )
+    model, _, step = load_trained(tuned)
+    assert step == 8
+    assert not adapter_names(model)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert torch.allclose(model(seen.tokens), seen.logits, atol=1e-5)
+
+
+class Logits(Callback):
+    """Of the model as training has it, before its first step."""
+
+    tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    def on_start(self, trainer: Trainer) -> None:
+        with torch.no_grad():
+            self.logits = trainer.model(self.tokens)
+
+
+def test_a_fork_keeps_base_adapters_and_moments(tmp_path: Path, tuned: Path) -> None:
+    init = {"init__from": f"{tuned}@3", "init__keep": ALL}
+    fit(tmp_path, **init, **LORA, **EIGHT)
+    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+    assert_same_bits(dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base")))
+    fit(tmp_path / "warm", init__from=str(tuned), **LORA, train__steps=1, optimizer__lr=1e-12)
+    warm = bits(tmp_path / "warm/run")
+    for name, value in bits(tuned).items():
+        if name.startswith("model."):
+            assert torch.allclose(warm[name], value, atol=1e-9), name
+
+
+def test_exports_are_the_merged_model_and_a_folder_of_peft(
+    tmp_path: Path, trunk: Path, tuned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    export_run(tuned, tmp_path / "merged", check=True)
+    assert "check: largest difference" in capsys.readouterr().out
+    export_run(trunk, tmp_path / "base", dtype="bf16")
+    export_run(tuned, tmp_path / "adapter", adapter=True)
+    assert sorted(f.name for f in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        merged = load(tmp_path / "merged")(Logits.tokens).logits
+        base = load(tmp_path / "base", dtype=torch.float32)
+        plain = base(Logits.tokens).logits
+        both = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(Logits.tokens).logits
+    assert torch.allclose(both, merged, atol=1e-5)
+    assert (plain - merged).abs().max() > 100 * (both - merged).abs().max()
+
+
+def test_a_base_that_is_gone_or_another_one_is_refused(tmp_path: Path, tuned: Path) -> None:
+    run = shutil.copytree(tuned, tmp_path / "run")
+    more = {**LORA, "train__steps": 9, "init__from": str(run)}
+    del more["init__from"]
+    aside = run.rename(tmp_path / "aside")
+    fit(tmp_path, **LORA, **EIGHT)  # another base
+    other = (tmp_path / "run").rename(tmp_path / "other")
+    aside.rename(run)
+    shutil.rmtree(run / "base")
+    config = {**more, "init__from": _given(tuned)}
+    with pytest.raises(ConfigError, match=r"needs .*run/base, the frozen weights"):
+        fit(tmp_path, **config)
+    shutil.copytree(other / "base", run / "base")
+    with pytest.raises(StateError, match=r"its digest is .* restore the folder as it was"):
+        fit(tmp_path, **config)
+    with pytest.raises(StateError, match=r"its digest is"):
+        load_trained(run)
+    with pytest.raises(ConfigError, match="is not the base that"):
+        fit(tmp_path / "fork", init__from=str(run), **LORA)
+    with pytest.raises(ConfigError, match="is not the base that"):
+        export_run(run, tmp_path / "out")
+    shutil.rmtree(run / "base")
+    shutil.copytree(tuned / "base", run / "base")
+    data = next(run.glob("base/step-*/data-0.bin"))
+    flipped = bytearray(data.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    data.write_bytes(flipped)
+    with pytest.raises(StateError, match="base"):
+        fit(tmp_path, **config)
+
+
+def _given(run: Path) -> str:
+    return str(load_job(run / "config.toml").config.init.from_)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"lora__alpha": 4.0}, "lora: alpha 4.0 belongs to adapters, and rank is 0"),
+        ({"lora__rank": -1}, "rank -1 must be a whole number, at least 1"),
+        ({"lora__rank": 2, "lora__patterns": ["*.wq"]}, "must match a linear layer"),
+        (
+            {**LORA, "optimizer__groups__head__patterns": ["embedding.*"]},
+            "optimizer.groups.head.patterns match weights that lora.rank 3 freezes",
+        ),
+    ],
+)
+def test_a_table_that_fits_no_run_is_refused(
+    tmp_path: Path, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        fit(tmp_path, **overrides)
+    assert message in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_parents_and_runs_that_do_not_fit_are_refused(
+    tmp_path: Path, trunk: Path, tuned: Path
+) -> None:
+    for parent, more, message in (
+        (
+            tuned,
+            {},
+            "has adapters, and lora.rank is 0 here; write the model with forge-train export",
+        ),
+        (trunk, {**LORA, "init__keep": ["weights", "optimizer"]}, "lora.rank was 0 in"),
+        (tuned, {**LORA, "init__patterns": ["layers.*"]}, "has adapters, which belong to all"),
+        (tuned, {**LORA, "lora__rank": 4}, "lora_a"),
+        (tuned / "checkpoints/step-00000008", LORA, None),
+    ):
+        if message is None:
+            fit(tmp_path / "path", init__from=str(parent), **more, train__steps=1)
+            continue
+        with pytest.raises(ConfigError) as error:
+            fit(tmp_path, init__from=str(parent), **more)
+        assert message in str(error.value)
+    copy = shutil.copytree(tuned / "checkpoints/step-00000008", tmp_path / "alone")
+    with pytest.raises(ConfigError, match="name the run, as RUN@STEP"):
+        fit(tmp_path, init__from=str(copy), **LORA)
+    run = shutil.copytree(trunk, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"lora.rank 3 needs .*run/base"):
+        fit(tmp_path, **LORA)
+    with pytest.raises(ConfigError, match="has no \\[lora\\]; leave --adapter out"):
+        export_run(run, tmp_path / "out", adapter=True)
+
+
+def test_a_folder_of_hugging_face_is_a_base(tmp_path: Path, trunk: Path, tuned: Path) -> None:
+    export_run(trunk, tmp_path / "hf")
+    fit(tmp_path, init__from=str(tmp_path / "hf"), **LORA, **EIGHT)
+    assert_same_bits(dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base")))
+    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+
+
+def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: Path) -> None:
+    experts = {"model__moe__num_experts": 4, "model__moe__bias_update_rate": 0.1}
+    tied = {"model__tie_embeddings": True, "optimizer__ema__decay": 0.5}
+    trainer = fit(tmp_path, **experts, **tied, **LORA, train__steps=4)
+    biases = {n: b for n, b in trainer.model.named_buffers() if n.endswith("expert_bias")}
+    assert len(biases) == 2
+    model, _, _ = load_trained(tmp_path / "run")
+    for name, bias in biases.items():
+        assert bias.abs().max() > 0
+        assert torch.equal(model.get_buffer(name), bias)
+    trainer = fit(tmp_path, **experts, **tied, **LORA, train__steps=6)
+    whole = fit(tmp_path / "whole", **experts, **tied, **LORA, train__steps=6)
+    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole/run"))
+
+
+def test_rates_of_one_matrix_are_groups(tmp_path: Path) -> None:
+    groups = {
+        "optimizer__groups__b__patterns": ["*.lora_b"],
+        "optimizer__groups__b__lr_multiplier": 16.0,
+    }
+    trainer = fit(tmp_path, **LORA, **groups, train__steps=2)
+    rates = {g.get("group"): g["lr"] for g in trainer.optimizer.param_groups}
+    assert rates["b"] == pytest.approx(16.0 * rates[None])
