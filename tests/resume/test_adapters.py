@@ -304,9 +304,9 @@ def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: P
     trainer = fit(tmp_path, **experts, **tied, **LORA, train__steps=4)
     biases = {n: b for n, b in trainer.model.named_buffers() if n.endswith("expert_bias")}
     assert len(biases) == 2
+    assert any(bias.abs().max() > 0 for bias in biases.values())
     model, _, _ = load_trained(tmp_path / "run")
     for name, bias in biases.items():
-        assert bias.abs().max() > 0
         assert torch.equal(model.get_buffer(name), bias)
     trainer = fit(tmp_path, **experts, **tied, **LORA, train__steps=6)
     whole = fit(tmp_path / "whole", **experts, **tied, **LORA, train__steps=6)
