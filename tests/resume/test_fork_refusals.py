@@ -33,10 +33,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run = root / "parent/run"
     export_run(run, root / "hf")
     import_folder(root / "hf", root / "import")
+    shutil.copytree(run / "checkpoints/step-00000002", root / "copy")
     (root / "empty").mkdir()
     (root / "unsaved/checkpoints/step-00000002.tmp-1").mkdir(parents=True)
     (root / "unsaved/checkpoints/step-00000002.tmp-1/manifest.json").touch()
-    return {name: str(root / name) for name in ("hf", "import", "empty", "unsaved", "none")} | {
+    return {
+        name: str(root / name) for name in ("hf", "import", "copy", "empty", "unsaved", "none")
+    } | {
         "run": str(run),
         "step": str(run / "checkpoints/step-00000002"),
     }
@@ -71,7 +74,18 @@ def case(place: str, wanted: str, **overrides: Any) -> Any:
             init__patterns=["norm.*", "layer.*"],
         ),
         # another model
-        case("run", r"norm.weight: saved \(16,\), here \(32,\)", model__dim=32),
+        case(
+            "run",
+            r"^model.dim was 16 in .*/run and is now 32, and init.from takes all weights; set it back, or name [^\n]*$",
+            model__dim=32,
+        ),
+        case("import", r"^model.dim was 16 in .*/import and is now 32, [^\n]*$", model__dim=32),
+        case("step", r"^model.dim was 16 in .*/run and is now 32, [^\n]*$", model__dim=32),
+        case(
+            "copy",
+            r"norm.weight: saved \(16,\), here \(32,\)",
+            model__dim=32,
+        ),
         case(
             "run",
             r"lm_head.weight: saved \(257, 16\), here \(300, 16\); '!lm_head.weight' excludes it",
@@ -80,10 +94,16 @@ def case(place: str, wanted: str, **overrides: Any) -> Any:
         ),
         case(
             "run",
+            r"^model.num_layers was 1 in .* and is now 2, and [^\n]*$",
+            model__num_layers=2,
+        ),
+        case("run", "^model.tie_embeddings was False .* now True", model__tie_embeddings=True),
+        case(
+            "copy",
             r"is of another model: layers.1.* only here; .* init.patterns = \['\*'\] takes",
             model__num_layers=2,
         ),
-        case("run", "lm_head.weight only there", model__tie_embeddings=True),
+        case("copy", "lm_head.weight only there", model__tie_embeddings=True),
         case("run", "model.num_heads was 2 in .* and is now 4", model__num_heads=4, init__keep=ALL),
         # moments, and the way on
         case(
@@ -91,6 +111,18 @@ def case(place: str, wanted: str, **overrides: Any) -> Any:
             "optimizer.name was 'adamw' .* and is now 'forge_testing.models:PlainSGD'",
             optimizer__name="forge_testing.models:PlainSGD",
             init__keep=MOMENTS,
+        ),
+        case(
+            "run",
+            r"optimizer.ema.decay 0.9 goes on with an average .* holds none, .*; leave the decay out, or use init.keep",
+            optimizer__ema__decay=0.9,
+            init__keep=MOMENTS,
+        ),
+        case(
+            "copy",
+            "optimizer.ema.decay 0.9 .* holds none",
+            optimizer__ema__decay=0.9,
+            init__keep=ALL,
         ),
         case("import", "needs optimizer, and .* has model, imported alone", init__keep=MOMENTS),
         case("run", "length of 4 steps must be above 4", train__steps=4, init__keep=ALL),

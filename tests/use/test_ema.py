@@ -10,7 +10,7 @@ import torch
 
 from forge_testing import write_job
 from forge_testing.runs import assert_close, fit_alone, fit_on_ranks, make_job, together
-from forge_train import Callback, Trainer, load_job, load_trained, read_run
+from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
 
 DECAY, STEPS = 0.7, 10
 KEYS: dict[str, Any] = {
@@ -66,6 +66,26 @@ def test_generation_and_validation_read_the_average(tmp_path: Path) -> None:
             assert torch.equal(a, b)
     slots = next(iter(trainer.optimizer.named_state().values()))
     assert {"exp_avg", "trained", "ema_updates"} <= slots.keys()
+
+
+def test_an_average_neither_begins_nor_ends_within_a_run(tmp_path: Path) -> None:
+    short = {**SHORT, "train.steps": 2, "metrics.console": "off"}
+    off = {**short, "optimizer.ema.decay": "none"}
+    jobs = {name: make_job(tmp_path / name) for name in ("on", "off")}
+    for name, keys, others in (("on", short, off), ("off", off, short)):
+        fit_alone(jobs[name], **keys)
+        was, now = ("0.7", "'none'") if name == "on" else ("'none'", "0.7")
+        wanted = (
+            f"optimizer.ema.decay was {was} when .*/run was started and is now {now}; an average"
+        )
+        with pytest.raises(ConfigError, match=wanted):
+            fit_alone(jobs[name], **{**others, "train.steps": 3})
+    fit_alone(jobs["on"], **{**short, "train.steps": 3, "optimizer.ema.decay": 0.8})
+    fork = {**off, "init.from": str(tmp_path / "on/run")}
+    with pytest.raises(ConfigError, match=r"decay is none, .* holds an average .*; set the decay"):
+        fit_alone(make_job(tmp_path / "fork"), **{**fork, "init.keep": ["weights", "optimizer"]})
+    fit_alone(make_job(tmp_path / "fork"), **fork)
+    fit_alone(make_job(tmp_path / "back"), **{**short, "init.from": str(tmp_path / "fork/run")})
 
 
 @pytest.mark.distributed

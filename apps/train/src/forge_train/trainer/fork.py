@@ -47,6 +47,8 @@ from forge_train.trainer.run_directory import RunDirectory, is_fixed
 
 #: The objects of a checkpoint that a run goes on with, beside weights and moments; each callback has one, too.
 _CURSOR = ("loader", "progress", "rng")
+#: How names of objects end that an optimizer with an average of the weights saves.
+_UPDATES_OF_AVERAGE = ".ema_updates"
 
 
 @dataclass(frozen=True)
@@ -191,12 +193,13 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         objects = saved.keys()
         refuse(_missing(init, source, objects))
         changed = _changes(job, source)
-        refuse(_other_parts(init, source, changed))
+        averaged = any(name.endswith(_UPDATES_OF_AVERAGE) for name in saved.table.objects)
+        refuse([*_other_parts(init, source, changed), *_other_average(job, source, averaged)])
         base = _base(init, source, "base" in objects, bool(adapters))
         there = saved.below("model")
         if base is not None:
             there |= _below(base, saved.read_object("base")["digest"])
-        weights = _match(init, without if base is None else here, there)
+        weights = _match(init, without if base is None else here, there, source, changed)
         if "cursor" in init.keep:
             loader.load_checks(saved.read_object("loader"))
             refuse(_length(init, saved.step, total_steps))
@@ -210,7 +213,7 @@ def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork
         )  # fmt: skip
     hf = read_model(source.path)
     tensors = hf.tensors()
-    weights = _match(init, here, tensors.meta)
+    weights = _match(init, here, tensors.meta, source, {})
     hf.files()
     return Fork(init, source, weights, hf=hf, ignored=tensors.ignored)
 
@@ -248,21 +251,38 @@ def _below(base: Path, digest: str) -> dict[str, Tensor]:
 
 
 def _match(
-    init: InitConfig, here: Mapping[str, Tensor], there: Mapping[str, Tensor]
+    init: InitConfig,
+    here: Mapping[str, Tensor],
+    there: Mapping[str, Tensor],
+    source: Source,
+    changed: Mapping[str, list[Any]],
 ) -> WeightsReport:
-    """What is taken; without patterns all that is here and all that is there."""
+    """What is taken; without patterns all that is here and all that is there.
+
+    ConfigError else: with the keys of [model] that differ from the parent's, or with tensors where none does.
+    """
+    fix = "init.patterns = ['*'] takes the weights that both have"
+    problems: list[str] = []
     try:
         report = match_weights(here, there, init.patterns or ("*",))
     except ValueError as error:
-        raise ConfigError([f"init.from {init.from_!r}: {line.strip()}" for line in str(error).splitlines()]) from error  # fmt: skip
-    if init.patterns or not (report.fresh or report.unused):
-        return report
-    where = "here" if report.fresh else "there"
-    names = report.fresh or report.unused
-    fix = "init.patterns = ['*'] takes the weights that both have"
-    raise ConfigError(
-        [f"init.from {init.from_!r} is of another model: {_some(names)} only {where}; build the same model, or {fix}"]
-    )  # fmt: skip
+        problems = [f"init.from {init.from_!r}: {line.strip()}" for line in str(error).splitlines()]
+    else:
+        if init.patterns or not (report.fresh or report.unused):
+            return report
+        where = "here" if report.fresh else "there"
+        names = report.fresh or report.unused
+        problems = [
+            f"init.from {init.from_!r} is of another model: {_some(names)} only {where}; build the same model, or {fix}"
+        ]
+    keys = [key for key in changed if key.startswith("model.") and is_fixed(key)]
+    if keys and not init.patterns:
+        problems = [
+            f"{key} was {changed[key][0]!r} in {source.run} and is now {changed[key][1]!r}, and init.from takes all "
+            "weights; set it back, or name those that fit in init.patterns"
+            for key in keys
+        ]
+    raise ConfigError(problems)
 
 
 def _missing(init: InitConfig, source: Source, saved: Sequence[str]) -> list[str]:
@@ -276,10 +296,11 @@ def _missing(init: InitConfig, source: Source, saved: Sequence[str]) -> list[str
 
 
 def _changes(job: ResolvedJob, source: Source) -> dict[str, list[Any]]:
-    """{key: [value of the parent, value here]} of all keys but the folder and [init]."""
+    """{key: [value of the parent, value here]} of all keys but the folder and [init]; of an import its [model]."""
     if source.run is None:
         return {}
-    found = RunDirectory(source.run).changes(job)
+    paths = RunDirectory(source.run)
+    found = paths.changes(job) if paths.config.exists() else paths.changes_of_import(job)
     return {k: v for k, v in found.items() if k != "run.dir" and not k.startswith("init.")}
 
 
@@ -301,6 +322,24 @@ def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[An
         f"{list(init.keep)}; {fix}"
         for key in keys
     ]  # fmt: skip
+
+
+def _other_average(job: ResolvedJob, source: Source, averaged: bool) -> list[str]:
+    """A sentence on an average of the weights that the state has and the job does not, or the other way round."""
+    init, decay = job.config.init, job.config.optimizer.ema.decay
+    if "optimizer" not in init.keep or (decay is not None) == averaged:
+        return []
+    kept = f"init.keep {list(init.keep)} takes the optimizer's state"
+    weights = "or use init.keep = ['weights'], which begins"
+    if averaged:
+        return [
+            f"optimizer.ema.decay is none, {source.path} holds an average of the weights, and {kept}; set the decay, "
+            f"{weights} with the average as weights"
+        ]
+    return [
+        f"optimizer.ema.decay {decay} goes on with an average of the weights, {source.path} holds none, and {kept}; "
+        f"leave the decay out, {weights} an average"
+    ]
 
 
 def _length(init: InitConfig, step: int | None, total_steps: int) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from forge_resilience.provenance import describe_environment, git_state
 from forge_train.config.files import read_toml, replace_text
+from forge_train.config.imported import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob
@@ -37,6 +38,8 @@ FREE_MODEL_KEYS = (
     "model.moe.dispatcher",
     "model.moe.dispatch_chunks",
 )
+#: An average may change its decay within a run, and neither begin nor end.
+_AVERAGE, _OFF = "optimizer.ema.decay", (None, "none")
 
 
 def is_fixed(key: str) -> bool:
@@ -69,6 +72,7 @@ class RunDirectory:
         self.base = self.path / "base"
         self.sample = self.path / "sample.txt"
         self.parent = self.path / "parent.json"
+        self.imported = self.path / IMPORTED_MODEL
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step is once it is committed."""
@@ -113,6 +117,17 @@ class RunDirectory:
         keys = [*known, *(k for k in before if k not in now)]
         return {k: [before.get(k), now.get(k)] for k in keys if before.get(k) != now.get(k)}
 
+    def changes_of_import(self, job: ResolvedJob) -> dict[str, list[Any]]:
+        """`changes` of a folder that an import wrote and nothing has trained: keys of [model] that have a value here."""
+        if not self.imported.is_file():
+            return {}
+        try:
+            before = dict(flatten(read_toml(self.imported)))
+        except ValueError as error:
+            raise ConfigError([f"{self.imported}: {error}; import the weights again"]) from error
+        now = dict(flatten(tomllib.loads(job.to_toml())))
+        return {k: [v, now[k]] for k, v in before.items() if now.get(k, "none") not in ("none", v)}
+
     def allowed_changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
         """`changes`; ConfigError if one would make the run another experiment. Before the first checkpoint
         there is nothing to protect."""
@@ -128,6 +143,13 @@ class RunDirectory:
             for key in changes
             if is_fixed(key)
         ]
+        before, now = changes.get(_AVERAGE, [None, None])
+        if (before in _OFF) != (now in _OFF):
+            problems.append(
+                f"{_AVERAGE} was {before or 'none'!r} when {self.path} was started and is now {now or 'none'!r}; an "
+                f"average begins and ends with a run: set it back, or fork with init.from = {str(self.path)!r} and "
+                "another run.dir"
+            )
         if problems:
             raise ConfigError(problems)
 
