@@ -275,7 +275,9 @@ def _match(
         problems = [
             f"init.from {init.from_!r} is of another model: {_some(names)} only {where}; build the same model, or {fix}"
         ]
-    keys = [key for key in changed if key.startswith("model.") and is_fixed(key)]
+    fixed = [key for key in changed if is_fixed(key)]
+    keys = [key for key in fixed if key.startswith("model.")]
+    keys = keys or [key for key in fixed if key.startswith("lora.")]
     if keys and not init.patterns:
         problems = [
             f"{key} was {changed[key][0]!r} in {source.run} and is now {changed[key][1]!r}, and init.from takes all "
