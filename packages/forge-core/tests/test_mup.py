@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -10,8 +12,13 @@ import torch
 from torch import Tensor
 
 from forge_core import OptimizerConfig, Transformer, TransformerConfig, build_optimizer
+from forge_core.families import GRANITE, LLAMA
 from forge_core.loss import cross_entropy
-from forge_core.model import MuPConfig
+from forge_core.model import Attention, MuPConfig, build_feed_forward
+from forge_core.model.block import Block, PostNormBlock, SandwichBlock
+from forge_core.model.parts import build_block, build_mixer
+
+BLOCKS = {"pre_norm": Block, "post_norm": PostNormBlock, "sandwich": SandwichBlock}
 
 BASE = {"vocab_size": 61, "dim": 32, "num_layers": 2, "num_heads": 2, "hidden_dim": 64}
 
@@ -71,6 +78,58 @@ def test_it_is_the_same_function_in_standard_keys() -> None:
     tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
     assert torch.equal(model(tokens), same(tokens))
     assert config.as_standard().parametrization == "standard"
+
+
+@pytest.mark.parametrize("heads", [{}, {"num_heads": 2, "mup": MuPConfig(32, 2, base_head_dim=16)}])
+@pytest.mark.parametrize("block", ["pre_norm", "post_norm", "sandwich"])
+def test_parts_of_ones_own_may_be_given_the_config_as_it_is(block: str, heads: dict) -> None:
+    config = _config(2, 2, **{**MUP, "block": block, **heads})
+    parts: list[dict[str, Any]] = [
+        {"mixer": lambda i: build_mixer(config, i)},
+        {"mixer": lambda i: Attention(config)},
+        {"feed_forward": lambda i: build_feed_forward(config, i)},
+        {
+            "block": lambda i: build_block(
+                config, build_mixer(config, i), build_feed_forward(config, i)
+            )
+        },
+        {
+            "block": lambda i: BLOCKS[block](
+                config, Attention(config), build_feed_forward(config, 0)
+            )
+        },
+    ]
+    tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
+    wanted = Transformer(config)(tokens)
+    for given in parts:
+        assert torch.equal(Transformer(config, **given)(tokens), wanted)
+
+
+def test_a_named_block_is_given_the_standard_config_in_a_factory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[float] = []
+
+    class Noting(Block):
+        def __init__(self, config: TransformerConfig, *parts: Any) -> None:
+            super().__init__(config, *parts)
+            seen.append(config.residual_scale)
+
+    lab = types.ModuleType("somebodys_lab")
+    vars(lab)["Noting"] = Noting
+    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
+    config = _config(1, 4, block="somebodys_lab:Noting", **MUP)
+    build_block(config, Attention(config), build_feed_forward(config, 0))
+    assert seen == [0.5]
+
+
+def test_a_family_writes_the_same_function() -> None:
+    config = _config(2, 2, **MUP)
+    assert GRANITE.config_to_hf(config) == GRANITE.config_to_hf(config.as_standard())
+    assert GRANITE.config_to_hf(config)["residual_multiplier"] == pytest.approx(2**-0.5)
+    assert GRANITE.config_to_hf(config)["logits_scaling"] == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="residual_scale"):
+        LLAMA.config_to_hf(config)
 
 
 def _changes(config: TransformerConfig, lr: float, steps: int = 4) -> dict[str, float]:

@@ -32,7 +32,7 @@ def section_to_hf(section: BuiltInModelConfig, family: str) -> dict[str, Any]:
 
     Options of training alone (router losses, rates of the balancing bias, capacity) are not written.
     """
-    section = _without_training(section).as_standard()
+    section = _without_training(section)
     block = experts.FAMILIES.get(family)
     if (block is None) == bool(section.moe_layers):
         kinds = ("mixtures of experts", "dense feed-forwards")

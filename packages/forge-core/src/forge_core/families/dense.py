@@ -36,9 +36,14 @@ class Family(NamedTuple):
     name: str
     rows: tuple[Row, ...]
     config_from_hf: Callable[[Mapping[str, Any]], TransformerConfig]
-    config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
+    #: Of a config in the standard parametrization: `config_to_hf` without that condition.
+    standard_to_hf: Callable[[TransformerConfig], dict[str, Any]]
     #: Further rows, whose operations have sizes of the config.
     sized_rows: Callable[[TransformerConfig], tuple[Row, ...]] = lambda config: ()
+
+    def config_to_hf(self, config: TransformerConfig) -> dict[str, Any]:
+        """The keys of `config.json`; ValueError with a line for each option that the family cannot hold."""
+        return self.standard_to_hf(config.as_standard())
 
     def rows_of(self, config: TransformerConfig) -> tuple[Row, ...]:
         """All rows of a model: those of the family, and those with sizes of its config."""

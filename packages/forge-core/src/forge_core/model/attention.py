@@ -146,7 +146,7 @@ class Attention(RotaryMixer):
                 f"layer_pattern {config.layer_pattern} has layers of several types; give Attention the config of "
                 "one, config.of_layer(layer)"
             )
-        self.spec = config.attention if spec is None else spec
+        self.spec = config.as_standard().attention if spec is None else spec
         self.head_dim, self.rotary_dim = config.resolved_head_dim, config.rotary_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         heads, kv_heads = config.num_heads, config.resolved_num_kv_heads

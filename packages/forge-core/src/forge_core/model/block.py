@@ -27,7 +27,7 @@ class Block(nn.Module):
         self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
     ) -> None:
         super().__init__()
-        self.residual_scale = config.residual_scale
+        self.residual_scale = config.as_standard().residual_scale
         self.mixer_norm = build_norm(config)
         self.mixer = mixer
         self.feed_forward_norm = build_norm(config)
@@ -67,7 +67,7 @@ class PostNormBlock(Block):
         self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
     ) -> None:
         nn.Module.__init__(self)
-        self.residual_scale = config.residual_scale
+        self.residual_scale = config.as_standard().residual_scale
         self.mixer = mixer
         self.mixer_post_norm = build_norm(config)
         self.feed_forward = feed_forward

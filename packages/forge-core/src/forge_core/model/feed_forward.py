@@ -110,5 +110,5 @@ FEED_FORWARDS = Registry(
 def build_feed_forward(config: TransformerConfig, layer: int) -> nn.Module:
     """The feed-forward of a layer, counted from 0, that a config names."""
     builder = FEED_FORWARDS.find(config.feed_forward)
-    feed_forward: nn.Module = builder(config, layer, **config.feed_forward_options)
+    feed_forward: nn.Module = builder(config.as_standard(), layer, **config.feed_forward_options)
     return feed_forward

@@ -9,7 +9,8 @@ A part of your own is an entry point of the kind's group or an import path `modu
     rope_scaling          part(frequencies, scaling, **options)          see `inverse_frequencies`
     attention.mask        part(ctx, queries, keys)                       see `AttentionSpec`
 
-with the options of `config.mixer_options` and so on, which its signature must have.
+with the options of `config.mixer_options` and so on, which its signature must have. Its config is that of the
+standard parametrization (`config.as_standard()`), which has the factors of any other one as scales.
 """
 
 from torch import nn
@@ -44,14 +45,15 @@ BLOCKS = Registry(
 def build_mixer(config: TransformerConfig, layer: int) -> nn.Module:
     """The token mixer of a layer, counted from 0, that a config names; its config is that of the layer."""
     build = MIXERS.find(config.mixer)
-    mixer: nn.Module = build(config.of_layer(layer), layer, **config.mixer_options)
+    own = config.as_standard().of_layer(layer)
+    mixer: nn.Module = build(own, layer, **config.mixer_options)
     return mixer
 
 
 def build_block(config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module) -> nn.Module:
     """The block around two sublayers that a config names."""
     builder = BLOCKS.find(config.block)
-    block: nn.Module = builder(config, mixer, feed_forward, **config.block_options)
+    block: nn.Module = builder(config.as_standard(), mixer, feed_forward, **config.block_options)
     return block
 
 
