@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from forge_core.optim import (
     IdleOptimizer,
+    MuonConfig,
     OptimizerConfig,
     OptimizerGroupConfig,
     StageConfig,
@@ -176,6 +178,47 @@ def test_state_in_the_form_of_torch_keeps_the_groups_of_this_configuration(name:
     assert len(again.param_groups) == 2
     with pytest.raises(ValueError, match="different number of parameter groups"):
         again.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch.optim:Adam"])
+def test_state_in_the_form_of_torch_brings_no_groups_along(name: str) -> None:
+    """Those of a run whose groups were removed: their rates would stay for good, unseen."""
+    plan = {"all": group("*", lr_multiplier=0.5)}
+    saved = build_optimizer(Net(), OptimizerConfig(name, groups=plan))
+    plain = build_optimizer(Net(), OptimizerConfig(name))
+    plain.load_state_dict(saved.state_dict())
+    set_lr(plain, 0.2)
+    for row in plain.param_groups:
+        assert row["lr"] == 0.2
+        assert not {"group", "lr_multiplier", "lr_scale"} & row.keys()
+
+
+def test_state_in_the_form_of_torch_keeps_factors_of_rates_without_groups() -> None:
+    def muon(factor: float) -> Any:
+        return build_optimizer(
+            Net(), OptimizerConfig("muon", muon=MuonConfig(adamw_lr_multiplier=factor))
+        )
+
+    mine = muon(0.25)
+    mine.load_state_dict(muon(0.5).state_dict())
+    set_lr(mine, 1.0)
+    assert {row["lr"] for row in mine.param_groups if not row["muon"]} == {0.25}
+
+
+def test_a_class_of_torch_has_the_settings_of_this_configuration_after_a_load() -> None:
+    """As Forge's optimizers, whose named state has none."""
+    before = OptimizerConfig("torch.optim:Adam", weight_decay=0.1, options={"amsgrad": True})
+    model, old = Net(), build_optimizer(Net(), before)
+    now = OptimizerConfig("torch.optim:Adam", betas=(0.5, 0.6), weight_decay=0.2, eps=1e-3)
+    optimizer = build_optimizer(model, now)
+    optimizer.load_state_dict(old.state_dict())
+    wide, vectors = optimizer.param_groups
+    assert (wide["betas"], wide["eps"]) == ((0.5, 0.6), 1e-3)
+    assert (wide["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
+    assert wide["amsgrad"] is True  # not said by this configuration
+    off = build_optimizer(Net(), replace(before, options={"amsgrad": False}))
+    off.load_state_dict(old.state_dict())
+    assert off.param_groups[0]["amsgrad"] is False
 
 
 def test_named_state_holds_frozen_groups_too() -> None:

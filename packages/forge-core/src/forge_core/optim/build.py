@@ -44,14 +44,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
     config = OptimizerConfig() if config is None else config
     built = find_optimizer(config.name)
     lr_scales(model, config)
+    settings: tuple[str, ...] = ()
     if _is_torch_class(built):
         optimizer: Any = _over_groups(built, model, config)
+        settings = (*(key for key in _settings(config) if key != "lr"), *config.options)
     else:
         OPTIMIZERS.check(built, config.name, config.options)
         optimizer = built(model, config, **config.options)
         _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
     if not isinstance(optimizer, NamedOptimizer):  # which did it as it was made
-        take_part(optimizer, model, config)
+        take_part(optimizer, model, config, settings)
     return optimizer if config.ema.decay is None else EMA(optimizer, config.ema)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,11 +145,29 @@ def set_multipliers(optimizer: Any, multipliers: Mapping[str, float]) -> None:
                 parameter.grad = None
 
 
-def take_part(optimizer: Any, model: nn.Module, config: OptimizerConfig) -> None:
-    """Start the groups of an optimizer that was just built; ValueError if it does not keep them apart."""
+def take_part(
+    optimizer: Any, model: nn.Module, config: OptimizerConfig, settings: Collection[str] = ()
+) -> None:
+    """Start the groups of an optimizer that was just built; ValueError if it does not keep them apart.
+
+    A torch optimizer that loads torch's form of state goes on with the groups and factors of `config`, not with those
+    of the state, and so with its `settings`: keys of `param_groups`.
+    """
     owners = match_groups(model, config.groups)
-    if not owners:
-        return
+    if owners:
+        _check_groups(optimizer, model, config.name, owners)
+        set_multipliers(optimizer, {name: own.lr_multiplier for name, own in config.groups.items()})
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kept = partial(_keep_settings, keys=frozenset(settings))
+        optimizer.register_load_state_dict_pre_hook(kept)
+        if owners:
+            set_group_lrs(optimizer, config.lr)
+
+
+def _check_groups(
+    optimizer: Any, model: nn.Module, built_by: str, owners: Mapping[str, str]
+) -> None:
+    """ValueError if a parameter is not in a row of `param_groups` that has the name of its group."""
     rows = [row for row in getattr(optimizer, "param_groups", ()) if isinstance(row, dict)]
     group_of = {p: row.get("group") for row in rows for p in row["params"]}
     lost = [
@@ -158,26 +177,28 @@ def take_part(optimizer: Any, model: nn.Module, config: OptimizerConfig) -> None
     ]
     if lost:
         raise ValueError(
-            f"optimizer.groups.{owners[lost[0]]}: {config.name!r} built a {type(optimizer).__name__} whose "
+            f"optimizer.groups.{owners[lost[0]]}: {built_by!r} built a {type(optimizer).__name__} whose "
             f"param_groups do not hold {lost[0]} in a group of that name; build it over "
             "forge_core.optim.parameter_groups(model, config), or remove optimizer.groups"
         )
-    set_multipliers(optimizer, {name: own.lr_multiplier for name, own in config.groups.items()})
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer.register_load_state_dict_pre_hook(_keep_marks)
-        set_group_lrs(optimizer, config.lr)
 
 
-def _keep_marks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A state to load that keeps this optimizer's settings of groups: torch would take the saved ones."""
-    marks = [
-        {key: group[key] for key in ("group", "lr_multiplier", "lr_scale") if key in group}
-        for group in optimizer.param_groups
-    ]
+#: Keys by which a row of `param_groups` is a group of the configuration, or has a factor of its rate.
+_MARKS = ("group", "lr_multiplier", "lr_scale")
+
+
+def _keep_settings(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], keys: Collection[str]
+) -> dict[str, Any]:
+    """A state to load with the marks and settings of this optimizer: torch would take the saved ones."""
     saved = state["param_groups"]
-    if len(saved) != len(marks):
+    if len(saved) != len(optimizer.param_groups):
         return state  # torch refuses it
-    return {**state, "param_groups": [{**old, **mark} for old, mark in zip(saved, marks)]}
+    rows = []
+    for old, mine in zip(saved, optimizer.param_groups):
+        unmarked = {key: value for key, value in old.items() if key not in _MARKS}
+        rows.append({**unmarked, **{key: mine[key] for key in (*_MARKS, *keys) if key in mine}})
+    return {**state, "param_groups": rows}
 
 
 def _by_decay(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
