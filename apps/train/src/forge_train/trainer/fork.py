@@ -259,7 +259,7 @@ def _match(
 ) -> WeightsReport:
     """What is taken; without patterns all that is here and all that is there.
 
-    ConfigError else: with the keys of [model] that differ from the parent's, or with tensors where none does.
+    ConfigError else: with the keys of [model] or [lora] that differ from the parent's, or with tensors where none does.
     """
     fix = "init.patterns = ['*'] takes the weights that both have"
     problems: list[str] = []
@@ -277,11 +277,14 @@ def _match(
         ]
     fixed = [key for key in changed if is_fixed(key)]
     keys = [key for key in fixed if key.startswith("model.")]
-    keys = keys or [key for key in fixed if key.startswith("lora.")]
+    otherwise = "name those that fit in init.patterns"
+    if not keys:  # of adapters all are taken
+        keys = [key for key in fixed if key.startswith("lora.")]
+        otherwise = "begin from a folder that forge-train export wrote of the parent"
     if keys and not init.patterns:
         problems = [
             f"{key} was {changed[key][0]!r} in {source.run} and is now {changed[key][1]!r}, and init.from takes all "
-            "weights; set it back, or name those that fit in init.patterns"
+            f"weights; set it back, or {otherwise}"
             for key in keys
         ]
     raise ConfigError(problems)
