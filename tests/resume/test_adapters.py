@@ -312,7 +312,7 @@ def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: P
     model, _, _ = load_trained(tmp_path / "run")
     for name, bias in biases.items():
         assert torch.equal(model.get_buffer(name), bias)
-    trainer = fit(tmp_path, **experts, **tied, **LORA, train__steps=6)
+    fit(tmp_path, **experts, **tied, **LORA, train__steps=6)
     fit(tmp_path / "whole", **experts, **tied, **LORA, train__steps=6)
     assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole/run"))
 

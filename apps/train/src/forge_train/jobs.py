@@ -21,9 +21,9 @@ from forge_train.errors import ConfigError, StateError, config_errors
 from forge_train.hf.folder import read_model
 from forge_train.trainer.adapters import frozen_names
 from forge_train.trainer.build import build_model, run_tokenizer
-from forge_train.trainer.checkpoints import store_errors
 from forge_train.trainer.frozen_base import FrozenBase
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 
 
 def load_job(

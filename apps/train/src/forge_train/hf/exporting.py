@@ -28,8 +28,8 @@ from forge_train.hf.adapters import MergedTensors, peft_files
 from forge_train.hf.compare import compare
 from forge_train.hf.families import find_family, rows_of, section_to_hf
 from forge_train.hf.folder import FILES, SIDECAR
-from forge_train.trainer.checkpoints import store_errors
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -13,8 +13,9 @@ from forge_train.errors import ConfigError, JobError, refuse
 from forge_train.hf.compare import compare
 from forge_train.hf.folder import left_out, read_model
 from forge_train.trainer.build import build_model
-from forge_train.trainer.checkpoints import IMPORTED, store_errors
+from forge_train.trainer.checkpoints import IMPORTED
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 
 
 def import_folder(

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-import forge_data
-from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store, StoreInUse
+from forge_ckpt import RNGState, Store
 from forge_ckpt.stage_state import NamedState, StageState, tensor_names
 from forge_core.optim import IdleOptimizer
 from forge_data import Loader
 from forge_parallel import Meshes
 from forge_train.config.imported import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig
-from forge_train.errors import ConfigError, DataError, JobError, StateError
+from forge_train.errors import ConfigError, JobError, StateError
 from forge_train.trainer.callbacks import Callback, state_name
+from forge_train.trainer.frozen_base import FrozenBase
 from forge_train.trainer.progress import Progress
+from forge_train.trainer.store_errors import store_errors
 
 Check = Callable[[int, Mapping[str, Any]], None]
 #: An object of a checkpoint that an import wrote: it has weights, and nothing else of a run's state.
@@ -62,11 +61,17 @@ class Checkpoints:
 
     last_step: the step of the newest checkpoint that was loaded or saved, or is being saved, -1 without one.
     committed: the newest step that this rank knows to be committed. wants_retry: whether a failed save must be
-    made good now; the first in a row in the next step, those after it when the next save is due.
+    made good now; the first in a row in the next step, those after it when the next save is due. With a `base` the frozen
+    weights are saved before the first checkpoint, and the checkpoints hold the rest of the model.
     """
 
     def __init__(
-        self, store: Store, config: CheckpointConfig, state: dict[str, Any], seq_len: int
+        self,
+        store: Store,
+        config: CheckpointConfig,
+        state: dict[str, Any],
+        seq_len: int,
+        base: FrozenBase | None = None,
     ) -> None:
         self.last_step = -1
         self.committed = -1
@@ -74,13 +79,15 @@ class Checkpoints:
         self._failures = 0
         self.wants_retry = False
         self._store, self._config = store, config
-        self._state, self._seq_len = state, seq_len
+        self._state, self._seq_len, self._base = state, seq_len, base
+        if base is not None:
+            self._state = {**state, **base.objects()}
 
     def load(self, begin: Callable[[dict[str, Any], Check], None] | None = None) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
 
-        Without one, `begin(state, check)` fills the state of a fork. An import that nothing has trained yet gives the weights; all else stays as built. ConfigError if a save
-        without waiting would not fit `checkpoint.staging_gib`.
+        Without one, `begin(state, check)` fills the state of a fork. An import that nothing has trained yet gives the
+        weights; all else stays as built. ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
         """
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
@@ -95,6 +102,8 @@ class Checkpoints:
                 [f"{self._store.path} holds no checkpoint, and {MODEL_OF_IMPORT} beside it is that of imported "
                  "weights; import them again, or remove that file to begin from fresh ones"]
             )  # fmt: skip
+        if self._base is not None:
+            self._base.save() if step is None else self._base.load()
         seconds = time.perf_counter() - started
         self.last_step = self.committed = -1 if step is None else step
         if self._config.every_steps and not self._config.wait:
@@ -183,25 +192,3 @@ class Checkpoints:
             raise ValueError(
                 f"progress.tokens {progress['tokens']} are not the {tokens} of loader.cursor {cursor}"
             )
-
-
-@contextlib.contextmanager
-def store_errors(checkpoints: Path, unusable: type[JobError]) -> Iterator[None]:
-    """Turn an exception of forge_ckpt into a JobError of one line; `unusable` if disk or values are the cause."""
-    try:
-        yield
-    except StoreInUse as error:
-        raise ConfigError([f"run.dir {checkpoints.parent} is in use: {error}"]) from error
-    except CheckpointMismatch as error:
-        raise ConfigError(
-            [f"{checkpoints}: {error}", "choose another run.dir, if they are of another job"]
-        ) from error
-    except CorruptCheckpoint as error:
-        raise StateError([str(error)]) from error
-    except forge_data.InvalidData as error:  # the checkpoint's data is not the run's
-        raise DataError([f"{checkpoints}: {error}"]) from error
-    except OSError as error:
-        file = "" if error.filename is None else f" ({error.filename})"
-        raise unusable([f"{checkpoints}: {error.strerror or error}{file}"]) from error
-    except ValueError as error:
-        raise unusable([f"{checkpoints}: {error}"]) from error

@@ -15,8 +15,8 @@ from forge_parallel import Meshes
 from forge_resilience import Agreement
 from forge_train.config.schema import JobConfig
 from forge_train.errors import StateError, run_on_all_ranks
-from forge_train.trainer.checkpoints import store_errors
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 
 
 def base_problems(config: JobConfig, run: RunDirectory) -> list[str]:

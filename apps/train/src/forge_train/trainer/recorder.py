@@ -16,6 +16,14 @@ from forge_train.metrics.sinks import BackgroundSink, JsonlSink, find_sinks
 from forge_train.protocols import Sink
 from forge_train.trainer.run_directory import RunDirectory
 
+# "save" is a checkpoint that a resume can use.
+_SAVE_EVENTS = {
+    "staged": "save_staged",
+    "written": "save_written",
+    "committed": "save",
+    "failed": "save_failed",
+}
+
 
 class Recorder:
     """Sinks and journal of a run. On ranks other than 0 (`writes` False) nothing is written."""
@@ -54,7 +62,16 @@ class Recorder:
         if self.journal is not None:
             self.journal.record(event, **fields)
 
-    def over_limit(self, event: SaveEvent, limit: float) -> dict[str, float]:
+    def record_save(self, event: SaveEvent, limit: float) -> None:
+        """Append what became of a save, and that it took longer than `limit` seconds."""
+        fields: dict[str, Any] = {"step": event.step, "seconds": round(event.seconds, 4)}
+        if event.kind == "committed":
+            fields |= self._over_limit(event, limit)
+        if event.error:
+            fields |= {"error": event.error, "failures": event.failures}
+        self.record(_SAVE_EVENTS[event.kind], **fields)
+
+    def _over_limit(self, event: SaveEvent, limit: float) -> dict[str, float]:
         """{"limit": seconds} of a save that took longer than a batch job leaves it at its end, and a line that says so."""
         if self.journal is None or event.seconds <= limit:
             return {}

@@ -46,7 +46,7 @@ from forge_train.trainer.auto_layout import describe_placement, with_layout
 from forge_train.trainer.build import build_trained, freeze_groups, open_data, total_steps
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
-from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
+from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state
 from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.health import HealthPolicy
@@ -57,17 +57,11 @@ from forge_train.trainer.objective import loss_columns
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
 from forge_train.trainer.replicas import ReplicaPolicy
+from forge_train.trainer.rollback import instances_of_steps, skip_windows
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 from forge_train.trainer.validation import share_of_rows
 from forge_train.trainer.vote import PendingCount, fault_code
-
-# In events.jsonl: "save" is a checkpoint that a resume can use.
-_SAVE_EVENTS = {
-    "staged": "save_staged",
-    "written": "save_written",
-    "committed": "save",
-    "failed": "save_failed",
-}
 
 
 @dataclass(frozen=True)
@@ -271,7 +265,10 @@ class Trainer:
         self._announce(self.checkpoints.settle())
         at, rollbacks = self.progress.step, self.numerics.policy.rollbacks + 1
         before = self.config.resilience.rollback.batches_before
-        windows = [*self.loader.skipped, self._instances(bad.first - before, bad.last)]
+        found = instances_of_steps(
+            self.loader, self.config, self.progress, bad.first - before, bad.last
+        )
+        windows = [*self.loader.skipped, found]
         known = len(self.checkpoints.set_aside)
         with self.evaluation_point():
             seconds = self.checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
@@ -279,10 +276,7 @@ class Trainer:
         if seconds is None:
             refuse_without_checkpoint(bad, self.paths.checkpoints)
         self.numerics.policy.rollbacks = rollbacks
-        for first, last in windows:
-            following = int(self.loader.ids(self.loader.cursor, self.loader.cursor + 1)[0])
-            if last >= following:  # those before are in the ledger already
-                self.loader.skip(max(first, following), last)
+        skip_windows(self.loader, windows)
         self._forget_steps()
         self._record(
             "rollback",
@@ -299,14 +293,6 @@ class Trainer:
         """Events of the damaged checkpoints behind the first `known` ones."""
         for step, reason in self.checkpoints.set_aside[known:]:
             self._record("quarantine", step=step, reason=reason)
-
-    def _instances(self, first_step: int, last_step: int) -> tuple[int, int]:
-        """The first and last instance of steps up to the last one that is counted."""
-        batch = self.config.train.global_batch
-        end = self.progress.tokens // self.config.data.seq_len
-        start = max(0, end - (self.progress.step - first_step + 1) * batch)
-        ids = self.loader.ids(start, end - (self.progress.step - last_step) * batch)
-        return int(ids[0]), int(ids[-1])
 
     def _forget_steps(self) -> None:
         """Drop what is left of the steps behind the checkpoint that was loaded: their rows are cut off."""
@@ -345,13 +331,8 @@ class Trainer:
             )
             changes = {**changes, **(fork.changed or {})}
         with self.evaluation_point():
-            base = self._frozen_base()
-            self.checkpoints = self._open_checkpoints(store, base)
+            self.checkpoints = self._open_checkpoints(store)
             seconds = self.checkpoints.load(begin)
-            if base is not None and self.checkpoints.last_step < 0:
-                base.save()
-            elif base is not None:
-                base.load()
         if self.checkpoints.last_step >= 0:  # a file system may have shown this run's own step late
             fork = self.fork = None
         self.heartbeat.enter("start", self.progress.step)
@@ -399,7 +380,7 @@ class Trainer:
         path = self.paths.base
         return FrozenBase(path, self.model, names, frozen, self.agreement, self.meshes)
 
-    def _open_checkpoints(self, store: Store, base: FrozenBase | None) -> Checkpoints:
+    def _open_checkpoints(self, store: Store) -> Checkpoints:
         state = checkpoint_state(
             self.model,
             self.optimizer,
@@ -409,8 +390,8 @@ class Trainer:
             self.tensor_names,
             self.meshes,
         )
-        state |= {} if base is None else base.objects()
-        return Checkpoints(store, self.config.checkpoint, state, self.config.data.seq_len)
+        config, base = self.config, self._frozen_base()
+        return Checkpoints(store, config.checkpoint, state, config.data.seq_len, base)
 
     # ---- the life of a batch
 
@@ -591,12 +572,7 @@ class Trainer:
         """Write what became of a save into the journal; called in the thread that writes, too."""
         if event.kind != "written":
             self.heartbeat.background("save" if event.kind == "staged" else "")
-        fields: dict[str, Any] = {"step": event.step, "seconds": round(event.seconds, 4)}
-        if event.kind == "committed":
-            fields |= self.recorder.over_limit(event, self.config.resilience.save_limit_seconds)
-        if event.error:
-            fields |= {"error": event.error, "failures": event.failures}
-        self._record(_SAVE_EVENTS[event.kind], **fields)
+        self.recorder.record_save(event, self.config.resilience.save_limit_seconds)
 
     # ---- rows, events, hooks
 
