@@ -196,6 +196,75 @@ def test_autocast_is_that_of_the_product() -> None:
         assert error(got, wanted) < 2**-7
 
 
+def test_autocast_leaves_float64_alone_as_that_of_the_product() -> None:
+    x, weight, labels, _ = example()
+    x, weight = x.double(), weight.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = cross_entropy(F.linear(x, weight), labels).sum
+        fused = fused_cross_entropy(x, weight, labels).sum
+    assert fused.dtype == plain.dtype == torch.float64
+    assert error(fused, plain) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_labels_are_ids_in_both(dtype: torch.dtype) -> None:
+    x, weight, labels, _ = example()
+    sentences = set()
+    for loss in (
+        lambda: cross_entropy(F.linear(x, weight), labels.to(dtype)),
+        lambda: fused_cross_entropy(x, weight, labels.to(dtype)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"labels are torch\..* they must be token ids"
+        ) as found:
+            loss()
+        sentences.add(str(found.value))
+    assert len(sentences) == 1
+
+
+def test_a_label_out_of_range_is_named_in_both() -> None:
+    x, weight, labels, _ = example()
+    labels[labels >= 0] = len(weight)
+    for loss in (
+        lambda: cross_entropy(F.linear(x, weight), labels),
+        lambda: fused_cross_entropy(x, weight, labels),
+    ):
+        with pytest.raises(ValueError, match=rf"label {len(weight)} is outside the {len(weight)}"):
+            loss()
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_are_exact(dtype: torch.dtype, fuses: bool) -> None:
+    x, weight, labels, weights = example()
+    found = []
+    for given in (weights.to(dtype), weights.to(dtype).float()):
+        x = x.detach().requires_grad_()
+        if fuses:
+            loss = fused_cross_entropy(x, weight, labels, weights=given)
+        else:
+            loss = cross_entropy(F.linear(x, weight), labels, weights=given)
+        loss.sum.backward()
+        found.append((loss.sum, loss.count, x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_fp16_products_are_refused_with_grad_alone() -> None:
+    """Weights of 1e-6 and a loss scaler's 1e6: the plain loss has them in its slopes, the forward has the first alone."""
+    x, weight, labels, weights = example()
+    x, weight, tiny = x.half(), weight.half(), weights * 1e-6
+    wanted = cross_entropy(F.linear(x, weight), labels, weights=tiny).sum
+    assert torch.equal(fused_cross_entropy(x, weight, labels, weights=tiny).sum, wanted)
+    with pytest.raises(ValueError, match=r"x torch.float16 .* before the factor of a loss scaler"):
+        fused_cross_entropy(x.requires_grad_(), weight, labels, weights=tiny)
+    x, weight, _, _ = example()
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(ValueError, match=r"x torch.float16"),
+    ):
+        fused_cross_entropy(x.requires_grad_(), weight, labels)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

@@ -112,6 +112,69 @@ def test_sums_and_gradients_equal_whole_logits(terms: str, ids: int, fused: bool
         assert error(weight, wanted[4]) < 1e-5
 
 
+def under_autocast(ids: int, fused: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Sum and gradients with products in bf16, of masters in `dtype`."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = SimpleNamespace(group=dist.group.WORLD, size=size, rank=rank)
+    x, weight, labels, weights = data(ids)
+    width = -(-ids // size)
+    mine = weight[rank * width : (rank + 1) * width].to(dtype, copy=True).requires_grad_()
+    x = x.to(dtype).requires_grad_()
+    given: dict[str, Any] = {**TERMS["both"], "weights": weights, "vocab_size": ids}
+    with torch.autocast("cpu", torch.bfloat16):
+        if fused:
+            found = vocab_fused_cross_entropy(x, mine, labels, axis, **given)
+        else:
+            logits = F.pad(F.linear(x, mine), (0, width - len(mine)), value=-torch.inf)
+            found = vocab_cross_entropy(logits, labels, axis, **given)
+    found.sum.backward()
+    assert x.grad is not None
+    assert mine.grad is not None
+    return [found.sum.detach(), x.grad, mine.grad]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2**-7), (torch.float64, 1e-12)], ids=str
+)
+def test_autocast_is_that_of_the_product(dtype: torch.dtype, bound: float) -> None:
+    """bf16 gradients differ by a rounding; float64 is none of autocast's dtypes."""
+    fused, plain = (run_on_ranks(2, under_autocast, 37, f, dtype) for f in (True, False))
+    for got, wanted in zip(fused, plain, strict=True):
+        assert error(got[0], wanted[0].double()) < 1e-6
+        for a, b in zip(got[1:], wanted[1:], strict=True):
+            assert a.dtype == dtype
+            assert error(a, b.double()) < bound
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_labels_are_ids_and_weights_numbers(fused: bool) -> None:
+    x, weight, labels, weights = data(9)
+
+    def loss(labels: Tensor, weights: Tensor) -> VocabLoss:
+        if fused:
+            return vocab_fused_cross_entropy(x, weight, labels, ALONE, weights=weights)
+        return vocab_cross_entropy(F.linear(x, weight), labels, ALONE, weights=weights)
+
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match=r"labels torch\..* must be ids in integers"):
+            loss(labels.to(dtype), weights)
+    with pytest.raises(ValueError, match=r"weights torch.int64 of shape .* must be floating"):
+        loss(labels, labels)
+    short = weights.half()
+    assert torch.equal(loss(labels, short).sum, loss(labels, short.float()).sum)
+    assert torch.equal(loss(labels, short).count, loss(labels, short.float()).count)
+
+
+def test_fp16_products_are_refused_with_grad_alone() -> None:
+    x, weight, labels, _ = data(9)
+    x, weight = x.half(), weight.half()
+    wanted = vocab_cross_entropy(F.linear(x, weight), labels, ALONE).sum
+    assert error(vocab_fused_cross_entropy(x, weight, labels, ALONE).sum, wanted.double()) < 1e-6
+    with pytest.raises(ValueError, match=r"x torch.float16 .* before the factor of a loss scaler"):
+        vocab_fused_cross_entropy(x.requires_grad_(), weight, labels, ALONE)
+
+
 @pytest.mark.parametrize("terms", TERMS)
 def test_gradcheck(terms: str) -> None:
     x, weight, labels, weights = data(9)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge_core.loss.terms import Terms, terms_of, wide_dtype
-from forge_core.loss.token import _BLOCK_CPU, TokenLoss, check_weights
+from forge_core.loss.token import _BLOCK_CPU, TokenLoss, check_labels, explain_labels
 
 # Elements of one block of logits (32 MB in fp32), and its fewest rows: with fewer, adding to the gradient of a
 # large weight costs more than the products (128,000 ids and width 512: 4.3 s with 65 rows, 3.7 s with 131).
@@ -68,7 +68,7 @@ def fused_cross_entropy(
     must be in `weight`. Products have the dtype of x (under autocast its own), the softmax is in fp32, and the
     gradient of the weight is summed over blocks in fp32. First derivatives only.
 
-    Raises ValueError when shapes do not fit or a coefficient is out of range.
+    Raises ValueError as `cross_entropy`, and for products in fp16 with grad.
     Cost: no (N, V) tensor; with grad three products, as with whole logits, and from the forward to the backward
     both gradients, (N, D) in the dtype of x and (V, D) in fp32; without grad one product. No host sync.
     """
@@ -77,14 +77,11 @@ def fused_cross_entropy(
             f"labels {tuple(labels.shape)} must have the shape of x {tuple(x.shape)} without its last dim, which "
             f"is that of weight {tuple(weight.shape)}; shift tokens and labels by slicing"
         )
-    check_weights(weights, labels)
+    check_labels(labels, weights)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap {softcap} must be above 0; use 30, or None for no cap")
     head = _Head(scale, softcap, terms_of(z_loss, label_smoothing))
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight.to(dtype)
+    x, weight = _as_product_casts(x), _as_product_casts(weight)
     flat = labels.reshape(-1).to(torch.int64)  # (N,)
     valid = flat != ignore_index
     scales, count = valid.to(wide_dtype(x)), valid.sum()
@@ -92,11 +89,29 @@ def fused_cross_entropy(
         scales = weights.reshape(-1).to(scales.dtype).where(valid, 0.0)  # (N,)
         count = scales.double().sum()
     needs = (x.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    with torch.autocast(kind, enabled=False):
-        total, parts = _Fused.apply(
-            x.reshape(-1, x.size(-1)), weight, flat.where(valid, 0), valid, scales, head, needs
+    if any(needs) and x.dtype == torch.float16:
+        raise ValueError(
+            f"x {x.dtype} must be bf16 or wider where gradients are needed: slopes are rounded to it before the factor "
+            "of a loss scaler is known; use bf16, or cross_entropy"
         )
+    target = flat.where(valid, 0)
+    try:
+        with torch.autocast(x.device.type, enabled=False):
+            total, parts = _Fused.apply(
+                x.reshape(-1, x.size(-1)), weight, target, valid, scales, head, needs
+            )
+    except (IndexError, RuntimeError) as error:
+        explain_labels(flat, valid, len(weight), error)
+        raise
     return TokenLoss(total, count, parts[0], parts[1])
+
+
+def _as_product_casts(tensor: Tensor) -> Tensor:
+    """A factor in the dtype in which a product has it: that of autocast, if enabled, but for float64."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _Fused(torch.autograd.Function):

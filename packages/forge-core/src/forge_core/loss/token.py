@@ -101,7 +101,7 @@ def cross_entropy(
                 flat_logits, flat_labels, valid, flat_weights, terms
             )
         except (IndexError, RuntimeError) as error:
-            _explain_labels(flat_labels, valid, flat_logits.shape[-1], error)
+            explain_labels(flat_labels, valid, flat_logits.shape[-1], error)
             raise
     return TokenLoss(total, count, parts[0], parts[1])
 
@@ -171,13 +171,13 @@ def _check(logits: Tensor, labels: Tensor, weights: Tensor | None) -> None:
         )
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}, they must be floating point; pass raw scores")
+    check_labels(labels, weights)
+
+
+def check_labels(labels: Tensor, weights: Tensor | None) -> None:
+    """ValueError unless labels are integers and weights, if any, floating point and one for each label."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}, they must be token ids; use torch.int64")
-    check_weights(weights, labels)
-
-
-def check_weights(weights: Tensor | None, labels: Tensor) -> None:
-    """ValueError unless weights, if any, are floating point and one for each label."""
     if weights is not None and (weights.shape != labels.shape or not weights.is_floating_point()):
         raise ValueError(
             f"weights {weights.dtype} of shape {tuple(weights.shape)} must be floating point and have the "
@@ -185,7 +185,7 @@ def check_weights(weights: Tensor | None, labels: Tensor) -> None:
         )
 
 
-def _explain_labels(labels: Tensor, valid: Tensor, vocab_size: int, error: Exception) -> None:
+def explain_labels(labels: Tensor, valid: Tensor, vocab_size: int, error: Exception) -> None:
     """Turn an index error of a CPU kernel into one that names the label; only reached on failure."""
     if labels.device.type != "cpu":
         return  # after a device-side assertion nothing can be read back

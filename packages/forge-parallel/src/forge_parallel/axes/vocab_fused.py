@@ -67,9 +67,9 @@ def vocab_fused_cross_entropy(
     weight holds the rows of ids rank ceil(V / n) on, without padding; x and labels are equal on all ranks. The gradient
     of x is this rank's part of a sum over ranks, as that of the input of a column-wise layer is. `scale` and
     `softcap`: logits are `softcap * tanh(scale * x @ weight.T / softcap)`. Dtypes as in `vocab_cross_entropy`,
-    products in that of x.
+    products in that of x (under autocast its own).
 
-    Raises ValueError as `vocab_cross_entropy`, and on all ranks if the last would have no ids.
+    Raises ValueError as `vocab_cross_entropy`, for products in fp16 with grad, and on all ranks if the last would have no ids.
     Cost: no (N, W) tensor; three products with grad, and from forward to backward both gradients, (N, D) in the
     dtype of x and (W, D) in fp32; one all-gather of 2 R fp32 a block; no host sync on CUDA.
     """
@@ -94,13 +94,28 @@ def vocab_fused_cross_entropy(
             f"weight {tuple(weight.shape)} must have {part.real} rows, at least one, on rank {group.rank} of "
             f"{group.size} for {part.vocab_size} ids; give the size of the whole vocabulary"
         )
+    x, weight = _as_product_casts(x), _as_product_casts(weight)
     ids, valid, scales, count = label_scales(labels, weights, ignore_index, wide_dtype(x))
     check_labels(ids, valid, part.vocab_size)
     scales = valid.to(wide_dtype(x)) if scales is None else scales
     needs = (x.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    head = _Head(scale, softcap, part)
-    total, shown = _Fused.apply(x.reshape(-1, x.size(-1)), weight, ids, valid, scales, head, needs)
+    if any(needs) and x.dtype == torch.float16:
+        raise ValueError(
+            f"x {x.dtype} must be bf16 or wider where gradients are needed: slopes are rounded to it before the factor "
+            "of a loss scaler is known; use bf16, or vocab_cross_entropy"
+        )
+    head, flat = _Head(scale, softcap, part), x.reshape(-1, x.size(-1))
+    with torch.autocast(x.device.type, enabled=False):
+        total, shown = _Fused.apply(flat, weight, ids, valid, scales, head, needs)
     return VocabLoss(total, count, shown[0], shown[1])
+
+
+def _as_product_casts(tensor: Tensor) -> Tensor:
+    """A factor in the dtype in which a product has it: that of autocast, if enabled, but for float64."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _Fused(torch.autograd.Function):

@@ -153,15 +153,19 @@ def slices(length: int, size: int) -> Iterator[slice]:
 def label_scales(
     labels: Tensor, weights: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Of labels (...): ids (N,) int64, whether each is valid, weights (N,) or None, and what they weigh."""
+    """Of labels (...): ids (N,) int64, whether each is valid, weights (N,) or None, and what they weigh.
+
+    ValueError unless labels are integers, and weights floating point and one for each label."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"labels {labels.dtype} must be ids in integers; use torch.int64")
     ids = labels.reshape(-1).to(torch.int64)
     valid = ids != ignore_index
     if weights is None:
         return ids, valid, None, valid.sum()
-    if weights.shape != labels.shape:
+    if weights.shape != labels.shape or not weights.is_floating_point():
         raise ValueError(
-            f"weights {tuple(weights.shape)} must have the shape of labels {tuple(labels.shape)}; give one for "
-            "each label"
+            f"weights {weights.dtype} of shape {tuple(weights.shape)} must be floating point and have the shape of "
+            f"labels {tuple(labels.shape)}; give one for each label"
         )
     flat = weights.reshape(-1).to(dtype).where(valid, 0.0)
     return ids, valid, flat, flat.double().sum()
