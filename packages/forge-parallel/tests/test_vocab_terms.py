@@ -159,7 +159,7 @@ def test_labels_are_ids_and_weights_numbers(fused: bool) -> None:
     for dtype in (torch.float32, torch.bool, torch.complex64):
         with pytest.raises(ValueError, match=r"labels torch\..* must be ids in integers"):
             loss(labels.to(dtype), weights)
-    with pytest.raises(ValueError, match=r"weights torch.int64 of shape .* must be floating"):
+    with pytest.raises(ValueError, match=r"weights torch.int64 .* must be floating"):
         loss(labels, labels)
     short = weights.half()
     assert torch.equal(loss(labels, short).sum, loss(labels, short.float()).sum)

@@ -164,8 +164,8 @@ def label_scales(
         return ids, valid, None, valid.sum()
     if weights.shape != labels.shape or not weights.is_floating_point():
         raise ValueError(
-            f"weights {weights.dtype} of shape {tuple(weights.shape)} must be floating point and have the shape of "
-            f"labels {tuple(labels.shape)}; give one for each label"
+            f"weights {weights.dtype} {tuple(weights.shape)} must be floating-point numbers, one for each of labels "
+            f"{tuple(labels.shape)}; cast or reshape them"
         )
     flat = weights.reshape(-1).to(dtype).where(valid, 0.0)
     return ids, valid, flat, flat.double().sum()
