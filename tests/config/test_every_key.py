@@ -223,6 +223,7 @@ def layout(options: dict[str, Any]) -> Any:
         type(group.offload_policy).__name__ if hasattr(group, "offload_policy")
         else group.fsdp_params[0].offload_to_cpu,
         str(group.mp_policy.reduce_dtype),
+        str(model.embedding.weight.dtype),
     )  # fmt: skip
 
 
@@ -641,6 +642,7 @@ PROBES: dict[str, Probe] = {
     "optimizer.betas": Probe([0.5, 0.9], trained),
     "optimizer.eps": Probe(1e-2, trained),
     "optimizer.weight_decay": Probe(5.0, trained),
+    "optimizer.state_dtype": Probe("bf16", trained),
     **{
         f"optimizer.muon.{key}": Probe(other, trained, {"optimizer.name": "muon"})
         for key, other in (
@@ -729,6 +731,7 @@ ELSEWHERE = {
     "parallel.reshard_after_forward",
     "parallel.cpu_offload",
     "parallel.reduce_dtype",
+    "parallel.param_dtype",
     "parallel.timeout_seconds",
     "parallel.start_timeout_seconds",
     "data.sources.<name>.path",
@@ -843,6 +846,7 @@ def test_a_key_of_experts_changes_where_they_are_or_how_tokens_travel(
         ("reshard_after_forward", False),
         ("cpu_offload", True),
         ("reduce_dtype", "bf16"),
+        ("param_dtype", "bf16"),
     ],
 )
 def test_a_layout_key_changes_what_fsdp_does(key: str, other: Any) -> None:

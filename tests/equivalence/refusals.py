@@ -55,6 +55,7 @@ REFUSALS = {
     "float8 x fp32": Refusal(2, {"float8": "rowwise"}, "float8 rowwise must go with precision bf16"),
     "float8_all_gather on a CPU": Refusal(2, {"float8": "tensorwise", "float8_all_gather": True, "precision": "bf16"}, "must go with float8 tensorwise on CUDA"),
     "reduce_dtype bf16 x fp32": Refusal(2, {"reduce_dtype": "bf16"}, "reduce_dtype bf16 must go with precision bf16"),
+    "param_dtype bf16 x fp32": Refusal(2, {"param_dtype": "bf16"}, "param_dtype bf16 must go with precision bf16"),
     "async_tp on a CPU": Refusal(2, {"tp": 2, "async_tp": True, "compile": True}, "async_tp must have tp above 1, sequence_parallel, compile and CUDA"),
     "tp x a model without roles": Refusal(2, {"tp": 2}, "must say the roles of its parameters", _BARE),
     "cp x a model without attend": Refusal(2, {"cp": 2}, "has no module with an attribute attend", _BARE),

@@ -21,7 +21,13 @@ from forge_core import (
 )
 from forge_core.model import LayerType, MLAConfig
 from forge_core.optim import EMAConfig
-from forge_parallel import ParallelConfig, make_meshes, materialise, parallelize
+from forge_parallel import (
+    ParallelConfig,
+    make_meshes,
+    materialise,
+    parallelize,
+    store_parameters,
+)
 from forge_parallel.plan import (
     Candidate,
     Profile,
@@ -215,6 +221,33 @@ def test_state_of_an_optimizer_is_what_it_holds(name: str, decay: float | None) 
         profile, ParallelConfig(), 1, global_batch=8, gpus_per_node=1, storage=space.storage
     )
     assert found.memory[0].moments == held == found.checkpoint - 4 * profile.numel
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
+def test_what_is_stored_in_bf16_is_counted_as_it_is_held(
+    name: str, state: str, weights: str
+) -> None:
+    """Weights, gradients and an optimizer's state, on one rank."""
+    if name == "schedule_free_adamw" and weights == "bf16":
+        pytest.skip("refused")
+    config: Any = load_job(PRESET / "7b_8gpu.toml", with_data=False).config
+    own = OptimizerConfig(name, state_dtype=state)  # type: ignore[arg-type]
+    parallel = replace(config.parallel, param_dtype=weights, dp_shard=1)
+    config = replace(config, model=section("dense"), optimizer=own, parallel=parallel)
+    profile = plan._profile(config)
+    space = plan._space(config, profile, 1, 1, find_hardware("h200"))
+    model = build_model(config.model, 0).to_empty(device="cpu")
+    store_parameters(model, weights)
+    optimizer = build_optimizer(model, own)
+    slots = [value for slots in optimizer.state.values() for value in slots.values()]
+    held = sum(value.nbytes for value in slots if value.ndim)
+    found = estimate_layout(
+        profile, parallel, 1, global_batch=8, gpus_per_node=1, storage=space.storage
+    ).memory[0]
+    assert found.moments == held
+    assert found.weights == found.gradients == sum(p.nbytes for p in model.parameters())
 
 
 # ---- the command and layout = "auto"

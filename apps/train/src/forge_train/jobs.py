@@ -14,7 +14,7 @@ from forge_ckpt.stage_state import tensor_names
 from forge_core import initialise
 from forge_core.lora import lora, merge
 from forge_data import Tokenizer, load_tokenizer
-from forge_parallel import materialise
+from forge_parallel import materialise, store_parameters
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.errors import ConfigError, StateError, config_errors
@@ -57,6 +57,7 @@ def load_trained(
     job = load_job(paths.config)
     config = job.config
     model = build_model(config.model, config.init_seed)
+    store_parameters(model, config.parallel.param_dtype)
     adapters = config.lora.adapters
     if adapters is not None:
         lora(model, adapters, base_dtype=None)
@@ -72,6 +73,7 @@ def load_trained(
         Store(paths.checkpoints, read_only=True) as store,
     ):
         step = store.load(state)
+    store_parameters(model, "fp32")
     if step is None:
         raise StateError(
             [

@@ -29,9 +29,12 @@ from forge_train.errors import ConfigError
 from forge_train.trainer.build import build_trained, freeze_groups
 from forge_train.trainer.layout import layout_problems
 
-#: Bytes of state per parameter, by optimizer; what is not here counts as AdamW.
-_MOMENTS = {"adamw": 8.0, "lion": 4.0, "schedule_free_adamw": 12.0, "sgd": 4.0}
-_MUON = 4.0  # of the matrices that are Muon's; the rest is AdamW's
+#: Averages of gradients and squares per parameter, by optimizer; what is not here counts as AdamW.
+_AVERAGES = {"adamw": 2, "lion": 1, "schedule_free_adamw": 1, "sgd": 1}
+_MUON = 1  # of the matrices that are Muon's; the rest is AdamW's
+#: Further tensors, with the dtype of the weights.
+_POINTS = {"schedule_free_adamw": 2}
+_BYTES = {"fp32": 4.0, "bf16": 2.0}
 _SHOWN = 8
 
 
@@ -111,13 +114,15 @@ def _profile(config: JobConfig) -> Profile:
     model = build_trained(config)
     freeze_groups(model, config)
     hidden = hidden_matrices(model, config.optimizer) if config.optimizer.name == "muon" else ()
-    moments = dict.fromkeys(hidden, _MUON + _average(config))
+    moments = dict.fromkeys(hidden, _state_bytes(config, _MUON))
     return Profile(model, config.data.seq_len, moments=moments)
 
 
-def _average(config: JobConfig) -> float:
-    """Bytes per parameter of an average of the weights."""
-    return 0.0 if config.optimizer.ema.decay is None else 4.0
+def _state_bytes(config: JobConfig, averages: int) -> float:
+    """Bytes per parameter of the optimizer's state, and of an average of the weights."""
+    points = _POINTS.get(config.optimizer.name, 0) + (config.optimizer.ema.decay is not None)
+    of_weights = _BYTES[config.parallel.param_dtype]
+    return averages * _BYTES[config.optimizer.state_dtype] + points * of_weights
 
 
 def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
@@ -134,9 +139,11 @@ def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
 def _space(
     config: JobConfig, profile: Profile, gpus: int, per_node: int, gpu: Hardware
 ) -> SearchSpace:
-    moments = _MOMENTS.get(config.optimizer.name, 8.0) + _average(config)
+    averages = _AVERAGES.get(config.optimizer.name, 2)
+    weight = int(_BYTES[config.parallel.param_dtype])
     frozen = {"bf16": 2, "fp32": 4}[config.lora.base_dtype] if config.lora.rank else None
-    storage = Storage(moments=moments, frozen=frozen)
+    moments = _state_bytes(config, averages)
+    storage = Storage(weights=weight, gradients=weight, moments=moments, frozen=frozen)
     return SearchSpace(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
                 per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
 

@@ -9,7 +9,7 @@ from forge_parallel.grad_norm import (
     global_grad_norm,
 )
 from forge_parallel.meshes import Axis, Meshes, launch, make_meshes, select_device
-from forge_parallel.parallelize import materialise, parallelize
+from forge_parallel.parallelize import materialise, parallelize, store_parameters
 from forge_parallel.start import (
     StartError,
     World,
@@ -42,4 +42,5 @@ __all__ = [
     "reshard",
     "select_device",
     "start_process_group",
+    "store_parameters",
 ]

@@ -89,8 +89,14 @@ class ParallelConfig:
         "auto", "where tensors live; auto: the GPU if there is one, else the CPU"
     )
     precision: Literal["bf16", "fp32"] = _field(
-        "bf16", "bf16: fp32 weights and moments, bf16 forward and backward; fp32: fp32 throughout"
+        "bf16",
+        "dtype of forward and backward; bf16: of weights in param_dtype, summed gradients in reduce_dtype",
     )
+    param_dtype: Literal["fp32", "bf16"] = _field(
+        "fp32",
+        "dtype in which trained weights and their gradients are stored; bf16: no fp32 masters, for an optimizer "
+        "that rounds updates stochastically"
+    )  # fmt: skip
     reduce_dtype: Literal["fp32", "bf16"] = _field(
         "fp32", "dtype in which FSDP2 sums gradients over data ranks; bf16 halves the traffic"
     )
@@ -224,6 +230,7 @@ _TYPES = get_type_hints(ParallelConfig)
 _CHOICES = {
     "device": "use auto",
     "precision": "use bf16 (fp32 weights, bf16 compute) or fp32",
+    "param_dtype": "use fp32",
     "reduce_dtype": "use fp32",
     "layout": "use manual and set the axes, or auto",
     "cp_exchange": "use all_gather, or ring for long contexts",
@@ -296,6 +303,11 @@ def _precision_problems(c: ParallelConfig) -> Iterator[str]:
     if (c.reduce_dtype, c.precision) == ("bf16", "fp32"):
         yield (
             "reduce_dtype bf16 must go with precision bf16, and precision is fp32; use reduce_dtype = 'fp32' or "
+            "precision = 'bf16'"
+        )
+    if (c.param_dtype, c.precision) == ("bf16", "fp32"):
+        yield (
+            "param_dtype bf16 must go with precision bf16, and precision is fp32; use param_dtype = 'fp32' or "
             "precision = 'bf16'"
         )
     if c.float8 != "none" and c.precision == "fp32":

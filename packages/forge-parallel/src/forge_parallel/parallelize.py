@@ -14,6 +14,7 @@ from forge_parallel.axes.fsdp import (
     apply_fsdp,
     is_frozen_half,
     keep_on_host,
+    own_dtype,
 )
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.check_model import check_model, report_blocks
@@ -45,7 +46,8 @@ def parallelize(
 
     One process in fp32 is not wrapped; any other layout or precision uses FSDP2, and its mixed precision in bf16.
     A model with values must have the same values on all ranks: each rank keeps its shard, nothing is sent. Trained
-    parameters in 16 bits become fp32 masters. Frozen ones keep their dtype: FSDP2, here also in one process in fp32,
+    parameters in 16 bits become fp32 masters; with `param_dtype` bf16 all parameters are stored in it, but those of
+    modules with a `compute_dtype` of their own. Frozen ones keep their dtype in fp32: FSDP2, here also in one process in fp32,
     casts them to the dtype of the forward, unit by unit. Shard experts first (`forge_moe.expert_parallelize`).
 
     meshes              default: those of the running process group, or of one process
@@ -76,8 +78,9 @@ def parallelize(
     matched = find_roles(model, roles, cut=meshes.tp.size > 1)
     check_model(model, config, meshes, structure, matched)
     report_blocks(model, config, meshes, structure, report)
-    _make_masters(model)
-    model.__dict__[FROZEN_HALF] = [n for n, p in model.named_parameters() if is_frozen_half(p)]
+    store_parameters(model, config.param_dtype)
+    if config.param_dtype == "fp32":  # else updates are made for 16 bits
+        model.__dict__[FROZEN_HALF] = [n for n, p in model.named_parameters() if is_frozen_half(p)]
     if config.float8 != "none":  # replaces modules, so before stages share them and classes change
         _convert_float8(model, config, meshes, matched, report)
     for stage in _stages(model, config, meshes, structure, seq_len):
@@ -87,16 +90,27 @@ def parallelize(
     return materialise(model, meshes.device, parameter_device)
 
 
-def _make_masters(model: nn.Module) -> None:
-    """Give trained parameters in 16 bits (of a downloaded model) fp32 values, in place: updates need them."""
+def store_parameters(model: nn.Module, param_dtype: str) -> None:
+    """Give parameters in fp32 and 16 bits the dtype in which `parallelize` stores them, in place.
+
+        store_parameters(model, "bf16"); load(model); store_parameters(model, "fp32")
+
+    "fp32": trained ones get fp32 values, as updates need them. "bf16": all are bf16, but those of a module that
+    computes in a dtype of its own (`compute_dtype`) have that.
+    """
+    dtype = _DTYPES[param_dtype]
+    half = dtype in HALF
+    own = {p: d for m in model.modules() if (d := own_dtype(m)) for p in m.parameters()}
     for parameter in model.parameters():
-        if parameter.dtype not in HALF or not parameter.requires_grad:
+        wanted = own.get(parameter, dtype) if half else dtype
+        known = parameter.dtype in (torch.float32, *HALF)
+        if parameter.dtype == wanted or not known or not (half or parameter.requires_grad):
             continue
         if not hasattr(parameter, "device_mesh"):
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(wanted)
             continue
         # an expert, sharded before: setting `.data` of a DTensor does not replace its local tensor
-        whole = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        whole = nn.Parameter(parameter.detach().to(wanted), requires_grad=parameter.requires_grad)
         whole.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, whole)
 

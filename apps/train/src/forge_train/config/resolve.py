@@ -24,6 +24,9 @@ from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
 from forge_train.errors import ConfigError, DataError, refuse
 
+#: Optimizers that write weights in bf16 with stochastic rounding.
+_ROUNDING = ("adamw", "lion", "muon")
+
 
 @dataclass(frozen=True)
 class ResolvedJob:
@@ -156,6 +159,16 @@ def _section_problems(config: JobConfig) -> list[str]:
         problems.append(
             f"schedule.name {config.schedule.name!r} must be 'constant' with optimizer.name 'schedule_free_adamw', "
             "whose average stands for the fall of the rate; set schedule.name = 'constant', with warmup_steps"
+        )
+    if config.parallel.param_dtype == "bf16" and config.optimizer.name not in _ROUNDING:
+        problems.append(
+            f"parallel.param_dtype 'bf16' must go with an optimizer that rounds updates stochastically, and "
+            f"optimizer.name is {config.optimizer.name!r}; use {', '.join(_ROUNDING)}, or parallel.param_dtype = 'fp32'"
+        )
+    if config.parallel.param_dtype == "bf16" and config.lora.rank:
+        problems.append(
+            f"parallel.param_dtype 'bf16' must go without adapters, and lora.rank is {config.lora.rank}: frozen weights "
+            "are stored in lora.base_dtype; use parallel.param_dtype = 'fp32'"
         )
     if config.eval.every_steps == 0 and config.data.validation is not None:
         problems.append(

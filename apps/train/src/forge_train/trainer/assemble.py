@@ -91,7 +91,7 @@ def _build_optimizer(model: nn.Module, config: JobConfig, meshes: Meshes) -> Any
     if meshes.pp.size > 1 and trains_nothing(model):
         return IdleOptimizer()
     groups = groups_of_part(model, config.optimizer)
-    return build_optimizer(model, replace(config.optimizer, groups=groups))
+    return build_optimizer(model, replace(config.optimizer, groups=groups), seed=config.run.seed)
 
 
 def seed_rank(seed: int, meshes: Meshes) -> None:

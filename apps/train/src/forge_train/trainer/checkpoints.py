@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from forge_ckpt import RNGState, Store
@@ -56,6 +57,23 @@ def checkpoint_state(
     return state
 
 
+class _AsImported:
+    """A model that takes weights in fp32, as an import writes them, where it stores them in bf16."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = self._model.state_dict()
+        half = {
+            n: t.float() for n, t in saved.items() if getattr(t, "dtype", None) == torch.bfloat16
+        }
+        return {**saved, **half}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._model.load_state_dict(state)
+
+
 class Checkpoints:
     """Loads and saves the state of a run. Collective, but for `listen`: every rank calls every method.
 
@@ -92,7 +110,7 @@ class Checkpoints:
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
             if self._store.steps() == [0] and self._imported():
-                step = self._store.load({"model": self._state["model"]})
+                step = self._store.load({"model": _AsImported(self._state["model"])})
             else:
                 step = self._store.load(self._state, self._check_saved)
         if step is None and begin is not None:

@@ -309,6 +309,10 @@ def _changes(job: ResolvedJob, source: Source) -> dict[str, list[Any]]:
     return {k: v for k, v in found.items() if k != "run.dir" and not k.startswith("init.")}
 
 
+#: Keys that say what the optimizer's state is.
+_OF_OPTIMIZER = ("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype")
+
+
 def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[Any]]) -> list[str]:
     """Sentences on keys that give what is kept another meaning."""
     if "optimizer" not in init.keep:
@@ -317,7 +321,7 @@ def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[An
     keys = [
         k
         for k in changed
-        if k == "optimizer.name"
+        if k in _OF_OPTIMIZER
         or k.startswith("lora.")
         or (goes_on and k.startswith("model.") and is_fixed(k))
     ]

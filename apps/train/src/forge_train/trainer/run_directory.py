@@ -24,7 +24,7 @@ _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-pa
 #: Keys whose change makes another experiment; the rest may change between lives of a run.
 FIXED_KEYS = (
     *("run.seed", "init.seed", "init.from", "init.keep", "init.patterns"),
-    *("optimizer.name", "data.seq_len"),
+    *("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype", "data.seq_len"),
 )
 #: Of [model] everything is fixed but what shapes no output: the length limit, the initial spread, the
 #: weights of router losses, how products are computed.

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_core._indices import own_indices
 from forge_core.model.norm import RMSNorm
 
 
@@ -116,18 +117,10 @@ def _local(target: Any) -> Tensor:
 def _shard(full: Tensor, target: Any) -> Tensor:
     """This rank's piece of `full` (CPU) under the placements of a DTensor; nothing is sent.
 
-    Torch cuts the indices of each sharded dim, and they cut the CPU tensor: only the shard is copied to
-    the device. One small host read per sharded dim.
+    Only the shard is copied to the device. One small host read per sharded dim.
     """
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    mesh, device = target.device_mesh, target.to_local().device
     for dim in {p.dim for p in target.placements if hasattr(p, "dim")}:
-        cuts = [p if getattr(p, "dim", None) == dim else Replicate() for p in target.placements]
-        shape = [size if d == dim else 1 for d, size in enumerate(target.shape)]
-        index = torch.arange(target.size(dim), device=device).view(shape)
-        own = distribute_tensor(index, mesh, cuts, src_data_rank=None).to_local()
-        full = full.index_select(dim, own.flatten().cpu())
+        full = full.index_select(dim, own_indices(target, dim).cpu())
     return full
 
 

@@ -1,4 +1,4 @@
-"""AdamW: torch's fused kernel, fp32 masters, decay on matrices only."""
+"""AdamW: torch's fused kernel in fp32, decay on matrices only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from forge_core.optim.base import Group, NamedOptimizer, Slots
+from forge_core.optim.base import Group, NamedOptimizer, Slots, count_step, rounds
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import parameter_groups
+from forge_core.optim.local import gradient_shard, shard
 
 _FUSED_ON = ("cpu", "cuda")
 
@@ -19,11 +20,12 @@ class AdamW(NamedOptimizer):
 
     `optimizer = AdamW(model, OptimizerConfig(lr=1e-3)); loss.backward(); optimizer.step()`
 
-    Moments are fp32 and sharded like their parameter; each parameter counts its own steps. Groups, named
+    Moments are sharded like their parameter; each parameter counts its own steps. Groups, named
     state, the mask and what is refused: see `NamedOptimizer`. Without the fused kernel (devices but CPU
     and CUDA) a mask costs one host sync.
 
-    Cost: 8 bytes of moments per trainable parameter, made here; no host sync in `step`.
+    Cost: 8 bytes of moments per trainable parameter (4 in bf16), made here; no host sync in `step`. What is stored in
+    bf16 goes through the fused kernel in fp32 pieces (see `rounding.widened`), one after the other.
     """
 
     def __init__(
@@ -32,11 +34,14 @@ class AdamW(NamedOptimizer):
         config: OptimizerConfig,
         groups: list[dict[str, Any]] | None = None,
     ) -> None:
-        groups = parameter_groups(model, config) if groups is None else groups
+        if groups is None:
+            groups = parameter_groups(model, config, rounds=True)
         fused = can_fuse(groups)
         super().__init__(
             model, config, groups, betas=config.resolved_betas, eps=config.eps, fused=fused
         )
+
+    rounds_state = rounds_weights = True
 
     @property
     def masks(self) -> bool:
@@ -53,7 +58,19 @@ class AdamW(NamedOptimizer):
 
     def update(self, group: Group, parameters: list[Tensor], skip: Tensor | None) -> None:
         states = [self.state_of(parameter, group) for parameter in parameters]
-        update_adamw(group, parameters, states, skip)
+        if not rounds(group):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            update_adamw(group, parameters, gradients, states, skip)
+            return
+        for parameter, state in zip(parameters, states):
+            kept = [shard(parameter), *(shard(state[name]) for name in ADAMW_SLOTS.tensors)]
+            before = state["step"].clone()
+            for weight, *moments, gradient in self.widened(
+                parameter, group, kept, [gradient_shard(parameter)]
+            ):
+                own = dict(zip(ADAMW_SLOTS.tensors, moments), step=before.clone())
+                update_adamw(group, [weight], [gradient.float()], [own], skip)
+            count_step(state, skip)
 
 
 #: Slots that `update_adamw` reads and writes.
@@ -66,13 +83,17 @@ def can_fuse(groups: list[dict[str, Any]]) -> bool:
 
 
 def update_adamw(
-    group: Group, parameters: list[Tensor], states: list[dict[str, Tensor]], skip: Tensor | None
+    group: Group,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    skip: Tensor | None,
 ) -> None:
     """AdamW's update with the betas, eps, lr, weight_decay and fused of a group; `skip` needs fused."""
     beta1, beta2 = group["betas"]
     adamw(
         parameters,
-        [p.grad for p in parameters if p.grad is not None],
+        gradients,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import parameter_groups, take_part
 from forge_core.optim.named import named_parameters, set_group_lrs
+from forge_core.optim.rounding import Place, place_of, widened
 
 #: A group of `torch.optim.Optimizer.param_groups`.
 Group = Mapping[str, Any]
 
 
 class Slots(NamedTuple):
-    """Names of the state of one parameter: `tensors` are fp32 of its shape and layout, `numbers` 0-dim fp32."""
+    """Names of the state of one parameter: `tensors` are of its shape and layout, `numbers` 0-dim fp32."""
 
     tensors: tuple[str, ...]
     numbers: tuple[str, ...] = ()
@@ -33,7 +34,9 @@ class NamedOptimizer(torch.optim.Optimizer):
     A subclass names its slots, which are made here as zeros (`fresh` may start them otherwise), and
     updates the parameters of a group that have a gradient. What stands here holds for each of them:
 
-    Parameters are the fp32 masters. Weight decay applies to parameters with two dims or more, embeddings
+    Parameters are the fp32 masters, and state is fp32. A subclass that computes in `widened` pieces, in a group of
+    which `rounds` is true, may say that it `rounds_weights`, then they may be bf16, and that it `rounds_state`, for
+    `config.state_dtype`. Weight decay applies to parameters with two dims or more, embeddings
     included, not to norms and biases. A tied parameter counts once, under its first name; frozen ones
     (`requires_grad` False when this is built) are left out. A parameter without a gradient is not
     touched by `step`. Groups of the configuration have a learning rate and decay of their own (see
@@ -44,9 +47,13 @@ class NamedOptimizer(torch.optim.Optimizer):
     `load_named_state` hold the same by parameter name, which fits any layout of ranks.
 
     `groups` default to `parameter_groups(model, config)`; `defaults` are settings of every group beside
-    lr and weight_decay. Raises: ValueError without a trainable parameter, for parameters that are not fp32
-    and for ones that are still on the meta device.
+    lr and weight_decay. Raises: ValueError without a trainable parameter, for parameters and a state_dtype in bf16
+    that it does not round, and for parameters that are still on the meta device.
     """
+
+    rounds_weights = False
+    rounds_state = False
+    _places: dict[Tensor, Place] | None = None
 
     def __init__(
         self,
@@ -55,13 +62,22 @@ class NamedOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]] | None = None,
         **defaults: Any,
     ) -> None:
-        groups = parameter_groups(model, config) if groups is None else groups
+        if groups is None:
+            groups = parameter_groups(model, config, rounds=self.rounds_weights)
+        half = config.state_dtype == "bf16"
+        if half and not self.rounds_state:
+            raise ValueError(
+                f"optimizer.state_dtype 'bf16': {config.name} keeps its state in fp32; leave it out, or use adamw, lion, "
+                "muon or schedule_free_adamw"
+            )
         for name, parameter in (pair for group in groups for pair in group["params"]):
             if parameter.is_meta:
                 raise ValueError(
                     f"parameter {name} is on the meta device and has no values; materialise the model first"
                 )
         settings = {"lr": config.lr, "weight_decay": config.weight_decay, **defaults}
+        if half or any(p.dtype != torch.float32 for group in groups for _, p in group["params"]):
+            settings |= {"state_dtype": config.state_dtype, _SEED: 0}
         super().__init__(groups, settings)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -137,9 +153,43 @@ class NamedOptimizer(torch.optim.Optimizer):
         made = {
             name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in numbers
         }
+        dtype = _DTYPES[group.get("state_dtype", "fp32")]
         for name in tensors:
-            made[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            made[name] = torch.zeros_like(
+                parameter, dtype=dtype, memory_format=torch.preserve_format
+            )
         return made
+
+    def widened(
+        self,
+        parameter: Tensor,
+        group: Group,
+        kept: Sequence[Tensor],
+        others: Sequence[Tensor],
+        first: int = 0,
+    ) -> Iterator[list[Tensor]]:
+        """`rounding.widened` of a parameter's tensors on this rank, at its "step"; `count_step` comes behind."""
+        if self._places is None:
+            self._places = {}
+        if parameter not in self._places:
+            (name,) = (n for n, p in named_parameters(self).items() if p is parameter)
+            self._places[parameter] = place_of(parameter, name, group[_SEED])
+        step = self.state_of(parameter, group)["step"]
+        return widened(kept, others, self._places[parameter], step, first)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's, which would cast all state to the dtype of the parameter; here each keeps its own."""
+        super().load_state_dict(state_dict)
+        if not rounds(self.param_groups[0]):
+            return
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        members = [(p, group) for group in self.param_groups for p in group["params"]]
+        for i, (parameter, group) in zip(ids, members):
+            saved, fresh = state_dict["state"].get(i, {}), self.fresh(parameter, group)
+            with torch.no_grad():
+                for name in fresh.keys() & saved.keys():
+                    fresh[name].copy_(torch.as_tensor(saved[name]))
+            self.state[parameter].update(fresh)
 
     def named_state(self) -> dict[str, dict[str, Tensor | float]]:
         """Return `{name: {slot: tensor, ..., number: float}}` for all parameters, such as AdamW's
@@ -191,6 +241,29 @@ class NamedOptimizer(torch.optim.Optimizer):
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         for name, parameter in named_parameters(self).items():
             yield name, (parameter, group_of[parameter])
+
+
+#: Key of groups whose optimizer stores something in bf16: the seed of the chance.
+_SEED = "rounding_seed"
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def rounds(group: Group) -> bool:
+    """Whether weights or state are stored in bf16, so that updates go through `widened`."""
+    return _SEED in group
+
+
+def set_rounding_seed(optimizer: NamedOptimizer, seed: int) -> None:
+    """Of all chance from the next step on; without effect where everything is fp32."""
+    optimizer._places = None
+    for group in optimizer.param_groups:
+        if rounds(group):
+            group[_SEED] = seed
+
+
+def count_step(state: Mapping[str, Tensor], skip: Tensor | None) -> None:
+    """Count an update of a parameter, unless it was masked."""
+    state["step"].add_(1 if skip is None else skip == 0)
 
 
 def _values(numbers: list[Tensor]) -> list[float]:

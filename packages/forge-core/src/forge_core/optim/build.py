@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from forge_core.optim.adamw import build_adamw
-from forge_core.optim.base import NamedOptimizer
+from forge_core.optim.base import NamedOptimizer, set_rounding_seed
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.ema import EMA, unnamed
 from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, take_part
@@ -22,7 +22,9 @@ from forge_core.registry import Registry
 _METHODS = ("step", "zero_grad", "set_lr", "state_dict", "load_state_dict")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> Any:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig | None = None, *, seed: int = 0
+) -> Any:
     """Return the optimizer `config.name` over the trainable parameters of `model` (default: AdamW).
 
     `optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))`
@@ -38,6 +40,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
     by parameter name, `named_state()` and `load_named_state(state)` complete before the first step, is
     what a checkpoint holds where both are offered; it fits any layout of ranks.
 
+    Weights that are bf16, and state with `config.state_dtype`, are rounded stochastically by adamw, lion and muon (state
+    by schedule_free_adamw, too): by chance that is a function of `seed`, name, step and element (see `rounding`).
+
     Raises: ValueError for an unknown name, for a setting that a torch class does not take, for groups that
         do not fit the model or that a builder's optimizer does not show, and what the optimizer refuses.
     """
@@ -52,9 +57,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | None = None) -> 
         OPTIMIZERS.check(built, config.name, config.options)
         optimizer = built(model, config, **config.options)
         _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
-    if not isinstance(optimizer, NamedOptimizer):  # which did it as it was made
+    if isinstance(optimizer, NamedOptimizer):  # which took part as it was made
+        set_rounding_seed(optimizer, seed)
+    else:
         take_part(optimizer, model, config, settings)
-    return optimizer if config.ema.decay is None else EMA(optimizer, config.ema)
+    return optimizer if config.ema.decay is None else EMA(optimizer, config.ema, seed=seed)
 
 
 def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
@@ -138,8 +145,8 @@ def _over_groups(
 
 def _settings(config: OptimizerConfig) -> dict[str, Any]:
     """What a torch class may be called with."""
-    betas = config.resolved_betas
-    return {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    names = ("lr", "eps", "weight_decay", "state_dtype")
+    return {"betas": config.resolved_betas, **{name: getattr(config, name) for name in names}}
 
 
 def _takes(parameter: inspect.Parameter | None, value: Any) -> bool:

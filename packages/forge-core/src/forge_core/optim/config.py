@@ -127,6 +127,11 @@ class OptimizerConfig:
     weight_decay: float = setting(
         0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
     )
+    state_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "dtype in which the averages of gradients and squares are stored; bf16: computed in fp32 and rounded "
+        "stochastically, half the memory",
+    )
     muon: MuonConfig = field(
         default_factory=MuonConfig, metadata={"help": "settings of Muon alone"}
     )
@@ -241,6 +246,9 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
     yield from _weight_decay_problems(c.weight_decay)
     if c.ema.decay is not None and c.name == "schedule_free_adamw":
         yield f"ema.decay {c.ema.decay} cannot go with {c.name!r}, which has an average of its own; leave it out"
+    allowed = get_args(get_type_hints(OptimizerConfig)["state_dtype"])
+    if c.state_dtype not in allowed:
+        yield f"state_dtype {c.state_dtype!r} must be {' or '.join(allowed)}; use fp32"
     yield from foreign_keys(c, _READERS, tuple(_BETAS))
     for table, reader in _TABLES.items():
         yield from foreign_table(c, table, reader)

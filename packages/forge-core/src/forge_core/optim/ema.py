@@ -12,6 +12,7 @@ from torch import Tensor
 from forge_core.optim.config import EMAConfig
 from forge_core.optim.local import pieces, shard
 from forge_core.optim.named import named_parameters
+from forge_core.optim.rounding import place_of, widened
 
 #: Slots of named state beside those of the optimizer: the weights that are trained, and the updates so far.
 _TRAINED, _UPDATES = "trained", "ema_updates"
@@ -36,11 +37,13 @@ class EMA:
     FSDP2 call `forge_parallel.reshard(model)` before either call.
 
     Raises ValueError for an optimizer without `named_state`, or whose groups have no parameter names.
-    Cost: 4 bytes per trained parameter, and on a GPU as much again within `step`; no communication, no host sync but
+    The average has the dtype of the weights; in bf16 it is rounded stochastically (see `rounding`), with `seed`.
+
+    Cost: 4 bytes per trained parameter (2 in bf16), and on a GPU as much again within `step`; no communication, no host sync but
     one where `skip` is given and the optimizer's own step takes none.
     """
 
-    def __init__(self, optimizer: Any, config: EMAConfig) -> None:
+    def __init__(self, optimizer: Any, config: EMAConfig, *, seed: int = 0) -> None:
         groups = getattr(optimizer, "param_groups", [{}])
         named = all("param_names" in group for group in groups)
         if not (hasattr(optimizer, "named_state") and named):
@@ -52,6 +55,11 @@ class EMA:
         self._others = {n: p.detach().clone() for n, p in self._parameters.items()}
         self._updates = torch.zeros((), device=next(iter(self._parameters.values())).device)
         self._evaluating = False
+        self._places = {
+            n: place_of(p, f"ema of {n}", seed)
+            for n, p in self._parameters.items()
+            if p.dtype == torch.bfloat16
+        }
         self._masks = "skip" in inspect.signature(optimizer.step).parameters
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +85,7 @@ class EMA:
             done = 1.0 - skip.to(share.device, share.dtype)
         share *= done
         begins = (self._updates == 0) & (done != 0)
-        for averages, weights in self._columns():
+        for averages, weights in self._widened_columns():
             for average, weight in zip(averages, weights):
                 # not by a difference: the average may hold anything before the first update
                 average.copy_(torch.where(begins, weight, average))
@@ -111,8 +119,18 @@ class EMA:
                 weight.copy_(kept)
 
     def _columns(self) -> Iterator[tuple[list[Tensor], ...]]:
-        rows = [(shard(self._others[n]), shard(p.detach())) for n, p in self._parameters.items()]
-        yield from pieces(rows)
+        yield from pieces([self._row(name) for name in self._parameters])
+
+    def _widened_columns(self) -> Iterator[tuple[list[Tensor], ...]]:
+        """The same, with what is in bf16 in fp32: averages of this are rounded as they are stored."""
+        yield from pieces([self._row(n) for n in self._parameters if n not in self._places])
+        for name, place in self._places.items():
+            average, weight = self._row(name)
+            for own, piece in widened([average], [weight], place, self._updates):
+                yield [own], [piece.float()]
+
+    def _row(self, name: str) -> tuple[Tensor, Tensor]:
+        return shard(self._others[name]), shard(self._parameters[name].detach())
 
     def named_state(self) -> dict[str, dict[str, Tensor | float]]:
         """The optimizer's, with two slots more; RuntimeError unless the weights are the average. One host sync."""

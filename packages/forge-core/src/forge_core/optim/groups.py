@@ -95,7 +95,9 @@ def lr_scales(model: nn.Module, config: OptimizerConfig) -> Mapping[str, float]:
     return scales
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, config: OptimizerConfig, *, rounds: bool = False
+) -> list[dict[str, Any]]:
     """Torch's parameter groups over the trainable parameters, with names, for any torch optimizer.
 
         optimizer = torch.optim.SGD(parameter_groups(model, config), lr=config.lr)
@@ -104,9 +106,10 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     fewer than two dims do not. A group of its own becomes one of torch's, or two where it names no decay;
     they have the keys "group", its name, and "lr_multiplier". Where the model scales rates (`lr_scales`) there is
     one for each factor, with the key "lr_scale". Raises ValueError as `match_groups` and `lr_scales`, for
-    a model without a trainable parameter, and for parameters that are not fp32.
+    a model without a trainable parameter, and for parameters that are not fp32, nor bf16 for an optimizer that
+    `rounds` its updates stochastically.
     """
-    parameters, scales = trainable(model), lr_scales(model, config)
+    parameters, scales = trainable(model, rounds=rounds), lr_scales(model, config)
     owners = match_groups(model, config.groups)
     found = _by_decay({n: p for n, p in parameters.items() if n not in owners}, config.weight_decay)
     for group, own in config.groups.items():
@@ -183,8 +186,8 @@ def _check_groups(
         )
 
 
-#: Keys by which a row of `param_groups` is a group of the configuration, or has a factor of its rate.
-_MARKS = ("group", "lr_multiplier", "lr_scale")
+#: Keys by which a row of `param_groups` is a group of the configuration, has a factor of its rate, or is rounded.
+_MARKS = ("group", "lr_multiplier", "lr_scale", "state_dtype", "rounding_seed")
 
 
 def _keep_settings(

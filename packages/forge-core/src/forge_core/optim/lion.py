@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from forge_core.optim.base import Group, NamedOptimizer, Slots
+from forge_core.optim.base import Group, NamedOptimizer, Slots, count_step, rounds
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.local import gradient_shard, pieces, shard
 
@@ -23,15 +25,17 @@ class Lion(NamedOptimizer):
     weight_decay ten times its. There is no eps. Groups, named state, the mask and what is refused: see
     `NamedOptimizer`.
 
-    Cost: 4 bytes of momentum per trainable parameter, made here; no communication, as every shard is
+    Cost: 4 bytes of momentum per trainable parameter (2 in bf16), made here; no communication, as every shard is
     updated by itself; no host sync in `step`.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         super().__init__(model, config, betas=config.resolved_betas)
 
+    rounds_state = rounds_weights = True
+
     def slots(self, group: Group) -> Slots:
-        return Slots(("exp_avg",))
+        return Slots(("exp_avg",), ("step",) if rounds(group) else ())
 
     def update(self, group: Group, parameters: list[Tensor], skip: Tensor | None) -> None:
         own = [
@@ -45,7 +49,8 @@ class Lion(NamedOptimizer):
         ):  # a rate and a factor of 0 and 1 where nothing may change, read on the device
             masked = skip != 0
             rate, decay = torch.where(masked, 0.0, -lr), torch.where(masked, 1.0, decay)
-        for weights, gradients, momenta in pieces(own):
+        columns = self._widened(parameters, group) if rounds(group) else pieces(own)
+        for weights, gradients, momenta in columns:
             if skip is not None:  # the momentum, mixed with itself, stays as it is
                 gradients = [torch.where(masked, m, g) for m, g in zip(momenta, gradients)]
             signs = torch._foreach_lerp(momenta, gradients, 1 - beta1)
@@ -57,6 +62,18 @@ class Lion(NamedOptimizer):
                 for weight, sign in zip(weights, signs):
                     weight.addcmul_(sign, rate)
             torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+        for parameter in parameters if rounds(group) else ():
+            count_step(self.state_of(parameter, group), skip)
+
+    def _widened(
+        self, parameters: list[Tensor], group: Group
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        """Columns as of `pieces`, where something is stored in bf16."""
+        for parameter in parameters:
+            kept = [shard(parameter), shard(self.state_of(parameter, group)["exp_avg"])]
+            gradients = [gradient_shard(parameter)]
+            for weight, momentum, gradient in self.widened(parameter, group, kept, gradients):
+                yield [weight], [gradient.float()], [momentum]
 
 
 def build_lion(model: nn.Module, config: OptimizerConfig) -> Lion:

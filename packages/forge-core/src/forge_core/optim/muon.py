@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.optim.adamw import AdamW
-from forge_core.optim.base import Group, Slots
+from forge_core.optim.base import Group, Slots, count_step, rounds
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import match_groups, parameter_groups
 from forge_core.optim.local import gradient_shard, shard
@@ -45,7 +45,7 @@ class Muon(AdamW):
     back (`WholeMatrices`), so the update is that of the whole matrix on any layout. A parameter without a
     gradient on this rank is not touched here, and counts as zero for the others.
 
-    Cost: 4 bytes of momentum for a parameter of Muon, 8 of moments for the others, made here. A step of one
+    Cost: 4 bytes of momentum for a parameter of Muon, 8 of moments for the others (in bf16 half), made here. A step of one
     process does not communicate. On ranks it does two all-to-alls for each axis of a mesh that cuts matrices and an
     all-gather for each that copies them, for all matrices of a mesh together. No host sync.
     """
@@ -58,7 +58,7 @@ class Muon(AdamW):
         settings = asdict(config.muon)
         scale = {"lr_scale": settings.pop("adamw_lr_multiplier")}
         groups = []
-        for group in parameter_groups(model, config):
+        for group in parameter_groups(model, config, rounds=True):
             hidden = [(name, p) for name, p in group["params"] if name in names]
             others = [(name, p) for name, p in group["params"] if name not in names]
             groups.append({**group, "params": hidden, "muon": True, **settings})
@@ -66,7 +66,9 @@ class Muon(AdamW):
         super().__init__(model, config, [group for group in groups if group["params"]])
 
     def slots(self, group: Group) -> Slots:
-        return Slots(("momentum_buffer",)) if group["muon"] else super().slots(group)
+        if not group["muon"]:
+            return super().slots(group)
+        return Slots(("momentum_buffer",), ("step",) if rounds(group) else ())
 
     def update_groups(self, skip: Tensor | None) -> None:
         rows = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"]]
@@ -86,8 +88,13 @@ class Muon(AdamW):
         work = partial(orthogonalise, steps=settings["ns_steps"], dtype=dtype)
         updates = self._matrices([p for p, _ in rows]).work(parts, work)
         for (parameter, group), update in zip(rows, updates):
-            if parameter.grad is not None:
-                _apply(parameter, group, update, skip)
+            if parameter.grad is not None and rounds(group):
+                weights = [shard(parameter)]
+                for piece, part in self.widened(parameter, group, weights, [update], first=1):
+                    _apply(piece, parameter, group, part, skip)
+                count_step(self.state_of(parameter, group), skip)
+            elif parameter.grad is not None:
+                _apply(shard(parameter), parameter, group, update, skip)
 
     def _matrices(self, parameters: list[Tensor]) -> WholeMatrices:
         """Of parameters, which change with the groups that are frozen."""
@@ -102,10 +109,12 @@ class Muon(AdamW):
         if parameter.grad is None:
             return torch.zeros_like(momentum)
         gradient = gradient_shard(parameter)
-        if skip is not None:  # then the momentum, mixed with itself, stays as it is
-            gradient = torch.where(skip != 0, momentum, gradient)
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        if not rounds(group):
+            return _move(momentum, gradient, group, skip)
+        found = torch.empty_like(momentum, dtype=_DTYPES[group["ns_dtype"]])
+        for own, part, result in self.widened(parameter, group, [momentum], [gradient, found]):
+            result.copy_(_move(own, part.float(), group, skip))
+        return found
 
 
 def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
@@ -148,16 +157,31 @@ def _device(parameter: Tensor) -> torch.device:
     return parameter.device if mesh is None else torch.device(mesh.device_type)
 
 
+def _move(
+    momentum: Tensor, gradient: Tensor, group: Mapping[str, Any], skip: Tensor | None
+) -> Tensor:
+    """The momentum's step, in place; what is orthogonalised."""
+    if skip is not None:  # then the momentum, mixed with itself, stays as it is
+        gradient = torch.where(skip != 0, momentum, gradient)
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
 def _apply(
-    parameter: Tensor, group: Mapping[str, Any], update: Tensor, skip: Tensor | None
+    weights: Tensor,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    update: Tensor,
+    skip: Tensor | None,
 ) -> None:
-    """Decay, and the update times its rate, in place; factors of 1 and 0 where `skip` is 1."""
+    """Decay of a parameter's `weights`, and the update times its rate, in place; factors of 1 and 0 where `skip`
+    is 1."""
     lr = group["lr"]
     decay: Any = 1 - lr * group["weight_decay"]
     rate: Any = -lr * scale(parameter, group["adjust"])
     if skip is not None:
         decay, rate = torch.where(skip != 0, 1.0, decay), torch.where(skip != 0, 0.0, rate)
-    shard(parameter).mul_(decay).add_(update.to(parameter.device, parameter.dtype) * rate)
+    weights.mul_(decay).add_(update.to(weights.device, weights.dtype) * rate)
 
 
 def scale(parameter: Tensor, adjust: str) -> float:

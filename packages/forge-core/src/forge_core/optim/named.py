@@ -8,19 +8,22 @@ import torch
 from torch import Tensor, nn
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable(model: nn.Module, *, rounds: bool = False) -> dict[str, nn.Parameter]:
     """Parameters to train by name; a tied one counts once, under its first name.
 
-    Raises ValueError if there is none, and for one that is not fp32.
+    Raises ValueError if there is none, and for one that is neither fp32 nor, where the optimizer `rounds` its
+    updates stochastically, bf16.
     """
+    allowed = (torch.float32, *([torch.bfloat16] if rounds else []))
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError("no parameter to train: all are frozen; leave requires_grad True on some")
     for name, parameter in parameters.items():
-        if parameter.dtype != torch.float32:
+        if parameter.dtype not in allowed:
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}: a plain update in it loses small steps, so the "
-                "masters must be fp32; keep the model in fp32 and let the forward compute in bf16"
+                "masters must be fp32; keep the model in fp32 and let the forward compute in bf16, or train weights "
+                "in bf16 with adamw, lion or muon, which round updates stochastically"
             )
     return parameters
 
