@@ -711,7 +711,7 @@ PROBES: dict[str, Probe] = {
 #: Shown below, by tests of their own.
 ELSEWHERE = {
     "model.args",
-    *(f"init.{key}" for key in ("from", "keep", "patterns")),
+    *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
     "parallel.device",
     "parallel.dp_replicate",
     "parallel.dp_shard",

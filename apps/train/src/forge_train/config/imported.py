@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from forge_train.config.schema import BuiltInModelConfig
 
 NAME = "model.toml"
+#: In a run directory: files of the imported folder that an export gives back.
+FILES = "hf"
 #: Keys of [model] that change no output of the trained model: a job may set them as it likes.
 TRAINING_KEYS = frozenset(
     (

@@ -31,6 +31,10 @@ class InitConfig:
     patterns: tuple[str, ...] = _field(
         (), "tensors that are taken, as in fnmatch, '!' excludes; the others begin fresh (default: all)"
     )  # fmt: skip
+    other_tokenizer: bool = _field(
+        False,
+        "weights of a folder of Hugging Face are trained with data of another tokenizer than the folder's",
+    )
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))

@@ -22,6 +22,7 @@ from forge_train.config.layers import Layers, flatten
 from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
+from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.errors import ConfigError, DataError, refuse
 
 #: Optimizers that write weights in bf16 with stochastic rounding.
@@ -227,6 +228,7 @@ def _check_data(config: JobConfig) -> None:
         source = _open(key, table, problems)
         if source is not None:
             problems += _vocabulary_problems(key, source, config.model.vocab_size)
+            problems += _tokenizer_problems(key, source, config)
             problems += _sample_problems(key, source, config)
         if source is not None and table == validation:
             problems.append(
@@ -238,6 +240,7 @@ def _check_data(config: JobConfig) -> None:
         source = _open("data.validation", validation, problems, fix)
         if source is not None:
             problems += _vocabulary_problems("data.validation", source, config.model.vocab_size)
+            problems += _tokenizer_problems("data.validation", source, config)
     if problems:
         raise DataError(problems)
 
@@ -259,6 +262,10 @@ def _vocabulary_problems(key: str, source: Source, vocab_size: int) -> list[str]
         f"model.vocab_size = {max(source.max_token_id + 1, source.vocab_size or 0)} or prepare the data with "
         "the model's tokenizer"
     ]
+
+
+def _tokenizer_problems(key: str, source: Source, config: JobConfig) -> list[str]:
+    return tokenizer_problems(key, source.tokenizer, config.init, Path(config.run.dir))
 
 
 def _sample_problems(key: str, source: Source, config: JobConfig) -> list[str]:

@@ -19,15 +19,16 @@ from forge_ckpt.hf import read_json, save_hf
 from forge_core.lora import LoRAConfig
 from forge_data import DataConfig, load_tokenizer, open_source
 from forge_train.config.files import read_toml
-from forge_train.config.imported import NAME, training_options
+from forge_train.config.imported import FILES, NAME, training_options
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
+from forge_train.config.tokenizer import gives_same_ids, tokenizer_in
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.hf.adapters import MergedTensors, peft_files
 from forge_train.hf.compare import compare
 from forge_train.hf.families import find_family, rows_of, section_to_hf
-from forge_train.hf.folder import FILES, SIDECAR
+from forge_train.hf.folder import SIDECAR
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
@@ -89,6 +90,14 @@ def export_run(
         else:
             files = {path.name: path.read_bytes() for path in sorted(kept.iterdir())}
             same = original if original["model_type"] == name else {}
+            if _has_other_tokenizer(run, data):
+                files = {n: content for n, content in files.items() if n.startswith("LICENSE")}
+                same = {key: value for key, value in same.items() if not key.endswith("token_id")}
+                own, remark = _tokenizer_of(data, hf)
+                files |= own
+                remark = (
+                    remark or "the tokenizer written is that of the data, not that of the weights"
+                )
             hf = {**same, **hf, **{key: same[key] for key in _TOKENS if key in same}}
     hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
     files |= {
@@ -201,6 +210,20 @@ def _sections(
         )  # fmt: skip
     lora: LoRASection | None = built.get("lora")
     return section, built.get("data"), None if lora is None else lora.adapters
+
+
+def _has_other_tokenizer(run: RunDirectory, data: DataConfig | None) -> bool:
+    """Whether the data was made with another tokenizer than the one beside the weights; of data that cannot be read
+    the configuration says it."""
+    path = tokenizer_in(run.path / FILES)
+    if data is None or path is None:
+        return False
+    (source,) = data.sources.values()
+    try:
+        spec = open_source(source).tokenizer
+    except (ValueError, OSError, ImportError):
+        return bool(read_toml(run.config).get("init", {}).get("other_tokenizer", False))
+    return spec is not None and not gives_same_ids(spec, path)
 
 
 def _tokenizer_of(

@@ -11,15 +11,13 @@ from typing import Any
 from torch import nn
 
 from forge_ckpt.hf import HFTensors, load_hf, read_json
-from forge_train.config.imported import NAME, TRAINING_KEYS, table_of, write_table
+from forge_train.config.imported import FILES, NAME, TRAINING_KEYS, table_of, write_table
 from forge_train.config.layers import Layers
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.hf.families import rows_of, section_from_hf
 
-#: In a run directory: files of the imported folder that an export gives back.
-FILES = "hf"
 SIDECAR = "forge.json"
 #: Files beside the weights that belong to the model: configuration, tokenizer, license.
 _KEPT = (

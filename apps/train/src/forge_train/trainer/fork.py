@@ -25,6 +25,7 @@ from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
 from forge_parallel import Meshes
 from forge_resilience import Agreement
+from forge_train.config.imported import FILES
 from forge_train.config.init import (
     InitConfig,
     Source,
@@ -41,7 +42,7 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
-from forge_train.hf.folder import FILES, HFModel, left_out, read_model
+from forge_train.hf.folder import HFModel, left_out, read_model
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
 

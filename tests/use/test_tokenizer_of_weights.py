@@ -1,0 +1,121 @@
+"""Weights of a folder of Hugging Face and data of another tokenizer: refused, or accepted by a key and exported so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_data.prepare import prepare
+from forge_testing import write_job
+from forge_train import DataError, Trainer, load_job
+from forge_train.hf.exporting import export_run
+from forge_train.hf.importing import import_folder
+
+WORDS = ["<|endoftext|>", "<unk>", "the", "cat", "sat", "on", "mat"]
+KEYS = {
+    **{"metrics.console": "off", "sample.max_new_tokens": 0, "eval.every_steps": 0},
+    **{"train.steps": 1, "model.vocab_size": 300},
+}
+
+
+def tokens_of(folder: Path, words: list[str]) -> dict[str, Any]:
+    """The keys of data whose tokenizer has these words, in this order."""
+    library = pytest.importorskip("tokenizers")
+    folder.mkdir()
+    model = library.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "words.json"))
+    (folder / "text.txt").write_text("the cat sat on mat\n" * 50)
+    made = str(folder / "words.json")
+    prepare(folder / "text.txt", folder / "tokens", tokenizer=made, document="line")
+    return {"data.sources.text.name": "tokens", "data.sources.text.path": str(folder / "tokens")}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A folder that holds hf/, whose tokenizer has WORDS; the keys of data of the same, and of another tokenizer."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    data = tokens_of(root / "same", WORDS)
+    Trainer(load_job(write_job(root), {**KEYS, **data})).fit()
+    export_run(root / "run", root / "hf")
+    return root, data, tokens_of(root / "other", [*WORDS[:2], *reversed(WORDS[2:])])
+
+
+def build(folder: Path, data: dict[str, Any], **more: Any) -> Trainer:
+    folder.mkdir(parents=True, exist_ok=True)
+    flat = {key.replace("__", "."): value for key, value in more.items()}
+    return Trainer(load_job(write_job(folder), {**KEYS, **data, **flat}))
+
+
+def test_other_tokenizers_are_refused_and_the_same_one_is_not(tmp_path: Path, places: Any) -> None:
+    root, same, other = places
+    hf = {"init__from": str(root / "hf")}
+    for data, made in ((other, "other/tokens/tokenizer.json"), ({}, "bytes")):
+        with pytest.raises(
+            DataError, match=rf"(?s)text: its tokenizer \(.*{made}\) must be that of the weights"
+        ):
+            build(tmp_path, data, **hf)
+        build(tmp_path, data, **hf, init__other_tokenizer=True)
+        build(tmp_path, data, init__from=str(root / "run"))  # of no folder of Hugging Face
+    assert not (tmp_path / "run").exists()
+    again = shutil.copytree(root / "hf", tmp_path / "again")
+    table = json.loads((again / "tokenizer.json").read_text())
+    table = {**table, "version": "2.0", "padding": None, "model": {**table["model"], "x": None}}
+    (again / "tokenizer.json").write_text(json.dumps(table, indent=1))
+    build(tmp_path, same, init__from=str(again))
+    (again / "tokenizer.json").write_text("{}")  # nothing to compare
+    build(tmp_path, other, init__from=str(again))
+
+
+def test_an_import_and_a_fork_of_it_keep_the_rule(tmp_path: Path, places: Any) -> None:
+    root, same, other = places
+    import_folder(root / "hf", tmp_path / "a/run")
+    with pytest.raises(DataError, match=r"with init\.other_tokenizer = true"):
+        build(tmp_path / "a", other)
+    build(tmp_path / "a", same).fit()
+    with pytest.raises(DataError, match="must be that of the weights"):
+        build(tmp_path / "a", other, train__steps=2)
+    with pytest.raises(DataError, match=r"weights, .*/a/run/hf/tokenizer\.json"):
+        build(tmp_path / "b", other, init__from=str(tmp_path / "a/run"))
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["", "the data is gone"])
+@pytest.mark.parametrize("made", ["same", "other", "bytes"])
+def test_an_export_has_the_tokenizer_of_the_data(
+    tmp_path: Path, places: Any, capsys: pytest.CaptureFixture[str], made: str, lost: bool
+) -> None:
+    root, same, other = places
+    hf = shutil.copytree(root / "hf", tmp_path / "hf")
+    for name in ("LICENSE", "merges.txt"):
+        (hf / name).touch()
+    for name in ("config.json", "generation_config.json"):
+        table = json.loads((hf / name).read_text())
+        (hf / name).write_text(json.dumps({**table, "bos_token_id": 5, "eos_token_id": 6}))
+    data = {"same": same, "other": other, "bytes": {}}[made]
+    build(tmp_path, data, init__from=str(hf), init__other_tokenizer=made != "same").fit()
+    if lost and data:
+        config = tmp_path / "run/config.toml"
+        config.write_text(config.read_text().replace(str(root), str(tmp_path / "gone")))
+    capsys.readouterr()
+    export_run(tmp_path / "run", tmp_path / "out")
+    out, said = {p.name: p for p in (tmp_path / "out").iterdir()}, capsys.readouterr().out
+    ids = [json.loads(out["config.json"].read_text()).get(f"{n}_token_id") for n in ("bos", "eos")]
+    assert "LICENSE" in out
+    assert ("merges.txt" in out) == (made == "same")
+    if made == "same":
+        assert ids == [5, 6]
+        assert out["tokenizer.json"].read_bytes() == (hf / "tokenizer.json").read_bytes()
+    elif made == "bytes" or lost:
+        assert "tokenizer.json" not in out
+        assert "no tokenizer is written" in said
+        assert ids == [None, None if lost and made != "bytes" else 256]
+    else:
+        tokens = Path(other["data.sources.text.path"])
+        assert out["tokenizer.json"].read_bytes() == (tokens / "tokenizer.json").read_bytes()
+        assert "is that of the data, not that of the weights" in said
+        assert ids == [None, 0]
