@@ -114,6 +114,12 @@ def case(place: str, wanted: str, **overrides: Any) -> Any:
         ),
         case(
             "run",
+            r"model.parametrization was 'standard' in .* and is now 'mup', and init.keep is .*; set it back, or use",
+            model__parametrization="mup",
+            init__keep=MOMENTS,
+        ),
+        case(
+            "run",
             r"optimizer.ema.decay 0.9 goes on with an average .* holds none, .*; leave the decay out, or use init.keep",
             optimizer__ema__decay=0.9,
             init__keep=MOMENTS,
@@ -164,6 +170,24 @@ def test_other_data_is_refused_with_what_differs(
     with pytest.raises(DataError, match=rf"(?s)made from other data.*{key}: checkpoint .*, now"):
         build(tmp_path, init__from=places["run"], init__keep=ALL, train__steps=6, **other)
     build(tmp_path, init__from=places["run"], init__keep=MOMENTS, **other)  # begins its own
+
+
+def test_weights_alone_of_another_parametrization_are_taken_and_said(
+    tmp_path: Path, places: dict[str, str]
+) -> None:
+    trainer = build(tmp_path, init__from=places["run"], model__parametrization="mup")
+    assert trainer.fork is not None
+    assert any("model.parametrization was 'standard' there" in x for x in trainer.fork.lines())
+
+
+def test_moments_of_another_base_of_mup_are_refused(tmp_path: Path) -> None:
+    """Gradients of another multiplier of the logits are of another size."""
+    mup: dict[str, Any] = {"model__parametrization": "mup", "train__steps": 2}
+    build(tmp_path / "parent", **mup, checkpoint__every_steps=2).fit()
+    keys = {**mup, "init__from": str(tmp_path / "parent/run"), "init__keep": MOMENTS}
+    build(tmp_path / "same", **keys)
+    with pytest.raises(JobError, match=r"model.mup.base_dim was 256 in .* and is now 8"):
+        build(tmp_path / "other", **keys, model__mup__base_dim=8)
 
 
 def test_a_fork_has_a_folder_of_its_own(places: dict[str, str]) -> None:

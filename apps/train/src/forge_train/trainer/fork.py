@@ -323,7 +323,8 @@ def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[An
         k
         for k in changed
         if k in _OF_OPTIMIZER
-        or k.startswith("lora.")
+        # moments of other multipliers of the output are of gradients of another size
+        or k.startswith(("lora.", "model.parametrization", "model.mup."))
         or (goes_on and k.startswith("model.") and is_fixed(k))
     ]
     fix = "set it back, or use init.keep = ['weights']"
