@@ -4,7 +4,7 @@ Shapes: N tokens (all leading dims flattened), R rows of one block, D width, V v
 
 A block of rows is multiplied by the weight, its logits become their own slopes in place, and both gradients
 take their share of them, all in the forward: three products, as many as with whole logits. The backward
-multiplies the two gradients by the factor that it is given.
+multiplies the two gradients by the factor that it is given, in place where it is the graph's last one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_core._torch_compat import graph_is_kept
 from forge_core.loss.terms import Terms, terms_of, wide_dtype
 from forge_core.loss.token import _BLOCK_CPU, TokenLoss, check_labels, explain_labels
 
@@ -150,15 +151,19 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept = graph_is_kept()  # a pipeline that splits the backward comes twice
+
+        def scaled(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            if grad is None:
+                return None
+            free = grad.dtype == dtype and not kept
+            return torch.mul(
+                grad, grads[0], out=grad if free else torch.empty_like(grad, dtype=dtype)
+            )
+
         grad_x, grad_weight = ctx.saved_tensors
-        factor = grads[0]
-        # not in place: a pipeline that splits the backward comes twice
-        if grad_x is not None:
-            grad_x = grad_x * factor
-        if grad_weight is not None:
-            out = torch.empty_like(grad_weight, dtype=ctx.dtype)
-            grad_weight = torch.mul(grad_weight, factor, out=out)
-        return grad_x, grad_weight, None, None, None, None, None
+        dtype = ctx.dtype
+        return scaled(grad_x, dtype), scaled(grad_weight, dtype), None, None, None, None, None
 
 
 def _slopes_(
