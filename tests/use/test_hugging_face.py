@@ -510,7 +510,10 @@ def test_a_run_from_scratch_is_exported_as_the_first_family_that_fits(
         assert f"{name}, fp32" in out
         assert "tokens are bytes" in out
         assert "check: largest" in out
-    with pytest.raises(ConfigError, match="qwen3: qk_norm False must be True"):
+    with pytest.raises(
+        ConfigError,
+        match=r"qwen3: model\.qk_norm False must be True in this family; use --family llama",
+    ):
         export_run(tmp_path / "llama" / "run", tmp_path / "q", family="qwen3")
     with pytest.raises(ConfigError, match="family 'gpt2' is unknown; use one of llama"):
         export_run(tmp_path / "llama" / "run", tmp_path / "q", family="gpt2")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from forge_ckpt.hf import Row
@@ -14,6 +15,14 @@ from forge_moe.config import MoEConfig, MoEOptions
 from forge_train.config.experts import MoESection
 from forge_train.config.imported import TRAINING_KEYS
 from forge_train.config.schema import BuiltInModelConfig
+
+#: Fields that another parametrization becomes in the standard one.
+_OF_MUP = ("residual_scale", "logits_scale", "attention.scale")
+_FAR = {
+    **{"model.mixer": 4, "model.moe.num_experts": 3},
+    **{"model.norm": 2, "model.block": 2, "model.feed_forward": 2},
+}
+_BY_HAND = "write rows of your own and use forge_ckpt.hf.save_hf"
 
 
 def section_from_hf(hf: Mapping[str, Any]) -> BuiltInModelConfig:
@@ -32,29 +41,52 @@ def section_to_hf(section: BuiltInModelConfig, family: str) -> dict[str, Any]:
 
     Options of training alone (router losses, rates of the balancing bias, capacity) are not written.
     """
-    section = _without_training(section)
-    block = experts.FAMILIES.get(family)
-    if (block is None) == bool(section.moe_layers):
-        kinds = ("mixtures of experts", "dense feed-forwards")
-        here, there = kinds if section.moe_layers else kinds[::-1]
-        raise ValueError(
-            f"{family}: model.moe.num_experts {section.moe.num_experts} gives {here}, and the family has {there}; "
-            "choose another family"
-        )
-    parts = [lambda: decoders.FAMILIES[family].config_to_hf(section)]
-    if block is not None:
-        parts.append(lambda: block.config_to_hf(_layer_config(section)))
-        parts.append(lambda: block.layers_to_hf(section.moe_layers, section.num_layers))
+    written, misfits = _write(section, family)
+    if misfits:
+        raise ValueError("\n".join(f"{family}: {misfit}" for misfit in misfits))
+    return written
+
+
+def _write(section: BuiltInModelConfig, family: str) -> tuple[dict[str, Any], list[str]]:
+    """The keys of `config.json`, and a sentence without a fix for each option that the family cannot hold."""
+    plain = _without_training(section).as_standard()
+    block, layers, moe = experts.FAMILIES.get(family), plain.moe_layers, plain.moe
+    parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("", lambda: decoders.FAMILIES[family].config_to_hf(plain))
+    ]
+    misfits = []
+    if (block is None) == bool(layers):
+        rule = "0" if layers else "1 or more"
+        misfits.append(f"model.moe.num_experts {moe.num_experts} must be {rule} in this family")
+    elif block is not None:
+        parts.append(("moe.", lambda: block.config_to_hf(_layer_config(plain))))
+        parts.append(("moe.", lambda: block.layers_to_hf(layers, plain.num_layers)))
     written: dict[str, Any] = {}
-    problems: list[str] = []
-    for part in parts:
+    for table, part in parts:
         try:
             written |= part()
         except ValueError as error:
-            problems += str(error).splitlines()
-    if problems:
-        raise ValueError("\n".join(problems))
-    return written
+            misfits += [_misfit(section, family, table, line) for line in str(error).splitlines()]
+    return written, misfits
+
+
+def _misfit(section: BuiltInModelConfig, family: str, table: str, line: str) -> str:
+    """A sentence of a family about a field of `table`, about the key that the user has set."""
+    key, _, rest = line.removeprefix(f"{family}: ").rpartition(";")[0].partition(" ")
+    own: Any = section.moe if table else section
+    if not hasattr(own, key.partition(".")[0]):
+        return f"{key} {rest}"
+    cause = None
+    if section.parametrization == "mup" and f"{table}{key}" in _OF_MUP:
+        read = attrgetter(key)
+        if read(section) != read(section.as_standard()):
+            cause = "parametrization 'mup'"
+    elif table and key == "expert_bias" and not section.moe.expert_bias:
+        cause = f"moe.bias_update_rate {section.moe.bias_update_rate}"
+    if cause is None:
+        return f"model.{table}{key} {rest}"
+    value, _, rule = rest.partition(" ")
+    return f"model.{cause} gives {key} {value}, which {rule}"
 
 
 def rows_of(section: BuiltInModelConfig, family: str) -> tuple[Row, ...]:
@@ -70,23 +102,25 @@ def find_family(section: BuiltInModelConfig, wanted: str | None) -> str:
     Raises ValueError with what keeps the model from it, or from the family that comes nearest.
     """
     names = list(decoders.FAMILIES)
+    if wanted is not None and wanted not in names:
+        raise ValueError(f"family {wanted!r} is unknown; use one of {', '.join(names)}")
+    misfits = {name: _write(section, name)[1] for name in names}
+    holds = next((name for name in names if not misfits[name]), None)
     if wanted is not None:
-        if wanted not in names:
-            raise ValueError(f"family {wanted!r} is unknown; use one of {', '.join(names)}")
-        section_to_hf(section, wanted)
-        return wanted
-    problems: list[str] = []
-    for name in (n for n in names if (n in experts.FAMILIES) == bool(section.moe_layers)):
-        try:
-            section_to_hf(section, name)
-        except ValueError as error:
-            found = str(error).splitlines()
-            problems = found if not problems or len(found) < len(problems) else problems
-        else:
-            return name
-    raise ValueError(
-        "\n".join(["no family of Hugging Face holds this model; the nearest:", *problems])
-    )
+        if not misfits[wanted]:
+            return wanted
+        fix = f"use --family {holds}" if holds else f"no other family holds the model: {_BY_HAND}"
+        raise ValueError("\n".join(f"{wanted}: {misfit}; {fix}" for misfit in misfits[wanted]))
+    if holds is not None:
+        return holds
+    nearest = min(names, key=lambda name: sum(map(_distance, misfits[name])))
+    lines = [f"{nearest}, the nearest: {misfit}" for misfit in misfits[nearest]]
+    raise ValueError("\n".join([f"no family of Hugging Face holds this model; {_BY_HAND}", *lines]))
+
+
+def _distance(misfit: str) -> int:
+    """How far a family is from a model for one misfit: other tensors are farther than another number."""
+    return _FAR.get(misfit.split(" ", 1)[0], 1)
 
 
 def _layer_config(section: BuiltInModelConfig) -> MoEConfig:
