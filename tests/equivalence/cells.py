@@ -27,6 +27,9 @@ FP32_BOUND = 1e-5
 # norm are sums over many tokens and entries, where most of it cancels. A weight moves by about a
 # hundredth of its size in the three updates; where the sign of its gradient is uncertain, so is that.
 BF16_BOUNDS = {"loss": 2e-3, "gradients": 5e-2, "norm": 5e-3, "weights": 2e-2}
+# With weights in bf16 as well each is rounded once more, at the beginning and in each update, by up to 2^-8, and so
+# are the gradients of each micro-batch; an entry that is a difference of such numbers has several times that.
+BF16_WEIGHTS_BOUNDS = {"loss": 2e-3, "gradients": 0.15, "norm": 1e-2, "weights": 4e-2}
 # bf16 on many ranks against bf16 on one: the same roundings, summed over micro-batches in fp32 on both
 # sides. What is left: a weight that differs in its last fp32 bit may round to the other bf16 number, which
 # changes a sum of 32 or more products by one part in 2^8 of one of them, 1e-4.
@@ -143,16 +146,17 @@ class Cell:
         feature, layout = FEATURES[self.feature], LAYOUTS[self.layout]
         bounds = dict.fromkeys(QUANTITIES, FP32_BOUND)
         if feature.bf16:
-            bounds = dict(BF16_BOUNDS)
+            stored = feature.parallel.get("param_dtype") == "bf16"
+            bounds = dict(BF16_WEIGHTS_BOUNDS if stored else BF16_BOUNDS)
             # Other sums are rounded: those of gradients over ranks; with tp those inside of layers; with cp
             # and ep products over other tokens, whose weight gradients are rounded before they are summed.
             sizes = layout.sizes
             rounded = feature.parallel.get("reduce_dtype") == "bf16"
             rounded |= max(sizes.tp, sizes.cp, sizes.ep) > 1
+            # gradients in bf16: sums over micro-batches of a rank are rounded, those over ranks are not
+            rounded |= stored and sizes.pp == 1
             if layout.world > 1:
-                bounds[ONE_RANK_BF16] = (
-                    max(BF16_BOUNDS.values()) if rounded else BF16_ONE_RANK_BOUND
-                )
+                bounds[ONE_RANK_BF16] = max(bounds.values()) if rounded else BF16_ONE_RANK_BOUND
         return bounds | ({ROUTES: 0.0} if feature.moe else {})
 
 
@@ -236,6 +240,7 @@ LAYOUTS = {
     "hsdp_tp_ep": Layout(8, {**_TP, "dp_replicate": 2, "ep": 2}),
 }
 _BF16 = {"precision": "bf16"}
+_BF16_WEIGHTS = {**_BF16, "param_dtype": "bf16"}
 _SOFTMAX = {"aux_loss_weight": 0.02, "z_loss_weight": 0.01, "shared_gate": True}
 _SIGMOID = {"router": "sigmoid_topk", "bias_update_rate": 0.01, "sequence_loss_weight": 0.02}
 _GLOBAL = {"aux_loss_weight": 0.02, "aux_scope": "global_batch"}
@@ -387,6 +392,9 @@ FEATURES = {
         moe={"router": "expert_choice", "z_loss_weight": 0.01},
         parallel=_SELECTIVE,
     ),
+    # weights in bf16, too, which updates round stochastically
+    "bf16_weights": Feature(micro_batches=2, parallel=_BF16_WEIGHTS),
+    "moe_bf16_weights": Feature(moe=_SIGMOID, parallel=_BF16_WEIGHTS),
 }
 OPTIMIZERS = ("sgd", "adamw")
 # Optimizers that treat matrices or shards in a way of their own, in layouts that cut them in all ways.
@@ -435,6 +443,17 @@ BY_NAME = {
         "tp": "qk_norm",
         "pp_1f1b": "tied_embeddings",
         "efsdp_ep": "moe",
+    },
+    # AdamW with its moments in bf16
+    "adamw_bf16": {
+        "one_rank": "bf16_weights",
+        "fsdp_2": "bf16 bf16_weights",
+        "fsdp_3": "bf16_weights",
+        "hsdp_2x2": "bf16_weights",
+        "tp": "bf16_weights",
+        "pp_1f1b": "bf16_weights",
+        "ep": "moe_bf16_weights",
+        "fsdp_tp": "bf16_weights",
     },
 }
 AVERAGING = ("schedule_free", "ema")

@@ -25,6 +25,8 @@ def forges(name: str, model: nn.Module) -> Any:
         return build_optimizer(model, OptimizerConfig("schedule_free_adamw", **MUON))
     if name == "ema":
         return build_optimizer(model, OptimizerConfig(**MUON, ema=EMAConfig(EMA_DECAY)))
+    if name == "adamw_bf16":
+        return build_optimizer(model, OptimizerConfig(**MUON, state_dtype="bf16"))
     if name == "muon":
         return build_optimizer(model, OptimizerConfig("muon", **MUON, muon=MUON_OWN))
     return build_optimizer(model, OptimizerConfig("lion", **LION))
@@ -120,6 +122,9 @@ def plain(name: str, model: nn.Module) -> Any:
         )
     if name == "ema":
         return Averaged(list(named.values()))
+    if name == "adamw_bf16":
+        own = {key: MUON[key] for key in ("lr", "betas", "eps")}
+        return torch.optim.AdamW(_by_decay(list(named.values()), MUON["weight_decay"]), **own)
     if name == "schedule_free":
         from schedulefree import AdamWScheduleFree
 

@@ -18,7 +18,7 @@ numbers are the worst error, max|a - b| / max|b|, over all steps, tensors and ra
 - gradients: each whole tensor after the backward pass, before clipping
 - norm: the global gradient norm; every rank must have the same bits
 - weights: after three updates with SGD and momentum, or AdamW with eps 1e-4, or Muon in fp32 (a matrix at a time in the
-  reference); Lion gets gradients that are the same on both sides, as the sign of rounding is no number to compare; biases
+  reference), or AdamW with moments in bf16 (`adamw_bf16`); Lion gets gradients that are the same on both sides, as the sign of rounding is no number to compare; biases
   of routers, too
 - routes: in mixtures, that each expert was chosen as often; in the seeds used no choice is nearer than 1e-4
 - one rank bf16: the worst of these against the same bf16 training on one rank
