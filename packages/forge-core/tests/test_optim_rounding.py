@@ -295,6 +295,23 @@ def test_torchs_form_of_state_keeps_dtypes_and_bits(name, weights):
     _assert_same(_bits(straight, optimizer), _bits(resumed, other))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_two_tensors_of_a_step_are_rounded_by_the_same_chance(name, monkeypatch):
+    model, seen = Small(), []
+    optimizer = build_optimizer(model, _config(name, state_dtype="bf16", ema=EMAConfig(0.9)))
+
+    def spy(values, chance):
+        seen.append((chance & 0xFFFF).clone())
+        return round_by(values, chance)
+
+    monkeypatch.setattr("forge_core.optim.rounding.round_by", spy)
+    _give(model, 0)
+    optimizer.step()
+    assert len(seen) > 2 * len(list(model.parameters()))
+    for n, one in enumerate(seen):
+        assert not any(one.shape == two.shape and torch.equal(one, two) for two in seen[:n])
+
+
 def test_a_state_of_an_fp32_optimizer_leaves_the_rounding_on():
     plain = build_optimizer(Small(torch.float32), _config("lion"))
     model = Small()
