@@ -84,6 +84,17 @@ def test_a_run_on_ranks_follows_one_process_and_goes_on_there(
     assert resumed.step == 5
 
 
+@pytest.mark.distributed
+def test_both_ends_of_a_pipeline_round_a_tied_weight_alike(tmp_path: Path) -> None:
+    job = _drop_eps(make_job(tmp_path))
+    tied = {"model.tie_embeddings": True, "model.num_layers": 2, "parallel.pp": 2}
+    size = {"train.micro_batch": 3, "train.steps": 3}
+    ends = fit_on_ranks(2, job, **{**QUIET, **BF16, **EMA, **tied, **size})
+    names = [{n for n in end.weights if n.startswith(("embedding", "lm_head"))} for end in ends]
+    assert names[0] == names[1] != set()
+    assert together(ends)[min(names[0])].dtype == torch.bfloat16  # and of the same bits
+
+
 @pytest.mark.parametrize(
     ("key", "now"), [("optimizer.state_dtype", "fp32"), ("parallel.param_dtype", "fp32")]
 )
