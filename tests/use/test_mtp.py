@@ -15,11 +15,14 @@ from forge_train.hf.exporting import export_run
 
 MTP: dict[str, Any] = {"model.mtp.num_modules": 2, "model.mtp.weight": 0.4}
 SHORT = {**MTP, "train.steps": 6, "eval.every_steps": 0, "sample.max_new_tokens": 0}
+MUP = {"model.parametrization": "mup", "model.mup.base_dim": 8, "model.mup.base_num_layers": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {}),
     "cp": (2, {"parallel.cp": 2}),
     "tp": (2, {"parallel.tp": 2, "model.vocab_size": 258}),
     "pp": (2, {"parallel.pp": 2, "train.micro_batch": 3, "model.num_layers": 2}),
+    "mup": (2, MUP),
+    "mup_pp": (2, {**MUP, "parallel.pp": 2, "train.micro_batch": 3, "model.num_layers": 2}),
     "interleaved": (
         2,
         {
@@ -95,7 +98,6 @@ def test_an_export_leaves_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ({"model.moe.num_experts": 4}, "its blocks are dense"),
         ({"train.objective": "forge_testing.parts:smoothed"}, "computes its own; use one of them"),
-        ({"model.parametrization": "mup"}, "has no rule in parametrization 'mup'"),
         (
             {"parallel.pp": 2, "parallel.pp_schedule": "zbv_zero_bubble", "model.num_layers": 4},
             "pp_schedule 'zbv_zero_bubble' halves the backward",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge_core import Transformer, TransformerConfig, generate, initialise
-from forge_core.model import MTPConfig
+from forge_core.model import MTPConfig, MuPConfig
 
 K, S, IGNORED = 2, 12, -100
 
@@ -37,6 +37,7 @@ def by_the_paper(model: Transformer, document: Tensor) -> list[list[Tensor]]:
     for block in model.blocks():
         h = block(h, ctx)
     head = model.lm_head.weight if hasattr(model.lm_head, "weight") else table
+    head = head * model.config.scales.logits
     found = [F.log_softmax(_norm(h, model.norm.weight) @ head.T, -1)[0]]
     for k in range(1, K + 1):
         module = model.mtp[str(k - 1)]
@@ -60,7 +61,12 @@ def ahead_of(tokens: Tensor) -> Tensor:
     return torch.stack([F.pad(tokens[:, k:], (0, k)) for k in range(1, K + 1)], dim=1)
 
 
-@pytest.mark.parametrize("options", [{}, {"tie_embeddings": True, "qk_norm": True}])
+MUP = {"parametrization": "mup", "mup": MuPConfig(8, 1)}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_embeddings": True, "qk_norm": True}, MUP, {**MUP, "tie_embeddings": True}]
+)
 def test_it_equals_the_equations_in_packed_rows_too(options: dict[str, Any]) -> None:
     model = _model(**options)
     documents = [[(0, 5), (5, 12)], [(0, 12)]]
@@ -109,5 +115,3 @@ def test_what_does_not_fit_is_refused() -> None:
         MTPConfig(-1)
     with pytest.raises(ValueError, match=r"weight 0\.0 must be a finite number above 0"):
         MTPConfig(1, 0.0)
-    with pytest.raises(ValueError, match="has no rule in parametrization 'mup'"):
-        TransformerConfig(vocab_size=31, parametrization="mup", mtp=MTPConfig(1))

@@ -7,8 +7,11 @@ Of a model m times as wide as the base and k times as deep, against the same key
     vectors of blocks                         1 / sqrt(k)
     embedding                                 1
     head                                      1                  logits / m
+    projection of MTP         1 / sqrt(m)     1 / m
     what a sublayer adds                                         / sqrt(k), and no part of its initial std
     scores, if heads widen                                       by 1 / D, not 1 / sqrt(D)
+
+The block of a module for tokens ahead (MTP) is as any other block; its norms are as the one before the head.
 
 Widths: Yang et al. 2022 (Tensor Programs V, table 8); depths: Yang et al. 2023 (Tensor Programs VI). Every width of
 a block has to grow with dim: number of heads or width of a head, and hidden_dim.
@@ -82,10 +85,6 @@ def problems(config: Any) -> Iterator[str]:
         yield (
             f"mixer {config.mixer!r} has no rule in parametrization 'mup', which knows attention; use that, or "
             "'standard'"
-        )
-    elif config.mtp.num_modules:
-        yield (
-            f"mtp.num_modules {config.mtp.num_modules} has no rule in parametrization 'mup'; use 0, or 'standard'"
         )
     elif config.mup.base_head_dim is not None and config.attention.scale is not None:
         yield (

@@ -240,8 +240,14 @@ class Transformer(nn.Module):
         if self.config.parametrization == "standard":
             return {}
         scales = self.config.scales
-        inside = ((n, p) for n, p in self.named_parameters() if n.startswith("layers."))
-        return {name: scales.lr(parameter.ndim) for name, parameter in inside}
+        found = {}
+        for name, parameter in self.named_parameters():
+            ahead = name.startswith("mtp.")
+            if name.startswith("layers.") or (ahead and ".block." in name):
+                found[name] = scales.lr(parameter.ndim)
+            elif ahead and name.endswith(".join.weight"):
+                found[name] = 1.0 / scales.width  # stands once, whatever the depth
+        return found
 
     def blocks(self) -> list[nn.Module]:
         """The blocks in order of depth."""
