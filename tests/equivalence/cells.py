@@ -269,10 +269,13 @@ _CLAMPED = {
     **{"activation": "clamped_swiglu", "swiglu_limit": 0.05, "bias": True, "router_bias": True},
     **{"num_shared_experts": 0, "aux_loss_weight": 0.02},
 }
-_GPT_OSS = {
-    "attention": AttentionSpec(sinks=True),
+_LOCAL = {
     "layer_pattern": ("local", "global"),
     "layer_types": {"local": LayerType(window=5)},
+}
+_GPT_OSS = {
+    "attention": AttentionSpec(sinks=True),
+    **_LOCAL,
     "qkv_bias": True,
     "o_bias": True,
 }
@@ -395,6 +398,8 @@ FEATURES = {
     # weights in bf16, too, which updates round stochastically
     "bf16_weights": Feature(micro_batches=2, parallel=_BF16_WEIGHTS),
     "moe_bf16_weights": Feature(moe=_SIGMOID, parallel=_BF16_WEIGHTS),
+    "window": Feature(micro_batches=2, packed=True, model={"attention": AttentionSpec(window=5)}),
+    "local_layers": Feature(model=_LOCAL),
 }
 OPTIMIZERS = ("sgd", "adamw")
 # Optimizers that treat matrices or shards in a way of their own, in layouts that cut them in all ways.
@@ -473,7 +478,7 @@ _MODES = "recompute_full recompute_selective recompute_every_2 compile"
 _CHOSEN = {
     "one_rank": "moe_padded moe_capacity moe_expert_choice moe_expert_biases",
     "fsdp_2": f"{_MODES} compile_recompute inductor moe moe_bias moe_global moe_bf16 moe_padded moe_capacity"
-    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16 post_norm post_norm_compile sandwich multipliers loss_terms fused_terms mtp mtp_tied_fused",
+    " moe_expert_choice moe_expert_biases fused_compile_recompute fused fused_bf16 lora lora_bf16 post_norm post_norm_compile sandwich multipliers loss_terms fused_terms mtp mtp_tied_fused window",
     "fsdp_4": "packed_recompute moe_packed moe_lagged idle idle_compile idle_moe_loop",
     "fsdp_3": "dealt dealt_packed dealt_moe dealt_moe_lagged dealt_moe_capacity dealt_bf16",
     "fsdp_5": "dealt_packed dealt dealt_moe dealt_moe_capacity",
@@ -487,14 +492,14 @@ _CHOSEN = {
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
-    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms multipliers mtp mtp_tied_fused",
+    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms multipliers mtp mtp_tied_fused window",
     "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich fused loss_terms mtp",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
-    " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers fused_terms mtp mtp_uneven",
-    "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary mtp_tied_fused",
+    " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers fused_terms mtp mtp_uneven window local_layers",
+    "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary mtp_tied_fused window local_layers",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
-    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms mtp mtp_tied_fused",
+    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms mtp mtp_tied_fused window",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias mtp",
     "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora fused_terms",
     "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",
@@ -504,8 +509,8 @@ _CHOSEN = {
     "fsdp_tp": "accumulation packed tied_embeddings qk_norm recompute_selective compile bf16 moe moe_bias one_key_head lora_bf16 sandwich fused fused_terms mtp_uneven",
     "fsdp_tp_whole": "packed_recompute moe_bias branches",
     "hsdp_tp": "qk_norm accumulation moe_packed",
-    "fsdp_cp": "accumulation packed tied_embeddings moe_bias fused",
-    "hsdp_cp_ring": "packed accumulation",
+    "fsdp_cp": "accumulation packed tied_embeddings moe_bias fused window",
+    "hsdp_cp_ring": "packed accumulation window",
     "fsdp_pp_gpipe": "tied_embeddings moe",
     "fsdp_pp_1f1b": "accumulation packed tied_embeddings bf16 moe_bias compile branches",
     "fsdp_pp_interleaved": "packed tied_embeddings moe_recompute",
@@ -516,12 +521,12 @@ _CHOSEN = {
     "efsdp_ep": "moe moe_bias moe_global moe_recompute idle_moe_grouped_mm idle_moe_loop idle_moe_batched"
     " idle_moe_choice",
     "hsdp_ep": "moe_bias moe_packed idle_moe_grouped_mm",
-    "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed fused_terms",
+    "tp_cp": "packed qk_norm tied_embeddings recompute_full moe_packed fused_terms window",
     "tp_whole_cp_ring": "packed qk_norm moe",
     "tp_pp": "packed tied_embeddings qk_norm recompute_full compile moe_bias partial_rotary lora mtp",
     "tp_pp_zbv": "qk_norm moe",
     "tp_whole_pp": "tied_embeddings packed moe",
-    "cp_pp": "packed tied_embeddings recompute_selective moe_packed mtp",
+    "cp_pp": "packed tied_embeddings recompute_selective moe_packed mtp local_layers",
     "cp_ring_pp": "packed moe_bias",
     "tp_ep": "moe moe_bias moe_packed moe_recompute",
     "tp_whole_ep": "moe moe_bias",
@@ -533,7 +538,7 @@ _CHOSEN = {
     "pp_ep_zero_bubble": "moe_bias moe_recompute",
     "pp_ep_dualpipev": "moe",
     "tp_pp_ep": "moe_bias",
-    "fsdp_tp_cp": "packed moe_packed odd_vocab",
+    "fsdp_tp_cp": "packed moe_packed odd_vocab window",
     "fsdp_tp_pp": "packed tied_embeddings packed_recompute moe_bias fused_terms",
     "fsdp_tp_pp_interleaved": "qk_norm",
     "hsdp_tp_pp": "accumulation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2-recomputed": {"recompute": "full"},
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+    "cp2-ring": {"cp": 2, "cp_exchange": "ring"},
 }
 
 
@@ -67,8 +70,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fitted]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (kind, layout)
+        for kind, layout in product(KINDS, LAYOUTS)
+        if kind in ("window", "layers") or "cp" not in LAYOUTS[layout]  # cp refuses the others
+    ],
+)
 def test_a_layout_ends_where_one_process_does(
     tmp_path: Path, alone: dict[str, Fitted], kind: str, layout: str
 ) -> None:

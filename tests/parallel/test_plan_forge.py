@@ -139,7 +139,11 @@ def test_no_plan_spreads_rows_whose_attention_cannot_reach_over_ranks() -> None:
     plain = section("dense")
     cp_problems = {
         spec: bool(Profile(build_model(replace(plain, attention=spec), 0), SEQ).cp_problems)
-        for spec in (AttentionSpec(), AttentionSpec(scale=0.5), AttentionSpec(window=4))
+        for spec in (
+            AttentionSpec(),
+            AttentionSpec(scale=0.5),
+            AttentionSpec(window=4, softcap=2.0),
+        )
     }
     assert list(cp_problems.values()) == [False, False, True]
 

@@ -5,7 +5,9 @@ Shapes: B rows, S tokens, H query heads, K key/value heads, D width of a head, M
 
 import copy
 import dataclasses
+import itertools
 from collections import Counter
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel.axes import context, key_exchange
-from forge_parallel.axes.context import context_parallel, cut_sequence, join_sequence
+from forge_parallel.axes.context import (
+    Place,
+    context_parallel,
+    cut_sequence,
+    join_sequence,
+    packed_tiling,
+)
+from forge_parallel.axes.key_exchange import chunks_of
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -35,6 +44,11 @@ ROWS = {
 }
 
 
+SPEC = dataclasses.make_dataclass(
+    "Spec", [(name, Any, None) for name in ("scale", "window", "softcap")]
+)
+
+
 def ids_of(name: str) -> Tensor | None:
     rows = ROWS[name]
     if rows is None:
@@ -45,10 +59,12 @@ def ids_of(name: str) -> Tensor | None:
     return ids
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, window: int | None = None) -> Tensor:
     """Causal attention with a mask (B, S, S), at the width of the inputs."""
     k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
     seen = torch.ones(S, S, dtype=torch.bool).tril().expand(q.size(0), S, S)
+    if window is not None:
+        seen = seen.triu(1 - window)
     if ids is not None:
         seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.size(-1) ** -0.5
@@ -109,17 +125,20 @@ def axis_of_all() -> SimpleNamespace:
     return SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size(), group=dist.group.WORLD)
 
 
-def attention_errors(exchange: str, dtype: torch.dtype, kv_heads: int) -> dict[str, float]:
+def attention_errors(
+    exchange: str, dtype: torch.dtype, kv_heads: int, window: int | None = None
+) -> dict[str, float]:
     """Worst error of the output and the gradients of q, k and v, per case."""
-    axis, found = axis_of_all(), {}
-    module = context_parallel(Mixer(), axis, exchange)
+    axis, found, mixer = axis_of_all(), {}, Mixer()
+    mixer.attend = SimpleNamespace(spec=SPEC(window=window))
+    module = context_parallel(mixer, axis, exchange)
     for name in ROWS:
         torch.manual_seed(1)
         q, weight = torch.randn(2, B, S, H, D).to(dtype)
         k, v = torch.randn(2, B, S, kv_heads, D).to(dtype)
         ids = ids_of(name)
         whole = [t.double().requires_grad_() for t in (q, k, v)]
-        wanted = dense(*whole, ids)
+        wanted = dense(*whole, ids, window)
         (wanted * weight.double()).sum().backward()
         parts = [cut_sequence(t.detach(), axis).requires_grad_() for t in (q, k, v)]
         local = None if ids is None else cut_sequence(ids, axis)
@@ -144,6 +163,59 @@ def test_attention_over_ranks_equals_a_dense_mask(
         for found in run_on_ranks(world, attention_errors, exchange, dtype, kv_heads):
             assert list(found) == list(ROWS)
             assert max(found.values()) < bound, found
+
+
+# With two ranks a chunk has 8 tokens, with four 4.
+@pytest.mark.parametrize("window", [2, 3, 8, 11, 31, 32, 50])
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_window_over_ranks_equals_a_dense_mask(world: int, exchange: str, window: int) -> None:
+    for found in run_on_ranks(world, attention_errors, exchange, torch.float64, K, window):
+        assert max(found.values()) < 1e-12, found
+    if window == 11:
+        for found in run_on_ranks(world, attention_errors, exchange, torch.float32, K, window):
+            assert max(found.values()) < 1e-5, found
+
+
+def seen_pairs(place: Place, lengths: list[list[int]] | None) -> tuple[Tensor, int]:
+    """How often each query (B, S) of whole rows meets each key in the tiles of a rank, and the pairs they compute."""
+    rows = [[S]] * B if lengths is None else lengths
+    borders = [[0, *accumulate(row)] for row in rows]
+    tiling = packed_tiling([list(pairwise(row)) for row in borders], place)
+    count, computed = torch.zeros(B, S, S, dtype=torch.int64), 0
+    chunk, size = place.length // 2, place.size
+    at = [torch.cat([torch.arange(n * chunk, (n + 1) * chunk) for n in chunks_of(r, size)])
+          for r in range(size)]  # fmt: skip
+    for part, tiles in enumerate(tiling.parts):
+        keys = at[(place.rank - part) % size]
+        if place.exchange == "all_gather" and part == 1:
+            keys = torch.arange(S)
+        for t in tiles:
+            block = torch.ones(t.queries, t.keys, dtype=torch.int64)
+            if t.causal:
+                block = block.triu() if t.backwards else block.tril()
+            where = at[place.rank][t.query : t.query + t.queries][:, None]
+            into = where, keys[t.key : t.key + t.keys]
+            for row in range(B) if t.row is None else [t.row]:
+                count[row][into] += block
+            computed += int(block.sum()) * (B if t.row is None else 1)
+    return count, computed
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize("name", ROWS)
+def test_tiles_of_a_window_hold_each_pair_once_and_no_other(name: str, exchange: str) -> None:
+    ids = ids_of(name) if name != "pads" else None
+    seen = torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
+    if ids is not None:
+        seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1))
+    for size, window in itertools.product((1, 2, 4), range(1, S + 2)):
+        places = [Place(S // size, rank, size, exchange, window) for rank in range(size)]
+        lengths = ROWS[name] if ids is not None else None
+        found = [seen_pairs(place, lengths) for place in places]
+        wanted = seen.triu(1 - window).long()
+        assert torch.equal(sum(count for count, _ in found), wanted), (size, window)
+        assert sum(computed for _, computed in found) == wanted.sum()
 
 
 def model_errors(exchange: str) -> dict[str, dict[str, float]]:
@@ -322,10 +394,9 @@ def test_what_cannot_work_is_refused() -> None:
     other.layers[1].attend = lambda q, k, v, ctx: dense(q, k, v, None)
     with pytest.raises(ValueError, match=r"layers.1.attend must be causal .* is_causal = True"):
         context_parallel(other, axis)
-    spec = dataclasses.make_dataclass("Spec", [("scale", Any, None), ("window", Any, None)])
-    other.layers[1].attend = SimpleNamespace(spec=spec(window=4))
+    other.layers[1].attend = SimpleNamespace(spec=SPEC(window=4, softcap=30.0))
     with pytest.raises(
-        ValueError, match=r"layers.1.attend: window 4 is not computed over .* window None"
+        ValueError, match=r"^layers.1.attend: softcap 30.0 is not computed over .* softcap None$"
     ):
         context_parallel(other, axis)
     with pytest.raises(ValueError, match=r"'tree' is unknown; use all_gather or ring"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge_parallel.axes import attention_kernels, blockwise
 from forge_parallel.axes.blockwise import blockwise_attention
-from forge_parallel.axes.context import documents, packed_tiling
+from forge_parallel.axes.context import Place, documents, packed_tiling
 from forge_parallel.axes.tiles import Tile, Tiling
 
 B, S, H, K, D = 2, 16, 4, 2, 8
@@ -41,6 +41,9 @@ def random_plan(seed: int, everywhere: bool) -> list[Tile]:
                 start = draw.randint(0, S - size)
                 tiles.append(Tile(row, begin, size, S + start, size, True))
             if draw.random() < 0.8:
+                start = draw.randint(0, S - size)
+                tiles.append(Tile(row, begin, size, 2 * S + start, size, True, backwards=True))
+            if draw.random() < 0.8:
                 start = draw.randint(0, S - 1)
                 tiles.append(Tile(row, begin, size, start, draw.randint(1, S - start), False))
             begin += size
@@ -53,7 +56,9 @@ def seen_by(tiles: list[Tile], keys: int) -> Tensor:
         rows = slice(None) if p.row is None else p.row
         block = torch.ones(p.queries, p.keys, dtype=torch.bool)
         part = (rows, slice(p.query, p.query + p.queries), slice(p.key, p.key + p.keys))
-        seen[part] |= block.tril() if p.causal else block
+        if p.causal:
+            block = block.triu() if p.backwards else block.tril()
+        seen[part] |= block
     return seen
 
 
@@ -79,10 +84,10 @@ def test_random_pieces_equal_a_dense_mask(
         if not tiles:
             continue
         q, weight = torch.randn(2, B, S, H, D).to(dtype)
-        k, v = torch.randn(2, B, 2 * S, K, D).to(dtype)
+        k, v = torch.randn(2, B, 3 * S, K, D).to(dtype)
         tiling = Tiling([tiles])
         got = with_gradients(blockwise_attention, tiling, q, k, v, weight=weight)
-        seen = seen_by(tiles, 2 * S)
+        seen = seen_by(tiles, 3 * S)
         wide = (t.double() for t in (q, k, v))
         wanted = with_gradients(dense, seen, *wide, weight=weight.double())
         for name, a, b in zip(("out", "q", "k", "v"), got, wanted):
@@ -126,20 +131,22 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention_kernels, "flash_varlen_backward", backward)
     monkeypatch.setattr(blockwise, "kernel_for", lambda q: attention_kernels._FLASH_VARLEN)
     ids = torch.tensor([[0] * 3 + [1] * 6 + [2] * 7, [0] * 5 + [1] * 5 + [-1] * 6])
-    own = packed_tiling(documents(ids), S, 0, 1, "ring")  # one rank: no key of another
+    own = packed_tiling(documents(ids), Place(S, 0, 1, "ring"))  # one rank: no key of another
     for tiles in (own.parts[0], random_plan(1, False), random_plan(3, True)):
         torch.manual_seed(0)
         q, weight = torch.randn(2, B, S, H, D)
-        k, v = torch.randn(2, B, 2 * S, K, D)
+        k, v = torch.randn(2, B, 3 * S, K, D)
         calls.clear()
         tiling = Tiling([tiles])
         got = with_gradients(blockwise_attention, tiling, q, k, v, weight=weight)
-        seen = seen_by(list(tiles), 2 * S)
+        seen = seen_by(list(tiles), 3 * S)
         wanted = with_gradients(dense, seen, q, k, v, weight=weight)
         for a, b in zip(got, wanted):
             assert error(a, b) < 1e-5
         everywhere = tiles[0].row is None
-        assert len(calls) == (len(tiles) if everywhere else len({p.causal for p in tiles}))
+        assert len(calls) == (
+            len(tiles) if everywhere else len({(p.causal, p.backwards) for p in tiles})
+        )
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

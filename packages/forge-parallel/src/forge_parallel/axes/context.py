@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -26,10 +26,15 @@ from forge_parallel.axes.blockwise import blockwise_attention
 from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, join_parts, local_chunks
 from forge_parallel.axes.local import add_mixin
 from forge_parallel.axes.tiles import Tile, Tiling
+from forge_parallel.axes.window import Keys, Queries, earlier_tiles, own_tiles
 from forge_parallel.legal import uneven_sequence
 from forge_parallel.order import mark
 
 M = TypeVar("M", bound=nn.Module)
+#: Begins and ends of the documents of each row.
+Rows = list[list[tuple[int, int]]]
+#: Fields of an attention's spec that may be off their defaults.
+_COMPUTED = ("scale", "window")
 _EXCHANGES: dict[str, Any] = {"all_gather": AllGather, "ring": Ring}
 
 
@@ -69,8 +74,8 @@ def context_parallel(
 
     Sets `module.attend` on every module that has this attribute: a callable (q (B, s, H, D), k, v
     (B, s, K, D), ctx) -> like q that is causal within the row, or within the document of
-    `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5 or a scale of its own, no window,
-    no bias. The replaced callable must compute the same and declare it (see `attention_problems`); a scale is a
+    `ctx.document_ids` (B, s), which are cut as tokens are; scores by D ** -0.5 or a scale of its own, all keys or those
+    of a sliding window, no bias. The replaced callable must compute the same and declare it (see `attention_problems`); a scale is a
     factor of q, which in 16 bits rounds once more. No other module may mix the tokens of a row.
     A model whose forward has `positions` may take document_ids of whole rows (B, S) instead, on the host: the
     model sees its part of them, and the tiles are computed from whole rows.
@@ -78,7 +83,8 @@ def context_parallel(
     Costs of each attention: `AllGather` is one all-gather and one reduce-scatter, `Ring` W - 1 exchanges in
     forward and 2 W - 1 in backward. Document ids of whole rows cost nothing more; with
     ids that are cut there is one more all-gather of (B, s) integers and a host copy per forward, shared by
-    the layers through `ctx.once(key, make)`; without `once`, per layer. Recomputation repeats forward's.
+    the layers through `ctx.once(key, make)`; without `once`, per layer. Recomputation repeats forward's. In a window
+    only what it reaches is computed, and all keys travel.
 
     If the model's forward has a parameter `positions`, each call must pass it: tokens of a rank do not start at
     position 0. Raises ValueError if no module has `attend`, one does not declare to be causal, or `exchange` is
@@ -95,7 +101,7 @@ def context_parallel(
     attention = ContextAttention(axis, exchange)
     for module in model.modules():
         if hasattr(module, "attend"):
-            module.attend = attention.scaled(module.attend)  # type: ignore[assignment]  # no module
+            module.attend = attention.in_place_of(module.attend)  # type: ignore[assignment]  # no module
     arguments = arguments_with_positions(model)
     if arguments:
         add_mixin(model, _RowsOverRanks)
@@ -125,11 +131,21 @@ def attention_problems(model: nn.Module) -> list[str]:
             )
         problems += [
             f"{name}.attend: {f.name} {getattr(spec, f.name)!r} is not computed over the ranks of cp, where "
-            f"attention is causal with a scale and no more; use cp 1, or {f.name} {f.default!r}"
+            f"attention is causal, with a scale and a window; use cp 1, or {f.name} {f.default!r}"
             for f in (() if spec is None else dataclasses.fields(spec))
-            if f.name != "scale" and getattr(spec, f.name) != f.default
+            if f.name not in _COMPUTED and getattr(spec, f.name) != f.default
         ]
     return problems
+
+
+class Place(NamedTuple):
+    """What tiles depend on beside documents: `length` tokens of a row are here, on `rank` of `size`."""
+
+    length: int
+    rank: int
+    size: int
+    exchange: str
+    window: int | None = None
 
 
 class Span(NamedTuple):
@@ -144,25 +160,32 @@ class Span(NamedTuple):
     start: int
     first: int
 
+    @property
+    def queries(self) -> Queries:
+        """They alone."""
+        return Queries(self.row, self.start, self.size, self.query)
+
 
 class ContextAttention:
     """The replacement for a module's `attend`."""
 
     is_causal = True
     scale: float | None = None  # None: D ** -0.5
+    window: int | None = None  # None: all of the document
 
     def __init__(self, axis: Any, exchange: str) -> None:
         self.axis, self.name = axis, exchange
         self.exchange = _EXCHANGES[exchange](axis)
         self._rows = WeakTensorKeyDictionary()  # this rank's document ids -> those of whole rows
 
-    def scaled(self, attend: Any) -> ContextAttention:
-        """This one with the scale of `attend`; rows and exchange are shared."""
-        scale = getattr(getattr(attend, "spec", None), "scale", None)
-        if scale is None:
+    def in_place_of(self, attend: Any) -> ContextAttention:
+        """This one with the scale and window of `attend`; rows and exchange are shared."""
+        spec = getattr(attend, "spec", None)
+        scale, window = (getattr(spec, name, None) for name in _COMPUTED)
+        if scale is None and window is None:
             return self
         other = copy.copy(self)
-        other.scale = scale
+        other.scale, other.window = scale, window
         return other
 
     def __deepcopy__(self, memo: Any) -> ContextAttention:
@@ -183,7 +206,7 @@ class ContextAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any = None) -> Tensor:
         ids = getattr(ctx, "document_ids", None)
         if ids is None:
-            tiling = whole_rows_tiling(q.size(1), self.axis.rank, self.axis.size, self.name)
+            tiling = whole_rows_tiling(self._place(q.size(1)))
         elif ids.shape != q.shape[:2]:
             raise ValueError(
                 f"document_ids {tuple(ids.shape)} must be cut as tokens are, to {tuple(q.shape[:2])}; "
@@ -195,19 +218,26 @@ class ContextAttention:
             q = q * (self.scale * q.size(-1) ** 0.5)
         return blockwise_attention(q, k, v, tiling, self.exchange)
 
+    def _place(self, length: int) -> Place:
+        return Place(length, self.axis.rank, self.axis.size, self.name, self.window)
+
     def _tiling(self, ctx: Any, device: torch.device) -> Tiling:
-        def make() -> Tiling:
+        def rows() -> Rows:
             ids = self._rows.get(ctx.document_ids)
             if ids is None or ids.device.type != "cpu":
                 ids = join_sequence(ctx.document_ids.to(device), self.axis).cpu()
-            rank, size = self.axis.rank, self.axis.size
-            return packed_tiling(documents(ids), ids.size(1) // size, rank, size, self.name)
+            return documents(ids)
 
-        once = getattr(ctx, "once", None)
-        return make() if once is None else once(("context parallel", id(self.exchange)), make)
+        def make() -> Tiling:
+            found = once(("documents", id(self.exchange)), rows)
+            return packed_tiling(found, self._place(ctx.document_ids.size(1)))
+
+        once = getattr(ctx, "once", lambda _, make: make())
+        tiling: Tiling = once(("tiles", id(self.exchange), self.window), make)
+        return tiling
 
 
-def documents(ids: Tensor) -> list[list[tuple[int, int]]]:
+def documents(ids: Tensor) -> Rows:
     """Begin and end of the documents of each row of ids (B, S) on the host: a change is a border."""
     borders: list[list[int]] = [[0] for _ in range(ids.size(0))]
     for row, before in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist():
@@ -215,75 +245,81 @@ def documents(ids: Tensor) -> list[list[tuple[int, int]]]:
     return [list(pairwise([*starts, ids.size(1)])) for starts in borders]
 
 
-@functools.lru_cache(maxsize=16)
-def whole_rows_tiling(length: int, rank: int, size: int, exchange: str) -> Tiling:
-    """Tiles of rows that are one document, `length` tokens of each here."""
-    return _tiling_of({None: [(0, length * size)]}, length, rank, size, exchange)
+@functools.lru_cache(maxsize=64)
+def whole_rows_tiling(place: Place) -> Tiling:
+    """Tiles of rows that are one document."""
+    return _tiling_of({None: [(0, place.length * place.size)]}, place)
 
 
-def packed_tiling(
-    rows: Sequence[Sequence[tuple[int, int]]], length: int, rank: int, size: int, exchange: str
-) -> Tiling:
-    """Tiles of rows given as the begins and ends of their documents, `length` tokens of each here."""
+def packed_tiling(rows: Rows, place: Place) -> Tiling:
+    """Tiles of rows given as the begins and ends of their documents."""
     if all(len(row) == 1 for row in rows):
-        return whole_rows_tiling(length, rank, size, exchange)
-    return _tiling_of(dict(enumerate(rows)), length, rank, size, exchange)
+        return whole_rows_tiling(place)
+    return _tiling_of(dict(enumerate(rows)), place)
 
 
-def _tiling_of(
-    rows: Mapping[Any, Sequence[tuple[int, int]]], length: int, rank: int, size: int, exchange: str
-) -> Tiling:
+def _tiling_of(rows: Mapping[Any, Sequence[tuple[int, int]]], place: Place) -> Tiling:
     """`rows` by number, or None for all of them alike."""
-    chunk = length // 2
+    chunk = place.length // 2
     spans = []
-    for n, number in enumerate(chunks_of(rank, size)):
+    for n, number in enumerate(chunks_of(place.rank, place.size)):
         low, high = number * chunk, (number + 1) * chunk
         for row, borders in rows.items():
             for first, end in borders:
                 start, stop = max(first, low), min(end, high)
                 if start < stop:
                     spans.append(Span(row, n * chunk + start - low, stop - start, start, first))
-    return Tiling(_PARTS[exchange](spans, chunk, rank, size))
+    return Tiling(_PARTS[place.exchange](spans, place))
 
 
-def _causal(spans: Sequence[Span]) -> list[Tile]:
-    return [Tile(s.row, s.query, s.size, s.query, s.size, True) for s in spans]
+def _on_own_keys(spans: Sequence[Span], window: int | None) -> list[Tile]:
+    if window is None:
+        return [Tile(s.row, s.query, s.size, s.query, s.size, True) for s in spans]
+    return [tile for s in spans for tile in own_tiles(s.queries, window)]
 
 
-def _gathered_parts(
-    spans: Sequence[Span], chunk: int, rank: int, size: int
-) -> tuple[list[Tile], ...]:
-    """Causal tiles on own keys, and tiles of all earlier keys on keys of whole rows."""
-    before = [
-        Tile(s.row, s.query, s.size, s.first, s.start - s.first, False)
-        for s in spans
-        if s.first < s.start
-    ]
-    return _causal(spans), before
+def _on_earlier_keys(span: Span, keys: Keys, window: int | None) -> Iterable[Tile]:
+    if window is not None:
+        return earlier_tiles(span.queries, keys, window)
+    if keys.low >= keys.high:
+        return ()
+    return [Tile(span.row, span.query, span.size, keys.at, keys.high - keys.low, False)]
 
 
-def _ring_parts(spans: Sequence[Span], chunk: int, rank: int, size: int) -> tuple[list[Tile], ...]:
-    """Tiles of the keys of rank r, r - 1, ...; causal tiles are in the first part."""
-    parts = [_causal(spans), *([] for _ in range(size - 1))]
+def _gathered_parts(spans: Sequence[Span], place: Place) -> tuple[list[Tile], ...]:
+    """Tiles on own keys, and of all earlier keys on keys of whole rows."""
+    window, before = place.window, list[Tile]()
+    for s in spans:
+        before += _on_earlier_keys(s, Keys(s.first, s.start, s.first), window)
+    return _on_own_keys(spans, window), before
+
+
+def _ring_parts(spans: Sequence[Span], place: Place) -> tuple[list[Tile], ...]:
+    """Tiles of the keys of rank r, r - 1, ...; those of own positions are in the first part."""
+    size, window = place.size, place.window
+    parts = [_on_own_keys(spans, window), *(list[Tile]() for _ in range(size - 1))]
     for step, part in enumerate(parts):
+        chunks = chunks_of((place.rank - step) % size, size)
         for s in spans:
-            key, keys = _seen(s, chunks_of((rank - step) % size, size), chunk)
-            if keys:
-                part.append(Tile(s.row, s.query, s.size, key, keys, False))
+            for keys in _held(s, chunks, place.length // 2, window is None):
+                part += _on_earlier_keys(s, keys, window)
     return tuple(parts)
 
 
-def _seen(span: Span, chunks: tuple[int, int], chunk: int) -> tuple[int, int]:
-    """Begin and number of the keys in [first, start) that a rank with these chunks holds.
+def _held(span: Span, chunks: tuple[int, int], chunk: int, joined: bool) -> list[Keys]:
+    """The keys in [first, start) that a rank with these chunks holds; `joined`, which needs no window, as one run.
 
-    They are contiguous there: a query that sees keys of a later chunk sees all of an earlier one to its end.
+    They lie side by side there: a query that sees keys of a later chunk sees all of an earlier one to its end.
     """
     found = []
     for n, number in enumerate(chunks):
         low, high = max(span.first, number * chunk), min(span.start, (number + 1) * chunk)
         if low < high:
-            found.append((n * chunk + low - number * chunk, high - low))
-    return (found[0][0] if found else 0), sum(keys for _, keys in found)
+            found.append(Keys(low, high, n * chunk + low - number * chunk, turn=n))
+    if joined and found:
+        keys = sum(each.high - each.low for each in found)
+        return [Keys(0, keys, found[0].at)]
+    return found
 
 
 _PARTS = {"all_gather": _gathered_parts, "ring": _ring_parts}
