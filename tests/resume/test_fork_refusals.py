@@ -79,6 +79,12 @@ def case(place: str, wanted: str, **overrides: Any) -> Any:
             r"^model.dim was 16 in .*/run and is now 32, and init.from takes all weights; set it back, or name [^\n]*$",
             model__dim=32,
         ),
+        case(
+            "run",
+            r"^model.mixer was 'attention' in [^\n]*\nmodel.mla.kv_lora_rank was 'none' in [^\n]* is now 8, [^\n]*$",
+            model__mixer="mla",
+            model__mla__kv_lora_rank=8,
+        ),
         case("import", r"^model.dim was 16 in .*/import and is now 32, [^\n]*$", model__dim=32),
         case("step", r"^model.dim was 16 in .*/run and is now 32, [^\n]*$", model__dim=32),
         case(

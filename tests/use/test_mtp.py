@@ -90,7 +90,19 @@ def test_an_export_leaves_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
     pytest.importorskip("transformers")
     fit_alone(make_job(tmp_path), **SHORT)
     assert export_run(tmp_path / "run", tmp_path / "hf", check=True) == 0
-    assert "check: largest difference of logits" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "check: largest difference of logits" in said
+    assert "left out, as transformers has no place for it: mtp (2)" in said
+
+
+def test_its_weight_may_change_within_a_run(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    fit_alone(job, **{**SHORT, "train.steps": 3})
+    fit_alone(job, **{**SHORT, "model.mtp.weight": 0.1})
+    changed = [e["changed"] for e in read_run(tmp_path / "run").events if e["event"] == "resume"]
+    assert changed[0]["model.mtp.weight"] == [0.4, 0.1]
+    with pytest.raises(ConfigError, match=r"model\.mtp\.num_modules was 2 .* must stay"):
+        fit_alone(job, **{**SHORT, "train.steps": 7, "model.mtp.num_modules": 1})
 
 
 @pytest.mark.parametrize(

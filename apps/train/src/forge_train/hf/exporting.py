@@ -112,6 +112,8 @@ def export_run(
             weights = opened.enter_context(MergedTensors(checkpoint, run.base, lora.scale))
         save_hf(out, rows, weights, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files)
         print(f"exported {checkpoint} to {out}: {name}, {dtype}")
+        if section.mtp.num_modules:
+            print(f"left out, as transformers has no place for it: mtp ({section.mtp.num_modules})")
         if remark is not None:
             print(remark)
         if check:

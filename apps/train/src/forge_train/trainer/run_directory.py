@@ -27,10 +27,11 @@ FIXED_KEYS = (
     *("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype", "data.seq_len"),
 )
 #: Of [model] everything is fixed but what shapes no output: the length limit, the initial spread, the
-#: weights of router losses, how products are computed.
+#: weights of further losses, how products are computed.
 FREE_MODEL_KEYS = (
     "model.max_seq_len",
     "model.init_std",
+    "model.mtp.weight",
     "model.moe.aux_loss_weight",
     "model.moe.sequence_loss_weight",
     "model.moe.z_loss_weight",
@@ -46,6 +47,17 @@ def is_fixed(key: str) -> bool:
     if key.startswith("model."):
         return key not in FREE_MODEL_KEYS
     return key in FIXED_KEYS or key.startswith("lora.")
+
+
+def _value(table: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; "none" within a table that is none."""
+    inside = any(key.startswith(f"{other}.") for other, value in table.items() if value == "none")
+    return "none" if inside else table.get(key)
+
+
+def _is_table(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    """Whether a key without a value is a table on the other side, whose keys are compared."""
+    return any(other.startswith(f"{key}.") for other in (*before, *now))
 
 
 class RunDirectory:
@@ -115,7 +127,10 @@ class RunDirectory:
         # a key that the last life did not know had the effect of its default
         known = (k for k in now if k in before or job.origin(k) != "default")
         keys = [*known, *(k for k in before if k not in now)]
-        return {k: [before.get(k), now.get(k)] for k in keys if before.get(k) != now.get(k)}
+        found = {
+            k: [_value(before, k), _value(now, k)] for k in keys if not _is_table(before, now, k)
+        }
+        return {key: values for key, values in found.items() if values[0] != values[1]}
 
     def changes_of_import(self, job: ResolvedJob) -> dict[str, list[Any]]:
         """`changes` of a folder that an import wrote and nothing has trained: keys of [model] that have a value here."""
