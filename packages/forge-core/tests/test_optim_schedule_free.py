@@ -206,11 +206,12 @@ def test_weights_that_come_after_it_was_built_are_where_both_points_begin() -> N
     assert same(results[0], results[2])
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_skipped_step_changes_nothing(first: int) -> None:
+def test_a_skipped_step_changes_nothing(first: int, value: float) -> None:
     model, other = Small(), Small()
     gradients = recorded(model, 6)
-    bad = [{n: g * math.nan for n, g in gradients[0].items()}]
+    bad = [{n: g * value for n, g in gradients[0].items()}]
     optimizers = [build_optimizer(m, OptimizerConfig(NAME)) for m in (model, other)]
     run(model, optimizers[0], gradients[:first])
     run(other, optimizers[1], gradients[:first])

@@ -189,17 +189,24 @@ def _update(
     """One update in place of a piece (y, gradient, x, z, v), with (rate, share, correction) of the step."""
     (y, gradient, x, z, square), (rate, share, correction) = piece, of_step
     beta1, beta2 = group["betas"]
-    squared = gradient * gradient
-    if skip is not None:  # then the average of squares, mixed with itself, stays as it is
-        squared = torch.where(skip != 0, square, squared)
-    square.lerp_(squared, 1 - beta2)
+    squared, part = gradient * gradient, 1 - beta2
+    if skip is not None:
+        squared, part = _zeroed(squared, skip), torch.where(skip != 0, 0.0, part)
+    square.lerp_(squared, part)
     direction = gradient / ((square / correction).sqrt_().add_(group["eps"]))
     direction.add_(y, alpha=group["weight_decay"])
     if skip is not None:  # a rate of 0 would not undo what is not finite
-        direction = torch.where(skip != 0, 0.0, direction)
+        direction = _zeroed(direction, skip)
     z.sub_(direction.mul_(rate))
     x.lerp_(z, share)
     y.copy_(_training_point(x, z, beta1))
+
+
+def _zeroed(values: Tensor, skip: Tensor) -> Tensor:
+    """fp32 values, in their own memory, or zeros where `skip` is 1, whatever they hold. Their bits and all or
+    no bits: on a CPU a fifth of the time of `torch.where` with one condition for all."""
+    values.view(torch.int32).bitwise_and_((skip == 0).to(torch.int32).neg())
+    return values
 
 
 def _training_point(x: Tensor, z: Tensor, beta1: float) -> Tensor:
