@@ -19,6 +19,8 @@ from forge_core.optim import (
     build_optimizer,
     check_optimizer,
 )
+from forge_core.optim import newton_schulz as newton_schulz_module
+from forge_core.optim.newton_schulz import orthogonalise
 
 Gradients = list[dict[str, Tensor]]
 NS = (3.4445, -4.7750, 2.0315)
@@ -286,3 +288,13 @@ def test_the_kernel_of_a_convolution_is_no_stack_of_matrices() -> None:
     groups = {name: g["muon"] for g in optimizer.param_groups for name in g["param_names"]}
     assert groups["layers.1.weight"]
     assert not groups["layers.0.weight"]
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (64, 33)])
+def test_products_by_blocks_are_those_of_whole_matrices(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newton_schulz_module, "_BLOCK", 16)  # and a last block of 8 or 1 rows
+    matrices = [torch.randn(shape) for _ in range(3)]
+    for matrix, got in zip(matrices, orthogonalise(matrices, 5, torch.float32), strict=True):
+        assert error(got, newton_schulz(matrix.double(), 5)) <= 1e-5

@@ -10,6 +10,8 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 #: Elements of one batch at most, where a matrix has fewer: bounds the copies of an iteration to 3 x 64 MiB in bf16.
 _BATCH = 2**25
+#: Rows of a block of a symmetric product on a CPU.
+_BLOCK = 128
 
 
 def orthogonalise(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
@@ -41,10 +43,32 @@ def iterate(x: Tensor, steps: int) -> Tensor:
     """(B, m, n) with m <= n, over their Frobenius norms, through `steps` of a X + b (X X^T) X + c (X X^T)^2 X."""
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
-        gram = x @ x.mT  # (B, m, m)
-        factor = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+        gram = _symmetric(x, x.mT)  # (B, m, m)
+        factor = _symmetric(gram, gram, gram)
         x = torch.baddbmm(x, factor, x, beta=_A)
     return x
+
+
+def _symmetric(a: Tensor, b: Tensor, gram: Tensor | None = None) -> Tensor:
+    """a @ b, or with a Gram matrix b gram + c a @ b of the iteration; (B, m, m), known to be symmetric.
+
+    On a CPU, where products are all the time, the blocks on and below the diagonal alone, mirrored: from half (many
+    blocks) to all (one) of the FLOPs.
+    """
+    if a.device.type != "cpu" or a.size(1) <= _BLOCK:
+        return a @ b if gram is None else torch.baddbmm(gram, a, b, beta=_B, alpha=_C)
+    out = a.new_empty(len(a), a.size(1), a.size(1))
+    for i, whole in enumerate(out):  # one by one: batches of strided blocks would be copied
+        for start in range(0, len(whole), _BLOCK):
+            rows, end = slice(start, start + _BLOCK), start + _BLOCK
+            left, right = a[i, rows], b[i, :, :end]
+            if gram is None:
+                block = left @ right
+            else:
+                block = torch.addmm(gram[i, rows, :end], left, right, beta=_B, alpha=_C)
+            whole[rows, :end] = block
+            whole[:start, rows] = block[:, :start].mT
+    return out
 
 
 def flops(rows: int, columns: int) -> int:
