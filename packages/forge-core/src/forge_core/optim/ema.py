@@ -39,7 +39,7 @@ class EMA:
     Raises ValueError for an optimizer without `named_state`, or whose groups have no parameter names.
     The average has the dtype of the weights; in bf16 it is rounded stochastically (see `rounding`), with `seed`.
 
-    Cost: 4 bytes per trained parameter (2 in bf16), and on a GPU as much again within `step`; no communication, no host sync but
+    Cost: 4 bytes per trained parameter (2 in bf16), and within `step` 128 MiB at most on a GPU; no communication, no host sync but
     one where `skip` is given and the optimizer's own step takes none.
     """
 

@@ -26,7 +26,7 @@ class Lion(NamedOptimizer):
     `NamedOptimizer`.
 
     Cost: 4 bytes of momentum per trainable parameter (2 in bf16), made here; no communication, as every shard is
-    updated by itself; no host sync in `step`.
+    updated by itself; no host sync in `step`, and beyond that on a GPU 192 MiB at most within it.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
