@@ -78,7 +78,9 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- what is kept
 
 
-@pytest.mark.parametrize("place", ["run", "run@6", "run/checkpoints/step-00000006", "copy"])
+@pytest.mark.parametrize(
+    "place", ["run", "run@6", "run/checkpoints@6", "run/checkpoints/step-00000006", "copy"]
+)
 def test_a_fork_that_keeps_all_is_the_run_that_never_stopped(
     tmp_path: Path, trunk: Path, place: str
 ) -> None:

@@ -89,6 +89,8 @@ def find_source(name: str) -> Source:
             f"init.from {name!r}: {path} is no folder here; name a run, one of its checkpoints, or a folder of "
             "Hugging Face"
         )
+    if path.name == "checkpoints" and committed(path.parent):
+        path = path.parent
     if step is None and os.path.isfile(path / "manifest.json"):
         inside = path.absolute().parent
         return Source(path, inside.parent if inside.name == "checkpoints" else None)
