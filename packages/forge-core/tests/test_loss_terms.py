@@ -371,3 +371,17 @@ def test_the_weights_gradient_is_there_once_unless_the_graph_is_kept(keeps: bool
     size = 4 * weight.numel()
     # the engine takes over what a function returns, and copies nothing
     assert (seen.peak >= size) if keeps else (seen.peak < 0.1 * size)
+
+
+def test_products_in_bf16_are_added_to_the_weights_gradient_some_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, weight = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (2, 2048))
+    found = []
+    for block in (2**23, 2**12):
+        monkeypatch.setattr(fused, "_BLOCK", block)
+        with _Alive() as seen:
+            total = fused_cross_entropy(x, weight, torch.arange(2)).sum
+        found.append((seen.peak, *torch.autograd.grad(total, weight)))
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][0] - found[1][0] > 1.5 * weight.numel()  # of 2 bytes each

@@ -156,10 +156,8 @@ class _Fused(torch.autograd.Function):
         def scaled(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             if grad is None:
                 return None
-            free = grad.dtype == dtype and not kept
-            return torch.mul(
-                grad, grads[0], out=grad if free else torch.empty_like(grad, dtype=dtype)
-            )
+            # not with `out` in another dtype, which makes a whole product in fp32 first
+            return (grad * grads[0] if kept else grad.mul_(grads[0])).to(dtype)
 
         grad_x, grad_weight = ctx.saved_tensors
         dtype = ctx.dtype
@@ -185,11 +183,12 @@ def _slopes_(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in the dtype of total."""
+    """total += a @ b, in the dtype of total; a product in another one is made some rows at a time."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    else:
-        total += a @ b
+        return
+    for rows in _slices(len(total), max(1, _BLOCK // total.size(1))):
+        total[rows] += a[rows] @ b
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
