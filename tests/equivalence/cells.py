@@ -400,6 +400,7 @@ FEATURES = {
     "moe_bf16_weights": Feature(moe=_SIGMOID, parallel=_BF16_WEIGHTS),
     "window": Feature(micro_batches=2, packed=True, model={"attention": AttentionSpec(window=5)}),
     "local_layers": Feature(model=_LOCAL),
+    "lora_mla": Feature(model=_MLA_PLAIN, lora=_LORA | {"patterns": ("*_proj", "!*.kv_b_proj")}),
 }
 OPTIMIZERS = ("sgd", "adamw")
 # Optimizers that treat matrices or shards in a way of their own, in layouts that cut them in all ways.
@@ -492,14 +493,14 @@ _CHOSEN = {
     "pp_interleaved_dp3": "dealt_packed",
     "hsdp_2x2": "recompute_selective recompute_every_2 compile moe_bias moe_recompute",
     "tp": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe moe_bias"
-    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms multipliers mtp mtp_tied_fused window",
-    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich fused loss_terms mtp",
+    " moe_recompute one_key_head partial_rotary lora lora_one_key_head post_norm post_norm_compile sandwich multipliers_packed fused fused_bf16 fused_terms loss_terms multipliers mtp mtp_tied_fused window lora_mla",
+    "tp_whole": "packed tied_embeddings qk_norm recompute_full compile moe moe_packed swapped one_key_head lora post_norm sandwich fused loss_terms mtp lora_mla",
     "cp": f"accumulation packed tied_embeddings qk_norm no_labels_in_a_micro_batch {_MODES} inductor bf16 moe_bias moe_packed"
     " fused fused_compile_recompute partial_rotary norm_over_heads lora post_norm sandwich multipliers fused_terms mtp mtp_uneven window local_layers",
     "cp_ring": "packed qk_norm recompute_selective compile bf16 moe moe_global partial_rotary mtp_tied_fused window local_layers",
     "pp_gpipe": "accumulation packed tied_embeddings compile moe",
     "pp_1f1b": f"accumulation packed tied_embeddings qk_norm no_labels_in_the_batch {_MODES} inductor bf16 moe"
-    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms mtp mtp_tied_fused window",
+    " moe_bias moe_packed moe_global moe_recompute swapped fused norm_over_heads lora post_norm sandwich multipliers loss_terms mtp mtp_tied_fused window lora_mla",
     "pp_interleaved": "packed tied_embeddings recompute_full compile moe_bias mtp",
     "pp_zero_bubble": "packed tied_embeddings qk_norm recompute_full bf16 moe_recompute fused lora fused_terms",
     "pp_zbv": "packed recompute_selective moe_bias moe_selective fused_bf16",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from forge_ckpt import read_tensors
 from forge_core.lora import adapter_names
-from forge_testing import forge_train, kill_after_step, start, write_job
+from forge_testing import forge_train, kill_after_step, models, start, write_job
 from forge_testing.runs import fit_on_ranks, together
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, load_trained, read_run
 from forge_train.hf.exporting import export_run
@@ -145,6 +147,27 @@ def test_saved_in_one_layout_it_goes_on_in_another(
         assert (adapters[0][name] - value).abs().max() <= 1e-4 * value.abs().max(), name
 
 
+@pytest.mark.distributed
+def test_a_stage_without_an_adapter_is_saved_and_resumed(tmp_path: Path, trunk: Path) -> None:
+    common = {
+        **{key.replace(".", "__"): value for key, value in QUIET.items()},
+        "init__from": str(trunk),
+        **LORA,
+        "lora__patterns": ["layers.1.*.q_proj"],
+        "lora__base_dtype": "fp32",
+        "optimizer__eps": 1e-4,
+    }
+    job = job_of(tmp_path)
+    together(fit_on_ranks(2, job, train__steps=2, parallel__pp=2, **common))
+    assert load_trained(tmp_path / "run")[2] == 2
+    mixed = together(fit_on_ranks(2, job, train__steps=4, parallel__pp=2, **common))
+    whole = together(fit_on_ranks(1, job_of(tmp_path / "whole"), train__steps=4, **common))
+    names = [name for name in whole if "lora" in name]
+    assert len(names) == 2 * 3
+    for name in names:
+        assert (mixed[name] - whole[name]).abs().max() <= 1e-4 * whole[name].abs().max(), name
+
+
 def test_the_trained_model_has_its_adapters_added(tmp_path: Path, tuned: Path) -> None:
     seen = Logits()
     fit(
@@ -207,8 +230,7 @@ def test_exports_are_the_merged_model_and_a_folder_of_peft(
 
 def test_a_base_that_is_gone_or_another_one_is_refused(tmp_path: Path, tuned: Path) -> None:
     run = shutil.copytree(tuned, tmp_path / "run")
-    more = {**LORA, "train__steps": 9, "init__from": str(run)}
-    del more["init__from"]
+    more = {**LORA, "train__steps": 9}
     aside = run.rename(tmp_path / "aside")
     fit(tmp_path, **LORA, **EIGHT)  # another base
     other = (tmp_path / "run").rename(tmp_path / "other")
@@ -244,7 +266,7 @@ def _given(run: Path) -> str:
     ("overrides", "message"),
     [
         ({"lora__alpha": 4.0}, "lora: alpha 4.0 belongs to adapters, and rank is 0"),
-        ({"lora__rank": -1}, "rank -1 must be a whole number, at least 1"),
+        ({"lora__rank": -1}, "rank -1 must be a whole number from 1 to 65536"),
         ({"lora__rank": 2, "lora__patterns": ["*.wq"]}, "must match a linear layer"),
         (
             {**LORA, "optimizer__groups__head__patterns": ["embedding.*"]},
@@ -315,6 +337,107 @@ def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: P
     fit(tmp_path, **experts, **tied, **LORA, train__steps=6)
     fit(tmp_path / "whole", **experts, **tied, **LORA, train__steps=6)
     assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole/run"))
+
+
+def test_files_that_lie_in_base_stay(tmp_path: Path, trunk: Path) -> None:
+    base = tmp_path / "run/base"
+    export_run(trunk, base)
+    before = {f.name: f.read_bytes() for f in base.iterdir()}
+    with pytest.raises(StateError, match="holds weights as Hugging Face writes them"):
+        fit(tmp_path, init__from=str(trunk), **LORA, train__steps=3)
+    assert {f.name: f.read_bytes() for f in base.iterdir()} == before
+    shutil.rmtree(base)
+    base.mkdir()
+    (base / "notes.txt").write_text("mine")
+    fit(tmp_path, init__from=str(trunk), **LORA, train__steps=3)
+    assert (base / "notes.txt").read_text() == "mine"
+    assert load_trained(tmp_path / "run")[2] == 3
+
+
+class Poison(Callback):
+    """Breaks a frozen weight, once."""
+
+    done = False
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 5 and not self.done:
+            self.done = True
+            with torch.no_grad():
+                trainer.model.get_parameter("norm.weight").fill_(float("nan"))
+
+
+def test_a_rollback_restores_the_frozen_weights(tmp_path: Path, trunk: Path) -> None:
+    back = {"resilience__nonfinite__action": "rollback", "resilience__nonfinite__max_in_a_row": 1}
+    more = {**LORA, **EIGHT, "checkpoint__every_steps": 2}
+    trainer = fit(tmp_path, Poison(), init__from=str(trunk), **back, **more)
+    assert trainer.progress.step == 8
+    assert trainer.model.get_parameter("norm.weight").isfinite().all()
+
+
+def test_F126_values_of_a_builder_stay_and_another_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {
+        "model__name": "forge_testing.models:bigram",
+        "lora__patterns": ["head"],
+        **LORA,
+    }
+    (tmp_path / "job.toml").write_text("")
+
+    def run(steps: int) -> Trainer:
+        flat = {key.replace("__", "."): value for key, value in job.items()}
+        path = write_job(tmp_path)
+        path.write_text(path.read_text().replace("dim = 16\nnum_layers = 1\nnum_heads = 2\n", ""))
+        trainer = Trainer(load_job(path, {**QUIET, **flat, "train.steps": steps}))
+        trainer.fit()
+        return trainer
+
+    built = models.bigram(257)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.fill_(0.125)
+    monkeypatch.setattr(models, "bigram", lambda vocab_size: copy.deepcopy(built))
+    trainer = run(2)
+    frozen = [p for n, p in trainer.model.named_parameters() if "lora" not in n]
+    assert frozen
+    assert all((p == 0.125).all() for p in frozen), "a builder's values stay"
+    built.more = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigError, match="frozen weights are of another model: more are only in"):
+        run(3)
+
+
+def test_other_adapters_of_the_same_shape_are_said(
+    tmp_path: Path, tuned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {**LORA, "lora__alpha": 60.0, "train__steps": 1, "metrics__console": "plain"}
+    fit(tmp_path, init__from=str(tuned), **more)
+    assert "init: lora.alpha was 6.0 there and is 60.0 here" in capsys.readouterr().out
+    fit(tmp_path / "fresh", **LORA, train__steps=1, metrics__console="plain")
+    assert "those that [lora] freezes are random" in capsys.readouterr().out
+
+
+def test_an_adapter_names_the_folder_of_its_base(tmp_path: Path, trunk: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    export_run(trunk, tmp_path / "hf")
+    fit(tmp_path / "a", init__from=str(tmp_path / "hf"), **LORA, train__steps=2)
+    fit(tmp_path / "b", init__from=str(tmp_path / "a/run"), **LORA, train__steps=2)
+    fit(tmp_path / "c", init__from=str(trunk), **LORA, train__steps=2)
+    for name, base in (("a", str(tmp_path / "hf")), ("b", str(tmp_path / "hf")), ("c", None)):
+        export_run(tmp_path / name / "run", tmp_path / "out" / name, adapter=True, dtype="bf16")
+        settings = json.loads((tmp_path / "out" / name / "adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == base
+        tensors = load_file(tmp_path / "out" / name / "adapter_model.safetensors")
+        assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    with pytest.raises(ConfigError, match="--check compares whole models"):
+        export_run(tmp_path / "a/run", tmp_path / "no", adapter=True, check=True)
+
+
+def test_a_fork_is_loaded_where_it_was_moved_to(tmp_path: Path, trunk: Path) -> None:
+    parent = shutil.copytree(trunk, tmp_path / "parent")
+    fit(tmp_path, init__from=str(parent), **LORA, train__steps=2)
+    shutil.rmtree(parent)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert load_trained(tmp_path / "moved")[2] == 2
 
 
 def test_rates_of_one_matrix_are_groups(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch import nn
 
 from forge_core import Transformer, TransformerConfig, cross_entropy, generate, initialise
 from forge_core.lora import LoRAConfig, LoRALinear, adapter_names, lora, merge
+from forge_core.model import MLAConfig
 from forge_core.optim import AdamW, OptimizerConfig
 
 CONFIG = TransformerConfig(
@@ -119,16 +123,43 @@ def test_initial_values_are_a_function_of_seed_and_name():
     ("patterns", "words"),
     [
         (("*.query_proj",), "matches no module; the nearest names are layers."),
-        (("lm_head",), "lm_head must be an nn.Linear, and it is a Head"),
-        (("layers.0",), "layers.0 must be an nn.Linear, and it is a Block"),
+        (
+            ("lm_head",),
+            "must match nn.Linear alone, and matches lm_head (Head); exclude them, as '!lm_head'",
+        ),
+        (("layers.0",), "and matches layers.0 (Block)"),
     ],
 )
 def test_what_has_no_adapter_is_refused_before_any_change(patterns, words):
     model = _model()
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=re.escape(words)):
         lora(model, LoRAConfig(("*.q_proj", *patterns)))
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
     assert not any(isinstance(m, LoRALinear) for m in model.modules())
+
+
+def test_patterns_exclude():
+    patterns = ("*.mixer.*", "!*.k_proj", "!*.v_proj", "!*_norm", "!*.attend")
+    names = lora(_model(), LoRAConfig(patterns))
+    assert names == [f"layers.{i}.mixer.{n}_proj" for i in range(2) for n in ("q", "o")]
+    with pytest.raises(ValueError, match="with a name that '!' does not exclude"):
+        LoRAConfig(("!*.k_proj",))
+
+
+def test_latent_attention_is_adapted_but_for_the_layer_that_decoding_absorbs():
+    widths = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    model = Transformer(replace(CONFIG, mixer="mla", mla=MLAConfig(**widths), num_kv_heads=None))
+    names = {name.rpartition(".")[2] for name in lora(model, LoRAConfig())}
+    assert names == {"q_proj", "kv_a_proj", "o_proj"}
+
+
+def test_F126_values_of_somebodys_model_stay():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Embedding(3, 3), nn.LayerNorm(3))
+    lora(model, LoRAConfig(("0",)), base_dtype=None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    initialise(model, 5, strict=False, by_kind=False)
+    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
+    assert changed == {"0.lora_a"}, "of which the adapter has a table"
 
 
 def test_a_tied_weight_is_refused():

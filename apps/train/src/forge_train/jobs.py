@@ -17,11 +17,11 @@ from forge_data import Tokenizer, load_tokenizer
 from forge_parallel import materialise, store_parameters
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
-from forge_train.errors import ConfigError, StateError, config_errors
+from forge_train.errors import ConfigError, StateError, config_errors, refuse
 from forge_train.hf.folder import read_model
 from forge_train.trainer.adapters import frozen_names
 from forge_train.trainer.build import build_model, run_tokenizer
-from forge_train.trainer.frozen_base import FrozenBase
+from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
@@ -54,7 +54,7 @@ def load_trained(
         raise ConfigError(
             [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
         )
-    job = load_job(paths.config)
+    job = load_job(paths.config, {"run.dir": str(run_dir)})  # it may have been moved
     config = job.config
     model = build_model(config.model, config.init_seed)
     store_parameters(model, config.parallel.param_dtype)
@@ -62,12 +62,14 @@ def load_trained(
     if adapters is not None:
         lora(model, adapters, base_dtype=None)
     model = materialise(model, torch.device(device))
+    refuse(base_problems(config, paths))
     state, base = {"model": model}, None
     if adapters is not None:
         base = FrozenBase(paths.base, model, tensor_names(model), frozen_names(model))
         state = base.objects()
     # buffers that a checkpoint need not hold
-    initialise(model, config.init_seed, strict=config.model.is_built_in)
+    built_in = config.model.is_built_in
+    initialise(model, config.init_seed, strict=built_in, by_kind=built_in)
     with (
         store_errors(paths.checkpoints, StateError),
         Store(paths.checkpoints, read_only=True) as store,

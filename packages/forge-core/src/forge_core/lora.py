@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from forge_core._config import is_finite, is_size, raise_problems, setting
 from forge_core.model.init import Init
 
-__all__ = ["LoRAConfig", "LoRALinear", "adapter_names", "lora", "merge", "merged_weight"]
+__all__ = ["FACTORS", "LoRAConfig", "LoRALinear", "adapter_names", "lora", "merge", "merged_weight"]
 
 #: Names of an adapter's parameters in its layer: (R, I) and (O, R).
 FACTORS = ("lora_a", "lora_b")
+_MAX_RANK = 2**16
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class LoRAConfig:
     """Which linear layers get an adapter, and its size; a ValueError lists every problem."""
 
     patterns: tuple[str, ...] = field(
-        default=("*.mixer.*_proj",),
-        metadata={"help": "names of linear layers that get an adapter, as in fnmatch"},
+        default=("*.mixer.*_proj", "!*.kv_b_proj"),
+        metadata={
+            "help": "names of linear layers that get an adapter, as in fnmatch; '!' excludes"
+        },
     )
     rank: int = setting(8, "rank of the adapters")
     alpha: float = setting(16.0, "an adapter's output is multiplied by alpha / rank")
@@ -46,10 +49,11 @@ class LoRAConfig:
 
 
 def _problems(c: LoRAConfig) -> Iterator[str]:
-    if isinstance(c.patterns, str) or not c.patterns or not all(c.patterns):
-        yield f"patterns {c.patterns!r} must be a list of one or more names; use ['*.q_proj', '*.v_proj']"
-    if not is_size(c.rank, 2**16):
-        yield f"rank {c.rank!r} must be a whole number, at least 1; use 8"
+    taken = () if isinstance(c.patterns, str) else [p for p in c.patterns if not p.startswith("!")]
+    if not taken or not all(c.patterns):
+        yield f"patterns {c.patterns!r} must be a list with a name that '!' does not exclude; use ['*.q_proj', '*.v_proj']"
+    if not is_size(c.rank, _MAX_RANK):
+        yield f"rank {c.rank!r} must be a whole number from 1 to {_MAX_RANK}; use 8"
     if not (is_finite(c.alpha) and c.alpha > 0.0):
         yield f"alpha {c.alpha!r} must be a finite number above 0; use twice the rank"
 
@@ -61,6 +65,8 @@ class LoRALinear(nn.Module):
     with the variance 1 / 3I and `lora_b` (O, R) at zero, so the layer begins as it was. It is no `nn.Linear`:
     what replaces linear layers by kind (float8) would lose the adapter, and leaves this one alone.
     """
+
+    holds_linear = True  # `weight` and `bias` begin as those of a linear layer
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig) -> None:
         super().__init__()
@@ -87,10 +93,8 @@ class LoRALinear(nn.Module):
         return out + (F.linear(low, self.lora_b) * self.scale).to(out.dtype)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """How each parameter begins, by its name in this module; an outer module's rows win."""
-        bias = {} if self.bias is None else {"bias": Init("constant", 0.0)}
-        factors = {"lora_a": Init("normal", self._std), "lora_b": Init("constant", 0.0)}
-        return {"weight": Init("normal", std), **bias, **factors}
+        """How the adapter begins."""
+        return {"lora_a": Init("normal", self._std), "lora_b": Init("constant", 0.0)}
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs for one token: the layer's and the adapter's."""
@@ -168,8 +172,13 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
         names.setdefault(parameter, []).append(name)
     found: dict[str, nn.Linear] = {}
     problems = []
-    for pattern in config.patterns:
-        fits = [name for name in modules if fnmatchcase(name, pattern)]
+    excluded = [pattern[1:] for pattern in config.patterns if pattern.startswith("!")]
+    for pattern in (p for p in config.patterns if not p.startswith("!")):
+        fits = [
+            name
+            for name in modules
+            if fnmatchcase(name, pattern) and not any(fnmatchcase(name, p) for p in excluded)
+        ]
         if not fits:
             linear = [name for name, module in modules.items() if type(module) is nn.Linear]
             near = ", ".join(difflib.get_close_matches(pattern, linear, n=3, cutoff=0.0))
@@ -177,18 +186,20 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
                 f"lora.patterns {pattern!r} must match a linear layer, and matches no module; the nearest names "
                 f"are {near or 'none: the model has no linear layer'}"
             )
-        for name in fits:
+        others = [name for name in fits if type(modules[name]) is not nn.Linear]
+        if others:
+            kinds = ", ".join(f"{name} ({type(modules[name]).__name__})" for name in others[:3])
+            problems.append(
+                f"lora.patterns {pattern!r} must match nn.Linear alone, and matches {kinds}{', ...' * (len(others) > 3)}; "
+                f"exclude them, as '!{others[0]}'"
+            )
+        for name in (name for name in fits if name not in others):
             module: Any = modules[name]
-            if type(module) is not nn.Linear:
-                problems.append(
-                    f"lora.patterns {pattern!r}: {name} must be an nn.Linear, and it is a {type(module).__name__}; "
-                    "make the pattern narrower"
-                )
-            elif len(names[module.weight]) > 1:
+            if len(names[module.weight]) > 1:
                 problems.append(
                     f"lora.patterns {pattern!r}: the weight of {name} is also "
                     f"{next(n for n in names[module.weight] if n != f'{name}.weight')}, and an "
-                    "adapter would change only one of them; make the pattern narrower"
+                    "adapter would change only one of them; exclude it"
                 )
             else:
                 found[name] = module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from forge_ckpt import SavedTensors
 from forge_ckpt.hf import Row, hf_name
-from forge_core.lora import LoRAConfig, merged_weight
+from forge_core.lora import FACTORS, LoRAConfig, merged_weight
 
 
 class MergedTensors:
@@ -25,36 +26,39 @@ class MergedTensors:
 
     def __init__(self, checkpoint: Path, base: Path, scale: float) -> None:
         self._scale = scale
-        self._checkpoint, self._base = SavedTensors(checkpoint), SavedTensors(base)
-        if self._checkpoint.read_object("base")["digest"] != self._base.digest:
-            raise ValueError(
-                f"{base} is not the base that {checkpoint} was trained beside; restore it"
-            )
-        self.adapters = self._checkpoint.below("model")
-        frozen = self._base.below("model")
-        self.meta = frozen | {n: t for n, t in self.adapters.items() if not _is_factor(n)}
-        self.meta |= {
-            n: self.meta[n].float() for n in self.meta if self._adapter(n) in self.adapters
-        }
-        self._frozen = frozen.keys()
-
-    @staticmethod
-    def _adapter(weight: str) -> str:
-        return f"{weight.removesuffix('.weight')}.lora_a"
+        self._opened = contextlib.ExitStack()
+        try:
+            self._checkpoint = self._opened.enter_context(SavedTensors(checkpoint))
+            self._base = self._opened.enter_context(SavedTensors(base))
+            if self._checkpoint.read_object("base")["digest"] != self._base.digest:
+                raise ValueError(
+                    f"{base} is not the base that {checkpoint} was trained beside; restore it"
+                )
+        except BaseException:
+            self._opened.close()
+            raise
+        saved, self._frozen = self._checkpoint.below("model"), self._base.below("model")
+        self._factors = [name for name in saved if name.rpartition(".")[2] in FACTORS]
+        self.layers = [n.rpartition(".")[0] for n in self._factors if n.endswith(f".{FACTORS[0]}")]
+        merged = {name for layer in self.layers if (name := f"{layer}.weight") in self._frozen}
+        rest = {name: saved[name] for name in saved.keys() - set(self._factors)}
+        self.meta = {n: t.float() if n in merged else t for n, t in self._frozen.items()} | rest
+        self._merged = merged
 
     def read(self, name: str) -> Tensor:
         """A tensor, merged in fp32 where it has an adapter."""
         if name not in self._frozen:
-            return self._checkpoint.read(f"model.{name}")
-        weight, adapter = self._base.read(f"model.{name}"), self._adapter(name)
-        if adapter not in self.adapters:
+            return self._factor(name)
+        weight = self._base.read(f"model.{name}")
+        if name not in self._merged:
             return weight
-        a, b = (self._factor(f"{adapter[:-1]}{letter}") for letter in "ab")
+        layer = name.removesuffix(".weight")
+        a, b = (self._factor(f"{layer}.{factor}") for factor in FACTORS)
         return merged_weight(weight.float(), a, b, self._scale)
 
     def factors(self) -> dict[str, Tensor]:
         """The matrices of all adapters."""
-        return {name: self._factor(name) for name in self.adapters if _is_factor(name)}
+        return {name: self._factor(name) for name in self._factors}
 
     def _factor(self, name: str) -> Tensor:
         return self._checkpoint.read(f"model.{name}")
@@ -63,12 +67,7 @@ class MergedTensors:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._checkpoint.__exit__(None, None, None)
-        self._base.__exit__(None, None, None)
-
-
-def _is_factor(name: str) -> bool:
-    return name.rpartition(".")[2] in ("lora_a", "lora_b")
+        self._opened.close()
 
 
 def peft_files(
@@ -76,18 +75,15 @@ def peft_files(
 ) -> tuple[dict[str, bytes], list[Row]]:
     """(files, rows) of a folder that peft loads onto the base model: what is beside the matrices, and their names.
 
-    `base` names that model, if anything is known of it. Raises ValueError for an adapter of a layer that the family
-    does not have as it is here, such as one of three that are fused there.
+    `base` names that model, if it is known. Raises ValueError for an adapter of a layer whose weight is a part of
+    another tensor in the family.
     """
-    layers = sorted(
-        name.rpartition(".")[0] for name in tensors.adapters if name.endswith(".lora_a")
-    )
-    there = {layer: hf_name(rows, f"{layer}.weight") for layer in layers}
+    there = {layer: hf_name(rows, f"{layer}.weight") for layer in sorted(tensors.layers)}
     fused = [layer for layer, name in there.items() if name is None]
     if fused:
         raise ValueError(
-            f"--adapter: {', '.join(fused[:3])} must be a layer of the family, too, and is rearranged there; leave "
-            "--adapter out to write the merged model"
+            f"--adapter: {', '.join(fused[:3])} must have a weight of their own in the family, and are parts of fused "
+            "tensors there; leave --adapter out to write the merged model"
         )
     targets = {layer: str(name).removesuffix(".weight") for layer, name in there.items()}
     settings: dict[str, Any] = {
@@ -104,8 +100,8 @@ def peft_files(
     }
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     names: list[Row] = [
-        (f"base_model.model.{target}.lora_{letter.upper()}.weight", f"{layer}.lora_{letter}", ())
+        (f"base_model.model.{target}.lora_{letter}.weight", f"{layer}.{factor}", ())
         for layer, target in targets.items()
-        for letter in "ab"
+        for letter, factor in zip("AB", FACTORS)
     ]
     return {"adapter_config.json": text.encode()}, names

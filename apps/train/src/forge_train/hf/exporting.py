@@ -77,8 +77,12 @@ def export_run(
     """
     run, checkpoint = _find(source, step)
     section, data, lora = _sections(run)
+    if adapter and check:
+        raise ConfigError(
+            ["--check compares whole models, and --adapter writes none; leave one out"]
+        )
     if adapter:
-        return _export_adapter(run, checkpoint, out, section, lora, family)
+        return _export_adapter(run, checkpoint, out, section, lora, family, _DTYPES[dtype])
     remark = None
     kept = run.path / FILES
     with config_errors():
@@ -128,18 +132,16 @@ def _export_adapter(
     section: BuiltInModelConfig,
     lora: LoRAConfig | None,
     family: str | None,
+    dtype: torch.dtype,
 ) -> int:
-    """Write a folder of peft; ConfigError for a run without adapters."""
+    """Write a folder of peft; ConfigError for a run without adapters, or layers that the family has otherwise."""
     if lora is None:
         raise ConfigError([f"--adapter: {run.path} has no [lora]; leave --adapter out"])
     with store_errors(checkpoint, JobError), config_errors():
-        name, parent = (
-            find_family(section, family or _original(run).get("model_type")),
-            _parent(run),
-        )
+        name = find_family(section, family or _original(run).get("model_type"))
         with MergedTensors(checkpoint, run.base, lora.scale) as tensors:
-            files, rows = peft_files(tensors, rows_of(section, name), lora, parent)
-            save_hf(out, rows, tensors.factors(), files=files, stem="adapter_model")
+            files, rows = peft_files(tensors, rows_of(section, name), lora, _base_folder(run))
+            save_hf(out, rows, tensors.factors(), dtype=dtype, files=files, stem="adapter_model")
     print(f"exported the adapters of {checkpoint} to {out}: {name}, rank {lora.rank}")
     return 0
 
@@ -150,9 +152,16 @@ def _original(run: RunDirectory) -> dict[str, Any]:
     return read_json(kept / "config.json") if kept.is_dir() else {}
 
 
-def _parent(run: RunDirectory) -> str | None:
-    """Where a run began, if it is a fork."""
-    return read_json(run.parent)["checkpoint"] if run.parent.is_file() else None
+def _base_folder(run: RunDirectory) -> str | None:
+    """The folder of Hugging Face whose weights are the base of a run, itself or through forks of adapters."""
+    while run.parent.is_file() and run.base.is_dir():
+        parent = read_json(run.parent)
+        if parent["step"] is None:
+            return str(parent["checkpoint"])
+        if parent["run_dir"] is None:
+            return None
+        run = RunDirectory(parent["run_dir"])
+    return None
 
 
 def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:

@@ -70,7 +70,7 @@ def assemble(
             report=report,
         )
         # an imported model keeps the values of its builder where it declares no table of its own
-        initialise(model, config.init_seed, strict=built_in, whole=names)
+        initialise(model, config.init_seed, strict=built_in, by_kind=built_in, whole=names)
         objective = find_objective(config.train)
         compute = make_compute(model, config, meshes, division, objective)
         optimizer = _build_optimizer(model, config, meshes)

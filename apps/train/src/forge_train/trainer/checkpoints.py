@@ -99,7 +99,8 @@ class Checkpoints:
         self._store, self._config = store, config
         self._state, self._seq_len, self._base = state, seq_len, base
         if base is not None:
-            self._state = {**state, **base.objects()}
+            rest = {name: value for name, value in state.items() if name != "model"}
+            self._state = rest | base.objects()
 
     def load(self, begin: Callable[[dict[str, Any], Check], None] | None = None) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
@@ -144,6 +145,8 @@ class Checkpoints:
             step = self._store.load(self._state, self._check_saved, newest=target)
             assert step is not None  # else CorruptCheckpoint
             self._store.discard_after(step)
+            if self._base is not None:  # bad steps may have touched them, too
+                self._base.load()
         self.last_step = self.committed = step
         return time.perf_counter() - started
 

@@ -168,7 +168,7 @@ class Fork:
         lines += [
             f"{key} was {before!r} there and is {now!r} here"
             for key, (before, now) in (self.changed or {}).items()
-            if key.startswith("model.")
+            if key.startswith(("model.", "lora."))
         ]
         return lines
 
@@ -263,6 +263,8 @@ def _match(
     ConfigError else: with the keys of [model] or [lora] that differ from the parent's, or with tensors where none does.
     """
     fix = "init.patterns = ['*'] takes the weights that both have"
+    if any(name.endswith(".lora_a") for name in there):
+        fix = "begin from a folder that forge-train export wrote of the parent"
     problems: list[str] = []
     try:
         report = match_weights(here, there, init.patterns or ("*",))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from forge_ckpt import SavedTensors, Store, load_weights
+from forge_ckpt import CheckpointMismatch, Keep, SavedTensors, Store, load_weights
 from forge_ckpt.stage_state import StageState, tensor_names
 from forge_parallel import Meshes
 from forge_resilience import Agreement
@@ -21,7 +20,8 @@ from forge_train.trainer.store_errors import store_errors
 
 def base_problems(config: JobConfig, run: RunDirectory) -> list[str]:
     """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say."""
-    if not config.lora.rank or not run.has_checkpoints() or run.base.is_dir():
+    saved = any(run.base.glob("step-*/manifest.json"))
+    if not config.lora.rank or not run.has_checkpoints() or saved:
         return []
     return [
         f"lora.rank {config.lora.rank} needs {run.base}, the frozen weights, and {run.path} has checkpoints without; to "
@@ -45,7 +45,7 @@ class PartOfModel:
 
 
 class FrozenBase:
-    """The frozen weights of a run with adapters: a store with one step, and its digest in each checkpoint.
+    """The frozen weights of a run with adapters: a store whose newest step counts, and its digest in each checkpoint.
 
     names, frozen: of all tensors and of those weights in the whole model, of which `model` may be a stage. One
     process without `meshes`.
@@ -68,9 +68,12 @@ class FrozenBase:
         self._digest = ""
 
     def objects(self) -> dict[str, Any]:
-        """What a checkpoint holds in place of the whole model: all that training changes, and this digest."""
-        here = self._model.state_dict().keys()
-        return {"model": self._part(here - self._frozen), "base": self}
+        """What a checkpoint holds in place of the whole model: all that training changes, and this digest.
+
+        A stage without an adapter has no part in "model", which would be saved as an empty object.
+        """
+        shown = self._model.state_dict().keys() - self._frozen
+        return {"base": self} | ({"model": self._part(shown)} if shown else {})
 
     def _part(self, shown: Set[str]) -> StageState:
         others = self._names - tensor_names(self._model)
@@ -86,19 +89,19 @@ class FrozenBase:
 
     def save(self) -> None:
         """Write the weights as they are now, durably, before the first checkpoint. Collective."""
-        with store_errors(self._path, StateError):
+        with (
+            store_errors(self._path, StateError),
+            Store(self._path, group=self._group, keep=Keep(last=1)) as store,
+        ):
             # a life that ended before its first checkpoint may have left another base
-            run_on_all_ranks(self._agreement, self._remove)
-            with Store(self._path, group=self._group) as store:
-                store.save(0, {"model": self._part(self._frozen)})
+            store.save(len(store.steps()), {"model": self._part(self._frozen)})
         self._digest = self._found()
 
-    def _remove(self) -> None:
-        if self._rank == 0 and self._path.is_dir():
-            shutil.rmtree(self._path)
-
     def load(self) -> None:
-        """Read the weights back, after a checkpoint was loaded. Collective; StateError where they are not its own."""
+        """Read the weights back, after a checkpoint was loaded. Collective.
+
+        StateError where they are not those of the checkpoint, ConfigError where they are of another model.
+        """
         with store_errors(self._path, StateError):
             digest = self._found()
             if digest != self._digest:
@@ -107,7 +110,12 @@ class FrozenBase:
                     f"{self._digest[:12]}; restore the folder as it was"
                 )
             report = load_weights(self._path, self._model, names=self._frozen, group=self._group)
-            assert not [*report.fresh, *report.unused], "the digest is that of these names"
+            others = [*report.fresh, *report.unused]
+            if others:
+                raise CheckpointMismatch(
+                    f"the frozen weights are of another model: {', '.join(others[:3])} are only in one of them; build "
+                    "the model as it was"
+                )
 
     def _found(self) -> str:
         """Its digest as rank 0 reads it, on all ranks."""

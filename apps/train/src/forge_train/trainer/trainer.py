@@ -349,6 +349,10 @@ class Trainer:
                 _print_line(f"layout: {line}")
             for line in [] if fork is None else fork.lines():
                 _print_line(f"init: {line}")
+            if fork is None and self._frozen and not step and self.config.model.is_built_in:
+                _print_line(
+                    "init: init.from names no weights: those that [lora] freezes are random"
+                )
         event: dict[str, Any] = {
             "step": step,
             "total_steps": self.total_steps,

@@ -38,28 +38,29 @@ def initialise(
     std: float | None = None,
     residual_std: float | None = None,
     strict: bool = True,
+    by_kind: bool = True,
     whole: Collection[str] = (),
 ) -> None:
     """Fill every parameter of `model` in place from (seed, name).
 
     A module may offer `init_table(std, residual_std) -> {local name: (kind, value)}` for parameters
-    (and buffers) below it; an outer table wins over an inner one. Without a table, Linear and
-    Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and `residual_std` are
+    (and buffers) below it; an outer table wins over an inner one. With `by_kind` what no table names begins by the kind
+    of its module: Linear and Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and `residual_std` are
     `hidden_std` (or `init_std`) and `residual_std` of `model.config`, or 0.02 for both.
     `whole` are the names of the whole model's tensors where `model` is a part of it (a pipeline stage): a
     table may name those that another part has.
 
     Each parameter is drawn in fp32 on the CPU as a whole, so the peak extra memory is the largest
     parameter, and a DTensor keeps only its own shard: no communication. Buffers without a row are
-    left as they are. Raises ValueError naming a parameter that nothing describes (with strict=False
-    it keeps its value), a row that names nothing, a parameter still on the meta device.
+    left as they are. Raises ValueError naming a parameter that nothing describes (with strict=False it keeps its
+    value), a row that names nothing, a parameter still on the meta device.
     """
     config = getattr(model, "config", None)
     if std is None:
         std = getattr(config, "hidden_std", getattr(config, "init_std", 0.02))
     if residual_std is None:
         residual_std = getattr(config, "residual_std", std)
-    table = _table(model, std, residual_std, whole)
+    table = _table(model, std, residual_std, whole, by_kind=by_kind)
     targets = {**dict(model.named_parameters()), **_named_rows(model, table)}
     problems = [_without_row(name) for name in targets if name not in table and strict] + [
         f"{name}: still on the meta device; call model.to_empty(device=...) first"
@@ -130,12 +131,16 @@ def _named_rows(model: nn.Module, table: dict[str, Init]) -> dict[str, Tensor]:
 
 
 def _table(
-    model: nn.Module, std: float, residual_std: float, whole: Collection[str] = ()
+    model: nn.Module,
+    std: float,
+    residual_std: float,
+    whole: Collection[str] = (),
+    by_kind: bool = True,
 ) -> dict[str, Init]:
     table: dict[str, Init] = {}
     for prefix, module in model.named_modules():  # outer modules come first, and win
         offer = getattr(module, "init_table", None)
-        rows = _default_rows(module, std) if offer is None else offer(std, residual_std)
+        rows = {} if offer is None else offer(std, residual_std)
         dot = f"{prefix}." if prefix else ""
         if offer is not None:
             known = {n for n, _ in module.named_parameters()} | {
@@ -143,14 +148,15 @@ def _table(
             }
             for unknown in {dot + name for name in set(rows) - known}.difference(whole):
                 raise ValueError(f"{unknown}: an init_table names it, but it does not exist")
-        for name, row in rows.items():
+        kind = _rows_by_kind(module, std) if by_kind else {}
+        for name, row in {**kind, **rows}.items():
             table.setdefault(dot + name, row)
     return table
 
 
-def _default_rows(module: nn.Module, std: float) -> dict[str, Init]:
+def _rows_by_kind(module: nn.Module, std: float) -> dict[str, Init]:
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    if isinstance(module, nn.Linear | nn.Embedding):
+    if isinstance(module, nn.Linear | nn.Embedding) or getattr(module, "holds_linear", False):
         first = Init("normal", std)
     elif isinstance(module, RMSNorm | nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
         first = Init("constant", 1.0)
