@@ -75,7 +75,6 @@ def test_attention_over_ranks_is_refused_by_layer_and_field(
         monkeypatch.setenv(name, value)
     job, settings = write_job(tmp_path), {"parallel.cp": 2, "sample.max_new_tokens": 0}
     for field, value in {
-        "window": 8,
         "softcap": 2.0,
         "sinks": True,
         "mask": f"{PARTS}:sees_itself",
@@ -85,7 +84,8 @@ def test_attention_over_ranks_is_refused_by_layer_and_field(
             Trainer(load_job(job, {**settings, f"model.attention.{field}": value}))
     with pytest.raises(ConfigError, match=r"no module with an attribute attend"):
         Trainer(load_job(job, {**settings, "model.mixer": f"{PARTS}:RunningMean"}))
-    Trainer(load_job(job, {**settings, "model.attention.scale": 0.3}))
+    for field, value in {"scale": 0.3, "window": 8}.items():
+        Trainer(load_job(job, {**settings, f"model.attention.{field}": value}))
     with pytest.raises(ConfigError, match=r"parallel.tp 2 must go without model.attention.sinks"):
         Trainer(load_job(job, {"parallel.tp": 2, "model.attention.sinks": True}))
     over_heads = {"model.qk_norm": True, "model.qk_norm_over": "all_heads"}
