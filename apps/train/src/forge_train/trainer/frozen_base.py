@@ -20,8 +20,9 @@ from forge_train.trainer.store_errors import store_errors
 
 def base_problems(config: JobConfig, run: RunDirectory) -> list[str]:
     """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say."""
-    saved = any(run.base.glob("step-*/manifest.json"))
-    if not config.lora.rank or not run.has_checkpoints() or saved:
+    if not config.lora.rank or not run.has_checkpoints():
+        return []
+    if any(run.base.glob("step-*/manifest.json")):
         return []
     return [
         f"lora.rank {config.lora.rank} needs {run.base}, the frozen weights, and {run.path} has checkpoints without; to "
