@@ -86,13 +86,6 @@ def test_attention_over_ranks_is_refused_by_layer_and_field(
         Trainer(load_job(job, {**settings, "model.mixer": f"{PARTS}:RunningMean"}))
     for field, value in {"scale": 0.3, "window": 8}.items():
         Trainer(load_job(job, {**settings, f"model.attention.{field}": value}))
-    with pytest.raises(ConfigError, match=r"parallel.tp 2 must go without model.attention.sinks"):
-        Trainer(load_job(job, {"parallel.tp": 2, "model.attention.sinks": True}))
-    over_heads = {"model.qk_norm": True, "model.qk_norm_over": "all_heads"}
-    with pytest.raises(
-        ConfigError, match=r"must go without model.qk_norm_over 'all_heads', a norm"
-    ):
-        Trainer(load_job(job, {"parallel.tp": 2, **over_heads}))
 
 
 def test_a_later_layer_with_another_part_drops_the_options_of_the_first(tmp_path: Path) -> None:

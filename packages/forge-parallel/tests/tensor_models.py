@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from forge_parallel.axes.roles import Role
 from forge_parallel.structure import structure_of
 
 VOCAB, DIM, HEADS, KV, HEAD = 37, 16, 4, 2, 4
@@ -35,6 +36,39 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class OverHeads(nn.Module):
+    """An RMS norm of a row's numbers, of which ranks may hold parts."""
+
+    mean_over_ranks: Any = None
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x.square().sum(-1, keepdim=True)
+        mean = (
+            squares / x.size(-1) if self.mean_over_ranks is None else self.mean_over_ranks(squares)
+        )
+        return x * (mean + 1e-3).rsqrt() * self.weight
+
+
+class WholeNorms(Attention):
+    """Norms over all heads, and a factor for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = OverHeads(HEADS * HEAD), OverHeads(KV * HEAD)
+        self.factors = nn.Parameter(torch.ones(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_norm(self.q_proj(x)).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x)).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj((out * self.factors[:, None, None]).transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -122,6 +156,7 @@ class Model(nn.Module):
             "a": lambda: Block(FeedForward(), Attention()),
             "o": lambda: Block(FeedForward(), Mixer()),
             "r": lambda: Block(Routed(), Attention()),
+            "n": lambda: Block(FeedForward(), WholeNorms()),
         }
         self.layers = nn.ModuleList([blocks[kind]() for kind in kinds])
         self.norm = nn.RMSNorm(DIM)
@@ -150,10 +185,17 @@ class Model(nn.Module):
             if isinstance(block.mixer, Mixer):
                 roles[f"layers.{i}.mixer.*"] = "opaque"
             else:
-                for name in ("q_proj", "k_proj", "v_proj"):
-                    roles[f"layers.{i}.mixer.{name}.*"] = "colwise"
+                whole = isinstance(block.mixer, WholeNorms)
+                roles[f"layers.{i}.mixer.q_proj.*"] = "colwise"
+                for name in ("k_proj", "v_proj"):
+                    roles[f"layers.{i}.mixer.{name}.*"] = "shared_heads" if whole else "colwise"
                 roles[f"layers.{i}.mixer.o_proj.*"] = "rowwise"
-                roles[f"layers.{i}.mixer.?_norm.*"] = "replicate_sum_grad"
+                if whole:
+                    roles[f"layers.{i}.mixer.factors"] = "by_heads"
+                    roles[f"layers.{i}.mixer.q_norm.*"] = "norm_over_heads"
+                    roles[f"layers.{i}.mixer.k_norm.*"] = Role("norm_over_heads", shared=True)
+                else:
+                    roles[f"layers.{i}.mixer.?_norm.*"] = "replicate_sum_grad"
             inside = f"layers.{i}.feed_forward"
             if isinstance(block.feed_forward, Routed):
                 roles[f"{inside}.experts.*"] = "expert"

@@ -44,7 +44,6 @@ KINDS: dict[str, tuple[dict[str, Any], int, Facts, str]] = {
     "shards that torch misplaces": (
         {"tp": 2}, 16, Facts(vocab=[ShardedDim("257 ids", 257, width=36)]),
         "257 ids of width 36 over tp 2 and 8 shards must be divisible by 2, or the width by 8"),
-    "a whole that tp would cut": ({"tp": 2}, 2, Facts(unshardable={"sinks": "none"}), "must go without sinks"),
     "what decides over a micro-batch": (
         {"cp": 2}, 2, Facts(whole_batch={"capacity 1.25": "no capacity"}), "capacity 1.25 decides over the tokens"),
     "tied ends": (

@@ -80,6 +80,14 @@ def test_loss_and_every_gradient_equal_one_process(dp, tp):
     _assert_equal(CASES, ranks)
 
 
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (1, 4)])
+def test_norms_over_all_heads_and_numbers_of_heads_equal_one_process(dp, tp):
+    """With four ranks two share each key head, and its norm's weight."""
+    cases = [({"kinds": "n", "tied": False}, sp) for sp in (False, True)]
+    ranks = run_on_ranks(dp * tp, _against_one_process, dp, tp, cases, timeout=120)
+    _assert_equal(cases, ranks)
+
+
 def test_compiled_blocks_equal_one_process():
     cases = [({"kinds": "a", "tied": True}, sp) for sp in (False, True)]
     ranks = run_on_ranks(2, _against_one_process, 1, 2, cases, True, timeout=200)

@@ -93,6 +93,16 @@ def test_regions_that_cross_are_refused():
     ("module", "role", "message"),
     [
         (nn.Embedding(4, 4), "colwise", "role 'colwise' must be a linear layer, weight (out, in)"),
+        (
+            nn.LayerNorm(4),
+            "norm_over_heads",
+            "must be an RMS norm with a weight (D,) that takes the mean of squares from",
+        ),
+        (
+            nn.ParameterDict({"gain": nn.Parameter(torch.ones(6))}),
+            "by_heads",
+            "part.gain: 6 outputs must be divisible by tp 4",
+        ),
         (nn.Linear(4, 4), "vocab", "role 'vocab' must be an nn.Embedding, and it is Linear"),
         (nn.Embedding(4, 4, sparse=True), "vocab", "has no max_norm, scale_grad_by_freq or sparse"),
         (

@@ -60,7 +60,6 @@ class Facts:
     num_experts        experts of a layer; 0 for a dense model
     widths, vocab      dims that tp shards evenly (heads, hidden widths), and tables sharded by ids
     tied               names of modules at both ends of the model
-    unshardable        features that tp cannot shard: {feature with its value: alternative}
     whole_batch        features that need all tokens of a micro-batch: {feature with its value: alternative}
     obstacles          {axis: sentences on why this model cannot be parallelized over it}
     model, names       for messages: the model's name, and {key: name in the configuration}, as "data.seq_len"
@@ -75,7 +74,6 @@ class Facts:
     widths: Sequence[ShardedDim] = ()
     vocab: Sequence[ShardedDim] = ()
     tied: Sequence[str] = ()
-    unshardable: Mapping[str, str] = field(default_factory=dict)
     whole_batch: Mapping[str, str] = field(default_factory=dict)
     obstacles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     model: str = "the model"
@@ -146,8 +144,6 @@ def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[st
     if tp == 1:
         return
     yield from facts.obstacles.get("tp", ())
-    for feature, other in facts.unshardable.items():
-        yield f"{facts.name('tp')} {tp} must go without {feature}, which it cannot cut; use tp = 1, or {other}"
     for dim in facts.widths:
         if wrong := uneven_width(dim, tp, facts.names):
             yield wrong

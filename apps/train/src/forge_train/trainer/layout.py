@@ -112,19 +112,8 @@ def _of_model(model: BuiltInModelConfig) -> dict[str, Any]:
         "vocab": [
             ShardedDim(f"model.vocab_size {model.vocab_size}", model.vocab_size, width=model.dim)
         ],
-        "unshardable": _unshardable(model),
         "whole_batch": _whole_batch(model),
     }
-
-
-def _unshardable(model: BuiltInModelConfig) -> dict[str, str]:
-    """Options with parameters that tp cannot cut, with the alternative to each."""
-    found = {}
-    if model.attention.sinks:
-        found["model.attention.sinks, a logit per head"] = "sinks = false"
-    if model.qk_norm_over == "all_heads":
-        found["model.qk_norm_over 'all_heads', a norm over heads of all ranks"] = "'head'"
-    return found
 
 
 def _widths(model: BuiltInModelConfig) -> dict[str, int]:

@@ -195,19 +195,20 @@ class Attention(RotaryMixer):
             **({} if self.sinks is None else {"sinks": Init("normal", std)}),
         }
 
-    def parallel_roles(self) -> dict[str, str]:
-        """Role of each parameter under tensor parallelism, by pattern; see Transformer.
-
-        Sinks, one per head, and norms over all heads have none: no role cuts a vector, so tensor parallelism
-        refuses them by name.
-        """
-        norms = ("q_norm", "k_norm") if self.q_norm is not None and self.norms_heads else ()
+    def parallel_roles(self) -> dict[str, Any]:
+        """Role of each parameter under tensor parallelism, by pattern; see Transformer."""
+        norms: dict[str, Any] = {}
+        if self.q_norm is not None and self.norms_heads:
+            norms = {"q_norm.*": "replicate_sum_grad", "k_norm.*": "replicate_sum_grad"}
+        elif self.q_norm is not None:
+            norms = {"q_norm.*": "norm_over_heads", "k_norm.*": ("norm_over_heads", 1, True)}
         return {
             "q_proj.*": "colwise",
             "k_proj.*": "shared_heads",
             "v_proj.*": "shared_heads",
             "o_proj.*": "rowwise",
-            **{f"{name}.*": "replicate_sum_grad" for name in norms},
+            **norms,
+            **({} if self.sinks is None else {"sinks": "by_heads"}),
         }
 
     def flops_per_token(self, seq_len: int) -> float:

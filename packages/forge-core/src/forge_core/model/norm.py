@@ -3,6 +3,8 @@
 Shapes: D width of the last dim, ... any leading dims.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,8 +65,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, in fp32, result in the dtype of x (Zhang & Sennrich 2019).
 
-    RMSNorm(dim, eps=1e-5)(x)   # (..., D) -> (..., D)
+        RMSNorm(dim, eps=1e-5)(x)   # (..., D) -> (..., D)
+
+    `mean_over_ranks(sums)` is set where ranks hold parts of the last dim: the mean of squares of all parts (..., 1),
+    from the sums (..., 1) of this one.
     """
+
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -72,7 +79,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self._norm(x, self.weight)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.mean_over_ranks is None:
+            return rms_norm(x, weight, self.eps)
+        wide = x if x.dtype == torch.float64 else x.float()
+        mean = self.mean_over_ranks(wide.square().sum(-1, keepdim=True))  # (..., 1)
+        return (wide * (mean + self.eps).rsqrt() * weight).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.size(0)}, eps={self.eps}"
@@ -90,7 +104,7 @@ class PlusOneRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        return rms_norm(x, weight, self.eps)
+        return self._norm(x, weight)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """How the weight begins; see `Init`."""

@@ -88,13 +88,14 @@ class Colwise(nn.Module):
         return out
 
 
-class SharedHeads(Colwise):
-    """A layer of fewer heads than ranks: each rank has all weights and computes one head, as other ranks do.
+class SharedRows(nn.Module):
+    """Fewer heads than ranks: each rank has all weights and uses the rows of one head, as other ranks do.
 
     Gradients of the weights are partial sums.
     """
 
     tp_rows: slice
+    in_forward: bool
 
     @property
     def weight(self) -> Any:
@@ -111,6 +112,26 @@ class SharedHeads(Colwise):
     def _rows(self, name: str) -> Any:
         whole = local_part(self, name, (Partial(),))
         return whole if whole is None or not self.in_forward else whole[self.tp_rows]
+
+
+class SharedHeads(SharedRows, Colwise):
+    """A layer that computes one head, as other ranks do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanOverRanks:
+    """The mean of squares of `width` numbers, of which each rank has some; `copies` ranks have the same ones.
+
+    One all-reduce of (..., 1) forward, and one backward: the loss of each rank depends on the sums of all.
+    """
+
+    group: NamedGroup
+    width: int
+    copies: int = 1
+
+    def __call__(self, sums: Tensor) -> Tensor:
+        total = copy(reduce(sums, self.group), self.group)
+        return total / (self.width * self.copies)
 
 
 class ShardedLogits(Colwise):

@@ -7,6 +7,8 @@ sharded_logits      a colwise layer whose outputs are logits; each rank keeps it
 gather_output       the same, but outputs are gathered except in training
 vocab               an embedding sharded by ids
 sequence            a norm that may see a part of the tokens
+by_heads            parameters with a number for each head, or output, of a colwise layer beside them
+norm_over_heads     an RMS norm over all outputs of a colwise layer, which has `mean_over_ranks` (see `_wrong_kind`)
 replicate_sum_grad  a copy on each rank, which sees other heads or tokens; gradients are summed
 enter               a module without parameters, whose output the heads of all ranks read: all tokens
 opaque              a module that must see all tokens
@@ -34,6 +36,8 @@ ROLES = (
     "rowwise",
     "vocab",
     "sequence",
+    "by_heads",
+    "norm_over_heads",
     "replicate_sum_grad",
     "sharded_logits",
     "gather_output",
@@ -42,7 +46,7 @@ ROLES = (
     "opaque",
 )
 HEADS = ("sharded_logits", "gather_output")
-BY_ROWS = ("colwise", "vocab", *HEADS)
+BY_ROWS = ("colwise", "vocab", "by_heads", "norm_over_heads", *HEADS)
 _LINEAR = ("colwise", "rowwise", *HEADS)
 #: Parameters of a linear layer: its own, and those of an adapter.
 LOW_RANK = ("lora_a", "lora_b")
@@ -208,6 +212,14 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
             unit = _unit(model, name, role, whole)
             if wrong := uneven_width(_sharded_dim(name, role, whole, unit), size):
                 problems.append(wrong)
+        elif role.name in ("by_heads", "norm_over_heads"):
+            for parameter, vector in module.named_parameters(recurse=False):
+                whole = vector.size(0)
+                unit = _unit(model, name, role, whole) if role.name == "norm_over_heads" else 1
+                if wrong := uneven_width(
+                    _sharded_dim(f"{name}.{parameter}", role, whole, unit), size
+                ):
+                    problems.append(wrong)
         elif role.name in ("vocab", *HEADS):
             whole = module.weight.size(0)
             for parameter, table in module.named_parameters(recurse=False):
@@ -343,6 +355,11 @@ def _wrong_kind(module: Any, role: str) -> str | None:
             return (
                 f"role {role!r} must be a linear layer, weight (out, in), and it is {_say(module)}"
             )
+    if role == "norm_over_heads" and (len(shape) != 1 or not hasattr(module, "mean_over_ranks")):
+        return (
+            "role 'norm_over_heads' must be an RMS norm with a weight (D,) that takes the mean of squares from "
+            f"`mean_over_ranks(sums)` where that is set, and it is {_say(module)}"
+        )
     if role == "enter":
         return f"role 'enter' must be a module without parameters, and it is {_say(module)}"
     if role == "vocab":
@@ -375,7 +392,7 @@ def shared_head(model: nn.Module, name: str, role: Role, size: int) -> int:
 
 
 def _sharded_dim(name: str, role: Role, whole: int, unit: int) -> ShardedDim:
-    side = "outputs" if role.name == "colwise" else "inputs"
+    side = "inputs" if role.name == "rowwise" else "outputs"
     what = f"{whole} {side}" if unit == 1 else f"{whole // unit} heads of {unit} ({whole} {side})"
     return ShardedDim(f"{name}: {what}", whole, unit, role.shared and unit > 1)
 

@@ -27,6 +27,7 @@ from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.layers import (
     Colwise,
     GatheredLogits,
+    MeanOverRanks,
     Opaque,
     Root,
     Routed,
@@ -34,6 +35,7 @@ from forge_parallel.axes.layers import (
     ShardedLogits,
     SharedHeads,
     SharedInputs,
+    SharedRows,
     Siblings,
     TPRegion,
     VocabEmbedding,
@@ -170,10 +172,13 @@ def _shard_model(
         _shard_parameters(
             module, "replicate_sum_grad" if head else role.name, tokens_cut, mesh, sharded
         )
+        if role.name == "norm_over_heads":
+            copies = group.size * head // module.weight.size(0) if head else 1
+            module.mean_over_ranks = MeanOverRanks(group, module.weight.size(0), copies)
         if head:
             first = group.rank * (module.weight.size(0) // head) // group.size * head
             module.tp_rows = slice(first, first + head)
-            add_mixin(module, SharedHeads)
+            add_mixin(module, SharedHeads if role.name == "colwise" else SharedRows)
             continue
         if role.name == "vocab":
             _set_local_ids(module, group)
