@@ -14,7 +14,7 @@ import torch
 from forge_ckpt import read_tensors
 from forge_core.lora import adapter_names
 from forge_testing import forge_train, kill_after_step, models, start, write_job
-from forge_testing.runs import fit_on_ranks, together
+from forge_testing.runs import assert_same_bits, fit_on_ranks, saved_tensors, together
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, load_trained, read_run
 from forge_train.hf.exporting import export_run
 
@@ -38,17 +38,6 @@ def fit(folder: Path, *callbacks: Callback, **overrides: Any) -> Trainer:
     return trainer
 
 
-def bits(run: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    path = run / "checkpoints"
-    return dict(read_tensors(path if step is None else path / f"step-{step:08d}"))
-
-
-def assert_same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(mine[name], value), name
-
-
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of all weights."""
@@ -68,18 +57,18 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, trunk: Path) -> Path:
 def test_the_frozen_weights_are_saved_once_in_16_bits_and_checkpoints_hold_the_rest(
     trunk: Path, tuned: Path
 ) -> None:
-    base, before = dict(read_tensors(tuned / "base")), bits(trunk)
+    base, before = dict(read_tensors(tuned / "base")), saved_tensors(trunk)
     frozen = {name for name in before if name.startswith("model.")}
     assert base.keys() == frozen
     for name, value in base.items():
         assert torch.equal(value, before[name].to(torch.bfloat16)), name
     for step in (3, 6, 8):
-        saved = bits(tuned, step)
+        saved = saved_tensors(tuned, step)
         model = {name for name in saved if name.startswith("model.")}
         assert len(model) == 2 * 2 * 4, "two matrices for four projections of two layers"
         assert {name.rpartition(".")[2] for name in model} == {"lora_a", "lora_b"}
         assert not [n for n in saved if n.startswith("optimizer.") and "lora" not in n]
-    assert bits(tuned, 3)["model.layers.0.mixer.q_proj.lora_b"].abs().max() > 0
+    assert saved_tensors(tuned, 3)["model.layers.0.mixer.q_proj.lora_b"].abs().max() > 0
     losses = read_run(tuned).metrics["loss"]
     assert losses[-1] < losses[0]
 
@@ -96,7 +85,7 @@ def test_killed_it_goes_on_with_the_same_bits_also_when_the_parent_is_gone(
     written = {f: f.stat().st_mtime_ns for f in (tmp_path / "run/base").rglob("*") if f.is_file()}
     done = forge_train("run", job, *flags)
     assert done.code == 0, done.err
-    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
     assert all(f.stat().st_mtime_ns == at for f, at in written.items()), "written once"
 
 
@@ -118,7 +107,7 @@ def test_what_a_life_without_a_checkpoint_left_is_written_again(
     fit(tmp_path, init__from=str(trunk), **LORA, **EIGHT)
     base = dict(read_tensors(tmp_path / "run/base"))
     assert not torch.equal(base["model.embedding.weight"], other["model.embedding.weight"])
-    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
 
 
 @pytest.mark.distributed
@@ -197,11 +186,11 @@ class Logits(Callback):
 def test_a_fork_keeps_base_adapters_and_moments(tmp_path: Path, tuned: Path) -> None:
     init = {"init__from": f"{tuned}@3", "init__keep": ALL}
     fit(tmp_path, **init, **LORA, **EIGHT)
-    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
     assert_same_bits(dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base")))
     fit(tmp_path / "warm", init__from=str(tuned), **LORA, train__steps=1, optimizer__lr=1e-12)
-    warm = bits(tmp_path / "warm/run")
-    for name, value in bits(tuned).items():
+    warm = saved_tensors(tmp_path / "warm/run")
+    for name, value in saved_tensors(tuned).items():
         if name.startswith("model."):
             assert torch.allclose(warm[name], value, atol=1e-9), name
 
@@ -321,7 +310,7 @@ def test_a_folder_of_hugging_face_is_a_base(tmp_path: Path, trunk: Path, tuned: 
     export_run(trunk, tmp_path / "hf")
     fit(tmp_path, init__from=str(tmp_path / "hf"), **LORA, **EIGHT)
     assert_same_bits(dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base")))
-    assert_same_bits(bits(tmp_path / "run"), bits(tuned))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
 
 
 def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: Path) -> None:
@@ -336,7 +325,7 @@ def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: P
         assert torch.equal(model.get_buffer(name), bias)
     fit(tmp_path, **experts, **tied, **LORA, train__steps=6)
     fit(tmp_path / "whole", **experts, **tied, **LORA, train__steps=6)
-    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole/run"))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
 
 
 def test_files_that_lie_in_base_stay(tmp_path: Path, trunk: Path) -> None:

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from forge_ckpt import read_tensors
 from forge_testing import forge_train, kill_after_step, run_on_ranks, start, write_job
 from forge_testing.jobs import TINY_JOB
-from forge_testing.runs import assert_close, fit_on_ranks, full, together
+from forge_testing.runs import (
+    assert_close,
+    assert_same_bits,
+    fit_on_ranks,
+    full,
+    saved_tensors,
+    together,
+)
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, read_run
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
@@ -38,18 +45,6 @@ def fit(job: Path, *callbacks: Callback, **overrides: Any) -> Trainer:
     trainer = Trainer(load_job(job, {**QUIET, **CONSTANT, **flat}), list(callbacks))
     trainer.fit()
     return trainer
-
-
-def bits(run: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    """Weights, moments and random streams of a checkpoint, by default of the newest."""
-    path = run / "checkpoints"
-    return dict(read_tensors(path if step is None else path / f"step-{step:08d}"))
-
-
-def assert_same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(mine[name], value), name
 
 
 def rows(run: Path, after: int = 0) -> list[tuple[Any, ...]]:
@@ -94,7 +89,7 @@ def test_a_fork_that_keeps_all_is_the_run_that_never_stopped(
         fit(job_of(tmp_path / "whole"), train__steps=15)
         reference = tmp_path / "whole/run"
     fit(job_of(tmp_path), train__steps=steps, init__from=str(name), init__keep=ALL)
-    assert_same_bits(bits(tmp_path / "run"), bits(reference))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(reference))
     assert rows(tmp_path / "run") == rows(reference, after=begun)
     assert listing(trunk) == before, "the parent changed"
     forked = read_run(tmp_path / "run")
@@ -142,7 +137,7 @@ def test_a_warm_start_is_a_new_run_with_weights_and_moments_put_in_by_hand(
     assert rows(tmp_path / "run") == rows(tmp_path / "hand/run")
     assert [row[0] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
     assert warm.loader.cursor == 16
-    mine, theirs = bits(tmp_path / "run"), bits(tmp_path / "hand/run")
+    mine, theirs = saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "hand/run")
     assert_same_bits(mine, theirs)
     fresh = fit(job_of(tmp_path / "fresh"), **other)
     assert not torch.equal(full(fresh)["lm_head.weight"], mine["model.lm_head.weight"])
@@ -156,7 +151,7 @@ def test_every_kind_of_optimizer_goes_on(tmp_path: Path, name: str) -> None:
     fit(job_of(tmp_path / "whole"), train__steps=6, **own)
     source = f"{tmp_path}/whole/run@3"
     fit(job_of(tmp_path), init__from=source, init__keep=ALL, train__steps=6, **own)
-    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole/run"))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
 
 
 def test_moments_of_another_optimizer_are_refused_also_where_no_configuration_is(
@@ -218,7 +213,10 @@ def test_callbacks_and_random_streams_go_on_with_the_cursor_alone(tmp_path: Path
         )
         found[name] = counter.first, other.first
     assert found == {"all": (6, 0), "warm": (0, 0)}
-    streams = [bits(tmp_path / n / "run")["rng.streams.0.torch"] for n in ("parent", "all", "warm")]
+    streams = [
+        saved_tensors(tmp_path / n / "run")["rng.streams.0.torch"]
+        for n in ("parent", "all", "warm")
+    ]
     assert torch.equal(streams[0], streams[1])
 
 
@@ -238,7 +236,9 @@ def test_two_decays_forked_from_a_trunk_are_two_whole_runs(tmp_path: Path) -> No
             init__keep=ALL,
             **own,
         )
-        assert_same_bits(bits(tmp_path / name / "run"), bits(tmp_path / name / "whole/run"))
+        assert_same_bits(
+            saved_tensors(tmp_path / name / "run"), saved_tensors(tmp_path / name / "whole/run")
+        )
         whole = rows(tmp_path / name / "whole/run")
         assert rows(tmp_path / name / "run") == whole[start_step:]
         assert whole[start_step - 1][4] > whole[start_step][4] > whole[-1][4], "the rate fell"
@@ -275,14 +275,14 @@ def test_a_killed_fork_goes_on_with_its_own_state_also_when_the_parent_is_gone(
     assert kinds.count("fork") == 1
     assert "resume" in kinds or killed.code == 0
     assert read_run(tmp_path / "run").parent == before
-    assert_same_bits(bits(tmp_path / "run"), bits(trunk))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(trunk))
     assert rows(tmp_path / "run") == rows(trunk, after=3)
 
 
 def test_a_fork_that_may_roll_back_saves_its_beginning(tmp_path: Path, trunk: Path) -> None:
     back = {"resilience__nonfinite__action": "rollback", "checkpoint__keep_last": 9}
     fit(job_of(tmp_path), init__from=f"{trunk}@6", init__keep=ALL, train__steps=8, **back)
-    assert_same_bits(bits(tmp_path / "run", 6), bits(trunk, 6))
+    assert_same_bits(saved_tensors(tmp_path / "run", 6), saved_tensors(trunk, 6))
 
 
 class Stop(Exception):
@@ -314,7 +314,7 @@ def test_a_fork_that_dies_before_its_first_save_forks_again_or_says_that_the_par
         fit(job, **init)
     shutil.copytree(trunk, parent)
     fit(job, **init)
-    assert_same_bits(bits(tmp_path / "run"), bits(trunk))
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(trunk))
 
 
 def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
@@ -336,7 +336,7 @@ def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
     fit(job, ForkNow(), train__steps=15, checkpoint__keep_last=9)
     assert read_run(tmp_path / "child/run").parent["step"] == 12
     fit(job_of(tmp_path / "whole"), train__steps=14)
-    assert_same_bits(bits(tmp_path / "child/run"), bits(tmp_path / "whole/run"))
+    assert_same_bits(saved_tensors(tmp_path / "child/run"), saved_tensors(tmp_path / "whole/run"))
 
 
 def test_a_damaged_source_is_refused_and_a_damaged_fork_never_forks_again(
@@ -381,7 +381,7 @@ def test_patterns_take_a_part_and_the_rest_begins_by_the_seed(
     fit(job_of(tmp_path), at_start, **init, **deeper, metrics__console="plain")
     alone = Weights()
     fit(job_of(tmp_path / "fresh"), alone, **deeper)
-    saved = bits(trunk, 6)
+    saved = saved_tensors(trunk, 6)
     taken = [n for n in at_start.found if n.startswith("layers.0.") and "norm" not in n]
     assert len(taken) == 7
     for name, value in at_start.found.items():
@@ -491,7 +491,7 @@ def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder:
     run = tmp_path / "run"
     import_folder(folder, tmp_path / "import")
     fit(tmp_path / "job.toml", **short, run__dir=str(tmp_path / "import"))
-    assert_same_bits(bits(run), bits(tmp_path / "import"))
+    assert_same_bits(saved_tensors(run), saved_tensors(tmp_path / "import"))
     assert rows(run) == rows(tmp_path / "import")
     assert (run / "model.toml").read_text() == (tmp_path / "import/model.toml").read_text()
     parent = read_run(run).parent

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forge_ckpt import read_tensors
 from forge_testing.jobs import write_job
 from forge_testing.ranks import run_on_ranks
 from forge_train import Callback, Trainer, load_job, read_run
@@ -85,6 +86,18 @@ def together(fitted: list[Fitted]) -> dict[str, torch.Tensor]:
         for name, value in rank.weights.items():
             assert torch.equal(found.setdefault(name, value), value), name
     return found
+
+
+def saved_tensors(run: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    """Weights, moments and random streams of a checkpoint, by default of the newest."""
+    path = run / "checkpoints"
+    return dict(read_tensors(path if step is None else path / f"step-{step:08d}"))
+
+
+def assert_same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
 
 
 def columns(job: Path) -> dict[str, list]:
