@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from forge_ckpt import read_tensors
 from forge_core.lora import adapter_names
+from forge_parallel import end_process_group
 from forge_testing import forge_train, kill_after_step, models, start, write_job
 from forge_testing.runs import assert_same_bits, fit_on_ranks, saved_tensors, together
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, load_trained, read_run
@@ -36,6 +38,13 @@ def fit(folder: Path, *callbacks: Callback, **overrides: Any) -> Trainer:
     trainer = Trainer(load_job(job_of(folder), {**QUIET, **flat}), list(callbacks))
     trainer.fit()
     return trainer
+
+
+@pytest.fixture(autouse=True)
+def _without_group() -> Iterator[None]:
+    """Weights in 16 bits are wrapped on one rank, too, which begins a process group."""
+    yield
+    end_process_group()
 
 
 @pytest.fixture(scope="module")

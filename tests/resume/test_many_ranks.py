@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_parallel import Meshes
+from forge_parallel import Meshes, end_process_group
 from forge_testing import RankError, forge_train, run_on_ranks, start, wait_for_step
 from forge_testing.faults import flip_bit, rank_pids, signal_at_random, signal_rank
 from forge_testing.runs import (
@@ -421,6 +421,7 @@ def test_a_rank_without_its_group_is_told_so(
     world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
+    end_process_group()  # of an earlier test
     trainer = Trainer(load_job(make_job(tmp_path)))
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2 and this process stands alone"):
         trainer.fit()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from forge_core.model.config import MLAConfig, MuPConfig
-from forge_core.model.spec import AttentionSpec
+from forge_core import AttentionSpec
+from forge_core.model import MLAConfig, MuPConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.hf.families import find_family

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from forge_ckpt import read_tensors
+from forge_parallel import end_process_group
 from forge_testing.jobs import write_job
 from forge_testing.ranks import run_on_ranks
 from forge_train import Callback, Trainer, load_job, read_run
@@ -67,10 +68,12 @@ def full(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def fit_alone(job: Path, **overrides: Any) -> Fitted:
-    """The same run in this process alone."""
+    """The same run in this process alone, without a process group before and after it."""
     trainer = Trainer(load_job(job, overrides))
     result = trainer.fit()
-    return Fitted(int(result.exit_code), result.step, (), full(trainer))
+    found = Fitted(int(result.exit_code), result.step, (), full(trainer))
+    end_process_group()  # which weights in 16 bits begin
+    return found
 
 
 def fit_on_ranks(world: int, job: Path, callback: Any = None, **overrides: Any) -> list[Fitted]:

@@ -73,6 +73,10 @@ class _AsImported:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._model.load_state_dict(state)
 
+    def load_selects(self, saved: list[Any]) -> list[Any]:
+        select = getattr(self._model, "load_selects", list)  # of a stage
+        return list(select(saved))
+
 
 class Checkpoints:
     """Loads and saves the state of a run. Collective, but for `listen`: every rank calls every method.
