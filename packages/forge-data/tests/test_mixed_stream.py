@@ -1,0 +1,148 @@
+"""A mixed stream gives the rows of its streams, on any number of readers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from forge_data import Loader, Ragged
+from forge_data.mixed_stream import MixedStream, seed_of
+from forge_data.mixture import Phase
+
+
+class Numbers:
+    """Row i of a source is i and its letter."""
+
+    def __init__(self, letter, length=10, width=2, extra=None):
+        self.letter, self.length, self.width, self.extra = letter, length, width, extra
+
+    def __len__(self):
+        return self.length
+
+    def arrays(self, ids):
+        rows = np.repeat(np.asarray(ids, np.int64)[:, None], self.width, 1)
+        found = {
+            "tokens": rows,
+            "labels": rows + 1,
+            "positions": np.zeros_like(rows) + np.arange(self.width),
+            "document_ids": np.full_like(rows, 0),
+            "letter": torch.full((len(ids),), ord(self.letter)),
+            "source": np.zeros(len(ids), np.int64),
+        }
+        if self.extra is not None:
+            found["extra"] = self.extra
+        return found
+
+    def fingerprint(self):
+        return {"letter": self.letter}
+
+
+def _mixed(**options):
+    streams = {"a": Numbers("a"), "b": Numbers("b", 6), "c": Numbers("c", 4)}
+    return MixedStream(streams, [Phase(0, (3.0, 2.0, 1.0)), Phase(40, (0.0, 1.0, 1.0))], **options)
+
+
+def test_rows_are_those_of_the_streams_in_any_order_of_ids():
+    stream = _mixed()
+    ids = np.random.default_rng(0).permutation(60)
+    arrays = stream.arrays(ids)
+    sources, own = stream.mixture.locate(ids)
+    assert (arrays["tokens"][:, 0] == own).all()
+    assert arrays["letter"].tolist() == [ord("abc"[k]) for k in sources]
+    assert (arrays["source"] == sources).all()
+    assert sorted(arrays) == sorted([*Numbers("a").arrays(ids)])
+    assert not len(stream.arrays(np.empty(0, np.int64))["tokens"])
+    assert len(stream) == 20
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(seed):
+    """Random histories of readers, batches, stops, workers and skipped windows."""
+    draw = random.Random(seed)
+    whole = _mixed().arrays(np.arange(400))
+    want = list(zip(whole["source"].tolist(), whole["tokens"][:, 0].tolist()))
+    state, got, cursor, windows = None, [], 0, []
+    while cursor < 200:
+        world, micro = draw.randint(1, 8), draw.choice([1, 2, 3])
+        batch = micro * draw.randint(1, 6)
+        workers = draw.choice([0, 0, 0, 2])
+        loaders = [
+            Loader(_mixed(), batch, r, world, workers if r == 0 else 0, micro_batch=micro)
+            for r in range(world)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        for _ in range(draw.randint(1, 3)):
+            rows = []
+            for loader in loaders:
+                found = next(loader)
+                own = found.instance_ids >= 0
+                rows += zip(
+                    found.instance_ids[own].tolist(),
+                    found.source[own].tolist(),
+                    found.tokens[own, 0].tolist(),
+                )
+            got += sorted(rows)
+            cursor += batch
+        if draw.random() < 0.3:
+            first = int(loaders[0].ids(cursor, cursor + 1)[0]) + draw.randint(0, 3)
+            window = first, first + draw.randint(0, 5)
+            windows.append(window)
+            for loader in loaders:
+                loader.skip(*window)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = states[draw.randrange(world)]
+        for loader in loaders:
+            loader.close()
+    left = [i for i in range(400) if not any(a <= i <= b for a, b in windows)]
+    assert [row[0] for row in got] == left[: len(got)]
+    assert [row[1:] for row in got] == [want[i] for i in left[: len(got)]]
+
+
+def test_a_source_ends_with_its_epochs_and_each_instance_comes_once_in_each():
+    stream = _mixed(max_epochs={"a": 1, "b": 2, "c": 3})
+    end = stream.mixture.end
+    arrays = stream.arrays(np.arange(end))
+    for k, count in ((1, 12), (2, 12)):
+        own = arrays["tokens"][arrays["source"] == k, 0]
+        assert own.tolist() == list(range(count))
+    with pytest.raises(ValueError, match="raise max_epochs, or train less"):
+        Loader(stream, end + 1).__next__()
+
+
+def test_its_fingerprint_names_all_that_determines_rows():
+    one = _mixed(max_epochs={"b": 2}).fingerprint()
+    assert one["a.letter"] == "a"
+    assert one["b.max_epochs"] == 2
+    assert one["mixture.from_40"] == '{"a": 0.0, "b": 1.0, "c": 1.0}'
+    assert one != _mixed().fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Numbers("b", width=3), r"differ in document_ids: int64 \(2,\) and int64 \(3,\)"),
+        (Numbers("b", extra=np.zeros((0, 2))), "differ in extra: nothing and float64"),
+    ],
+)
+def test_streams_that_differ_are_refused(other, words):
+    with pytest.raises(ValueError, match=words):
+        MixedStream({"a": Numbers("a"), "b": other}, [Phase(0, (1.0, 1.0))])
+
+
+def test_ragged_extras_are_refused():
+    ragged = Ragged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
+    streams = {name: Numbers(name, extra=ragged) for name in "ab"}
+    with pytest.raises(ValueError, match="'extra' has any number of entries"):
+        MixedStream(streams, [Phase(0, (1.0, 1.0))])
+
+
+def test_sources_of_one_length_have_orders_of_their_own():
+    seeds = {seed_of(0, name) for name in ("web", "books")} | {seed_of(1, "web")}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
