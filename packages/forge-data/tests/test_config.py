@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 import forge_data
-from forge_data import DataConfig, SourceConfig
+from forge_data import DataConfig, PhaseConfig, SourceConfig
 
 TEXT = {"docs": SourceConfig()}
+TWO = {name: SourceConfig() for name in "ab"}
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,68 @@ def test_source_rules(settings, message):
         ({"seq_len": True}, "seq_len True must be"),
         ({"num_workers": -1}, "num_workers -1 must be"),
         ({"sources": {}}, r"sources \(none\) must have one entry"),
-        ({"sources": {**TEXT, "more": SourceConfig()}}, r"sources \(docs, more\).*mixing"),
+        (
+            {"sources": {"a": SourceConfig(weight=2.0)}},
+            r"sources.a.weight means nothing for the only",
+        ),
+        (
+            {"sources": {"a": SourceConfig(weight=2.0), "b": SourceConfig()}},
+            "sources.b.weight must be given, as a has one",
+        ),
+        (
+            {"sources": {n: SourceConfig(weight=0.0) for n in "ab"}},
+            r"sources \(a, b\) must have one with a weight above 0",
+        ),
+        ({"temperature": 2.0}, "temperature 2.0 means nothing for the only source"),
+        ({"temperature": 0.0, "sources": TWO}, "temperature 0.0 must be a finite number above 0"),
+        ({"validation": SourceConfig(weight=1.0)}, "validation.weight 1.0 means nothing there"),
+        (
+            {"sources": TWO, "phases": {"end": PhaseConfig(10, {"c": 1.0})}},
+            "phases.end.weights 'c' must be one of the sources, a, b",
+        ),
+        (
+            {"phases": {"end": PhaseConfig(10, {"docs": 1.0})}},
+            "phases.end.weights mean nothing for the only source",
+        ),
+        (
+            {"phases": {n: PhaseConfig(10, lr_multiplier=0.5) for n in "xy"}},
+            "phases.y.start_tokens 10 must differ from that of x",
+        ),
     ],
 )
 def test_data_rules(settings, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**{"sources": TEXT, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"start_tokens": 0, "lr_multiplier": 0.5}, "start_tokens 0 must be"),
+        ({"start_tokens": 5}, "changes nothing"),
+        ({"start_tokens": 5, "lr_multiplier": 0.0}, "lr_multiplier 0.0 must be"),
+        ({"start_tokens": 5, "weights": {"a": -1.0}}, "weights.a -1.0 must be"),
+        ({"start_tokens": 5, "weights": {"a": 0.0}}, "must have one above 0"),
+    ],
+)
+def test_phase_rules(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PhaseConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"weight": float("nan")}, "weight nan must be"), ({"max_epochs": 0}, "max_epochs 0 must be")],
+)
+def test_share_rules(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SourceConfig(**settings)
+
+
+def test_the_rate_is_that_of_the_last_phase_that_began():
+    phases = {"b": PhaseConfig(20, lr_multiplier=0.1), "a": PhaseConfig(10, lr_multiplier=0.5)}
+    config = DataConfig(sources=TEXT, phases=phases)
+    assert [config.lr_multiplier(n) for n in (0, 9, 10, 19, 20, 99)] == [1, 1, 0.5, 0.5, 0.1, 0.1]
 
 
 def test_all_problems_in_one_message():

@@ -2,14 +2,14 @@
 
 from forge_data.batch import Batch, Ragged, filler_batch
 from forge_data.collate import batch_of
-from forge_data.config import DataConfig, SourceConfig
+from forge_data.config import DataConfig, PhaseConfig, SourceConfig
 from forge_data.errors import InvalidData
 from forge_data.loader import Loader
 from forge_data.order import Permutation
 from forge_data.packing import PackedStream
 from forge_data.protocols import Source, Stream, Tokenizer
 from forge_data.sources.builtin import BuiltinCorpus
-from forge_data.sources.open import open_source, open_stream
+from forge_data.sources.open import open_source, open_stream, open_training
 from forge_data.sources.token_files import TokenFiles, verify
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 
@@ -23,6 +23,7 @@ __all__ = [
     "Loader",
     "PackedStream",
     "Permutation",
+    "PhaseConfig",
     "Ragged",
     "Source",
     "SourceConfig",
@@ -34,5 +35,6 @@ __all__ = [
     "load_tokenizer",
     "open_source",
     "open_stream",
+    "open_training",
     "verify",
 ]

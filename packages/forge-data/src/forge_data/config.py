@@ -59,9 +59,40 @@ class SourceConfig:
         default_factory=dict,
         metadata={"help": "arguments of a source of your own, by name; built-in ones take none"},
     )
+    weight: float | None = _field(
+        None,
+        "its share of the training instances, relative to the others' (default: its rows; see temperature)",
+    )
+    max_epochs: int | None = _field(
+        None,
+        "times that its rows come at most in training; then the others take its share (default: no end)",
+    )
 
     def __post_init__(self) -> None:
-        raise_problems("source", _source_problems(self))
+        raise_problems("source", [*_source_problems(self), *_share_problems(self)])
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """Other shares of the sources, and another learning rate, from some point of a run on."""
+
+    start_tokens: int = field(
+        metadata={
+            "help": "tokens of the run before it, rounded up to whole rows and, for the rate, steps"
+        }
+    )
+    weights: dict[str, float] = field(
+        default_factory=dict,
+        metadata={
+            "help": "source = its weight; one that is not named gives nothing (default: as before)"
+        },
+    )
+    lr_multiplier: float = _field(
+        1.0, "factor of the learning rate, in place of that of the phase before"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("phase", _phase_problems(self))
 
 
 @dataclass(frozen=True)
@@ -75,7 +106,15 @@ class DataConfig:
     seed: int | None = _field(None, "seed of the order of training rows (default: that of the run)")
     num_workers: int = _field(0, "processes that read ahead; 0 reads in the training process")
     sources: dict[str, SourceConfig] = field(
-        default_factory=dict, metadata={"help": "training text by name; one entry for now"}
+        default_factory=dict, metadata={"help": "training text by name, mixed if there are several"}
+    )
+    temperature: float = _field(
+        1.0,
+        "weights of sources become weight ** (1 / temperature): above 1 they come nearer to one another",
+    )
+    phases: dict[str, PhaseConfig] = field(
+        default_factory=dict,
+        metadata={"help": "points from which sources have other weights, by name"},
     )
     validation: SourceConfig | None = field(
         default=None, metadata={"help": "held-out text that the validation loss is measured on"}
@@ -83,6 +122,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         raise_problems("data", _data_problems(self))
+
+    def lr_multiplier(self, tokens: int) -> float:
+        """Factor of the learning rate of a step before which the run has seen so many tokens."""
+        begun = [phase for phase in self.phases.values() if phase.start_tokens <= tokens]
+        return max(begun, key=lambda p: p.start_tokens).lr_multiplier if begun else 1.0
 
 
 def _source_problems(c: SourceConfig) -> Iterator[str]:
@@ -113,6 +157,68 @@ def _source_problems(c: SourceConfig) -> Iterator[str]:
         yield f'split {c.split!r} must be "train" or "validation"; use split = "train"'
     if c.verify not in VERIFY:
         yield f'verify {c.verify!r} must be one of {", ".join(VERIFY)}; use verify = "touch"'
+
+
+def _share_problems(c: SourceConfig) -> Iterator[str]:
+    if c.weight is not None and not _is_weight(c.weight):
+        yield f"weight {c.weight!r:.40} must be a finite number of at least 0; use 1.0"
+    if c.max_epochs is not None and not _is_int(c.max_epochs, 1, 1 << 20):
+        yield f"max_epochs {c.max_epochs!r:.40} must be a whole number from 1 to 2**20; use 4"
+
+
+def _phase_problems(c: PhaseConfig) -> Iterator[str]:
+    if not _is_int(c.start_tokens, 1, 1 << 60):
+        yield f"start_tokens {c.start_tokens!r:.40} must be a whole number of at least 1; give the tokens before it"
+    for name, weight in c.weights.items():
+        if not _is_weight(weight):
+            yield f"weights.{name} {weight!r:.40} must be a finite number of at least 0; use 1.0"
+    if c.weights and not any(c.weights.values()):
+        yield f"weights {c.weights} must have one above 0; name the sources that go on"
+    if not (_is_weight(c.lr_multiplier) and c.lr_multiplier > 0):
+        yield f"lr_multiplier {c.lr_multiplier!r:.40} must be a finite number above 0; use 1.0"
+    if not c.weights and c.lr_multiplier == 1.0:
+        yield "changes nothing; give it weights, or an lr_multiplier"
+
+
+def _is_weight(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value < float("inf")
+    )
+
+
+def _mixture_problems(c: DataConfig) -> Iterator[str]:
+    """Problems of weights and phases, which only together make sense."""
+    weighted = [name for name, source in c.sources.items() if source.weight is not None]
+    names = ", ".join(c.sources)
+    if len(c.sources) == 1 and weighted:
+        yield f"sources.{weighted[0]}.weight means nothing for the only source; remove it, or add a source"
+    elif weighted and len(weighted) < len(c.sources):
+        missing = next(name for name in c.sources if name not in weighted)
+        yield f"sources.{missing}.weight must be given, as {weighted[0]} has one; give all of them one, or none"
+    elif weighted and not any(c.sources[name].weight for name in weighted):
+        yield f"sources ({names}) must have one with a weight above 0; raise one"
+    if not (_is_weight(c.temperature) and c.temperature > 0):
+        yield f"temperature {c.temperature!r:.40} must be a finite number above 0; use 1.0"
+    elif len(c.sources) == 1 and c.temperature != 1.0:
+        yield f"temperature {c.temperature} means nothing for the only source; remove it, or add a source"
+    for key in ("weight", "max_epochs"):
+        if c.validation is not None and getattr(c.validation, key) is not None:
+            yield f"validation.{key} {getattr(c.validation, key)} means nothing there; remove it"
+    starts: dict[int, str] = {}
+    for name, phase in c.phases.items():
+        for source in phase.weights:
+            if source not in c.sources:
+                yield f"phases.{name}.weights {source!r} must be one of the sources, {names}; correct the name"
+        if len(c.sources) == 1 and phase.weights:
+            yield f"phases.{name}.weights mean nothing for the only source; remove them"
+        if phase.start_tokens in starts:
+            yield (
+                f"phases.{name}.start_tokens {phase.start_tokens} must differ from that of {starts[phase.start_tokens]}; "
+                "make them one phase"
+            )
+        starts[phase.start_tokens] = name
 
 
 def _is_known(name: str) -> bool:
@@ -152,11 +258,8 @@ def _data_problems(c: DataConfig) -> Iterator[str]:
     names = ", ".join(c.sources) or "none"
     if not c.sources:
         yield (
-            f'sources ({names}) must have one entry; add [data.sources.python_docs] with name = "builtin", or '
+            f'sources ({names}) must have one entry or more; add [data.sources.python_docs] with name = "builtin", or '
             'name = "tokens" and a path'
         )
-    if len(c.sources) > 1:
-        yield (
-            f"sources ({names}) must have exactly one entry, as mixing is not there yet; keep one entry, or "
-            "prepare all texts into one folder of token files"
-        )
+    else:
+        yield from _mixture_problems(c)

@@ -52,6 +52,11 @@ class MixedStream:
         self.mixture = Mixture(self._phases, limits)
         self._empty = self._agreed()
 
+    @property
+    def end(self) -> int | None:
+        """Number of instances up to the last epoch of the last source; None without end."""
+        return self.mixture.end
+
     def __len__(self) -> int:
         """Instances of one epoch of every stream."""
         return sum(len(stream) for stream in self.streams)

@@ -17,6 +17,7 @@ ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
 #: Tables whose keys are names of the user's choice, and a key of an entry as help shows it.
 NAMED_TABLES: dict[str, tuple[str, Any]] = {
     "data.sources": ("name", "builtin"),
+    "data.phases": ("start_tokens", 10_000_000),
     "optimizer.groups": ("patterns", ["*"]),
     "train.stages": ("start_step", 1),
     "model.layer_types": ("window", 512),

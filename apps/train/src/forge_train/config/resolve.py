@@ -25,6 +25,8 @@ from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.errors import ConfigError, DataError, refuse
 
+#: Keys of a source that only training reads.
+_OF_TRAINING = ("weight", "max_epochs")
 #: Optimizers that write weights in bf16 with stochastic rounding.
 _ROUNDING = ("adamw", "lion", "muon")
 
@@ -116,7 +118,7 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
         for item in dataclasses.fields(SourceConfig):
             value = "validation" if item.name == "split" else getattr(config, item.name)
-            if value is not None:
+            if value is not None and item.name not in _OF_TRAINING:
                 layers.set(
                     f"data.validation.{item.name}", value, f"derived from data.sources.{name}"
                 )
@@ -222,6 +224,7 @@ def _generation_problems(config: JobConfig) -> list[str]:
 def _check_data(config: JobConfig) -> None:
     """Vocabulary, tokenizer and splits, from the sources' headers; DataError with all problems."""
     problems: list[str] = []
+    tokenizers: dict[str, str] = {}
     validation = config.data.validation
     for name, table in config.data.sources.items():
         key = f"data.sources.{name}"
@@ -230,11 +233,20 @@ def _check_data(config: JobConfig) -> None:
             problems += _vocabulary_problems(key, source, config.model.vocab_size)
             problems += _tokenizer_problems(key, source, config)
             problems += _sample_problems(key, source, config)
-        if source is not None and table == validation:
+            if source.tokenizer is not None:
+                tokenizers[key] = load_tokenizer(source.tokenizer).fingerprint
+        same = dataclasses.replace(table, weight=None, max_epochs=None) == validation
+        if source is not None and same:
             problems.append(
                 f"{key} and data.validation are the same data; validation must be held out: use "
                 "split = 'validation' or another path"
             )
+    (first, wanted), *others = tokenizers.items() or [("", "")]
+    problems += [
+        f"{key}: its tokenizer must be that of {first}, or ids mean two things; prepare one of them again"
+        for key, found in others
+        if found != wanted
+    ]
     if validation is not None:
         fix = "; or set eval.every_steps = 0"
         source = _open("data.validation", validation, problems, fix)

@@ -229,7 +229,7 @@ def _has_other_tokenizer(run: RunDirectory, data: DataConfig | None) -> bool:
     path = tokenizer_in(run.path / FILES)
     if data is None or path is None:
         return False
-    (source,) = data.sources.values()
+    source = next(iter(data.sources.values()))
     try:
         spec = open_source(source).tokenizer
     except (ValueError, OSError, ImportError):

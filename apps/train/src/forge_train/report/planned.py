@@ -36,13 +36,13 @@ def planned(config: JobConfig) -> Planned:
     with config_errors():
         factor = build_schedule(config.schedule, total)
     steps = _steps(config, total)
+    tokens = config.train.global_batch * config.data.seq_len
     rates: dict[str, list[float]] = {}
     for step in steps:
-        rate = config.optimizer.lr * factor(step)
+        rate = config.optimizer.lr * factor(step) * config.data.lr_multiplier((step - 1) * tokens)
         multipliers = multipliers_at(config.optimizer, config.train.stages, step)
         for group, multiplier in {"others": 1.0, **multipliers}.items():
             rates.setdefault(group, []).append(rate * multiplier)
-    tokens = config.train.global_batch * config.data.seq_len
     return Planned(steps, rates, [tokens] * len(steps))
 
 
@@ -50,6 +50,10 @@ def _steps(config: JobConfig, total: int) -> list[int]:
     """Every step of a short run; of a long one some, with those on both sides of each edge."""
     edges = [1, total, config.schedule.warmup_steps, config.schedule.warmup_steps + 1]
     edges += [total - (config.schedule.wsd.decay_steps or 0)]
+    tokens = config.train.global_batch * config.data.seq_len
+    for phase in config.data.phases.values():
+        first = -(-phase.start_tokens // tokens) + 1
+        edges += [first - 1, first]
     for stage in config.train.stages.values():
         edges += [stage.start_step - 1, stage.start_step]
     some = range(1, total + 1, -(-total // _POINTS))

@@ -26,6 +26,7 @@ from forge_data import (
     load_tokenizer,
     open_source,
     open_stream,
+    open_training,
 )
 from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
@@ -136,6 +137,7 @@ def open_data(
     division = micro_batches(config, layout)
     with config_errors():
         loader = _loader(config, layout.coordinates(rank)["batch"], division)
+        refuse(_end_problems(config, loader.stream, total_steps(config, model)))
         refuse(extra_problems(model, loader.filler(0), layout, "[data]"))
     stream = _validation_stream(config)
     if stream is not None:
@@ -145,10 +147,20 @@ def open_data(
     return loader, stream
 
 
+def _end_problems(config: JobConfig, stream: Stream, steps: int) -> list[str]:
+    """Why a stream that ends is too short for so many steps."""
+    end, batch = getattr(stream, "end", None), config.train.global_batch
+    if end is None or steps * batch <= end:
+        return []
+    return [
+        f"data.sources: max_epochs end the data after {end} rows, in step {end // batch + 1}, and the run has {steps} steps "
+        f"of {batch}; raise one, leave one out, or train {end // batch} steps"
+    ]
+
+
 def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
     """Shuffled batches of the training source: the micro-batches of one reader."""
-    (source,) = config.data.sources.values()
-    stream = open_stream(source, config.data.seq_len, seed=config.data_seed)
+    stream = open_training(config.data, config.data_seed)
     return Loader(
         stream,
         division.global_batch,
@@ -168,9 +180,8 @@ def _validation_stream(config: JobConfig) -> Stream | None:
 
 
 def run_tokenizer(config: JobConfig) -> Tokenizer:
-    """The tokenizer of the training data; ValueError when it has none."""
-    (source,) = config.data.sources.values()
-    return tokenizer_of(source)
+    """The tokenizer of the training data, that of its first source; ValueError when it has none."""
+    return tokenizer_of(next(iter(config.data.sources.values())))
 
 
 def tokenizer_of(source: SourceConfig) -> Tokenizer:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from forge_data.config import SOURCES_GROUP, SourceConfig
+from forge_data.config import SOURCES_GROUP, DataConfig, SourceConfig
+from forge_data.mixed_stream import MixedStream, seed_of
+from forge_data.mixture import Phase
 from forge_data.packing import PackedStream
 from forge_data.protocols import Stream
 from forge_data.sources.builtin import BuiltinCorpus
@@ -62,6 +65,41 @@ def open_stream(config: SourceConfig, seq_len: int, seed: int = 0) -> Stream:
     own = getattr(source, "stream", None)
     stream: Stream = PackedStream(source, seq_len, seed) if own is None else own(seq_len, seed)
     return stream
+
+
+def open_training(config: DataConfig, seed: int = 0) -> Stream:
+    """The stream that training reads: that of the only source, or a mixture. Raises as `open_source`, and ValueError
+    for weights that are no shares.
+
+    In a mixture each source has an order of its own (`seed_of`), whatever the others are. Usage:
+    `Loader(open_training(DataConfig(sources={"a": SourceConfig()})), global_batch=16)`.
+    """
+    sources = config.sources
+    mixed = len(sources) > 1 or any(source.max_epochs for source in sources.values())
+    if not mixed:
+        (source,) = sources.values()
+        return open_stream(source, config.seq_len, seed)
+    streams = {
+        name: open_stream(source, config.seq_len, seed_of(seed, name) if len(sources) > 1 else seed)
+        for name, source in sources.items()
+    }
+    epochs = {name: source.max_epochs for name, source in sources.items() if source.max_epochs}
+    return MixedStream(streams, _phases(config, streams), epochs)
+
+
+def _phases(config: DataConfig, streams: Mapping[str, Stream]) -> list[Phase]:
+    """Weights from the start on, and from each phase that has some."""
+    sources = config.sources
+    given = [
+        float(len(streams[name]) if source.weight is None else source.weight)
+        for name, source in sources.items()
+    ]
+    phases = [Phase(0, tuple((w / max(given)) ** (1.0 / config.temperature) for w in given))]
+    for phase in sorted(config.phases.values(), key=lambda phase: phase.start_tokens):
+        if phase.weights:
+            start = -(-phase.start_tokens // config.seq_len)
+            phases.append(Phase(start, tuple(phase.weights.get(name, 0.0) for name in sources)))
+    return phases
 
 
 def _load_factory(name: str) -> Any:

@@ -1,0 +1,137 @@
+"""Runs on mixtures of sources: the same data on any number of ranks, after a kill, and from phase to phase."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forge_data.prepare import prepare
+from forge_testing import forge_train, kill_after_step, start
+from forge_testing.runs import (
+    assert_same_bits,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    make_job,
+    saved_tensors,
+    together,
+)
+from forge_train import ConfigError, DataError, Trainer, load_job, read_run
+from forge_train.report.planned import planned
+
+MIXTURE = """
+[data.sources.books]
+name = "tokens"
+path = "{books}"
+weight = 1.0
+[data.sources.notes]
+name = "tokens"
+path = "{notes}"
+weight = 0.5
+max_epochs = 2
+[data.phases.end]
+start_tokens = 3000
+weights = {{text = 1.0, notes = 1.0}}
+lr_multiplier = 0.25
+"""
+QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0, "schedule.name": "constant"}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    for name, words in (("books", "once upon a time\n" * 200), ("notes", "to do\n" * 300)):
+        (folder / f"{name}.txt").write_text(words)
+        prepare([folder / f"{name}.txt"], folder / name, document="line")
+    return folder
+
+
+def mixed_job(folder: Path, tokens: Path) -> Path:
+    job = make_job(folder, MIXTURE.format(books=tokens / "books", notes=tokens / "notes"))
+    job.write_text(job.read_text().replace('name = "builtin"', 'name = "builtin"\nweight = 2.0'))
+    return job
+
+
+def flat(**overrides: Any) -> dict[str, Any]:
+    return QUIET | {key.replace("__", "."): value for key, value in overrides.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_read_what_one_process_reads(tmp_path: Path, tokens: Path, world: int) -> None:
+    alone = fit_alone(mixed_job(tmp_path / "one", tokens), **flat())
+    job = mixed_job(tmp_path / "many", tokens)
+    ranks = fit_on_ranks(world, job, **{k.replace(".", "__"): v for k, v in flat().items()})
+    assert_same_rows(columns(job), columns(tmp_path / "one/job.toml"))
+    for name, value in alone.weights.items():
+        other = together(ranks)[name]
+        assert (other - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, tokens: Path) -> None:
+    job = mixed_job(tmp_path, tokens)
+    flags = ["--schedule.name", "constant", "--checkpoint.wait", "true"]
+    kill_after_step(start("run", job, *flags), tmp_path / "run/metrics.jsonl", 5)
+    done = forge_train("run", job, *flags)
+    assert done.code == 0, done.err
+    fit_alone(mixed_job(tmp_path / "whole", tokens), **flat())
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
+
+
+def test_rows_come_in_the_shares_of_their_phase(tmp_path: Path, tokens: Path) -> None:
+    """Rows of 32 tokens: the phase begins with row 94, in the eighth step of 12 rows."""
+    trainer = Trainer(load_job(mixed_job(tmp_path, tokens), flat()))
+    sources = np.concatenate([next(trainer.loader).source.numpy() for _ in range(12)])
+    before = np.bincount(sources[:94], minlength=3)
+    assert np.abs(before - 94 * np.array([2.0, 1.0, 0.5]) / 3.5).max() <= 3
+    assert np.bincount(sources[94:], minlength=3).tolist() == [25, 0, 25]
+    plan = planned(load_job(mixed_job(tmp_path / "plan", tokens), flat()).config)
+    rates = dict(zip(plan.steps, plan.rates["others"]))
+    # a step counts as of the phase if all of its rows do
+    assert (rates[8], rates[9]) == pytest.approx((1e-2, 2.5e-3))
+    fit_alone(mixed_job(tmp_path / "run", tokens), **flat())
+    metrics = read_run(tmp_path / "run/run").metrics
+    assert metrics["lr"] == pytest.approx([rates[step] for step in metrics["step"]])
+
+
+def test_sources_that_do_not_fit_are_refused(tmp_path: Path, tokens: Path) -> None:
+    job = mixed_job(tmp_path, tokens)
+    with pytest.raises(ConfigError, match=r"phases.end.weights 'text' must be one of the sources"):
+        load_job(job_of_two(tmp_path / "two", tokens), flat())
+    with pytest.raises(ConfigError, match=r"sources.text.weight must be given"):
+        load_job(job, flat(data__sources__text__weight="none"))
+    other = shutil.copytree(tokens / "notes", tmp_path / "notes")
+    sidecar = next(other.glob("*.json"))
+    assert "tokenizer" in sidecar.read_text()
+    Trainer(load_job(job, flat()))
+    with pytest.raises((ConfigError, DataError)):
+        load_job(job, flat(data__sources__notes__path=str(tmp_path / "nowhere")))
+
+
+def job_of_two(folder: Path, tokens: Path) -> Path:
+    job = mixed_job(folder, tokens)
+    text = job.read_text()
+    begin, end = text.index("[data.sources.text]"), text.index("[train]")
+    job.write_text(text[:begin] + text[end:])
+    return job
+
+
+def test_another_mixture_is_another_run(tmp_path: Path, tokens: Path) -> None:
+    job = mixed_job(tmp_path, tokens)
+    fit_alone(job, **flat(train__steps=3))
+    with pytest.raises((ConfigError, DataError), match=r"mixture.from_0"):
+        fit_alone(job, **flat(data__sources__text__weight=3.0))
+
+
+def test_a_mixture_that_ends_before_the_run_is_refused(tmp_path: Path, tokens: Path) -> None:
+    ends = {f"data__sources__{name}__max_epochs": 1 for name in ("books", "notes")}
+    more = flat(**ends, data__sources__text__weight=0.0, data__phases__end__weights={"notes": 1.0})
+    job = mixed_job(tmp_path, tokens)
+    with pytest.raises(ConfigError, match=r"max_epochs end the data after \d+ rows, in step \d+"):
+        Trainer(load_job(job, {**more, "train.steps": 40}))
+    assert not (tmp_path / "run").exists()
