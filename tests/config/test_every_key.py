@@ -78,6 +78,11 @@ def initial(t: Trainer) -> Any:
     return sum(p.double().abs().sum().item() for p in t.model.parameters())
 
 
+def of_source(t: Trainer) -> Any:
+    """Source of each of the first rows."""
+    return [next(t.loader).source.tolist() for _ in range(6)]
+
+
 def rows(t: Trainer) -> Any:
     return next(t.loader).tokens.tolist()
 
@@ -263,6 +268,16 @@ LATENT = {
     "model.mla.v_head_dim": 4,
 }
 LORA = {"lora.rank": 2}
+MIXED = {
+    "data.sources.<name>.weight": 1.0,
+    "data.sources.more.name": "builtin",
+    "data.sources.more.weight": 1.0,
+}
+ENDING = {
+    **MIXED,
+    "data.phases.<name>.start_tokens": 64,
+    "data.phases.<name>.weights": {"text": 1.0},
+}
 MUP = {"model.parametrization": "mup"}
 WIDTHS = {
     "q_lora_rank": Probe(8, shapes, LATENT),
@@ -572,6 +587,14 @@ PROBES: dict[str, Probe] = {
         rows,
         {"eval.every_steps": 0, "data.sources.<name>.name": "forge_testing.models:Alphabet"},
     ),
+    "data.sources.<name>.weight": Probe(3.0, of_source, MIXED),
+    "data.sources.<name>.max_epochs": Probe(
+        1, lambda t: t.loader.stream.mixture.end, {**MIXED, "data.sources.more.max_epochs": 1}
+    ),
+    "data.temperature": Probe(4.0, of_source, {**MIXED, "data.sources.more.weight": 9.0}),
+    "data.phases.<name>.start_tokens": Probe(256, of_source, ENDING),
+    "data.phases.<name>.weights": Probe({"more": 1.0}, of_source, ENDING),
+    "data.phases.<name>.lr_multiplier": Probe(0.1, trained, ENDING),
     "data.validation.options": Probe(
         {"first": 65}, evaluations, {"data.validation.name": "forge_testing.models:Alphabet"}
     ),

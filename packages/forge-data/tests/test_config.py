@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 import forge_data
-from forge_data import DataConfig, PhaseConfig, SourceConfig
+from forge_data import DataConfig, PhaseConfig, TrainingSourceConfig
 
-TEXT = {"docs": SourceConfig()}
-TWO = {name: SourceConfig() for name in "ab"}
+TEXT = {"docs": TrainingSourceConfig()}
+TWO = {name: TrainingSourceConfig() for name in "ab"}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ TWO = {name: SourceConfig() for name in "ab"}
 )
 def test_source_rules(settings, message):
     with pytest.raises(ValueError, match=message) as error:
-        SourceConfig(**settings)
+        TrainingSourceConfig(**settings)
     assert "; " in str(error.value)
 
 
@@ -40,20 +40,19 @@ def test_source_rules(settings, message):
         ({"num_workers": -1}, "num_workers -1 must be"),
         ({"sources": {}}, r"sources \(none\) must have one entry"),
         (
-            {"sources": {"a": SourceConfig(weight=2.0)}},
+            {"sources": {"a": TrainingSourceConfig(weight=2.0)}},
             r"sources.a.weight means nothing for the only",
         ),
         (
-            {"sources": {"a": SourceConfig(weight=2.0), "b": SourceConfig()}},
+            {"sources": {"a": TrainingSourceConfig(weight=2.0), "b": TrainingSourceConfig()}},
             "sources.b.weight must be given, as a has one",
         ),
         (
-            {"sources": {n: SourceConfig(weight=0.0) for n in "ab"}},
+            {"sources": {n: TrainingSourceConfig(weight=0.0) for n in "ab"}},
             r"sources \(a, b\) must have one with a weight above 0",
         ),
         ({"temperature": 2.0}, "temperature 2.0 means nothing for the only source"),
         ({"temperature": 0.0, "sources": TWO}, "temperature 0.0 must be a finite number above 0"),
-        ({"validation": SourceConfig(weight=1.0)}, "validation.weight 1.0 means nothing there"),
         (
             {"sources": TWO, "phases": {"end": PhaseConfig(10, {"c": 1.0})}},
             "phases.end.weights 'c' must be one of the sources, a, b",
@@ -94,7 +93,7 @@ def test_phase_rules(settings, message):
 )
 def test_share_rules(settings, message):
     with pytest.raises(ValueError, match=message):
-        SourceConfig(**settings)
+        TrainingSourceConfig(**settings)
 
 
 def test_the_rate_is_that_of_the_last_phase_that_began():
@@ -110,14 +109,14 @@ def test_all_problems_in_one_message():
 
 
 def test_legal_configs():
-    config = DataConfig(sources=TEXT, validation=SourceConfig(split="validation"))
+    config = DataConfig(sources=TEXT, validation=TrainingSourceConfig(split="validation"))
     assert (config.seq_len, config.num_workers) == (256, 0)
-    SourceConfig(name="tokens", path="x.bin", dtype="uint16")
-    SourceConfig(name="my_lab.data:Source.open", path="anything")
+    TrainingSourceConfig(name="tokens", path="x.bin", dtype="uint16")
+    TrainingSourceConfig(name="my_lab.data:Source.open", path="anything")
 
 
 def test_every_field_has_a_help():
-    for config in (SourceConfig, DataConfig):
+    for config in (TrainingSourceConfig, DataConfig):
         assert all(f.metadata["help"] for f in dataclasses.fields(config))
 
 

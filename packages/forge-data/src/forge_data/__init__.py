@@ -2,7 +2,7 @@
 
 from forge_data.batch import Batch, Ragged, filler_batch
 from forge_data.collate import batch_of
-from forge_data.config import DataConfig, PhaseConfig, SourceConfig
+from forge_data.config import DataConfig, PhaseConfig, SourceConfig, TrainingSourceConfig
 from forge_data.errors import InvalidData
 from forge_data.loader import Loader
 from forge_data.order import Permutation
@@ -30,6 +30,7 @@ __all__ = [
     "Stream",
     "TokenFiles",
     "Tokenizer",
+    "TrainingSourceConfig",
     "batch_of",
     "filler_batch",
     "load_tokenizer",

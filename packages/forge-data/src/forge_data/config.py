@@ -59,6 +59,15 @@ class SourceConfig:
         default_factory=dict,
         metadata={"help": "arguments of a source of your own, by name; built-in ones take none"},
     )
+
+    def __post_init__(self) -> None:
+        raise_problems("source", _source_problems(self))
+
+
+@dataclass(frozen=True)
+class TrainingSourceConfig(SourceConfig):
+    """A source that training reads, alone or in a mixture."""
+
     weight: float | None = _field(
         None,
         "its share of the training instances, relative to the others' (default: its rows; see temperature)",
@@ -105,7 +114,7 @@ class DataConfig:
     seq_len: int = _field(256, "tokens in a row; labels are the same tokens, one later")
     seed: int | None = _field(None, "seed of the order of training rows (default: that of the run)")
     num_workers: int = _field(0, "processes that read ahead; 0 reads in the training process")
-    sources: dict[str, SourceConfig] = field(
+    sources: dict[str, TrainingSourceConfig] = field(
         default_factory=dict, metadata={"help": "training text by name, mixed if there are several"}
     )
     temperature: float = _field(
@@ -159,7 +168,7 @@ def _source_problems(c: SourceConfig) -> Iterator[str]:
         yield f'verify {c.verify!r} must be one of {", ".join(VERIFY)}; use verify = "touch"'
 
 
-def _share_problems(c: SourceConfig) -> Iterator[str]:
+def _share_problems(c: TrainingSourceConfig) -> Iterator[str]:
     if c.weight is not None and not _is_weight(c.weight):
         yield f"weight {c.weight!r:.40} must be a finite number of at least 0; use 1.0"
     if c.max_epochs is not None and not _is_int(c.max_epochs, 1, 1 << 20):
@@ -203,9 +212,6 @@ def _mixture_problems(c: DataConfig) -> Iterator[str]:
         yield f"temperature {c.temperature!r:.40} must be a finite number above 0; use 1.0"
     elif len(c.sources) == 1 and c.temperature != 1.0:
         yield f"temperature {c.temperature} means nothing for the only source; remove it, or add a source"
-    for key in ("weight", "max_epochs"):
-        if c.validation is not None and getattr(c.validation, key) is not None:
-            yield f"validation.{key} {getattr(c.validation, key)} means nothing there; remove it"
     starts: dict[int, str] = {}
     for name, phase in c.phases.items():
         for source in phase.weights:

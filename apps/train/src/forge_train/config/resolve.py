@@ -25,8 +25,6 @@ from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.errors import ConfigError, DataError, refuse
 
-#: Keys of a source that only training reads.
-_OF_TRAINING = ("weight", "max_epochs")
 #: Optimizers that write weights in bf16 with stochastic rounding.
 _ROUNDING = ("adamw", "lion", "muon")
 
@@ -118,7 +116,7 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
         for item in dataclasses.fields(SourceConfig):
             value = "validation" if item.name == "split" else getattr(config, item.name)
-            if value is not None and item.name not in _OF_TRAINING:
+            if value is not None:
                 layers.set(
                     f"data.validation.{item.name}", value, f"derived from data.sources.{name}"
                 )
@@ -235,7 +233,10 @@ def _check_data(config: JobConfig) -> None:
             problems += _sample_problems(key, source, config)
             if source.tokenizer is not None:
                 tokenizers[key] = load_tokenizer(source.tokenizer).fingerprint
-        same = dataclasses.replace(table, weight=None, max_epochs=None) == validation
+        same = all(
+            getattr(table, f.name) == getattr(validation, f.name, None)
+            for f in dataclasses.fields(SourceConfig)
+        )
         if source is not None and same:
             problems.append(
                 f"{key} and data.validation are the same data; validation must be held out: use "

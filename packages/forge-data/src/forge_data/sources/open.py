@@ -72,7 +72,7 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
     for weights that are no shares.
 
     In a mixture each source has an order of its own (`seed_of`), whatever the others are. Usage:
-    `Loader(open_training(DataConfig(sources={"a": SourceConfig()})), global_batch=16)`.
+    `Loader(open_training(DataConfig(sources={"a": TrainingSourceConfig()})), global_batch=16)`.
     """
     sources = config.sources
     mixed = len(sources) > 1 or any(source.max_epochs for source in sources.values())
