@@ -408,9 +408,8 @@ class Trainer:
             batch, fault = self._next_batch()
         self.heartbeat.enter("step")
         self._enter_stage(step)
-        of_phase = self.config.data.lr_multiplier(self.progress.tokens)
-        rate = self.config.optimizer.lr * self.schedule(step) * of_phase
-        lr = rate * self.numerics.policy.lr_factor
+        lr = self.config.optimizer.lr * self.schedule(step)
+        lr *= self.config.data.lr_multiplier(self.progress.tokens) * self.numerics.policy.lr_factor
         self.checkpoints.listen()
         share = self._forward_backward(batch, fault)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
