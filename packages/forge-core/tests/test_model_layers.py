@@ -206,10 +206,12 @@ def test_a_part_of_each_head_turns_and_the_rest_stays():
     assert torch.equal(out[..., 4:], x[..., 4:])
 
 
-def test_norms_over_all_heads_have_their_width_and_no_role_under_tensor_parallelism():
+def test_norms_over_all_heads_have_their_width_and_a_role_under_tensor_parallelism():
     config = TransformerConfig(
         8, dim=16, num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_over="all_heads"
     )
     layer = Attention(config)
     assert (layer.q_norm.weight.shape, layer.k_norm.weight.shape) == ((16,), (8,))
-    assert not any("norm" in pattern for pattern in layer.parallel_roles())
+    roles = layer.parallel_roles()
+    assert roles["q_norm.*"] == "norm_over_heads"
+    assert roles["k_norm.*"] == ("norm_over_heads", 1, True), "ranks may share key heads"
