@@ -46,7 +46,8 @@ def load_trained(
 ) -> tuple[nn.Module, Tokenizer, int]:
     """(model in eval mode with fp32 weights, tokenizer, step) of a run's newest good checkpoint.
 
-    Adapters are added to the weights. Reads only: a run that is still training is not disturbed. Raises ConfigError when `run_dir`
+    Adapters are added to the weights. Reads only: a run that is still training is not disturbed.
+    Raises ConfigError when `run_dir`
     is no run or its checkpoints are of another model, StateError when none of them can be used.
     """
     paths = RunDirectory(run_dir)

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forge_data.errors import InvalidData
+
 __all__ = ["Mixture", "Phase"]
 
 MIXTURE_VERSION = 1  # part of every fingerprint: raise it whenever an assignment would change
@@ -44,8 +46,8 @@ class Mixture:
     once. `end` is the number of instances there are, None without end: it comes where no source of a phase is left. Cost of `locate`: O(N) and O(B) for a block that
     was not there lately, at any distance.
 
-    Raises ValueError for weights that are no shares, or a share below 2^-19, and in `locate` for an instance behind the
-    end.
+    Raises ValueError for weights that are no shares, or a share below 2^-19; InvalidData in `locate` for an instance behind the
+    end, to which windows that a run left out may lead.
     """
 
     def __init__(self, phases: Sequence[Phase], limits: Sequence[int | None]) -> None:
@@ -76,7 +78,7 @@ class Mixture:
         """(source (N,), its own instance (N,)), both int64, of instances (N,)."""
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= (_END if self.end is None else self.end)):
-            raise ValueError(
+            raise InvalidData(
                 f"instances {ids.min()}..{ids.max()} must be within 0..{(self.end or _END) - 1}, where the last source "
                 "has had its last epoch; raise max_epochs, or train less"
             )
