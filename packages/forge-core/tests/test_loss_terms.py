@@ -5,8 +5,9 @@ Bounds, of max|a - b| / max|b|: fp32 1e-5, sums 1e-6.
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forge_core.loss import TokenLoss, cross_entropy, fused, fused_cross_entropy
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_bytes import LiveBytes
 
 V, D = 23, 8
 TERMS = {
@@ -338,35 +341,11 @@ def test_what_is_kept_for_the_backward() -> None:
     }
 
 
-class _Alive(TorchDispatchMode):
-    """Bytes of the largest moment, beyond what was there before: results whose storage is new, while it lives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: set[int] = set()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}  # fmt: skip
-        out = func(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
-            if storage._cdata not in known | self.alive:
-                self.alive.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _gone(self, storage: int, size: int) -> None:
-        self.alive.discard(storage)
-        self.now -= size
-
-
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_weights_gradient_is_there_once_unless_the_graph_is_kept(keeps: bool) -> None:
     x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(4096, 64, requires_grad=True)
     total = fused_cross_entropy(x, weight, torch.arange(8)).sum
-    with _Alive() as seen:
+    with LiveBytes() as seen:
         total.backward(retain_graph=keeps)
     size = 4 * weight.numel()
     # the engine takes over what a function returns, and copies nothing
@@ -380,7 +359,7 @@ def test_products_in_bf16_are_added_to_the_weights_gradient_some_rows_at_a_time(
     found = []
     for block in (2**23, 2**12):
         monkeypatch.setattr(fused, "_BLOCK", block)
-        with _Alive() as seen:
+        with LiveBytes() as seen:
             total = fused_cross_entropy(x, weight, torch.arange(2)).sum
         found.append((seen.peak, *torch.autograd.grad(total, weight)))
     assert torch.equal(found[0][1], found[1][1])
