@@ -171,7 +171,7 @@ def test_the_embeddings_factor_is_rounded_as_they_are() -> None:
     model = Transformer(TransformerConfig(**SHAPE, embedding_scale=12**0.5)).bfloat16()
     tokens = torch.randint(0, 29, (2, 7))
     wanted = model.embedding(tokens) * torch.tensor(12**0.5).bfloat16()
-    assert torch.equal(model._embed(tokens), wanted)
+    assert torch.equal(model.embed(tokens), wanted)
     assert wanted.dtype == torch.bfloat16
 
 

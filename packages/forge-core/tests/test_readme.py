@@ -38,6 +38,13 @@ def test_example_of_groups_runs() -> None:
     assert names["model"].lm_head.weight.requires_grad
 
 
+def test_example_of_attention_runs() -> None:
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "interp" in c)
+    names: dict = {"model": small(), "tokens": zeros(2, 5, dtype=long)}
+    exec(code, names)
+    assert names["last"].shape == (2, 2, 5)
+
+
 def small() -> Transformer:
     return Transformer(TransformerConfig(8, dim=8, num_layers=1, num_heads=2, max_seq_len=64))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["flops_per_token", "parameter_count", "peak_flops"]
+__all__ = ["flops_per_token", "parameter_count", "peak_flops", "spared_flops"]
 
 # Dense bf16 peak in FLOP/s without sparsity, from the vendors' datasheets. The first key found in the
 # device's name counts, so the special form of a card stands before its general one.
@@ -40,7 +40,8 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     A multiplication and an addition are two operations. A module that offers
     `flops_per_token(seq_len)` (its forward, everything inside it included) is counted by that; elsewhere each `nn.Linear` counts `2 * weight.numel()` and everything else nothing. The
     backward counts as twice the forward, without the gradients of frozen matrices (2 per weight); those of frozen
-    stacks of experts, and of a frozen beginning, are counted, so that the figure is an upper bound there.
+    stacks of experts, and of a frozen beginning, are counted, so that the figure is an upper bound there. A module may
+    say by `spared_flops_per_token(seq_len)` what of its backward is not computed.
 
     A dense decoder offers 2 per weight of its matrices, the output head included even where it is tied,
     plus attention's `2 * num_heads * head_dim * seq_len` per layer: scores and weighted sum cost
@@ -51,19 +52,27 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     """
     if seq_len < 1:
         raise ValueError(f"seq_len {seq_len} must be at least 1; give the tokens per sequence")
-    return 3.0 * _forward(model, seq_len) - 2.0 * _frozen_weights(model)
+    return 3.0 * _forward(model, seq_len) - spared_flops(model, seq_len)
 
 
-def _frozen_weights(model: nn.Module) -> int:
-    """Weights of frozen matrices that are multiplied, not looked up."""
-    frozen = {
-        p
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for p in module.parameters(recurse=False)
-        if p.ndim == 2 and not p.requires_grad
-    }
-    return sum(p.numel() for p in frozen)
+def spared_flops(module: nn.Module, seq_len: int) -> float:
+    """Operations per token that the backward of `module` does not do, as matrices are frozen: 2 per weight.
+
+    A module that offers `spared_flops_per_token(seq_len)` is counted by that; elsewhere each frozen matrix counts once
+    that is multiplied, not looked up.
+    """
+    return _spared(module, seq_len, set())
+
+
+def _spared(module: nn.Module, seq_len: int, seen: set[nn.Parameter]) -> float:
+    offered = getattr(module, "spared_flops_per_token", None)
+    if callable(offered):
+        return float(offered(seq_len))
+    own = set() if isinstance(module, nn.Embedding) else set(module.parameters(recurse=False))
+    frozen = {p for p in own - seen if p.ndim == 2 and not p.requires_grad}
+    seen |= frozen
+    inside = sum(_spared(child, seq_len, seen) for child in module.children())
+    return 2.0 * sum(p.numel() for p in frozen) + inside
 
 
 def _forward(module: nn.Module, seq_len: int) -> float:

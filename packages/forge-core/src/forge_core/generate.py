@@ -6,8 +6,9 @@ Shapes: B rows, S prompt tokens (the longest of the batch), N new tokens, V voca
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,7 @@ def generate(
     eos_id: int | None = None,
     prefill_chunk: int | None = None,
     first_row: int = 0,
+    extras: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """New tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every row met `eos_id`.
 
@@ -73,7 +75,9 @@ def generate(
     The rest is as in `generate_stream`, whose columns these are.
     """
     columns = list(
-        generate_stream(model, tokens, max_new_tokens, sampling, eos_id, prefill_chunk, first_row)
+        generate_stream(
+            model, tokens, max_new_tokens, sampling, eos_id, prefill_chunk, first_row, extras
+        )
     )
     return torch.stack(columns, dim=1)
 
@@ -86,6 +90,7 @@ def generate_stream(
     eos_id: int | None = None,
     prefill_chunk: int | None = None,
     first_row: int = 0,
+    extras: Mapping[str, Any] | None = None,
 ) -> Iterator[Tensor]:
     """The new tokens of all rows, (B,) int64, one step at a time.
 
@@ -98,6 +103,7 @@ def generate_stream(
     which is undone when the stream ends or is closed. Cost: a forward of S tokens, or S / `prefill_chunk`
     of so many (activations of a long prompt are then those of a chunk), then one token a
     step, and a host sync a step if `eos_id` is given; a repetition penalty holds (B, V) booleans.
+    `extras` are further keywords of the model's forward (images) for the prompts, which are then fed in one call.
 
     Raises ValueError before anything runs: an empty prompt, max_new_tokens or prefill_chunk below 1, prompt and
     new tokens longer than `model.config.max_seq_len`.
@@ -111,14 +117,24 @@ def generate_stream(
         raise ValueError(
             f"prefill_chunk {prefill_chunk} must be at least 1; use 2048, or leave it out"
         )
+    if longest is not None and rows.size(1) >= longest:
+        raise ValueError(
+            f"a prompt of {rows.size(1)} tokens fills max_seq_len {longest}; shorten it"
+        )
     if longest is not None and rows.size(1) + max_new_tokens > longest:
         raise ValueError(
-            f"a prompt of {rows.size(1)} and {max_new_tokens} new tokens are longer than "
-            f"max_seq_len {longest}; shorten the prompt or ask for fewer tokens"
+            f"a prompt of {rows.size(1)} and {max_new_tokens} new tokens are longer than max_seq_len {longest}; "
+            f"ask for {longest - rows.size(1)} or fewer, or shorten the prompt"
+        )
+    if extras and prefill_chunk is not None:
+        raise ValueError(
+            f"prefill_chunk {prefill_chunk} must be left out with extras {', '.join(extras)}, which belong to whole "
+            "prompts; leave it out"
         )
     chunk = rows.size(1) if prefill_chunk is None else prefill_chunk
     draws = _Draws(sampling.seed, rows.size(0), device, first_row)
-    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id, chunk, draws)
+    given = extras or {}
+    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id, chunk, draws, given)
 
 
 def _steps(
@@ -130,6 +146,7 @@ def _steps(
     eos_id: int | None,
     chunk: int,
     draws: _Draws,
+    extras: Mapping[str, Any],
 ) -> Iterator[Tensor]:
     training = model.training
     finished = torch.zeros(tokens.size(0), dtype=torch.bool, device=tokens.device)
@@ -142,7 +159,7 @@ def _steps(
             with torch.no_grad():
                 if cache is None:
                     cache = model.new_cache(tokens.size(1) + max_new_tokens)  # type: ignore[operator]
-                    logits = _prefill(model, tokens, document_ids, cache, chunk)  # (B, V)
+                    logits = _prefill(model, tokens, document_ids, cache, chunk, extras)  # (B, V)
                     if sampling.repetition_penalty != 1.0:
                         seen = _ids_in(tokens, document_ids, logits)
                 else:
@@ -164,13 +181,18 @@ def _steps(
 
 
 def _prefill(
-    model: nn.Module, tokens: Tensor, document_ids: Tensor | None, cache: object, chunk: int
+    model: nn.Module,
+    tokens: Tensor,
+    document_ids: Tensor | None,
+    cache: object,
+    chunk: int,
+    extras: Mapping[str, Any],
 ) -> Tensor:
     """Feed the prompts (B, S) to the cache, `chunk` tokens at a time; logits behind the last (B, V)."""
     for start in range(0, tokens.size(1), chunk):
         part = slice(start, start + chunk)
         ids = None if document_ids is None else document_ids[:, part]
-        logits = model(tokens[:, part], document_ids=ids, cache=cache, last_only=True)
+        logits = model(tokens[:, part], document_ids=ids, cache=cache, last_only=True, **extras)
     last: Tensor = logits[:, -1]
     return last
 

@@ -26,6 +26,7 @@ __all__ = [
     "PreparesContext",
     "ScalesRates",
     "ScheduleLike",
+    "ShowsAttention",
 ]
 
 
@@ -78,10 +79,18 @@ class ScalesRates(Protocol):
 
 
 class PreparesContext(Protocol):
-    """Optional for a mixer or a block: derive from the context what all layers share."""
+    """Optional for a mixer, a feed-forward or a block: derive from the context what all layers share."""
 
     def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> object:
         """Called once per forward and layer, before the first block; store results with `ctx.once(key, make)`."""
+        ...
+
+
+class ShowsAttention(Protocol):
+    """Optional for a module: its weights for `forge_core.interp`, where it is no `attend` of an `Attention`."""
+
+    def attention_weights(self, x: Tensor, ctx: TokenContext, cache: Any = None) -> Tensor:
+        """(B, H, S, T) what each token takes of each of T others; called behind forward, with its arguments."""
         ...
 
 

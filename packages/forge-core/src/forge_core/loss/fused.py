@@ -98,13 +98,13 @@ def fused_cross_entropy(
     target = flat.where(valid, 0)
     try:
         with torch.autocast(x.device.type, enabled=False):
-            total, parts = _Fused.apply(
+            total, parts, each = _Fused.apply(
                 x.reshape(-1, x.size(-1)), weight, target, valid, scales, head, needs
             )
     except (IndexError, RuntimeError) as error:
         explain_labels(flat, valid, len(weight), error)
         raise
-    return TokenLoss(total, count, parts[0], parts[1])
+    return TokenLoss(total, count, parts[0], parts[1], each.view(labels.shape))
 
 
 def _as_product_casts(tensor: Tensor) -> Tensor:
@@ -116,7 +116,8 @@ def _as_product_casts(tensor: Tensor) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """(N, D), (V, D), (N,) targets, (N,) bool, (N,) fp32 -> trained sum, 0-dim fp32, and its parts (2,)."""
+    """(N, D), (V, D), (N,) targets, (N,) bool, (N,) fp32 -> trained sum, 0-dim fp32, and to show its parts (2,) and
+    token losses (N,)."""
 
     @staticmethod
     def forward(
@@ -128,7 +129,7 @@ class _Fused(torch.autograd.Function):
         scales: Tensor,
         head: _Head,
         needs: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         found = head.terms.empty(x)  # (1 or 3, N)
         grad_x = torch.empty_like(x) if needs[0] else None
         grad_weight = weight.new_zeros(weight.shape, dtype=found.dtype) if needs[1] else None
@@ -144,9 +145,9 @@ class _Fused(torch.autograd.Function):
             del block  # or it would stand beside the next one
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.dtype = weight.dtype
-        total, parts = head.terms.sums(found, valid, scales, len(weight))
-        ctx.mark_non_differentiable(parts)
-        return total, parts
+        total, parts, each = head.terms.sums(found, valid, scales, len(weight))
+        ctx.mark_non_differentiable(parts, each)
+        return total, parts, each
 
     @staticmethod
     @torch.autograd.function.once_differentiable

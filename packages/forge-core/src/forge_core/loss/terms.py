@@ -46,15 +46,20 @@ class Terms(NamedTuple):
 
     def sums(
         self, rows: Tensor, valid: Tensor, weights: Tensor | None, vocab_size: int
-    ) -> tuple[Tensor, Tensor]:
-        """Over all rows: the trained sum, 0-dim, and (cross-entropy, z-loss) of it, (2,)."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Over all rows: the trained sum, 0-dim, (cross-entropy, z-loss) of it, (2,), and each row's part of the
+        former, (N,)."""
 
-        def total(values: Tensor) -> Tensor:
+        def counted(values: Tensor) -> Tensor:
             # `where`, not a product: the sum is finite even if an ignored row is not
             values = values.where(valid, 0.0)
-            return (values if weights is None else values * weights).sum()
+            return values if weights is None else values * weights
 
-        plain = trained = total(rows[0]).neg()
+        def total(values: Tensor) -> Tensor:
+            return counted(values).sum()
+
+        log_p = counted(rows[0])
+        plain = trained = log_p.sum().neg()
         z_loss = torch.zeros_like(plain)
         if self.label_smoothing:
             share = self.label_smoothing / vocab_size
@@ -62,7 +67,7 @@ class Terms(NamedTuple):
         if self.z_loss:
             z_loss = self.z_loss * total(rows[2].square())
             trained = trained + z_loss
-        return trained, torch.stack((plain, z_loss))
+        return trained, torch.stack((plain, z_loss)), log_p.neg()
 
     def slopes_(self, p: Tensor, target: Tensor, scale: Tensor, lse: Tensor | None) -> Tensor:
         """Turn p (R, V) into the slopes of the trained sum, in place.

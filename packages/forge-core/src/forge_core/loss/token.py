@@ -32,13 +32,15 @@ class TokenLoss:
 
     `sum` is a 0-dim fp32 tensor with a graph. `count` is a 0-dim tensor on the same device: the number of
     valid tokens in int64, or with weights their sum in float64. To show, without a graph: `cross_entropy`, the
-    sum without smoothing and z-loss, and `z_loss`, that part of the sum, its coefficient included.
+    sum without smoothing and z-loss, `z_loss`, that part of the sum, its coefficient included, and `token_losses`,
+    what each label adds to `cross_entropy`, in the labels' shape.
     """
 
     sum: Tensor
     count: Tensor
     cross_entropy: Tensor
     z_loss: Tensor
+    token_losses: Tensor
 
     @property
     def mean(self) -> Tensor:
@@ -94,31 +96,32 @@ def cross_entropy(
         flat_weights = weights.reshape(-1).to(wide_dtype(logits)).where(valid, 0.0)  # (N,)
         count = flat_weights.double().sum()
     if torch.compiler.is_compiling():
-        total, parts = _compiled(flat_logits, flat_labels, valid, flat_weights, terms)
+        total, parts, each = _compiled(flat_logits, flat_labels, valid, flat_weights, terms)
     else:
         try:
-            total, parts = _BlockwiseCrossEntropy.apply(
+            total, parts, each = _BlockwiseCrossEntropy.apply(
                 flat_logits, flat_labels, valid, flat_weights, terms
             )
         except (IndexError, RuntimeError) as error:
             explain_labels(flat_labels, valid, flat_logits.shape[-1], error)
             raise
-    return TokenLoss(total, count, parts[0], parts[1])
+    return TokenLoss(total, count, parts[0], parts[1], each.view(labels.shape))
 
 
 def _compiled(
     logits: Tensor, labels: Tensor, valid: Tensor, weights: Tensor | None, terms: Terms
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Operators that the compiler fuses itself."""
     log_p = F.log_softmax(logits.to(wide_dtype(logits)), dim=-1)  # (N, V)
     rows = terms.empty(logits)
     terms.of_rows(logits, log_p, labels.where(valid, 0)[:, None], rows)
-    total, parts = terms.sums(rows, valid, weights, logits.size(1))
-    return total, parts.detach()
+    total, parts, each = terms.sums(rows, valid, weights, logits.size(1))
+    return total, parts.detach(), each.detach()
 
 
 class _BlockwiseCrossEntropy(torch.autograd.Function):
-    """(N, V) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> trained sum, 0-dim fp32, and its parts (2,)."""
+    """(N, V) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> trained sum, 0-dim fp32, and to show its parts (2,)
+    and token losses (N,)."""
 
     @staticmethod
     def forward(
@@ -128,7 +131,7 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         valid: Tensor,
         weights: Tensor | None,
         terms: Terms,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         target = labels.where(valid, 0)[:, None]  # (N, 1)
         found = terms.empty(logits)  # (1 or 3, N)
         for rows in _blocks(logits):
@@ -138,9 +141,9 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         ctx.terms = terms
         lse = found[2] if terms.z_loss else None
         ctx.save_for_backward(logits, target, valid, weights, lse)
-        total, parts = terms.sums(found, valid, weights, logits.size(1))
-        ctx.mark_non_differentiable(parts)
-        return total, parts
+        total, parts, each = terms.sums(found, valid, weights, logits.size(1))
+        ctx.mark_non_differentiable(parts, each)
+        return total, parts, each
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -2,22 +2,33 @@
 
 from forge_core.model.attention import Attention
 from forge_core.model.block import Block, PostNormBlock, SandwichBlock
-from forge_core.model.config import RopeScaling, TransformerConfig
-from forge_core.model.context import TokenContext, default_positions
+from forge_core.model.config import (
+    BLOCK_NAMES,
+    GATED,
+    UNGATED,
+    RopeScaling,
+    TransformerConfig,
+)
+from forge_core.model.context import TokenContext, TokenMask, default_positions
 from forge_core.model.feed_forward import FeedForward, build_feed_forward
 from forge_core.model.init import Init, check_init_tables, initialise
 from forge_core.model.kv_cache import KVCache
 from forge_core.model.layer_types import LayerType
 from forge_core.model.mla import LatentAttention
 from forge_core.model.mla_config import MLAConfig
+from forge_core.model.mrope import MRopeConfig
 from forge_core.model.mtp_config import MTPConfig
 from forge_core.model.mup import MuPConfig
 from forge_core.model.norm import PlusOneRMSNorm, RMSNorm
-from forge_core.model.parts import check_parts
+from forge_core.model.parts import build_block, build_mixer, check_parts
+from forge_core.model.rows import attend_masked
 from forge_core.model.spec import AttentionSpec
 from forge_core.model.transformer import Transformer
 
 __all__ = [
+    "BLOCK_NAMES",
+    "GATED",
+    "UNGATED",
     "Attention",
     "AttentionSpec",
     "Block",
@@ -27,6 +38,7 @@ __all__ = [
     "LatentAttention",
     "LayerType",
     "MLAConfig",
+    "MRopeConfig",
     "MTPConfig",
     "MuPConfig",
     "PlusOneRMSNorm",
@@ -35,9 +47,13 @@ __all__ = [
     "RopeScaling",
     "SandwichBlock",
     "TokenContext",
+    "TokenMask",
     "Transformer",
     "TransformerConfig",
+    "attend_masked",
+    "build_block",
     "build_feed_forward",
+    "build_mixer",
     "check_init_tables",
     "check_parts",
     "default_positions",

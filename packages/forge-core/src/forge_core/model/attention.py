@@ -17,10 +17,11 @@ from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.documents import within_segments
 from forge_core.model.init import Init, linear_rows
 from forge_core.model.kv_cache import LayerCache
+from forge_core.model.mrope import MRopeConfig
 from forge_core.model.norm import build_head_norm
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
-from forge_core.model.rows import attend_rows, attend_scores
-from forge_core.model.spec import MASKS, AttentionSpec
+from forge_core.model.rows import attend_rows, attend_scores, score_weights
+from forge_core.model.spec import MASKS, AttentionSpec, causal_mask
 from forge_core.model.yarn import attention_factor
 
 Tables = tuple[Tensor, Tensor]
@@ -31,7 +32,7 @@ class LocalAttention:
     """Attention of whole rows in this process; computes every field of its spec.
 
     Each token sees its row so far, or its document so far where ctx.document_ids part the row. A mask of
-    its own holds (B, H, S, S) scores and is given whole rows of ctx.
+    its own holds (B, H, S, S) scores and is given whole rows of ctx. A `ctx.mask` takes the place of all that.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -42,6 +43,8 @@ class LocalAttention:
         self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, sinks: Tensor | None = None
     ) -> Tensor:
         """q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q."""
+        if ctx.mask is not None:
+            return ctx.mask.attend(q, k, v, self.spec, sinks)
         if self._mask is not None:
             mask = self._visible(self._mask, ctx, q.size(1), q.device).unsqueeze(1)
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D)
@@ -49,6 +52,13 @@ class LocalAttention:
         if ctx.document_ids is None:
             return attend_rows(q, k, v, self.spec, sinks)
         return _within_documents(q, k, v, ctx, self.spec, sinks)
+
+    def weights(
+        self, q: Tensor, k: Tensor, ctx: TokenContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        """What each token takes of each value, (B, H, S, S) fp32 at least; arguments as of the call, without values."""
+        mask = self._visible(self._mask or causal_mask, ctx, q.size(1), q.device).unsqueeze(1)
+        return score_weights(q.transpose(1, 2), k.transpose(1, 2), mask, self.spec, sinks)
 
     def _visible(
         self, mask: Callable[..., Tensor], ctx: TokenContext, size: int, device: torch.device
@@ -83,9 +93,11 @@ class RotaryMixer(nn.Module):
     """A mixer with rotary positions: `prepare` makes the tables once per forward for all layers alike."""
 
     attend: Attend
+    spec: AttentionSpec
     rotary_dim: int
     rope_theta: float
     rope_scaling: RopeScaling | None
+    mrope: MRopeConfig | None = None
 
     def prepare(
         self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None
@@ -93,8 +105,16 @@ class RotaryMixer(nn.Module):
         """Rotary tables for x (B, S, M), None where nothing turns, and what `attend` needs, once per context
         for all layers.
 
-        Transformer calls it before its first block, so that compiled blocks only read.
+        Transformer calls it before its first block, so that compiled blocks only read. ValueError where a
+        `ctx.mask` meets an `attend` of other code.
         """
+        if ctx.mask is not None:
+            if not isinstance(self.attend, LocalAttention):
+                raise ValueError(
+                    f"{type(self.attend).__name__} does not compute the mask of its context; use attention of whole rows "
+                    "in one process (cp = 1), or a model without such a mask"
+                )
+            ctx.mask.prepare(self.spec, x)
         offer: Any = getattr(self.attend, "prepare", None)
         if offer is None or cache is not None:
             ctx.segments()
@@ -103,7 +123,7 @@ class RotaryMixer(nn.Module):
         if self.rotary_dim == 0:
             return None
         return ctx.once(
-            ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, x.device),
+            ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, self.mrope, x.device),
             lambda: self._tables(ctx, x, cache),
         )
 
@@ -112,6 +132,9 @@ class RotaryMixer(nn.Module):
         if positions is None:
             past, first = (0, None) if cache is None else cache.first(ctx, *x.shape[:2])
             positions = default_positions(x.size(1), ctx.document_ids, x.device, past, first)
+        if positions.dim() == 3:  # (B, 3, S); without `mrope` the model's context refuses them
+            assert self.mrope is not None
+            positions = self.mrope.by_pair(positions)
         frequencies = inverse_frequencies(
             self.rotary_dim, self.rope_theta, self.rope_scaling, x.device
         )
@@ -149,6 +172,7 @@ class Attention(RotaryMixer):
         self.spec = config.as_standard().attention if spec is None else spec
         self.head_dim, self.rotary_dim = config.resolved_head_dim, config.rotary_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
+        self.mrope = config.mrope
         heads, kv_heads = config.num_heads, config.resolved_num_kv_heads
         width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.dim, width, bias=config.qkv_bias)
@@ -166,15 +190,33 @@ class Attention(RotaryMixer):
         self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         ctx = TokenContext() if ctx is None else ctx
-        tables = self.prepare(ctx, x, cache)
+        out = self.between(x, *self.project(x), ctx, cache)
+        projected: Tensor = self.o_proj(out)  # (B, S, M)
+        return projected
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (..., H, D), keys and values (..., K, D) of x (..., M), normed and not turned yet."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = q.unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
-        k = k.unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
-        v = v.unflatten(-1, (-1, self.head_dim))  # (B, S, K, D)
+        q = q.unflatten(-1, (-1, self.head_dim))  # (..., H, D)
+        k = k.unflatten(-1, (-1, self.head_dim))  # (..., K, D)
+        v = v.unflatten(-1, (-1, self.head_dim))  # (..., K, D)
         if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def between(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: TokenContext,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """What is between the projections: q (B, S, H, D), k and v (B, S, K, D) of x (B, S, M) -> (B, S, H * D)."""
+        tables = self.prepare(ctx, x, cache)
         if tables is not None:
             q, k = rotate(q, tables), rotate(k, tables)
         sinks = () if self.sinks is None else (self.sinks,)
@@ -182,8 +224,7 @@ class Attention(RotaryMixer):
             out = self.attend(q, k, v, ctx, *sinks)
         else:
             out = cache.attend(q, k, v, ctx, self.spec, *sinks)
-        projected: Tensor = self.o_proj(out.flatten(-2))  # (B, S, M)
-        return projected
+        return out.flatten(-2)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
         """How each parameter of its own begins, by its name in this module; norms have theirs."""

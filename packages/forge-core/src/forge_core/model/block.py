@@ -43,8 +43,9 @@ class Block(nn.Module):
         return branch if self.residual_scale == 1.0 else branch * self.residual_scale
 
     def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> None:
-        """Let the mixer derive from ctx what all layers share."""
+        """Let the sublayers derive from ctx what all layers share."""
         prepare(self.mixer, ctx, x, cache)
+        prepare(self.feed_forward, ctx, x, cache)
 
     def parallel_roles(self) -> dict[str, Any]:
         """Roles of the norms (tokens may be sharded there) and of the two sublayers."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from forge_core._config import foreign_keys, is_finite, raise_problems, setting, size_problems
 from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
 from forge_core.model.mla_config import MLAConfig
+from forge_core.model.mrope import MRopeConfig
 from forge_core.model.mtp_config import MTPConfig
 from forge_core.model.mup import MuPConfig, Scales
 from forge_core.model.mup import problems as mup_problems
@@ -247,6 +248,9 @@ class TransformerConfig:
     block_options: dict[str, Any] = field(
         default_factory=dict, hash=False, metadata=_options_of("block")
     )
+
+    #: Positions of several axes, a field of configs of models that have them.
+    mrope: ClassVar[MRopeConfig | None] = None
 
     def __post_init__(self) -> None:
         raise_problems("model", _transformer_problems(self))

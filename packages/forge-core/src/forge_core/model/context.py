@@ -5,12 +5,13 @@ Shapes: B rows, S tokens of a row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from forge_core.model.documents import SegmentPlan
+from forge_core.model.spec import AttentionSpec
 
 T = TypeVar("T")
 
@@ -28,13 +29,29 @@ class _Derived:
         self.sources = sources
 
 
+class TokenMask(Protocol):
+    """Who sees whom in the rows of a batch; made once per forward, and no dataclass, so that FSDP2 passes it on."""
+
+    def prepare(self, spec: AttentionSpec, x: Tensor) -> None:
+        """Make what `attend` reads for a spec and the device of x, before the first block; ValueError for a spec that it
+        does not compute."""
+        ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    ) -> Tensor:
+        """q (B, S, H, D), k and v (B, S, K, D) -> like q."""
+        ...
+
+
 @dataclass(frozen=True)
 class TokenContext:
     """Plain tensors about a batch of tokens, all optional; one object serves all blocks of a forward.
 
     token_ids (B, S) int64; valid (B, S) bool, False on padding; document_ids (B, S) int, equal and
-    adjacent = one document (negative: padding); modality_ids (B, S) int;
-    positions (B or 1, S) int64.
+    adjacent = one document (negative: padding); modality_ids (B, S) int: 0 text, -1 padding, others by the
+    model's modalities; positions (B or 1, S) int64, or (B, 3, S) with `mrope`; media what cross-attention reads, of any
+    structure; mask a `TokenMask` in place of causal attention inside of documents.
 
     What blocks derive from these (rotary tables, segment plans) is computed at the first request
     and stored with the context, so it costs once per forward and not once per layer.
@@ -45,6 +62,8 @@ class TokenContext:
     document_ids: Tensor | None = None
     modality_ids: Tensor | None = None
     positions: Tensor | None = None
+    media: Any = None
+    mask: TokenMask | None = None
     _derived: _Derived = field(default_factory=_Derived, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -17,10 +17,11 @@ from forge_core.model.norm import RMSNorm
 
 
 class Init(NamedTuple):
-    """How a parameter begins: normal with mean 0 and standard deviation `value`, or constant `value`."""
+    """How a parameter begins: normal with mean 0 and standard deviation `value`, constant `value`, or (buffers) with
+    the values of a tensor."""
 
-    kind: Literal["normal", "constant"]
-    value: float
+    kind: Literal["normal", "constant", "values"]
+    value: Any
 
 
 def linear_rows(name: str, linear: nn.Linear, std: float) -> dict[str, Init]:
@@ -92,6 +93,10 @@ def check_init_tables(model: nn.Module) -> None:
 
 def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:
     """Write the initial value of one named parameter (plain or DTensor) in place."""
+    if how.kind == "values":
+        with torch.no_grad():
+            target.copy_(how.value)
+        return
     full = torch.empty(target.shape, dtype=torch.float32, device="cpu")
     if how.kind == "constant":
         full.fill_(how.value)
@@ -100,7 +105,9 @@ def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         full.normal_(0.0, how.value, generator=generator)
     else:
-        raise ValueError(f"{name}: init kind {how.kind!r} is unknown; use 'normal' or 'constant'")
+        raise ValueError(
+            f"{name}: init kind {how.kind!r} is unknown; use 'normal', 'constant' or 'values'"
+        )
     if not math.isfinite(how.value):
         raise ValueError(f"{name}: init value {how.value} must be finite; check the config's stds")
     with torch.no_grad():

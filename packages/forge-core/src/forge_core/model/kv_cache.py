@@ -142,13 +142,15 @@ class LayerCache:
         """Store k, v (B, S, K, D) and attend q (B, S, H, D) to the tokens that each may see -> like q.
 
         `stored`, of an empty cache, is kept in place of k and v, which only these tokens see: later calls give
-        theirs in its form. Keys outside of a window stay stored. ValueError for a mask of its own: a token cannot see later ones.
+        theirs in its form. Keys outside of a window stay stored. A `ctx.mask` is that of the first tokens. ValueError for a mask of its own: a token cannot see later ones.
         """
         refuse_mask(spec)
         batch, size = q.shape[:2]
         past = self.length
         keys, values = self.append(*(stored or (k, v)))
-        if past == 0:
+        if past == 0 and ctx.mask is not None:
+            out = ctx.mask.attend(q, k, v, spec, sinks)
+        elif past == 0:
             plan = ctx.segments() or SegmentPlan.of_lengths([[size]] * batch)
             out = within_segments(q, k, v, plan, spec, sinks)
         else:

@@ -54,8 +54,10 @@ ROPE_SCALINGS = Registry(
 def rope_tables(
     positions: Tensor, frequencies: Tensor, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines times `factor`, each (B, S, 1, D / 2) fp32, of integer positions (B, S)."""
-    angles = (positions[..., None].float() * frequencies).unsqueeze(2)  # (B, S, 1, D / 2)
+    """Cosines and sines times `factor`, each (B, S, 1, D / 2) fp32, of integer positions (B, S), or of those of
+    each pair (B, S, D / 2)."""
+    per_pair = positions if positions.dim() == 3 else positions[..., None]
+    angles = (per_pair.float() * frequencies).unsqueeze(2)  # (B, S, 1, D / 2)
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 

@@ -51,8 +51,17 @@ def attend_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """The same from its definition, in fp32 at least; holds (B, H, S, T) scores, for the backward too."""
-    groups, wide = q.size(1) // k.size(1), torch.promote_types(q.dtype, torch.float32)
-    keys, values = (t.to(wide).repeat_interleave(groups, dim=1) for t in (k, v))  # (B, H, T, D)
+    weights = score_weights(q, k, mask, spec, sinks)
+    values = v.to(weights.dtype).repeat_interleave(q.size(1) // v.size(1), dim=1)  # (B, H, T, D)
+    return (weights @ values).to(q.dtype)
+
+
+def score_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """What each query takes of each value: q (B, H, S, D), k (B, K, T, D) -> (B, H, S, T), fp32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(wide).repeat_interleave(q.size(1) // k.size(1), dim=1)  # (B, H, T, D)
     scale = q.size(-1) ** -0.5 if spec.scale is None else spec.scale
     scores = q.to(wide) @ keys.mT * scale  # (B, H, S, T)
     if spec.softcap is not None:
@@ -62,8 +71,7 @@ def attend_scores(
     if sinks is not None:
         column = sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)  # (B, H, S, T + 1)
-    weights = scores.softmax(-1)[..., : k.size(2)]
-    return (weights @ values).to(q.dtype)
+    return scores.softmax(-1)[..., : k.size(2)]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

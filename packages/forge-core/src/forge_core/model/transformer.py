@@ -3,7 +3,7 @@
 Shapes: B rows, S tokens, D width of the residual stream, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_core.model.block import flops_of, prepare, roles_of
 from forge_core.model.config import TransformerConfig
-from forge_core.model.context import TokenContext, default_positions
+from forge_core.model.context import TokenContext, TokenMask, default_positions
 from forge_core.model.feed_forward import build_feed_forward
 from forge_core.model.head import Head, Then, TiedHead
 from forge_core.model.init import Init, initialise
@@ -35,7 +35,7 @@ class Transformer(nn.Module):
     mixer is called `forward(x, ctx, cache=None)` with its own LayerCache, a feed-forward
     `forward(x, ctx)`, a block `forward(x, ctx, cache=None)`; ctx is the TokenContext of the call.
     Without one the config's `mixer`, `feed_forward` and `block` name what is built (see `check_parts`).
-    A mixer may offer `prepare(ctx, x, cache)`, any of them `init_table(std, residual_std)`,
+    A mixer or a feed-forward may offer `prepare(ctx, x, cache)`, any of them `init_table(std, residual_std)`,
     `parallel_roles()` and `flops_per_token(seq_len)`.
 
     Parameters begin from `initialise(model, seed=0)`; on the meta device they stay empty until
@@ -88,6 +88,10 @@ class Transformer(nn.Module):
         token_ids: Tensor | None = None,
         then: Then | None = None,
         next_tokens: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+        layer_features: Sequence[Tensor] = (),
+        media: Any = None,
+        mask: TokenMask | None = None,
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S) int64, in the compute dtype.
 
@@ -108,15 +112,22 @@ class Transformer(nn.Module):
         logits (or the stream that `then` takes) have (K + 1) B rows, those of the next token first. What stands where
         a document has no such token is read by no row that has one, and a stage without the head ignores it.
 
+        For models of several modalities: modality_ids (B, S) and media reach the blocks in their context, and
+        layer_features[i] (B, S, D) is added to the stream behind block i (DeepStack, Meng et al. 2024). positions may
+        be (B, 3, S) with `config.mrope`. mask says who sees whom in whole rows, where that is not causal.
+
         Raises ValueError for a row longer than max_seq_len and for shapes and dtypes that do not fit.
         """
-        ctx = self.context(tokens, positions, document_ids, cache, token_ids)
-        x = tokens if tokens.is_floating_point() else self._embed(tokens)  # (B, S, D)
+        about = token_ids, modality_ids, media, mask
+        ctx = self.context(tokens, positions, document_ids, cache, *about)
+        x = tokens if tokens.is_floating_point() else self.embed(tokens)  # (B, S, D)
         parts = {key: cache.layer(key) if cache is not None else None for key in self.layers}
         for key, block in self.layers.items():
             prepare(block, ctx, x, parts[key])
         for key, block in self.layers.items():
             x = block(x, ctx, parts[key])
+            if layer_features and int(key) < len(layer_features):
+                x = x + layer_features[int(key)]
         if cache is not None:
             cache.history.advance(document_ids, *tokens.shape[:2])
         if next_tokens is not None and self.norm is not None:
@@ -125,7 +136,7 @@ class Transformer(nn.Module):
         # a subclass with its own head may not take a loss
         return self.head(x) if then is None else self.head(x, then)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """The stream (B, S, D) of tokens (B, S)."""
         x: Tensor = self.embedding(tokens)
         scale = self.config.embedding_scale
@@ -158,7 +169,7 @@ class Transformer(nn.Module):
         streams = [self.norm(x)]
         for module, tokens in zip(self.mtp.values(), next_tokens.unbind(1)):
             module.prepare(ctx, x)
-            x = module(x, self._embed(tokens), ctx)
+            x = module(x, self.embed(tokens), ctx)
             streams.append(module.norm(x))
         return self._project(torch.cat(streams), then)
 
@@ -169,6 +180,9 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         token_ids: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+        media: Any = None,
+        mask: TokenMask | None = None,
     ) -> TokenContext:
         """The context that `forward` hands to its blocks; checks lengths and shapes.
 
@@ -181,7 +195,7 @@ class Transformer(nn.Module):
             token_ids = tokens
         else:
             per_token = positions if document_ids is None else document_ids
-            size = size if per_token is None else per_token.size(1)
+            size = size if per_token is None else per_token.size(-1)
         past = 0 if cache is None else cache.length
         if past + size > self.config.max_seq_len:
             cached = f" ({past} of them cached)" if past else ""
@@ -194,10 +208,11 @@ class Transformer(nn.Module):
                 f"document_ids {tuple(document_ids.shape)} must have the shape of tokens "
                 f"{(rows, size)}; give one id per token"
             )
-        if positions is not None and positions.shape not in ((rows, size), (1, size)):
+        shapes = [(rows, size), (1, size)] + ([(rows, 3, size)] if self.config.mrope else [])
+        if positions is not None and positions.shape not in shapes:
             raise ValueError(
-                f"positions {tuple(positions.shape)} must be {(rows, size)} or {(1, size)}; "
-                "give one position per token"
+                f"positions {tuple(positions.shape)} must be {' or '.join(map(str, shapes))}; give one position "
+                "per token" + ("" if self.config.mrope else ", or one for each axis with mrope")
             )
         if positions is None:
             first = None
@@ -208,7 +223,10 @@ class Transformer(nn.Module):
             token_ids=token_ids,
             valid=_not_padding(document_ids, tokens.device),
             document_ids=document_ids,
+            modality_ids=modality_ids,
             positions=positions,
+            media=media,
+            mask=mask,
         )
 
     def new_cache(self, max_length: int) -> KVCache:
