@@ -1,13 +1,34 @@
 """Configs report all their problems at once."""
 
 import dataclasses
+import re
 
 import pytest
 
 import forge_data
 from forge_data import DataConfig, PhaseConfig, TrainingSourceConfig
+from forge_data.kinds import HuggingFaceConfig, TextConfig
 
 TEXT = {"docs": TrainingSourceConfig()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (TextConfig, {"eos": "<e>"}, "eos '<e>' means nothing to the byte tokenizer"),
+        (TextConfig, {"document": "page"}, "document 'page' must be one of file, line, blank_line"),
+        (TextConfig, {"validation_every": 1}, "validation_every 1 must be 0"),
+        (TextConfig, {"cache": ""}, "cache '' must name a folder"),
+        (TextConfig, {"tokenizer": "a\0b"}, "tokenizer 'a\\x00b' must be a file name"),
+        (HuggingFaceConfig, {"text_field": ""}, "text_field '' must name a column"),
+        (HuggingFaceConfig, {"split": ""}, "split '' must name a split"),
+    ],
+)
+def test_rules_of_the_tables_of_kinds(kind, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**settings)
+
+
 TWO = {name: TrainingSourceConfig() for name in "ab"}
 
 
@@ -16,7 +37,26 @@ TWO = {name: TrainingSourceConfig() for name in "ab"}
     [
         (
             {"name": "token"},
-            'name \'token\' must be "builtin", "tokens", an entry point of forge.sources or an import path',
+            "name 'token' must be one of builtin, tokens, megatron, huggingface, text, chat, nanogpt, npy, an entry point of forge.sources or an",
+        ),
+        (
+            {"text": TextConfig(document="line")},
+            "text.document 'line' is a key of name 'text', and name is 'builtin'",
+        ),
+        (
+            {"name": "text", "path": "a", "huggingface": HuggingFaceConfig(split="x")},
+            "huggingface.split 'x' is a key of name 'huggingface', and name is 'text'; remove it",
+        ),
+        ({"name": "text"}, "path None must name text files when name is 'text'; set path"),
+        ({"name": "text", "path": "a", "dtype": "uint8"}, "dtype 'uint8' means nothing"),
+        (
+            {
+                "name": "huggingface",
+                "path": "a",
+                "split": "validation",
+                "huggingface": HuggingFaceConfig(split="x"),
+            },
+            "split 'validation' means nothing beside huggingface.split 'x'",
         ),
         ({"name": "tokens"}, "path None must name token files"),
         ({"path": "x"}, "path 'x' means nothing"),
@@ -63,7 +103,7 @@ def test_source_rules(settings, message):
         ),
         (
             {"phases": {n: PhaseConfig(10, lr_multiplier=0.5) for n in "xy"}},
-            "phases.y.start_tokens 10 must differ from that of x",
+            "phases.y and phases.x begin with the same row, 1",
         ),
     ],
 )
@@ -76,7 +116,6 @@ def test_data_rules(settings, message):
     ("settings", "message"),
     [
         ({"start_tokens": 0, "lr_multiplier": 0.5}, "start_tokens 0 must be"),
-        ({"start_tokens": 5}, "changes nothing"),
         ({"start_tokens": 5, "lr_multiplier": 0.0}, "lr_multiplier 0.0 must be"),
         ({"start_tokens": 5, "weights": {"a": -1.0}}, "weights.a -1.0 must be"),
         ({"start_tokens": 5, "weights": {"a": 0.0}}, "must have one above 0"),
@@ -94,12 +133,6 @@ def test_phase_rules(settings, message):
 def test_share_rules(settings, message):
     with pytest.raises(ValueError, match=message):
         TrainingSourceConfig(**settings)
-
-
-def test_the_rate_is_that_of_the_last_phase_that_began():
-    phases = {"b": PhaseConfig(20, lr_multiplier=0.1), "a": PhaseConfig(10, lr_multiplier=0.5)}
-    config = DataConfig(sources=TEXT, phases=phases)
-    assert [config.lr_multiplier(n) for n in (0, 9, 10, 19, 20, 99)] == [1, 1, 0.5, 0.5, 0.1, 0.1]
 
 
 def test_all_problems_in_one_message():

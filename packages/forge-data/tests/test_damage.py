@@ -16,6 +16,8 @@ from forge_data import (
     open_source,
     verify,
 )
+from forge_data.mixed_stream import MixedStream
+from forge_data.mixture import Phase
 from forge_data.prepare import prepare
 from forge_data.sources import integrity
 
@@ -185,6 +187,48 @@ def test_F93_a_loader_raises_it_at_the_batch_also_at_a_resume(folder, num_worker
     with pytest.raises(InvalidData, match=r"tokens.bin block 0"):
         next(resumed)
     assert resumed.cursor == 32
+
+
+def read_sound_rows(loader, stop):
+    while loader.cursor < stop:
+        assert int(next(loader).tokens.max()) <= 256
+
+
+HOW = {"here": {}, "thread": {"prefetch": 2}, "workers": {"num_workers": 2}}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", ["block", "id", "raw", "negative"])
+def test_F93_damage_is_found_through_every_way_to_a_batch(folder, tmp_path, kind, how, mixed):
+    """What is read late is damaged after the source was opened; no row of it is handed out."""
+    if kind == "negative":
+        sidecar = json.loads((folder / "tokens.json").read_text())
+        tokens = np.fromfile(folder / "tokens.bin", "<u2").astype("<i4")
+        tokens.tofile(folder / "tokens.bin")
+        del sidecar["block_bytes"], sidecar["sha256"]["blocks.bin"]
+        (folder / "tokens.json").write_text(json.dumps({**sidecar, "dtype": "int32"}))
+    path = folder / "tokens.bin"
+    if kind == "raw":
+        path = path.rename(tmp_path / "raw.bin")
+    mode = "touch" if kind in ("block", "raw") else "off"
+    source = TokenFiles(
+        path if kind == "raw" else folder, "uint16" if kind == "raw" else None, verify=mode
+    )
+    stream = PackedStream(source, 512, shuffle=False)
+    rows = len(stream) - 1
+    if mixed:
+        stream = MixedStream({"a": stream}, [Phase(0, (1.0,))])
+    loader = Loader(stream, 1, **HOW[how])
+    for _ in range(3):
+        next(loader)
+    with path.open("r+b") as file:
+        file.seek(2 * 512 * (rows - 4) if kind != "negative" else 4 * 512 * (rows - 4))
+        file.write({"block": b"\x41", "negative": b"\xff\xff\xff\xff"}.get(kind, b"\xff\xff"))
+    with pytest.raises(InvalidData, match=r"block 2|holds id 65535|holds id -1 .*below 0"):
+        read_sound_rows(loader, rows)
+    assert loader.cursor <= rows - 4
+    loader.close()
 
 
 @pytest.mark.parametrize(

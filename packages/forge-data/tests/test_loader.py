@@ -152,6 +152,11 @@ def test_changed_data_at_resume_is_refused_with_a_diff(stream):
         loader.load_state_dict(state)
     assert "order.seed" not in str(error.value)
     assert loader.cursor == 4
+    _, *lines = str(error.value).splitlines()
+    kinds = ["..." in line for line in lines]
+    assert kinds == sorted(kinds), "numbers and names first, then digests"
+    assert kinds[-1]
+    assert max(map(len, lines)) < 80
 
 
 OFF = {
@@ -236,6 +241,11 @@ def test_F102_what_is_no_state_is_refused(stream, bad):
         ({"global_batch": 4, "num_workers": -1}, "num_workers -1 must be at least 0"),
         ({"global_batch": 4, "num_workers": 100_000}, "num_workers 100000 .* at most 256; use 0"),
         ({"global_batch": 10**9}, "global_batch 1000000000 .* at most 1048576"),
+        ({"global_batch": 4, "prefetch": -1}, "prefetch -1 must be a whole number of at least 0"),
+        (
+            {"global_batch": 4, "num_workers": 3, "prefetch": 2},
+            "prefetch 2 must be at least num_workers 3, .*; use 6",
+        ),
     ],
 )
 def test_F107_bad_arguments_are_refused(stream, arguments, message):
@@ -278,9 +288,10 @@ def test_an_error_while_reading_surfaces_with_its_message(num_workers, error):
     take(loader, 2)
     loader.load_state_dict({"cursor": 4, "digest_chain": "1" * 16, "fingerprint": {}})
     next(loader)
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(InvalidData, match=str(error)):
         next(loader)
     assert loader.cursor == 8
+    loader.close()
 
 
 def test_workers_draw_nothing_from_the_global_generator(stream):
@@ -302,7 +313,7 @@ LOADER = "loader = Loader(PackedStream(BuiltinCorpus(), 64), 4, num_workers=2)\n
 
 
 def test_a_process_that_forgets_to_close_its_loader_still_ends():
-    done = run_script(LOADER + "def f(workers):\n    raise KeyError('x')\nf(loader._workers)\n")
+    done = run_script(LOADER + "def f(workers):\n    raise KeyError('x')\nf(loader._ahead)\n")
     assert done.returncode == 1
     assert done.stderr.strip().endswith("KeyError: 'x'")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from forge_data import Loader, Ragged
+from forge_data import BuiltinCorpus, Loader, PackedStream, Ragged
+from forge_data.collate import as_ragged
 from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
+from forge_data.phased_stream import PhasedStream
 
 
 class Numbers:
@@ -135,14 +139,113 @@ def test_streams_that_differ_are_refused(other, words):
         MixedStream({"a": Numbers("a"), "b": other}, [Phase(0, (1.0, 1.0))])
 
 
-def test_ragged_extras_are_refused():
-    ragged = Ragged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
-    streams = {name: Numbers(name, extra=ragged) for name in "ab"}
-    with pytest.raises(ValueError, match="'extra' has any number of entries"):
+class Ragging(Numbers):
+    """Row i of the stream has i % 3 entries, each of which is the row's first token."""
+
+    def arrays(self, ids):
+        found = super().arrays(ids)
+        counts = np.asarray(ids) % 3
+        values = torch.from_numpy(np.repeat(found["tokens"][:, 0], counts))
+        offsets = torch.from_numpy(np.cumsum([0, *counts]))
+        return {**found, "many": SimpleNamespace(values=values, row_offsets=offsets)}
+
+
+@pytest.mark.parametrize("other", [Ragging, Numbers])
+def test_ragged_extras_stay_with_their_rows(other):
+    """Those of a stream of pictures among one of text, which has none."""
+    mixed = MixedStream({"a": Ragging("a"), "b": other("b")}, [Phase(0, (2.0, 1.0))])
+    found = mixed.arrays(np.arange(30))
+    sources, own = mixed.mixture.locate(np.arange(30))
+    assert {0, 1} == {*sources}
+    for row in range(30):
+        wanted = own[row] % 3 if sources[row] == 0 or other is Ragging else 0
+        assert found["many"][row : row + 1].values.tolist() == [found["tokens"][row, 0]] * wanted
+    assert len(mixed.arrays(np.arange(0))["many"]) == 0
+    batch = next(Loader(mixed, 6))
+    assert len(batch.split(2)[1].extras["many"]) == 2
+
+
+def test_ragged_extras_of_other_shapes_are_refused():
+    floats = Ragged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
+    pairs = Ragged(torch.zeros(0, 2), torch.zeros(1, dtype=torch.int64))
+    streams = {"a": Numbers("a", extra=floats), "b": Numbers("b", extra=pairs)}
+    words = r"extra: ragged float32 \(\) and ragged float32 \(2,\)"
+    with pytest.raises(ValueError, match=words):
         MixedStream(streams, [Phase(0, (1.0, 1.0))])
+
+
+class RaggingShards(Ragging):
+    """Two shards of rows with any number of entries."""
+
+    num_shards = 2
+
+    def arrays(self, ids):
+        ids = np.asarray(ids)
+        places = np.stack([ids % 2, ids, ids], 1)
+        return {**super().arrays(ids), "shard_places": places}
+
+    def shards_of(self, ids):
+        return np.asarray(ids) % 2
+
+    def load_places(self, table):
+        pass
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_ragged_extras_of_shards_stay_with_their_rows(workers):
+    """Alone and mixed with text, read by workers that own shards; some have no row in a step."""
+    mixed = MixedStream({"a": RaggingShards("a"), "b": Numbers("b")}, [Phase(0, (2.0, 1.0))])
+    for stream in (RaggingShards("a"), mixed):
+        loader = Loader(stream, 3, num_workers=workers)
+        with contextlib.closing(loader):
+            for step in range(4):
+                ids = np.arange(3 * step, 3 * step + 3)
+                wanted, batch = stream.arrays(ids), next(loader)
+                many = as_ragged(wanted["many"])
+                assert batch.tokens.tolist() == wanted["tokens"].tolist()
+                assert batch.extras["many"].values.tolist() == many.values.tolist()
+                assert batch.extras["many"].row_offsets.tolist() == many.row_offsets.tolist()
 
 
 def test_sources_of_one_length_have_orders_of_their_own():
     seeds = {seed_of(0, name) for name in ("web", "books")} | {seed_of(1, "web")}
     assert len(seeds) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Weighted(Numbers):
+    """Numbers whose labels weigh a half."""
+
+    def arrays(self, ids):
+        found = super().arrays(ids)
+        return {**found, "weights": np.full(found["tokens"].shape, 0.5, np.float32)}
+
+
+@pytest.mark.parametrize("kinds", [(Numbers, Weighted), (Weighted, Numbers)])
+def test_rows_without_weights_weigh_one_beside_rows_with_some(kinds):
+    streams = {kind.__name__: kind("a") for kind in kinds}
+    stream = MixedStream(streams, [Phase(0, (1.0, 1.0))])
+    loader = Loader(stream, global_batch=8)
+    batch = next(loader)
+    assert batch.weights.dtype == torch.float32
+    wanted = [0.5 if kinds[k] is Weighted else 1.0 for k in batch.source.tolist()]
+    assert batch.weights.tolist() == [[w, w] for w in wanted]
+    assert batch.label_weight == 2 * sum(wanted)
+    assert loader.filler(2).weights.tolist() == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("name", ["mixture", "from_5", "source", "order", "packing"])
+def test_no_entry_of_a_fingerprint_hides_another(name):
+    parts = [PackedStream(BuiltinCorpus("train"), 8, seed) for seed in (0, 1)]
+    own = {f"{name}.{key}" for key in parts[0].fingerprint()}
+    mixed = MixedStream({name: parts[0], "b": parts[1]}, [Phase(0, (1.0, 1.0))], {name: 2})
+    found = PhasedStream([("", mixed, 0), (name, mixed, 5)]).fingerprint()
+    inside = mixed.fingerprint()
+    assert len(inside) == 2 + 2 * len(own) + 1
+    assert len(found) == 2 * len(inside)
+    assert {*found} >= own
+
+    hidden = Numbers("a")
+    hidden.fingerprint = lambda: {"version": 3}
+    with pytest.raises(ValueError, match=r"source 'mixture' must not give .*'mixture.version'"):
+        MixedStream({"mixture": hidden, "b": hidden}, [Phase(0, (1.0, 1.0))]).fingerprint()

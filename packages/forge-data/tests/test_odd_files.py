@@ -108,10 +108,11 @@ def test_F107_json_that_is_no_tokenizer(tmp_path, content):
 
 
 FORMATS = {
-    "p.parquet": (b"PAR1\x15\x04", "parquet file, which .* not read yet; write its text column as"),
-    "p.jsonl.gz": (gzip.compress(b'{"text": "x"}'), "gzip file, which .*; unpack it with gunzip"),
-    "p.jsonl": (gzip.compress(b'{"text": "x"}'), "gzip file"),
-    "p.zst": (b"\x28\xb5\x2f\xfd\x00", "zstd file, which .*; unpack it with unzstd"),
+    "p.jsonl": (gzip.compress(b'{"text": "x"}'), "gzip file by its first bytes.*to end in .gz"),
+    "p.txt": (b"\x28\xb5\x2f\xfd\x00", "zstd file by its first bytes.*to end in .zst"),
+    "p.bin": (b"PAR1\x15\x04", "parquet file by its first bytes.*to end in .parquet"),
+    "p.parquet.gz": (b"\x1f\x8b", "packed parquet file.*unpack it first"),
+    "p.bz2": (b"BZh9", "bzip2 file, which .*; unpack it with bunzip2"),
     "p.pdf": (b"%PDF-1.7", "PDF file, which .*; extract its text"),
 }
 

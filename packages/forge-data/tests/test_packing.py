@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from forge_data import BuiltinCorpus, PackedStream, batch_of
+from forge_data import BuiltinCorpus, PackedStream, Permutation, batch_of
 
 
 class Listed:
@@ -136,3 +136,18 @@ def test_bad_arguments_are_refused():
         PackedStream(BuiltinCorpus(), 0)
     with pytest.raises(ValueError, match="instance -1 must be at least 0"):
         PackedStream(BuiltinCorpus(), 8).instance(-1)
+
+
+def test_rows_are_those_of_the_permutation_in_any_order_of_calls():
+    documents = random_documents(4, count=400)
+    stream = PackedStream(Listed(documents), seq_len=4, seed=5)
+    n = len(stream)
+    assert n > 3 * 128  # blocks of positions, whose rows are kept between calls
+    want = [int(r) for epoch in (0, 1) for r in Permutation(n, 5, epoch)(np.arange(n))]
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        first = int(rng.integers(0, 2 * n))
+        ids = np.arange(first, min(2 * n, first + int(rng.integers(1, 700))))
+        rng.shuffle(ids)
+        assert stream.rows(ids).tolist() == [want[i] for i in ids]
+    assert stream.rows(np.empty(0, np.int64)).tolist() == []

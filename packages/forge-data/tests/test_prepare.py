@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
-from forge_data.prepare import prepare, readers
+from forge_data.prepare import prepare, text_documents
 from forge_data.prepare.token_writer import smallest_dtype
 
 
@@ -39,7 +39,7 @@ def test_what_a_document_is(tmp_path, kind, expected):
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_document_read_in_pieces_is_the_same_document(tmp_path, monkeypatch, size):
     (tmp_path / "a.txt").write_bytes(("\n \n" + TEXT * 3).encode())
-    monkeypatch.setattr(readers, "_PIECE", size)
+    monkeypatch.setattr(text_documents, "PIECE", size)
     prepare([tmp_path / "a.txt"], tmp_path / "out")
     assert documents(tmp_path / "out") == ["\n \n" + TEXT * 3]
 
@@ -101,10 +101,13 @@ def test_progress_ends_at_the_total(tmp_path):
     prepare(
         [tmp_path / "a.txt", tmp_path / "b.txt"],
         tmp_path / "out",
-        progress=lambda done, total: reports.append((done, total)),
+        progress=reports.append,
     )
-    assert reports[-1] == (10_000, 10_000)
-    assert reports == sorted(reports)
+    for stage in ("tokenize", "merge"):
+        mine = [tuple(report[1:]) for report in reports if report.stage == stage]
+        assert mine[0] == (0, 10_000, 0, 0)  # else nobody could tell how fast the first unit was
+        assert mine[-1] == (10_000, 10_000, 2, 10_002)
+        assert mine == sorted(mine)
 
 
 BAD_INPUT = {
@@ -136,7 +139,7 @@ def test_where_a_byte_is_wrong_far_into_a_file(tmp_path):
     [
         ('{"text": ', "line 2 must be JSON"),
         ('{"body": "x"}', r"line 2 must have a string .text. \(it has: body\)"),
-        ("[1]", r"it has: list"),
+        ("[1]", r"line 2 is a list and must be an object with 'text'; write one object a line"),
         ('{"text": 3}', "has 3 as 'text', which must be a string"),
     ],
 )
@@ -167,7 +170,7 @@ def test_missing_inputs_are_named(tmp_path):
     with pytest.raises(InvalidData, match="nowhere must be a file or a folder"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     (tmp_path / "in").mkdir()
-    with pytest.raises(InvalidData, match=r"must hold .txt, .md, .jsonl files"):
+    with pytest.raises(InvalidData, match=r"must hold .txt, .md, .jsonl, .ndjson files"):
         prepare([tmp_path / "in"], tmp_path / "out")
 
 
@@ -209,7 +212,7 @@ def test_an_input_inside_the_output_is_not_deleted(tmp_path):
 def test_an_interrupt_leaves_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("text")
 
-    def stop(done, total):
+    def stop(progress):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -224,7 +227,7 @@ def test_when_the_last_rename_fails_the_old_files_come_back(tmp_path, monkeypatc
     rename = path_type.rename
 
     def failing(self, target):
-        if ".tmp-" in self.name:
+        if self.name.startswith(".out.tmp-"):
             raise OSError("no")
         return rename(self, target)
 

@@ -59,7 +59,7 @@ def test_token_files_hold_what_was_prepared(folder):
     assert source.num_documents == 60
     assert (source.vocab_size, source.max_token_id) == (257, 256)
     assert source.documents[:2].tolist() == [0, 14]
-    assert isinstance(source.documents, np.memmap)
+    assert isinstance(source.documents.base, np.memmap)
     assert not source.read(0, 3).flags.writeable
     assert verify(folder) == source.num_tokens
 
@@ -157,8 +157,10 @@ def test_a_wrong_sidecar_is_refused(folder, changes, message):
 def test_missing_things_are_named(folder, tmp_path):
     with pytest.raises(InvalidData, match="nothing is there"):
         TokenFiles(tmp_path / "nowhere")
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / "tokens.bin").touch()
     with pytest.raises(InvalidData, match=r"tokens.json is missing"):
-        TokenFiles(tmp_path)
+        TokenFiles(tmp_path / "lost")
     with pytest.raises(ValueError, match="dtype 'int64' must agree with the sidecar"):
         TokenFiles(folder, dtype="int64")
     (folder / "tokens.json").write_text("{")
@@ -228,3 +230,19 @@ def test_open_source_by_import_path(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="but lacks vocab_size, tokenizer"):
         open_source(SourceConfig(name="my_source:half"))
     sys.modules.pop("my_source")
+
+
+def test_folders_beside_token_files_say_where_those_are(folder, tmp_path):
+    with pytest.raises(InvalidData, match=r"no tokens.json; name one below it, such as .*tokens$"):
+        TokenFiles(tmp_path)
+    prepare([tmp_path / "text.txt"], tmp_path / "x" / "y", document="line", validation_every=9)
+    with pytest.raises(InvalidData, match=r"no tokens.json; name one below it, such as .*x.y$"):
+        verify(tmp_path / "x")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InvalidData, match=r"none must be .* has no tokens.json; check the path$"):
+        verify(tmp_path / "none")
+    (tmp_path / "books.parts").mkdir()
+    with pytest.raises(
+        InvalidData, match=r"nothing is there; .* \(its parts are in .*books.parts: "
+    ):
+        TokenFiles(tmp_path / "books")

@@ -85,3 +85,15 @@ def test_another_file_under_the_same_name_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(InvalidData, match="must be a JSON file of the tokenizers library"):
         JsonTokenizer(path)
+
+
+def test_F127_settings_for_inputs_of_a_model_neither_cut_nor_fill_documents(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"<pad>": 0, "a": 1, "b": 2}))
+    words.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    words.enable_truncation(3)
+    words.enable_padding(length=5)
+    words.save(str(tmp_path / "t.json"))
+    tokenizer = JsonTokenizer(tmp_path / "t.json")
+    assert tokenizer.encode("a b a b a") == [1, 2, 1, 2, 1]
+    assert tokenizer.encode_batch(["a b a b a", "b", ""]) == [[1, 2, 1, 2, 1], [2], []]

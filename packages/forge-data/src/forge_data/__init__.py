@@ -2,14 +2,15 @@
 
 from forge_data.batch import Batch, Ragged, filler_batch
 from forge_data.collate import batch_of
-from forge_data.config import DataConfig, PhaseConfig, SourceConfig, TrainingSourceConfig
+from forge_data.config import DataConfig, SourceConfig, TrainingSourceConfig
 from forge_data.errors import InvalidData
 from forge_data.loader import Loader
 from forge_data.order import Permutation
 from forge_data.packing import PackedStream
+from forge_data.phases import PhaseConfig
 from forge_data.protocols import Source, Stream, Tokenizer
 from forge_data.sources.builtin import BuiltinCorpus
-from forge_data.sources.open import open_source, open_stream, open_training
+from forge_data.sources.open import open_header, open_source, open_stream, open_training
 from forge_data.sources.token_files import TokenFiles, verify
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 
@@ -34,6 +35,7 @@ __all__ = [
     "batch_of",
     "filler_batch",
     "load_tokenizer",
+    "open_header",
     "open_source",
     "open_stream",
     "open_training",

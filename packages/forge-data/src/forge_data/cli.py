@@ -1,7 +1,8 @@
-"""The forge-data command: `prepare`, `inspect`, `verify`. Exit codes: 0, 65 data, 78 arguments."""
+"""The forge-data command: `prepare`, `merge`, `inspect`, `verify`. Exit codes: 0, 65 data, 78 arguments."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,16 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ARGUMENT_ERROR
     try:
         run(arguments)
+        sys.stdout.flush()
     except SystemExit as stop:  # tyro: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else ARGUMENT_ERROR
     except InvalidData as error:
         return _fail(error, DATA_ERROR)
     except ValueError as error:
         return _fail(error, ARGUMENT_ERROR)
+    except BrokenPipeError:  # `forge-data inspect tokens | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        return OK
     except OSError as error:
         return _fail(f"{error}; every file must be readable and the disk not full", DATA_ERROR)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", INTERRUPTED)
+        return _fail("interrupted; the output is as it was", INTERRUPTED)
     return OK
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from forge_data.batch import Batch
+from forge_data.batch import Batch, Ragged
 from forge_data.protocols import Stream
 
 #: Fields of a Batch that a stream may give; arrays of other names are extras.
@@ -35,8 +35,21 @@ def make_batch(arrays: Mapping[str, Any], ids: np.ndarray, digest: str) -> Batch
 
 
 def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays as tensors of the same memory; tensors and Ragged unchanged."""
+    """Arrays as tensors of the same memory, objects with `values` and `row_offsets` as Ragged; tensors unchanged."""
     return {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else as_ragged(value)
         for name, value in arrays.items()
     }
+
+
+def as_ragged(value: Any) -> Any:
+    """Ragged of an object with tensors `values` and `row_offsets`, whose package need not import this one."""
+    if isinstance(value, (Ragged, torch.Tensor)) or not hasattr(value, "row_offsets"):
+        return value
+    return Ragged(value.values, value.row_offsets)
+
+
+def joined_rows(rows: Sequence[torch.Tensor], empty: torch.Tensor) -> Ragged:
+    """Ragged of the entries of each row, (n, ...) each; `empty` has the shape of no entry."""
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    return Ragged(torch.cat([empty, *rows]), torch.from_numpy(offsets))

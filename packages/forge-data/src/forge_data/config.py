@@ -9,15 +9,29 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from forge_data._problems import path_problems, raise_problems
+from forge_data.chat.config import ChatConfig, chat_problems
+from forge_data.kinds import (
+    CACHED,
+    TABLES,
+    HuggingFaceConfig,
+    TextConfig,
+    foreign_tables,
+    kind_problems,
+    streaming_problems,
+)
+from forge_data.packing_config import PackingConfig
+from forge_data.phases import PhaseConfig, is_int, is_weight, phase_problems
+from forge_data.raw_kinds import BorderConfig, raw_problems
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
-BUILT_IN = ("builtin", "tokens")
+BUILT_IN = ("builtin", "tokens", "megatron", *TABLES)
 SOURCES_GROUP = "forge.sources"
 SPLITS = ("train", "validation")
 VERIFY = ("touch", "full", "off")
 # Bounds far above realistic values, and far below those that exhaust a machine.
 MAX_SEQ_LEN = 1 << 24
 MAX_WORKERS = 256  # of one rank
+MAX_PREFETCH = 1024  # steps
 MAX_GLOBAL_BATCH = 1 << 20
 MAX_TOKENS_AT_ONCE = 1 << 28  # of the rows of one rank, 8 GiB as arrays
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -25,10 +39,6 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z
 
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
-
-
-def _is_int(value: Any, minimum: int, maximum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,14 @@ class SourceConfig:
 
     name: str = _field(
         "builtin",
-        'where tokens come from: "builtin", "tokens", an entry point of forge.sources, or an import path '
-        '"module:attr"',
+        'where tokens come from: "builtin", "tokens", "text", "huggingface", "chat", "megatron", "nanogpt", "npy", an '
+        'entry point of forge.sources, or an import path "module:attr"',
     )
     path: str | None = _field(
-        None, "folder written by `forge-data prepare`, or one raw file of token ids"
+        None,
+        "tokens: folder written by `forge-data prepare`, or one raw file of token ids; text: a file or a folder; "
+        "huggingface: a folder or a name of the hub; chat: a .jsonl (.gz, .zst) or .parquet file, a folder of them, or a saved set; "
+        "megatron, nanogpt, npy: a file or a folder",
     )
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = _field(
         None, "type of the ids in a raw token file; a file with a sidecar knows it"
@@ -54,10 +67,25 @@ class SourceConfig:
         "touch",
         "when tokens are compared with their digests: a block when first read, all when opened, never",
     )
+    chat: ChatConfig = field(
+        default_factory=ChatConfig, metadata={"help": "how conversations of name chat become rows"}
+    )
 
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata={"help": "arguments of a source of your own, by name; built-in ones take none"},
+    )
+    huggingface: HuggingFaceConfig = field(
+        default_factory=HuggingFaceConfig, metadata={"help": "a set of the datasets library"}
+    )
+    text: TextConfig = field(
+        default_factory=TextConfig, metadata={"help": "text that is tokenized when a run begins"}
+    )
+    nanogpt: BorderConfig = field(
+        default_factory=BorderConfig, metadata={"help": "documents of .bin files without an index"}
+    )
+    npy: BorderConfig = field(
+        default_factory=BorderConfig, metadata={"help": "documents of .npy files"}
     )
 
     def __post_init__(self) -> None:
@@ -82,29 +110,6 @@ class TrainingSourceConfig(SourceConfig):
 
 
 @dataclass(frozen=True)
-class PhaseConfig:
-    """Other shares of the sources, and another learning rate, from some point of a run on."""
-
-    start_tokens: int = field(
-        metadata={
-            "help": "tokens of the run before it, rounded up to whole rows and, for the rate, steps"
-        }
-    )
-    weights: dict[str, float] = field(
-        default_factory=dict,
-        metadata={
-            "help": "source = its weight; one that is not named gives nothing (default: as before)"
-        },
-    )
-    lr_multiplier: float = _field(
-        1.0, "factor of the learning rate, in place of that of the phase before"
-    )
-
-    def __post_init__(self) -> None:
-        raise_problems("phase", _phase_problems(self))
-
-
-@dataclass(frozen=True)
 class DataConfig:
     """The data section of a job. Raises ValueError with one line per broken rule.
 
@@ -114,8 +119,23 @@ class DataConfig:
     seq_len: int = _field(256, "tokens in a row; labels are the same tokens, one later")
     seed: int | None = _field(None, "seed of the order of training rows (default: that of the run)")
     num_workers: int = _field(0, "processes that read ahead; 0 reads in the training process")
+    prefetch: int | None = _field(
+        None,
+        "steps that are read ahead, by the workers (default: 2 each), or without workers by a thread (default: 0)",
+    )
+    worker_timeout_seconds: float = _field(
+        600.0,
+        "a worker that gives nothing for so long is replaced as one that died; 0 waits for ever",
+    )
+    worker_restarts: int = _field(
+        3, "workers that died or hung and are replaced, in one life of a run; the next one ends it"
+    )
     sources: dict[str, TrainingSourceConfig] = field(
         default_factory=dict, metadata={"help": "training text by name, mixed if there are several"}
+    )
+    accept_change: bool = _field(
+        False,
+        "go on at the same row of other data than the checkpoint's, and record what changed; best as a flag of one start",
     )
     temperature: float = _field(
         1.0,
@@ -123,7 +143,11 @@ class DataConfig:
     )
     phases: dict[str, PhaseConfig] = field(
         default_factory=dict,
-        metadata={"help": "points from which sources have other weights, by name"},
+        metadata={"help": "points from which rows, batches, weights or rates are others, by name"},
+    )
+    packing: PackingConfig = field(
+        default_factory=PackingConfig,
+        metadata={"help": "how documents are put into rows, in training and validation"},
     )
     validation: SourceConfig | None = field(
         default=None, metadata={"help": "held-out text that the validation loss is measured on"}
@@ -132,16 +156,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         raise_problems("data", _data_problems(self))
 
-    def lr_multiplier(self, tokens: int) -> float:
-        """Factor of the learning rate of a step before which the run has seen so many tokens."""
-        begun = [phase for phase in self.phases.values() if phase.start_tokens <= tokens]
-        return max(begun, key=lambda p: p.start_tokens).lr_multiplier if begun else 1.0
-
 
 def _source_problems(c: SourceConfig) -> Iterator[str]:
     if not _is_known(str(c.name)):
         yield (
-            f'name {c.name!r} must be "builtin", "tokens", an entry point of {SOURCES_GROUP} or an import path '
+            f"name {c.name!r} must be one of {', '.join(BUILT_IN)}, an entry point of {SOURCES_GROUP} or an import path "
             '"module:attr"; use name = "tokens" with a path to token files, or name = "builtin"'
         )
     if c.name == "tokens" and not c.path:
@@ -149,6 +168,8 @@ def _source_problems(c: SourceConfig) -> Iterator[str]:
             f"path {c.path!r} must name token files when name is {c.name!r}; set path to a folder written by "
             "`forge-data prepare`"
         )
+    if c.name == "chat":
+        yield from chat_problems(c.chat, c.verify)
     yield from path_problems(c.path or "")
     if c.name in BUILT_IN and c.options:
         yield (
@@ -157,6 +178,10 @@ def _source_problems(c: SourceConfig) -> Iterator[str]:
         )
     if c.name == "builtin":
         yield from _builtin_problems(c)
+    if c.name in CACHED:
+        yield from kind_problems(c)
+    yield from foreign_tables(c)
+    yield from raw_problems(c)
     if c.dtype is not None and c.dtype not in DTYPES:
         yield (
             f"dtype {c.dtype!r} must be one of {', '.join(DTYPES)}; use the dtype the file was written with, or "
@@ -169,32 +194,10 @@ def _source_problems(c: SourceConfig) -> Iterator[str]:
 
 
 def _share_problems(c: TrainingSourceConfig) -> Iterator[str]:
-    if c.weight is not None and not _is_weight(c.weight):
+    if c.weight is not None and not is_weight(c.weight):
         yield f"weight {c.weight!r:.40} must be a finite number of at least 0; use 1.0"
-    if c.max_epochs is not None and not _is_int(c.max_epochs, 1, 1 << 20):
+    if c.max_epochs is not None and not is_int(c.max_epochs, 1, 1 << 20):
         yield f"max_epochs {c.max_epochs!r:.40} must be a whole number from 1 to 2**20; use 4"
-
-
-def _phase_problems(c: PhaseConfig) -> Iterator[str]:
-    if not _is_int(c.start_tokens, 1, 1 << 60):
-        yield f"start_tokens {c.start_tokens!r:.40} must be a whole number of at least 1; give the tokens before it"
-    for name, weight in c.weights.items():
-        if not _is_weight(weight):
-            yield f"weights.{name} {weight!r:.40} must be a finite number of at least 0; use 1.0"
-    if c.weights and not any(c.weights.values()):
-        yield f"weights {c.weights} must have one above 0; name the sources that go on"
-    if not (_is_weight(c.lr_multiplier) and c.lr_multiplier > 0):
-        yield f"lr_multiplier {c.lr_multiplier!r:.40} must be a finite number above 0; use 1.0"
-    if not c.weights and c.lr_multiplier == 1.0:
-        yield "changes nothing; give it weights, or an lr_multiplier"
-
-
-def _is_weight(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and 0 <= value < float("inf")
-    )
 
 
 def _mixture_problems(c: DataConfig) -> Iterator[str]:
@@ -208,23 +211,11 @@ def _mixture_problems(c: DataConfig) -> Iterator[str]:
         yield f"sources.{missing}.weight must be given, as {weighted[0]} has one; give all of them one, or none"
     elif weighted and not any(c.sources[name].weight for name in weighted):
         yield f"sources ({names}) must have one with a weight above 0; raise one"
-    if not (_is_weight(c.temperature) and c.temperature > 0):
+    if not (is_weight(c.temperature) and c.temperature > 0):
         yield f"temperature {c.temperature!r:.40} must be a finite number above 0; use 1.0"
     elif len(c.sources) == 1 and c.temperature != 1.0:
         yield f"temperature {c.temperature} means nothing for the only source; remove it, or add a source"
-    starts: dict[int, str] = {}
-    for name, phase in c.phases.items():
-        for source in phase.weights:
-            if source not in c.sources:
-                yield f"phases.{name}.weights {source!r} must be one of the sources, {names}; correct the name"
-        if len(c.sources) == 1 and phase.weights:
-            yield f"phases.{name}.weights mean nothing for the only source; remove them"
-        if phase.start_tokens in starts:
-            yield (
-                f"phases.{name}.start_tokens {phase.start_tokens} must differ from that of {starts[phase.start_tokens]}; "
-                "make them one phase"
-            )
-        starts[phase.start_tokens] = name
+    yield from phase_problems(c)
 
 
 def _is_known(name: str) -> bool:
@@ -248,18 +239,39 @@ def _builtin_problems(c: SourceConfig) -> Iterator[str]:
         )
 
 
+def prefetch_problem(prefetch: int | None, num_workers: int) -> str | None:
+    """What is wrong with the number of steps that are read ahead; None for nothing."""
+    if prefetch is None:
+        return None
+    if not is_int(prefetch, 0, MAX_PREFETCH):
+        return f"prefetch {prefetch!r:.40} must be a whole number of at least 0 and at most {MAX_PREFETCH}; use 2"
+    if prefetch < num_workers:
+        return (
+            f"prefetch {prefetch} must be at least num_workers {num_workers}, or workers have nothing to read; "
+            f"use {2 * num_workers}"
+        )
+    return None
+
+
 def _data_problems(c: DataConfig) -> Iterator[str]:
     for name, least, most, fix in (
         ("seq_len", 1, MAX_SEQ_LEN, "use seq_len = 256"),
         ("num_workers", 0, MAX_WORKERS, "use num_workers = 0 to read in the training process"),
+        ("worker_restarts", 0, 1 << 20, "use 3"),
     ):
         value = getattr(c, name)
-        if not _is_int(value, least, most):
+        if not is_int(value, least, most):
             # cut: a number may have a million digits
             yield (
                 f"{name} {value!r:.40} must be a whole number of at least {least} and at most {most}; {fix}"
             )
-    if c.seed is not None and not _is_int(c.seed, 0, 2**63 - 1):
+    if problem := prefetch_problem(
+        c.prefetch, c.num_workers if is_int(c.num_workers, 0, MAX_WORKERS) else 0
+    ):
+        yield problem
+    if not is_weight(c.worker_timeout_seconds):
+        yield f"worker_timeout_seconds {c.worker_timeout_seconds!r:.40} must be a finite number of at least 0; use 600.0"
+    if c.seed is not None and not is_int(c.seed, 0, 2**63 - 1):
         yield f"seed {c.seed!r:.40} must be a whole number of at least 0 and below 2**63; use 0"
     names = ", ".join(c.sources) or "none"
     if not c.sources:
@@ -269,3 +281,4 @@ def _data_problems(c: DataConfig) -> Iterator[str]:
         )
     else:
         yield from _mixture_problems(c)
+    yield from streaming_problems(c.sources, c.validation, c.phases, c.seq_len)

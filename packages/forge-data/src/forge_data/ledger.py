@@ -43,6 +43,14 @@ class Ledger:
         ids: np.ndarray = positions + self._passed[before]
         return ids
 
+    def position(self, instance: int) -> int:
+        """How many instances below this one remain: the position of it, or of the next one that remains."""
+        passed = int(np.searchsorted(self._first, instance))  # windows that begin below it
+        if not passed:
+            return instance
+        beyond = max(0, int(self._last[passed - 1]) + 1 - instance)
+        return instance - (int(self._passed[passed]) - beyond)
+
     def _set(self, windows: list[tuple[int, int]]) -> None:
         for first, last in windows:
             if (

@@ -8,18 +8,26 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from forge_data.batch import Batch
 from forge_data.collate import digest_of_ids, make_batch
-from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS
+from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS, prefetch_problem
+from forge_data.differences import difference_lines
 from forge_data.errors import InvalidData
 from forge_data.ledger import Ledger, window_problem
+from forge_data.packing import check_tokens_at_once
+from forge_data.phased_stream import Part, part_at, parts_of
+from forge_data.places import PLACES, Places, num_shards_of, places_problem, sharded
 from forge_data.protocols import Stream
-from forge_data.workers import Workers
+from forge_data.read_ahead import ReadAhead
+from forge_data.reading import Steps, read_rows
+from forge_data.shard_workers import ShardWorkers
+from forge_data.workers import WorkerLoss, Workers
 
 _NO_STEPS = "0" * 16
 _LAST_CURSOR = 2**62  # ids are int64
@@ -33,12 +41,24 @@ class Loader:
     Rank r reads the r-th of `world_size` runs of consecutive micro-batches. If they do not divide, the
     first ranks read one more, and the others append filler rows (`filler_batch`), so that all ranks have
     `num_micro_batches`: by default as many as the fullest rank needs. No micro-batch mixes rows and
-    filler.
+    filler, but in the step before rows of another length (`PhasedStream`), which ends there.
 
     The instances depend on the stream, the cursor and the ledger of skipped windows alone: world size, `micro_batch`, `num_workers`
-    and, between steps, `global_batch` may change at a resume. With workers, process w reads every
-    `num_workers`-th step ahead of time; without, no process is started.
-    Raises ValueError for a `micro_batch` that does not divide `global_batch`.
+    and, between steps, `global_batch` may change at a resume.
+
+    `prefetch` steps are read ahead: by processes, of which w reads every `num_workers`-th step (default: 2 steps
+    each), or, without workers, by a thread (default: none, and no thread). A worker that dies, or hangs for
+    `worker_timeout_seconds` (0: no limit), is replaced up to `worker_restarts` times in the life of the loader, and the
+    steps that it had are read again; `on_event(name, **fields)` is told. Then ChildProcessError is raised.
+
+    `accept_change` takes a state of other data: the next batch begins at the same instance of this stream. `changed` is
+    then {key of the fingerprint: (of the state, of this stream)}.
+    Raises ValueError for a `micro_batch` that does not divide `global_batch`; a batch raises InvalidData for data that
+    cannot be read, and for any error of the code of a source, with the first instance and the source in its message.
+
+    A sharded stream (`protocols.ShardedStream`) is read from front to back: workers own shards instead of steps, and the
+    state holds the places of the shards that this rank read; `share_places` before a save makes them those of all ranks.
+    `began` is the cursor of the state that was loaded last, 0 without one.
     Usage: `loader = Loader(stream, global_batch=16); batch = next(loader)`.
     """
 
@@ -52,6 +72,11 @@ class Loader:
         *,
         micro_batch: int = 1,
         num_micro_batches: int | None = None,
+        prefetch: int | None = None,
+        worker_timeout_seconds: float = 600.0,
+        worker_restarts: int = 3,
+        accept_change: bool = False,
+        on_event: Callable[..., None] | None = None,
     ) -> None:
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
@@ -79,6 +104,10 @@ class Loader:
                 f"num_workers {num_workers!r:.40} must be at least 0 and at most {MAX_WORKERS}; "
                 "use 0 for no process"
             )
+        problem = prefetch_problem(prefetch, num_workers)
+        if problem is not None:
+            raise ValueError(problem)
+        check_tokens_at_once(fullest * micro_batch, getattr(stream, "seq_len", 1))
         self.stream = stream
         self.global_batch = global_batch
         self.rank = rank
@@ -87,12 +116,21 @@ class Loader:
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches or fullest
         self._rows = _rows_of_rank(global_batch // micro_batch, rank, world_size, micro_batch)
-        self._cursor = 0
+        self._part = part_at(stream, 0)
+        self._cursor = self.began = 0
         self._ledger = Ledger()
         self._chain = self._chain_before = _NO_STEPS
         self._last_batch: int | None = 0  # None after a state of an older version
-        self._workers: Workers | None = None
-        self._empty: Batch | None = None
+        self.prefetch = 2 * num_workers if prefetch is None else prefetch
+        self.worker_timeout_seconds = worker_timeout_seconds
+        self.worker_restarts = worker_restarts
+        self.accept_change = accept_change
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        self.on_event = on_event
+        self._losses = 0  # of workers
+        self._ahead: Workers | ShardWorkers | ReadAhead | None = None
+        self._places = Places(num_shards_of(stream))
+        self._empty: dict[int, Batch] = {}  # by the first instance of a part
 
     @property
     def cursor(self) -> int:
@@ -117,27 +155,55 @@ class Loader:
         """
         ledger = Ledger(self._ledger.windows)
         ledger.add(first, last)
-        following = int(self._ledger.ids([self._cursor])[0])
+        following = self.next_instance
         if first < following:
             raise ValueError(
                 f"window {first}..{last} must not begin before instance {following}, the next one: those "
                 "before are in batches already; load a state from before them first"
             )
-        self.close()  # workers have read ahead
+        self.close()  # what was read ahead has other instances
         self._ledger = ledger
+
+    def rebatch(
+        self, global_batch: int, micro_batch: int, num_micro_batches: int | None = None
+    ) -> None:
+        """Give batches of another size from the next one on; every rank calls it alike. Raises as the constructor."""
+        other = Loader(
+            self.stream,
+            global_batch,
+            self.rank,
+            self.world_size,
+            micro_batch=micro_batch,
+            num_micro_batches=num_micro_batches,
+        )
+        self.close()  # what was read ahead has other rows
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.num_micro_batches, self._rows = other.num_micro_batches, other._rows
+
+    @property
+    def next_instance(self) -> int:
+        """The first instance of the next batch."""
+        return int(self._ledger.ids([self._cursor])[0])
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        ids = self._ledger.ids(self._cursor + self._rows)  # (rows of the stream,)
-        arrays = self._fetch() if self.num_workers else self.stream.arrays(ids)  # rows of each
-        digest = digest_of_ids(self.ids(self._cursor, self._cursor + self.global_batch))
-        batch = make_batch(arrays, ids, digest)
+        self._enter_part()
+        steps = self._steps()
+        ids = steps.ids(0)  # (rows of the stream,)
+        arrays = self._fetch(steps) if self.prefetch else read_rows(self._part, ids)  # rows of each
+        following = self._cursor + self.global_batch
+        if steps.until is not None:
+            following = min(following, steps.until)
+        digest = digest_of_ids(self.ids(self._cursor, following))
+        batch, places = _without_places(arrays, ids, digest)
         missing = self.num_micro_batches * self.micro_batch - len(ids)
         batch = batch.with_filler(missing) if missing else batch
-        self._cursor += self.global_batch
-        self._last_batch = self.global_batch
+        if places is not None:
+            self._places.note(places)
+        self._last_batch = following - self._cursor
+        self._cursor = following
         self._chain_before, self._chain = self._chain, _extend_chain(self._chain, digest)
         return batch
 
@@ -147,14 +213,17 @@ class Loader:
         The first call reads dtypes and shapes from the stream: call it before the first step, and later
         calls need no data. Raises ValueError if the stream gives no arrays for an empty list of ids.
         """
-        if self._empty is None:
-            self._empty = self._without_rows()
-        return self._empty.with_filler(rows)
+        self._enter_part()
+        if not self._empty:  # of all parts, as data may be gone when a later one begins
+            self._empty = {part.start: self._without_rows(part) for part in parts_of(self.stream)}
+        return self._empty[self._part.start].with_filler(rows)
 
-    def _without_rows(self) -> Batch:
+    def _without_rows(self, part: Part) -> Batch:
         nothing = np.empty(0, np.int64)
         try:
-            return make_batch(self.stream.arrays(nothing), nothing, _NO_STEPS)
+            return _without_places(part.arrays(nothing), nothing, _NO_STEPS)[0]
+        except InvalidData:  # says what is wrong with the data
+            raise
         except Exception as error:
             raise ValueError(
                 f"{type(self.stream).__name__}.arrays of no ids must give arrays without rows, and raised "
@@ -162,7 +231,8 @@ class Loader:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches returned so far, as JSON; equal on all ranks."""
+        """The position after the batches returned so far, as JSON; equal on all ranks, of a sharded stream
+        behind `share_places`."""
         state = {
             "cursor": self._cursor,
             "digest_chain": self._chain,
@@ -175,55 +245,147 @@ class Loader:
             state["last_batch"] = self._last_batch
         if self.skipped:
             state["skipped"] = [list(window) for window in self.skipped]
+        if num_shards_of(self.stream):
+            state["shard_places"] = self._places.state()
         return state
+
+    def share_places(self, maximum: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Take the places of all ranks, which makes their states equal; all ranks call it between the same steps.
+
+        `maximum` returns the maximum of an int64 array over the ranks, such as an all-reduce on gloo. Streams without
+        shards do not call it. A rank that begins with another's places reads less.
+        """
+        if num_shards_of(self.stream):
+            self._places.table = maximum(self._places.table.copy())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batches of `state`, in O(last batch). Raises as `load_checks`, and then the
         loader does not change."""
         self.load_checks(state)
         self.close()
+        self.changed = self._changes(state)
         self._cursor, self._chain = state["cursor"], state["digest_chain"]
+        self.began = self._cursor
         self._chain_before = state.get("digest_chain_before", _NO_STEPS)
         self._last_batch = state.get("last_batch")
         self._ledger = Ledger(state.get("skipped", ()))
+        places = (
+            () if self.changed else state.get("shard_places", ())
+        )  # those of other data mean nothing
+        self._places = Places(num_shards_of(self.stream), places)
+        self._begin_at_places()
 
     def load_checks(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` comes from a loader and its digest chain ends at its cursor, and
-        InvalidData with all differences if it was made from another stream. Changes nothing."""
+        InvalidData with all differences if it was made from another stream, unless `accept_change`. Changes nothing.
+
+        What a fingerprint says of instances from a later one on (keys with `from_N`) may be another one: phases that
+        are still to come."""
         problem = _state_problem(state)
         if problem is not None:
             raise ValueError(
                 f"loader state {problem}, so it does not come from Loader.state_dict(); "
                 "load another checkpoint"
             )
-        _refuse_other_data(state["fingerprint"], self.stream.fingerprint())
+        different = self._changes(state)
+        if different and not self.accept_change:
+            lines = [f"  {line}" for line in difference_lines(different)]
+            raise InvalidData(
+                "the checkpoint was made from other data or another packing, so its position means nothing here; "
+                "restore what differs, start a new run, or set accept_change to go on at the same instance of this "
+                "data:\n" + "\n".join(lines)
+            )
+        if different:
+            return
+        problem = places_problem(state.get("shard_places", []), num_shards_of(self.stream))
+        if problem is not None:
+            raise ValueError(f"loader state has {problem}; load another checkpoint")
+
+    def _changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What the stream of a state said, and what this one says, of the instances that the state has read."""
+        saved, current = state["fingerprint"], self.stream.fingerprint()
+        following = int(Ledger(state.get("skipped", ())).ids([state["cursor"]])[0])
+        return {
+            key: (saved.get(key, "nothing"), current.get(key, "nothing"))
+            for key in sorted({*saved, *current})
+            if saved.get(key) != current.get(key) and not 0 < following <= _begins(key)
+        }
 
     def close(self) -> None:
-        """End the worker processes, if any; the next batch starts new ones."""
-        if self._workers is not None:
-            workers, self._workers = self._workers, None
-            workers.close()
+        """End the workers or the thread that read ahead, if any; the next batch starts new ones."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            ahead.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_workers", None) is not None:
+        if getattr(self, "_ahead", None) is not None:
             self.close()
 
-    def _fetch(self) -> dict[str, Any]:
-        if self._workers is None:
-            self._workers = Workers(
-                self.stream,
-                self._cursor,
-                self.global_batch,
-                self._rows,
-                self.num_workers,
-                self._ledger,
-            )
+    def _enter_part(self) -> None:
+        """Go on in the part of the stream that the next instance belongs to."""
+        part = part_at(self.stream, self.next_instance)
+        if (part.start, part.end) != (self._part.start, self._part.end):
+            self.close()  # nothing was read of this part
+            self._part = part
+
+    def _steps(self) -> Steps:
+        end = self._part.end
+        until = None if end is None else self._ledger.position(end)
+        return Steps(self._cursor, self.global_batch, self._rows, self._ledger, until)
+
+    def _fetch(self, steps: Steps) -> Mapping[str, Any]:
+        """The arrays of the next step, read ahead."""
+        if self._ahead is None:
+            self._ahead = self._read_ahead(steps)
         try:
-            return self._workers.fetch()
+            found: Mapping[str, Any] = self._ahead.fetch()
+            return found
         except BaseException:
-            # The workers have read ahead of a batch that was not handed out; new ones start at the cursor.
+            # Steps behind one that was not handed out were read; those who come start at the cursor.
             self.close()
             raise
+
+    def _begin_at_places(self) -> None:
+        """Let a sharded stream go on where the batches that were returned end."""
+        stream = sharded(self.stream)
+        if stream is not None:
+            stream.load_places(self._places.table)
+
+    def _read_ahead(self, steps: Steps) -> Workers | ShardWorkers | ReadAhead:
+        self._begin_at_places()
+        if not self.num_workers:
+            return ReadAhead(partial(_read_step, self._part, steps), self.prefetch)
+        self.stream.fingerprint()  # what it needs of raw files is read here, and not by each worker
+        limits = self.num_workers, self.prefetch, self.worker_timeout_seconds, self._lose
+        stream = sharded(self.stream)
+        if stream is not None:
+            return ShardWorkers(stream, steps, *limits)
+        return Workers(self._part, steps, *limits)
+
+    def _lose(self, loss: WorkerLoss) -> None:
+        """Count a lost worker; ChildProcessError if that was one too many."""
+        self._losses += 1
+        if self._losses > self.worker_restarts:
+            raise ChildProcessError(
+                f"{loss}; the limit is {self.worker_restarts} restarts (worker_restarts): look for what ends or "
+                "stops it (memory of the job, a library that crashes, storage), or use num_workers 0"
+            )
+        if self.on_event is not None:
+            self.on_event("data_worker_lost", **vars(loss), restarts=self._losses)
+        self._begin_at_places()  # which the one that replaces it copies
+
+
+def _read_step(stream: Stream, steps: Steps, step: int) -> Mapping[str, Any]:
+    return read_rows(stream, steps.ids(step))
+
+
+def _without_places(
+    arrays: Mapping[str, Any], ids: np.ndarray, digest: str
+) -> tuple[Batch, Any | None]:
+    """A batch, and the places of its rows if the stream is sharded."""
+    arrays = dict(arrays)
+    places = arrays.pop(PLACES, None)
+    return make_batch(arrays, ids, digest), places
 
 
 def _state_problem(state: Any) -> str | None:
@@ -270,14 +432,6 @@ def _rows_of_rank(
     return np.arange(first * micro_batch, (first + each + (rank < more)) * micro_batch)
 
 
-def _refuse_other_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    different = [
-        f"  {key}: checkpoint {saved.get(key, 'nothing')}, now {current.get(key, 'nothing')}"
-        for key in sorted({*saved, *current})
-        if saved.get(key) != current.get(key)
-    ]
-    if different:
-        raise InvalidData(
-            "the checkpoint was made from other data or another packing, so its position means "
-            "nothing here; restore what differs, or start a new run:\n" + "\n".join(different)
-        )
+def _begins(key: str) -> int:
+    """The first instance that a key of a fingerprint is about: `from_80.mixture.from_20` says it of 100 on."""
+    return sum(int(part[5:]) for part in key.split(".") if re.fullmatch(r"from_\d+", part))

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from forge_data.batch import Ragged
+from forge_data.collate import as_ragged, joined_rows
 from forge_data.mixture import MIXTURE_VERSION, Mixture, Phase
+from forge_data.places import PLACES, num_shards_of, sharded
 from forge_data.protocols import Stream
 
 __all__ = ["MixedStream"]
@@ -31,8 +33,11 @@ class MixedStream:
     each a seed of its own (`seed_of`). Rows have `source`, the number of their stream. Cost beside the
     streams': O(N).
 
-    Raises ValueError for weights that are no shares, and for streams whose rows differ in names, length or dtypes, or
-    have ragged extras.
+    Where some streams give `weights` of labels, rows of the others have ones, which multiply their losses exactly.
+
+    A ragged extra that only some streams give has no entries in rows of the others: text goes with pictures.
+
+    Raises ValueError for weights that are no shares, and for streams whose rows differ in other names, length or dtypes.
     """
 
     def __init__(
@@ -50,12 +55,23 @@ class MixedStream:
         ]
         self._phases = tuple(Phase(*phase) for phase in phases)
         self.mixture = Mixture(self._phases, limits)
+        self._first_shards = np.cumsum([0, *map(num_shards_of, self.streams)])  # (streams + 1,)
+        self.num_shards = int(self._first_shards[-1])
         self._empty = self._agreed()
+        self._ragged = {n: v for n, v in self._empty.items() if isinstance(v, Ragged)}
+        for name in self._ragged:
+            del self._empty[name]
 
     @property
     def end(self) -> int | None:
         """Number of instances up to the last epoch of the last source; None without end."""
         return self.mixture.end
+
+    @property
+    def remarks(self) -> list[str]:
+        """Those of streams that have any, such as the number of conversations that are too long."""
+        pairs = zip(self.names, self.streams)
+        return [f"{name}: {line}" for name, s in pairs for line in getattr(s, "remarks", ())]
 
     def __len__(self) -> int:
         """Instances of one epoch of every stream."""
@@ -65,31 +81,82 @@ class MixedStream:
         """Rows of these instances (N, ...), as the streams give them, and `source` (N,)."""
         sources, own = self.mixture.locate(np.asarray(instance_ids))
         out = {name: _rows_like(value, len(sources)) for name, value in self._empty.items()}
+        places = np.full((len(sources), 3), -1)
+        entries: dict[str, list[Any]] = {name: [None] * len(sources) for name in self._ragged}
         for number in np.unique(sources):
             where = np.flatnonzero(sources == number)
-            for name, value in self.streams[number].arrays(own[where]).items():
-                if name != "source":
+            found = self.streams[number].arrays(own[where])
+            if "weights" in out and "weights" not in found:
+                out["weights"][where] = 1.0
+            for name, value in found.items():
+                if name == PLACES:
+                    places[where] = value
+                    places[where, 0] += self._first_shards[number]
+                elif name in entries:
+                    ragged = as_ragged(value)
+                    for i, row in enumerate(where):
+                        entries[name][row] = ragged[i : i + 1].values
+                elif name != "source":
                     out[name][where] = value
-        return {**out, "source": sources}
+        for name, rows in entries.items():
+            empty = self._ragged[name].values
+            out[name] = joined_rows([empty if row is None else row for row in rows], empty)
+        return {**out, "source": sources, **({PLACES: places} if self.num_shards else {})}
+
+    def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:
+        """The shard (N,) of each instance, counted through all streams; -1 in a stream without shards."""
+        sources, own = self.mixture.locate(np.asarray(instance_ids))
+        shards = np.full(len(sources), -1)
+        for number in np.unique(sources):
+            stream, where = sharded(self.streams[number]), np.flatnonzero(sources == number)
+            if stream is not None:
+                shards[where] = stream.shards_of(own[where]) + self._first_shards[number]
+        return shards
+
+    def load_places(self, table: np.ndarray) -> None:
+        """Begin the shards of all streams at their places (shards, 2)."""
+        for stream, first, last in zip(
+            map(sharded, self.streams), self._first_shards, self._first_shards[1:]
+        ):
+            if stream is not None:
+                stream.load_places(table[first:last])
+
+    def names_of(self, instance_ids: np.ndarray) -> list[str]:
+        """The names of the sources of these instances, each once, in order of the sources."""
+        return [self.names[number] for number in np.unique(self.mixture.locate(instance_ids)[0])]
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Those of all streams, by name, and how they are mixed."""
+        """Those of all streams, by name, and how they are mixed. ValueError where two would be one by their names."""
         found: dict[str, str | int] = {"mixture.version": MIXTURE_VERSION}
         for phase in self._phases:
             shares = dict(zip(self.names, phase.weights))
             found[f"mixture.from_{phase.start}"] = json.dumps(shares)
         for name, stream in zip(self.names, self.streams):
-            found |= {f"{name}.{key}": value for key, value in stream.fingerprint().items()}
+            own = {**stream.fingerprint()}
             if name in self._epochs:
-                found[f"{name}.max_epochs"] = self._epochs[name]
+                own["max_epochs"] = self._epochs[name]
+            add_apart(found, f"source {name!r}", {f"{name}.{key}": v for key, v in own.items()})
         return found
 
     def _agreed(self) -> dict[str, Any]:
         """Arrays without rows, alike in all streams but for their source."""
         nothing = np.empty(0, np.int64)
-        found = [dict(stream.arrays(nothing)) for stream in self.streams]
+        found = [
+            {name: as_ragged(value) for name, value in stream.arrays(nothing).items()}
+            for stream in self.streams
+        ]
         for arrays in found:
             arrays.pop("source", None)
+            arrays.pop(PLACES, None)
+        given = {
+            name: value
+            for arrays in found
+            for name, value in arrays.items()
+            if name == "weights" or isinstance(value, Ragged)
+        }
+        for arrays in found:
+            for name, value in given.items():
+                arrays.setdefault(name, value)
         kinds = [{name: _kind(value) for name, value in arrays.items()} for arrays in found]
         for name, kind in zip(self.names, kinds):
             different = sorted(k for k in {*kind, *kinds[0]} if kind.get(k) != kinds[0].get(k))
@@ -98,12 +165,17 @@ class MixedStream:
                     f"sources {self.names[0]!r} and {name!r} must give rows alike, and differ in {different[0]}: "
                     f"{kinds[0].get(different[0], 'nothing')} and {kind.get(different[0], 'nothing')}; make them alike"
                 )
-        ragged = [name for name, value in found[0].items() if isinstance(value, Ragged)]
-        if ragged:
-            raise ValueError(
-                f"extra {ragged[0]!r} has any number of entries for a row, which a mixture does not join; use one source"
-            )
         return found[0]
+
+
+def add_apart(found: dict[str, str | int], called: str, more: Mapping[str, str | int]) -> None:
+    """Add entries to a fingerprint; ValueError if one is there already, as a resume would then not see it change."""
+    both = sorted({*found} & {*more})
+    if both:
+        raise ValueError(
+            f"{called} must not give the fingerprint {both[0]!r}, which something else of the data has; rename it"
+        )
+    found |= more
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -114,7 +186,7 @@ def seed_of(seed: int, name: str) -> int:
 
 def _kind(value: Any) -> str:
     if isinstance(value, Ragged):
-        return "ragged"
+        return f"ragged {_kind(value.values)}"
     return f"{value.dtype} {tuple(value.shape[1:])}".removeprefix("torch.")
 
 

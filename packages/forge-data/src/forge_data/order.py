@@ -20,6 +20,15 @@ _ROUNDS = 12
 _MAX_N = 1 << 62
 
 
+def epochs_of(instance_ids: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """(epoch, place in it), both (N,) int64, of instances (N,) with n an epoch. ValueError for one below 0."""
+    ids = np.asarray(instance_ids, dtype=np.int64)
+    if ids.size and ids.min() < 0:
+        raise ValueError(f"instance {ids.min()} must be at least 0; count from 0")
+    epochs, within = np.divmod(ids, n)
+    return epochs, within
+
+
 class Permutation:
     """The permutation of `[0, n)` that belongs to (seed, epoch).
 

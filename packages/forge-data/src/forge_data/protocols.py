@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Source", "Stream", "Tokenizer"]
+__all__ = ["ShardedStream", "Source", "Stream", "Tokenizer"]
 
 
 class Source(Protocol):
@@ -54,7 +54,8 @@ class Stream(Protocol):
 
     `arrays(ids)` returns arrays or tensors with one row for each id: tokens, labels, positions,
     document_ids; optionally weights and source; and further inputs of a model by any other name, as
-    tensors or Ragged (see Batch). For no ids it returns the same names with zero rows, and reads nothing.
+    tensors or Ragged (see Batch), or an object with `values` and `row_offsets` like it. For no ids it returns the same
+    names with zero rows, and reads nothing.
     `len` is the number of instances of an epoch; evaluations use it.
     """
 
@@ -68,6 +69,24 @@ class Stream(Protocol):
 
     def fingerprint(self) -> dict[str, str | int]:
         """Everything that determines the rows, as JSON; a resume with another fingerprint is refused."""
+        ...
+
+
+class ShardedStream(Stream, Protocol):
+    """A stream whose rows are found by reading shards from front to back; a `Loader` keeps their places.
+
+    `arrays` also gives `shard_places`, int64 (N, 3): for each row its shard (-1: none), and two numbers that rise
+    with the rows of that shard and say where to begin reading for the rows behind it.
+    """
+
+    num_shards: int
+
+    def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:
+        """The shard of each instance, -1 for none; a worker reads all rows of its shards."""
+        ...
+
+    def load_places(self, table: np.ndarray) -> None:
+        """Begin each shard at the two numbers (num_shards, 2) that were given last; 0, 0 is its start."""
         ...
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forge_data.bounded_read import read_bounded
 from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
@@ -30,6 +32,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes of `text` as ids; no end-of-document token is added."""
         return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of `encode` for each text, as uint8."""
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; broken UTF-8 becomes U+FFFD, end-of-document is dropped. ValueError over 256."""
@@ -77,6 +83,9 @@ class JsonTokenizer:
                 f"tokenizer {self.path} must be a JSON file of the tokenizers library ({error}); "
                 "save one with Tokenizer.save(path)"
             ) from None
+        # Settings for inputs of a model, saved with some files: they would cut documents and fill them up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes
         self.fingerprint = hashlib.sha256(content).hexdigest()
@@ -91,6 +100,11 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without the special tokens that a template would add."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of `encode` for each text, in the threads of the library (TOKENIZERS_PARALLELISM)."""
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens such as end-of-document."""

@@ -3,67 +3,89 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
+import multiprocessing
 import os
+import queue
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from forge_data._torch_compat import end_workers
-from forge_data.collate import as_tensors
-from forge_data.errors import InvalidData
-from forge_data.ledger import Ledger
+from forge_data import messages
 from forge_data.protocols import Stream
+from forge_data.reading import Steps, name_instances, read_rows
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_TICK_SECONDS = 0.5  # between two looks at a worker that is waited for
+_END_SECONDS = 2.0  # that workers have to end by themselves
+
+
+@dataclass(frozen=True)
+class WorkerLoss:
+    """A worker that died or hung. `cause` is a signal ("SIGKILL"), "exit code 3" or "no answer for 300 s"."""
+
+    worker: int
+    pid: int
+    cause: str
+    reading: str  # instances and sources
+
+    def __str__(self) -> str:
+        ended = "gave" if self.cause.startswith("no answer") else "was ended by"
+        return f"data worker {self.worker} (pid {self.pid}) {ended} {self.cause} while reading {self.reading}"
 
 
 class Workers:
-    """`num_workers` processes that read the rows of consecutive steps from `cursor` on.
+    """`num_workers` processes that read the rows of consecutive steps; worker w reads every `num_workers`-th.
 
-    `rows` (of a rank) are offsets in a global batch, `ledger` says which instances are left out. `close` ends
-    the processes.
+    At most `prefetch` steps are read ahead, over all workers. A worker that dies, or gives nothing for
+    `timeout_seconds` while it is waited for, is reported to `lost(loss)`, which raises to end this, and replaced by
+    another one that reads the same steps: nothing is lost or repeated, since rows are a function of the step.
+    `close` ends the processes. Start it from a thread that lives as long: Linux ends a process with the thread that
+    made it.
     """
 
     def __init__(
         self,
         stream: Stream,
-        cursor: int,
-        global_batch: int,
-        rows: np.ndarray,
+        steps: Steps,
         num_workers: int,
-        ledger: Ledger,
+        prefetch: int,
+        timeout_seconds: float,
+        lost: Callable[[WorkerLoss], None],
     ) -> None:
-        loader: DataLoader[Any] = DataLoader(
-            _Fetch(stream),
-            batch_size=None,
-            sampler=_Steps(cursor, global_batch, rows, ledger),
-            num_workers=num_workers,
-            collate_fn=_unchanged,
-            worker_init_fn=_leave_signals_to_parent,
-            # Without a generator torch draws a seed from the global one, and a run with workers would
-            # draw other random numbers than a run without.
-            generator=torch.Generator(),
-        )
-        self._iterator = iter(loader)
+        self._stream, self._steps = stream, steps
+        self._timeout, self._lost = timeout_seconds, lost
+        self._workers = [_Worker(stream, steps, i) for i in range(num_workers)]
         # multiprocessing's own exit hook sends one SIGTERM, which a worker ignores (see
         # `_leave_signals_to_parent`), and waits for ever. Hooks run in reverse order: this one is first.
         # It must not refer to `self`, or a loader without users would never be collected.
-        self._end = functools.partial(end_workers, self._iterator)
+        self._end = functools.partial(_end, self._workers)
         atexit.register(self._end)
+        self._next = 0  # step that is handed out next
+        for step in range(prefetch):
+            self._worker_of(step).ask(step)
+        self._asked = prefetch
 
     def fetch(self) -> dict[str, Any]:
-        """The stream's arrays of the next step, as tensors; raises the InvalidData of a worker."""
-        arrays = next(self._iterator)
-        if isinstance(arrays, InvalidData):
-            raise arrays
-        found: dict[str, Any] = arrays
+        """The stream's arrays of the next step; raises the error of a worker that could not read them."""
+        answer = self._answer(self._next)
+        if isinstance(answer, Exception):
+            raise answer
+        self._worker_of(self._asked).ask(self._asked)
+        self._next, self._asked = self._next + 1, self._asked + 1
+        found: dict[str, Any] = answer
         return found
 
     def close(self) -> None:
@@ -71,40 +93,146 @@ class Workers:
         atexit.unregister(self._end)
         self._end()
 
+    def _worker_of(self, step: int) -> _Worker:
+        return self._workers[step % len(self._workers)]
 
-class _Steps:
-    """Endless sampler: the instance ids of this rank for each step."""
-
-    def __init__(self, cursor: int, global_batch: int, rows: np.ndarray, ledger: Ledger) -> None:
-        self._arguments = cursor, global_batch, rows, ledger
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        cursor, global_batch, rows, ledger = self._arguments
+    def _answer(self, step: int) -> Any:
+        """What the worker of a step says, or the one that replaces it."""
+        index = step % len(self._workers)
         while True:
-            yield ledger.ids(cursor + rows)
-            cursor += global_batch
+            worker = self._workers[index]
+            try:
+                return worker.answer(self._timeout)
+            except _Gone as gone:
+                steps = list(worker.asked)
+                # one that dies may close its socket before it has a status; one that hangs is not waited for
+                worker.end(time.monotonic() + (0 if gone.cause else _END_SECONDS))
+                reading = name_instances(self._stream, self._steps.ids(worker.reading))
+                loss = WorkerLoss(index, worker.pid, gone.cause or worker.ended_by(), reading)
+                self._lost(loss)
+                self._workers[index] = _Worker(self._stream, self._steps, index)
+                for again in steps:
+                    self._workers[index].ask(again)
 
 
-class _Fetch(Dataset[Any]):
-    """Runs in a worker: reads the rows of one step."""
+class _Gone(Exception):
+    """A worker died (cause ""), or gives no answer."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, cause: str = "") -> None:
+        super().__init__(cause)
+        self.cause = cause
 
-    def __getitem__(self, instance_ids: Any) -> Any:
+
+@dataclass
+class _Worker:
+    """One process, its socket, and the steps that it was asked for and has not answered, in order."""
+
+    stream: Stream
+    steps: Steps
+    number: int
+    asked: deque[int] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._socket, other = socket.socketpair()
+        self._reading = RawValue("q", self.number)
+        arguments = self.stream, self.steps, other, self._reading
+        self._process = multiprocessing.Process(
+            target=_serve, args=arguments, name=f"data worker {self.number}", daemon=True
+        )
+        self._process.start()
+        other.close()  # the worker's alone, so that its end is the end of the stream
+        self._socket.settimeout(_TICK_SECONDS)
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def reading(self) -> int:
+        """The step that the process read last; later than the first it owes, if answers were on their way."""
+        return int(self._reading.value)
+
+    def ask(self, step: int) -> None:
+        self.asked.append(step)
+        with contextlib.suppress(OSError):  # a dead one is noticed when its answer is waited for
+            messages.send(self._socket, messages.parts_of(step))
+
+    def answer(self, timeout_seconds: float) -> Any:
+        """The answer to the first step that was asked for. Raises _Gone."""
+        begin = time.monotonic()
+
+        def idle() -> None:
+            if not self._process.is_alive():  # another process may hold its end of the socket
+                raise EOFError
+            waited = time.monotonic() - begin
+            if timeout_seconds and waited > timeout_seconds:
+                raise _Gone(f"no answer for {waited:.0f} s")
+
         try:
-            arrays = self._stream.arrays(instance_ids)
-        except InvalidData as error:
-            # Returned, not raised: torch would wrap it with a traceback of the worker in its message.
-            return error
-        return as_tensors(arrays)
+            answer = messages.receive(self._socket, idle)
+        except EOFError:
+            raise _Gone from None
+        self.asked.popleft()
+        return answer
+
+    def leave(self) -> None:
+        """Tell the process to end once it has read what it reads now."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def end(self, deadline: float) -> None:
+        """Join the process, and kill it at `deadline` of the monotonic clock."""
+        self.leave()
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join(_END_SECONDS)  # one that waits for a disk cannot even be killed
+
+    def ended_by(self) -> str:
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return signal.Signals(-code).name
+        return f"exit code {code}"
 
 
-def _unchanged(item: Any) -> Any:
-    return item
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.leave()
+    deadline = time.monotonic() + _END_SECONDS
+    for worker in workers:
+        worker.end(deadline)
 
 
-def _leave_signals_to_parent(worker: int) -> None:
+def _serve(stream: Stream, steps: Steps, channel: socket.socket, reading: Any) -> None:
+    """The life of a worker: read the steps that it is asked for, until the other end is closed."""
+    _leave_signals_to_parent()
+    torch.set_num_threads(1)
+    # Answers wait here while the training process does not take them: the next step is read meanwhile.
+    answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+    threading.Thread(target=_send_all, args=(channel, answers), daemon=True).start()
+    with contextlib.suppress(EOFError):
+        while True:
+            reading.value = messages.receive(channel)
+            answers.put(_read(stream, steps.ids(reading.value)))
+
+
+def _read(stream: Stream, ids: Any) -> list[Any]:
+    """The parts of an answer: arrays, or the error of the stream."""
+    try:
+        return messages.parts_of(dict(read_rows(stream, ids)))
+    except Exception as error:
+        # what was raised is lost on the way, so that its text goes along, for who looks at the traceback
+        error.add_note(f"in a data worker:\n{traceback.format_exc()}")
+        return messages.parts_of(error)
+
+
+def _send_all(channel: socket.socket, answers: queue.SimpleQueue[list[Any]]) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        while True:
+            messages.send(channel, answers.get())
+
+
+def _leave_signals_to_parent() -> None:
     """Ignore signals that ask the job to stop: the parent decides, and needs a batch or two before its save.
 
     A terminal sends SIGINT (SIGHUP when it closes), and a scheduler SIGTERM, to every process of the
@@ -126,5 +254,7 @@ def die_with_parent() -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:  # the parent died before the call above, so no signal will come
+    parent = multiprocessing.parent_process()
+    # The parent died before the call above, so no signal will come; in a container it may be process 1 itself.
+    if os.getppid() == 1 and parent is not None and parent.pid != 1:
         os._exit(1)

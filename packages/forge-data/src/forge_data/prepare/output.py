@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from forge_data.config import SPLITS
 from forge_data.sources.sidecar import SIDECAR
@@ -35,28 +38,26 @@ def check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None:
 
 
 @contextmanager
-def replacing(output: Path) -> Iterator[Path]:
-    """A new folder beside `output` that is renamed to it when the block ends, and removed if it raises.
+def replacing(output: Path, place: Path | None = None) -> Iterator[Path]:
+    """A new folder that is renamed to `output` when the block ends, and removed if it raises.
+
+    It is made in `place`, a folder of the same file system, or beside `output`.
 
     An existing `output` is moved away only when the new one is complete, and moved back if the last
     rename fails. Raises ValueError if the folder cannot be made.
     """
     output = output.absolute()
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    old = output.with_name(f".{output.name}.old-{os.getpid()}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-    except OSError as error:
-        raise ValueError(
-            f"output {output} must be in a folder that can be written ({error.strerror}); "
-            "choose another"
-        ) from None
+    place = output.parent if place is None else place
+    temporary = place / f".{output.name}.tmp-{os.getpid()}"
+    old = place / f".{output.name}.old-{os.getpid()}"
+    make_folder(output, temporary)
     try:
         yield temporary
         # The files are fsynced, here their names: a rename can reach the disk first, and after a power
         # loss the output would exist without its files.
-        _sync(temporary)
+        for folder in (temporary, *(temporary / split for split in SPLITS)):
+            if folder.is_dir():
+                sync_folder(folder)
         if output.exists():  # a rename cannot replace a folder with files in it
             output.rename(old)
             try:
@@ -67,13 +68,34 @@ def replacing(output: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             temporary.rename(output)
-        _sync(output.parent)
+        sync_folder(output.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _sync(folder: Path) -> None:
+def make_folder(output: Path, folder: Path) -> None:
+    """Make `folder`, and those above it. Raises ValueError that names the output if it cannot be made."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"output {output} must be in a folder that can be written ({error.strerror}); "
+            "choose another"
+        ) from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON to a new name in the folder, fsync it and rename it: the file is whole or not there."""
+    temporary = path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def sync_folder(folder: Path) -> None:
     """fsync a folder: the names in it survive a power loss."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)

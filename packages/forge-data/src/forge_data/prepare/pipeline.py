@@ -1,28 +1,56 @@
-"""`prepare`: text files to a folder of token files, in memory that does not grow with their size."""
+"""`prepare` and `merge`: text files to a folder of token files, in memory that does not grow with their size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from forge_data._problems import path_problems
-from forge_data.config import SPLITS
-from forge_data.errors import InvalidData
+from forge_data._problems import byte_eos_problem, every_problem, path_problems
+from forge_data.prepare.assemble import assemble
 from forge_data.prepare.output import check_output, replacing
-from forge_data.prepare.readers import DOCUMENT_KINDS, Piece, find_inputs, read_pieces
-from forge_data.prepare.token_writer import TokenWriter
-from forge_data.protocols import Tokenizer
+from forge_data.prepare.parts import Parts
+from forge_data.prepare.plan import Plan, Settings, make_plan
+from forge_data.prepare.readers import DOCUMENT_KINDS, find_inputs
+from forge_data.prepare.unit_file import Counts
+from forge_data.prepare.unit_workers import run_units
+from forge_data.sources.sidecar import TOKENIZER
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+
+__all__ = ["Prepared", "Progress", "merge", "prepare"]
+
+_log = logging.getLogger("forge_data")
+
+
+class Progress(NamedTuple):
+    """How far `prepare` is: `stage` is "tokenize" or "merge", `done` of `total` are bytes of the inputs."""
+
+    stage: str
+    done: int
+    total: int
+    documents: int
+    tokens: int
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of `prepare`: tokens and documents per split ("train" alone without validation)."""
+    """The result of `prepare`: tokens and documents per split ("train" alone without validation).
+
+    `statistics` is the content of statistics.json. Of a shard the one split is "shard I/N", and there are
+    no statistics before the merge.
+    """
 
     output: Path
     num_tokens: dict[str, int]
     num_documents: dict[str, int]
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+
+def _silent(progress: Progress) -> None:
+    pass
 
 
 def prepare(
@@ -32,126 +60,210 @@ def prepare(
     tokenizer: str = "byte",
     eos: str | None = None,
     validation_every: int = 0,
+    validation_fraction: float = 0.0,
+    deduplicate: bool = False,
     document: str = "file",
     text_field: str = "text",
     overwrite: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    workers: int = 1,
+    shard: tuple[int, int] | None = None,
+    progress: Callable[[Progress], None] = _silent,
 ) -> Prepared:
-    """Tokenize text files and folders (or one of them) into `output`, which appears complete or not at all.
+    """Tokenize files and folders (or one of them) into `output`, which appears complete or not at all.
 
     Each document is followed by the tokenizer's end-of-document token, where it has one. With
     `validation_every` N, every N-th document is written to `output/validation`, the others to
-    `output/train`; with 0 all go to `output` itself. `document` is the unit in .txt and .md files:
-    "file", "line" or "blank_line". `progress` is called with (bytes read, bytes in all). Memory is
-    about a MB plus, for JSON tokenizers, the longest document. Raises ValueError for arguments and
-    InvalidData for the content of files; then nothing on disk has changed.
+    `output/train`; `validation_fraction` does the same by a digest of the text, so that it depends neither
+    on order nor on shards; with neither all go to `output` itself. `deduplicate` drops each document whose
+    text an earlier one has. `document` is the unit in text files: "file", "line" or "blank_line".
+
+    Units of up to 64 MB are tokenized into `OUTPUT.parts`, by `workers` processes; a prepare that was
+    killed goes on from those that are done. `shard` (I, N) does the I-th of N parts of them (from 0), in a
+    folder that N jobs may share, and leaves the output to `merge`. The bytes of the output depend on none of
+    these, nor on kills.
+
+    Memory of each worker is some MB plus, for JSON tokenizers, the longest document; `deduplicate` takes 8
+    bytes a document, and about 60 for each that has a copy. Disk: the tokens twice until the end. Raises
+    ValueError for arguments and InvalidData for the content of files; then `output` is as it was, and
+    `OUTPUT.parts` is kept only where several units were planned and some are done.
     Usage: `prepare(["books"], "tokens/books", validation_every=20)`.
     """
     listed = [inputs] if isinstance(inputs, str | Path) else inputs
     paths, target = [Path(p) for p in listed], Path(output)
-    _check_arguments(paths, target, document, validation_every, tokenizer, eos)
-    encoder: Tokenizer = ByteTokenizer() if tokenizer == "byte" else JsonTokenizer(tokenizer, eos)
+    problems = [p for path in [*paths, target] for p in path_problems(path)]
+    if "" in [*listed, output]:
+        problems.append(
+            "path '' must name something, and would be the current folder; name it (is a variable empty?)"
+        )
+    problems += _split_problems(validation_every, validation_fraction)
+    problems += _work_problems(workers, shard)
+    problems += _text_problems(paths, document, tokenizer, eos)
+    if problems:
+        raise ValueError("\n".join(problems))
+    encoder = ByteTokenizer() if tokenizer == "byte" else JsonTokenizer(tokenizer, eos)
+    settings = Settings(
+        _portable(encoder.spec()),
+        encoder.vocab_size,
+        document,
+        text_field,
+        validation_every,
+        validation_fraction,
+        deduplicate,
+    )
     files = find_inputs(paths)
-    check_output(target, paths, overwrite)
-    with replacing(target) as folder:
-        folders = {s: folder / s for s in SPLITS} if validation_every else {"train": folder}
-        writers = {
-            split: TokenWriter(path, encoder.vocab_size, encoder.spec())
-            for split, path in folders.items()
-        }
-        try:
-            pieces = _read(files, document, text_field, progress)
-            _refuse_empty(writers, _write(pieces, encoder, writers, validation_every))
-            for writer in writers.values():
-                writer.finish()
-        finally:
-            for writer in writers.values():
-                writer.close()
+    plan = make_plan(files, settings, 1 if shard is None else shard[1])
+    parts = Parts(target.absolute())
+    if not parts.begun():
+        check_output(target, paths, overwrite)  # before anything is made
+    parts.check_folder()
+    with parts.alone(None if shard is None else shard[0]):
+        if shard is None and (statistics := parts.finished(plan)) is not None:
+            parts.clear()
+            return _prepared(target, statistics)
+        check_output(target, paths, overwrite)
+        parts.check_same(plan)
+        with _kept_if_useful(parts, plan):
+            parts.begin(plan, encoder.path if isinstance(encoder, JsonTokenizer) else None)
+            mine = list(plan.units) if shard is None else plan.of_shard(shard[0])
+            if shard is not None and not mine:
+                _warn_of_nothing(shard, len(plan.units))
+            done = _tokenize(parts, plan, mine, encoder, workers, progress)
+            if shard is not None:
+                name = f"shard {shard[0]}/{shard[1]}"
+                return Prepared(parts.folder, {name: done.tokens}, {name: done.documents})
+            return _finish(parts, plan, target, progress)
+
+
+def _warn_of_nothing(shard: tuple[int, int], units: int) -> None:
+    words = "shard %d/%d has nothing to do, as the text is %d unit%s of work"
+    _log.warning(words, *shard, units, "s" * (units != 1))
+
+
+def merge(
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] = _silent,
+) -> Prepared:
+    """Write `output` from the shards that `prepare(..., shard=(I, N))` left in `OUTPUT.parts`.
+
+    The output is that of one `prepare` without shards, byte for byte. Costs one read and write of all
+    tokens; memory as for `prepare`. Raises InvalidData, naming the shards that are not complete, and
+    ValueError for an output that exists. Usage: `merge("tokens/books")`.
+    """
+    target = Path(output)
+    if problems := path_problems(target):
+        raise ValueError("\n".join(problems))
+    parts = Parts(target.absolute())
+    if not parts.begun():
+        parts.plan()  # raises
+    parts.check_folder()
+    with parts.alone(None):
+        if (statistics := parts.finished()) is not None:
+            parts.clear()
+            return _prepared(target, statistics)
+        plan = parts.plan()
+        check_output(target, [Path(part.path) for u in plan.units for part in u.parts], overwrite)
+        parts.check_complete(plan)
+        return _finish(parts, plan, target, progress)
+
+
+def _tokenize(
+    parts: Parts,
+    plan: Plan,
+    units: Sequence[Any],
+    encoder: ByteTokenizer | JsonTokenizer,
+    workers: int,
+    progress: Callable[[Progress], None],
+) -> Counts:
+    """Write the units that are not there; returns the counts of all."""
+    waiting, before = parts.sort_out(units)
+    total, last = sum(unit.size for unit in units), before
+
+    def report(counts: Counts) -> None:
+        nonlocal last
+        last = before + counts
+        progress(Progress("tokenize", last.size, total, last.documents, last.tokens))
+
+    report(Counts(0, 0, 0))  # what was there: rates count from it
+    run_units(waiting, parts.folder, encoder, plan.settings, workers, report)
+    return last
+
+
+def _finish(
+    parts: Parts, plan: Plan, target: Path, progress: Callable[[Progress], None]
+) -> Prepared:
+    """Write the output from complete parts, and remove them."""
+    total = sum(unit.size for unit in plan.units)
+    progress(Progress("merge", 0, total, 0, 0))
+    parts.remove_old_outputs()
+    with replacing(target, parts.folder) as folder:
+        statistics = assemble(
+            plan,
+            parts.folder,
+            folder,
+            parts.tokenizer(plan),
+            lambda c: progress(Progress("merge", c.size, total, c.documents, c.tokens)),
+        )
+        parts.mark_finished(plan, folder)
+    parts.clear()
+    return _prepared(target, statistics)
+
+
+def _prepared(target: Path, statistics: dict[str, Any]) -> Prepared:
+    splits = statistics["splits"]
     return Prepared(
         target,
-        {split: writer.num_tokens for split, writer in writers.items()},
-        {split: writer.num_documents for split, writer in writers.items()},
+        {split: found["tokens"] for split, found in splits.items()},
+        {split: found["documents"] for split, found in splits.items()},
+        statistics,
     )
 
 
-def _check_arguments(
-    inputs: Sequence[Path],
-    output: Path,
-    document: str,
-    validation_every: int,
-    tokenizer: str,
-    eos: str | None,
-) -> None:
-    problems = [p for path in [*inputs, output] for p in path_problems(path)]
+@contextmanager
+def _kept_if_useful(parts: Parts, plan: Plan) -> Iterator[None]:
+    """After an error, keep the parts only where the next run can go on from them."""
+    try:
+        yield
+    except BaseException:
+        if plan.shards > 1 or parts.holds_more_than(plan):
+            _log.warning(
+                "units that are done stay in %s; the same command goes on from them", parts.folder
+            )
+        else:
+            parts.clear()
+        raise
+
+
+def _portable(spec: dict[str, Any]) -> dict[str, Any]:
+    """A spec with the name of the tokenizer's copy for its path."""
+    return {**spec, "path": TOKENIZER} if "path" in spec else spec
+
+
+def _split_problems(validation_every: int, validation_fraction: float) -> Iterator[str]:
+    yield from every_problem(validation_every)
+    if not 0 <= validation_fraction < 1:
+        yield f"validation_fraction {validation_fraction} must be from 0 (none) to under 1; use 0.05"
+    if validation_every and validation_fraction:
+        yield (
+            f"validation_every {validation_every} and validation_fraction {validation_fraction} are two ways "
+            "to choose; remove one"
+        )
+
+
+def _work_problems(workers: int, shard: tuple[int, int] | None) -> Iterator[str]:
+    if workers < 1:
+        yield f"workers {workers} must be at least 1; use the number of cores"
+    if shard is not None and not 0 <= shard[0] < shard[1]:
+        yield f"shard {shard[0]}/{shard[1]} must be I/N with I from 0 to N-1; use 0/{max(1, shard[1])}"
+
+
+def _text_problems(
+    inputs: Sequence[Path], document: str, tokenizer: str, eos: str | None
+) -> Iterator[str]:
     if not inputs:
-        problems.append("inputs must name at least one file or folder; name one")
+        yield "inputs must name at least one file or folder; name one"
     if document not in DOCUMENT_KINDS:
-        problems.append(
-            f"document {document!r} must be one of {', '.join(DOCUMENT_KINDS)}; use file"
-        )
-    if validation_every < 0 or validation_every == 1:
-        problems.append(
-            f"validation_every {validation_every} must be 0 (none) or at least 2; use 20 for 5 %"
-        )
-    if tokenizer == "byte" and eos is not None:
-        problems.append(
-            f"eos {eos!r} means nothing to the byte tokenizer, which has its own; remove it"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def _read(
-    files: Sequence[Path],
-    document: str,
-    text_field: str,
-    progress: Callable[[int, int], None],
-) -> Iterator[Piece]:
-    """The pieces of all files in order; `progress` counts the bytes of all files."""
-    sizes = [file.stat().st_size for file in files]
-    before = 0
-
-    def report(done: int) -> None:
-        progress(before + done, sum(sizes))
-
-    for file, size in zip(files, sizes):
-        yield from read_pieces(file, document, text_field, report)
-        report(size)
-        before += size
-
-
-def _write(
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    writers: Mapping[str, TokenWriter],
-    validation_every: int,
-) -> int:
-    """Write each document to its split; returns the number of documents."""
-    count, waiting = 0, ""
-    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]  # id 0 is a legal end
-    for piece in pieces:
-        held_out = validation_every and count % validation_every == validation_every - 1
-        writer = writers["validation" if held_out else "train"]
-        text = waiting + piece.text
-        # A JSON tokenizer may merge across the end of a piece: it needs the whole document.
-        if not piece.last and not tokenizer.splittable:
-            waiting = text
-            continue
-        writer.add(tokenizer.encode(text) + (end if piece.last else []), piece.last)
-        waiting = ""
-        count += piece.last
-    return count
-
-
-def _refuse_empty(writers: dict[str, TokenWriter], num_documents: int) -> None:
-    """Raise InvalidData for a split without a document."""
-    for split, writer in writers.items():
-        if writer.num_tokens == 0 and num_documents == 0:
-            raise InvalidData(
-                "the input must hold text, but every document is empty; check the paths"
-            )
-        if writer.num_tokens == 0:
-            raise InvalidData(
-                f"split {split} would be empty with {num_documents} documents; use a smaller "
-                "validation_every, or document line or blank_line for more documents"
-            )
+        yield f"document {document!r} must be one of {', '.join(DOCUMENT_KINDS)}; use file"
+    if tokenizer == "byte":
+        yield from byte_eos_problem(eos)

@@ -101,17 +101,25 @@ class TokenWriter:
         array = np.asarray(ids, dtype=np.int64)
         if array.size:
             if not self._open_document:
-                self._documents.write(np.array([self.num_tokens], dtype="<i8").tobytes())
-                self.num_documents += 1
+                self.begin_documents(np.array([self.num_tokens]))
             self._open_document = True
             assert array.min() >= 0
-            self._max = max(self._max, int(array.max()))
-            assert self._max < self._vocab_size
-            content = array.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
-            self._tokens.write(content)
-            self._blocks.feed(content)
-            self.num_tokens += array.size
+            self.add_tokens(array)
         self._open_document = self._open_document and not last
+
+    def begin_documents(self, starts: np.ndarray) -> None:
+        """Record where documents start (num_documents,) int64, in tokens; each must have a token."""
+        self._documents.write(starts.astype("<i8").tobytes())
+        self.num_documents += len(starts)
+
+    def add_tokens(self, ids: np.ndarray) -> None:
+        """Append ids (n,), n > 0, that are not negative."""
+        self._max = max(self._max, int(ids.max()))
+        assert self._max < self._vocab_size
+        content = ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False).tobytes()
+        self._tokens.write(content)
+        self._blocks.feed(content)
+        self.num_tokens += ids.size
 
     def finish(self) -> None:
         """Write everything to disk, and the sidecar last: a folder without one is not a source."""

@@ -60,12 +60,17 @@ class VerifiedBlocks:
 
 def check_whole(path: Path, recorded: str) -> None:
     """Raise InvalidData unless the file has the recorded sha256. Reads it once in a process."""
+    if digest_once(path) != recorded:
+        raise InvalidData(f"{path} is not the file of its sidecar (sha256); copy it again")
+
+
+def digest_once(path: Path) -> str:
+    """sha256 of a file, which is read once in a process as long as it does not change."""
     status = path.stat()
     # A file that changed just now may change again within the same time stamp: do not cache its digest.
     settled = time.time_ns() - status.st_ctime_ns > _SETTLED_NS
     state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if (_digest_once(path, state) if settled else digest_of(path)) != recorded:
-        raise InvalidData(f"{path} is not the file of its sidecar (sha256); copy it again")
+    return _digest_once(path, state) if settled else digest_of(path)
 
 
 @functools.lru_cache(maxsize=64)

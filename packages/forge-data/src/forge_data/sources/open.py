@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -12,10 +12,26 @@ from forge_data.config import SOURCES_GROUP, DataConfig, SourceConfig
 from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
 from forge_data.packing import PackedStream
+from forge_data.packing_config import PackingConfig
+from forge_data.phased_stream import PhasedStream
+from forge_data.phases import Stretch, stretches
+from forge_data.places import num_shards_of
 from forge_data.protocols import Stream
+from forge_data.raw_kinds import RAW_KINDS
 from forge_data.sources.builtin import BuiltinCorpus
+from forge_data.sources.id_shards import IdShards
+from forge_data.sources.megatron import open_megatron
+from forge_data.sources.nanogpt import open_nanogpt
+from forge_data.sources.npy import open_npy
 from forge_data.sources.token_files import TokenFiles
+from forge_data.stored_plan import open_plan
 
+#: Kinds that are imported when a config names them: some need an extra.
+_MODULES = {
+    "chat": "forge_data.chat.source",
+    "huggingface": "forge_data.sources.huggingface",
+    "text": "forge_data.sources.text",
+}
 _REQUIRED = ("vocab_size", "tokenizer", "max_token_id", "fingerprint")
 _REQUIRED_FOR_PACKING = ("num_tokens", "num_documents", "documents", "read")
 
@@ -27,7 +43,8 @@ def open_source(config: SourceConfig) -> Any:
     The source may have `stream(seq_len, seed)`, a `Stream` of rows without packing (see `open_stream`),
     instead of `num_tokens`, `num_documents`, `documents` and `read`.
 
-    Opening token files reads sizes, sidecar and document offsets, and tokens according to `verify`.
+    Opening token files reads sizes, sidecar and document offsets, and tokens according to `verify`. Text and sets of
+    Hugging Face are tokenized into a cache first, which can take long (`open_header` does not).
     Raises InvalidData for missing or damaged files, ValueError for a name that cannot be imported and for
     options that the source does not take.
     Usage: `open_source(SourceConfig(name="tokens", path="tokens/books"))`.
@@ -37,6 +54,10 @@ def open_source(config: SourceConfig) -> Any:
     if config.name == "tokens":
         assert config.path is not None  # a rule of SourceConfig
         return TokenFiles(config.path, config.dtype, config.split, config.verify)
+    if config.name in _MODULES:
+        return importlib.import_module(_MODULES[config.name]).open_source(config)
+    if config.name in RAW_KINDS:
+        return _open_raw(config)
     factory = _load_factory(config.name)
     try:
         inspect.signature(factory).bind(config, **config.options)
@@ -55,16 +76,48 @@ def open_source(config: SourceConfig) -> Any:
     return source
 
 
-def open_stream(config: SourceConfig, seq_len: int, seed: int = 0) -> Stream:
-    """Rows of `seq_len` tokens of a source, shuffled by `seed`: packed, or from the source's own
-    `stream(seq_len, seed)`, which can give weights, extras and positions of three axes (see `Stream`).
+def open_header(config: SourceConfig, *, check: bool = False) -> Any:
+    """What `open_source` gives, or of a source that it would tokenize only `vocab_size`, `tokenizer`, a bound as
+    `max_token_id`, and `num_tokens` where the cache has it: nothing is tokenized. Raises as `open_source`.
+
+    `check` also raises what `open_source` finds before it tokenizes, as a set may lack a split or its column; it loads
+    the set. Usage: `open_header(SourceConfig("text", "books")).vocab_size`.
+    """
+    if config.name not in _MODULES:
+        return open_source(config)
+    module = importlib.import_module(_MODULES[config.name])
+    header = module.open_header(config)
+    if check and hasattr(module, "check_source"):
+        module.check_source(config)
+    return header
+
+
+def _open_raw(config: SourceConfig) -> IdShards:
+    """A source in a format of another project."""
+    assert config.path is not None
+    if config.name == "megatron":
+        return open_megatron(config.path, config.split)
+    if config.name == "npy":
+        return open_npy(config.path, config.split, **vars(config.npy))
+    return open_nanogpt(config.path, config.split, config.dtype, **vars(config.nanogpt))
+
+
+def open_stream(
+    config: SourceConfig, seq_len: int, seed: int = 0, packing: PackingConfig | None = None
+) -> Stream:
+    """Rows of `seq_len` tokens of a source, shuffled by `seed`: packed, by default concatenated, or from the source's
+    own `stream(seq_len, seed)`, which can give weights, extras and positions of three axes (see `Stream`).
 
     Usage: `loader = Loader(open_stream(SourceConfig(), 256), global_batch=16)`. Raises as `open_source`.
     """
     source = open_source(config)
     own = getattr(source, "stream", None)
-    stream: Stream = PackedStream(source, seq_len, seed) if own is None else own(seq_len, seed)
-    return stream
+    if own is not None:
+        made: Stream = own(seq_len, seed)
+        return made
+    if packing is None or packing.name == "concatenate":
+        return PackedStream(source, seq_len, seed)
+    return PackedStream(source, seq_len, seed, plan=open_plan(source, seq_len, packing))
 
 
 def open_training(config: DataConfig, seed: int = 0) -> Stream:
@@ -74,31 +127,69 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
     In a mixture each source has an order of its own (`seed_of`), whatever the others are. Usage:
     `Loader(open_training(DataConfig(sources={"a": TrainingSourceConfig()})), global_batch=16)`.
     """
-    sources = config.sources
+    parts: list[list[Stretch]] = []
+    for stretch in stretches(config):
+        if parts and stretch.seq_len == parts[-1][-1].seq_len:
+            parts[-1].append(stretch)
+        else:
+            parts.append([stretch])
+    streams = [_open_part(config, part, seed) for part in parts]
+    if len(streams) == 1:
+        return streams[0]
+    if any(num_shards_of(stream) for stream in streams):
+        raise ValueError(
+            f"phases.{parts[1][0].name}.seq_len {parts[1][0].seq_len} must be seq_len {config.seq_len} with a source that "
+            "streams, which cannot begin anew; leave it out, or use streaming = false"
+        )
+    return PhasedStream([(p[0].name, stream, p[0].start) for p, stream in zip(parts, streams)])
+
+
+def _open_part(config: DataConfig, part: Sequence[Stretch], seed: int) -> Stream:
+    """Rows of one length, from their first on: a part behind the first has orders of its own."""
+    sources, seq_len = config.sources, part[0].seq_len
+    if part[0].name:
+        seed = seed_of(seed, f"phase {part[0].name}")
     mixed = len(sources) > 1 or any(source.max_epochs for source in sources.values())
     if not mixed:
         (source,) = sources.values()
-        return open_stream(source, config.seq_len, seed)
+        alone = open_stream(source, seq_len, seed, config.packing)
+        _check_packed([alone], config.packing)
+        return alone
     streams = {
-        name: open_stream(source, config.seq_len, seed_of(seed, name) if len(sources) > 1 else seed)
+        name: open_stream(
+            source, seq_len, seed_of(seed, name) if len(sources) > 1 else seed, config.packing
+        )
         for name, source in sources.items()
     }
+    _check_packed(streams.values(), config.packing)
     epochs = {name: source.max_epochs for name, source in sources.items() if source.max_epochs}
-    return MixedStream(streams, _phases(config, streams), epochs)
+    return MixedStream(streams, _phases(config, part, streams), epochs)
 
 
-def _phases(config: DataConfig, streams: Mapping[str, Stream]) -> list[Phase]:
-    """Weights from the start on, and from each phase that has some."""
+def _check_packed(streams: Iterable[Stream], packing: PackingConfig) -> None:
+    """ValueError for a packing that no stream has."""
+    if packing.name != "concatenate" and not any(isinstance(s, PackedStream) for s in streams):
+        raise ValueError(
+            f"packing.name {packing.name!r} means nothing for sources that make their own rows; remove it"
+        )
+
+
+def _phases(
+    config: DataConfig, part: Sequence[Stretch], streams: Mapping[str, Stream]
+) -> list[Phase]:
+    """Weights from the start of a part on, and from each phase in it that has others."""
     sources = config.sources
     given = [
         float(len(streams[name]) if source.weight is None else source.weight)
         for name, source in sources.items()
     ]
-    phases = [Phase(0, tuple((w / max(given)) ** (1.0 / config.temperature) for w in given))]
-    for phase in sorted(config.phases.values(), key=lambda phase: phase.start_tokens):
-        if phase.weights:
-            start = -(-phase.start_tokens // config.seq_len)
-            phases.append(Phase(start, tuple(phase.weights.get(name, 0.0) for name in sources)))
+    own = tuple((w / max(given)) ** (1.0 / config.temperature) for w in given)
+    phases: list[Phase] = []
+    for stretch in part:
+        wanted = stretch.weights
+        weights = own if wanted is None else tuple(wanted.get(name, 0.0) for name in sources)
+        if not phases or weights != phases[-1].weights:
+            phases.append(Phase(stretch.start - part[0].start, weights))
     return phases
 
 

@@ -10,6 +10,7 @@ tokenizer.json  a copy of the tokenizer, if it is a JSON file
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,11 +53,14 @@ class Sidecar:
     block_bytes: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write `tokens.json`; the caller syncs the folder and renames it."""
+        """Write and sync `tokens.json`; the caller syncs the folder and renames it."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         if self.block_bytes is None:
             del content["block_bytes"]
-        (folder / SIDECAR).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with (folder / SIDECAR).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -100,9 +104,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_bounded(path, _MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
-        raise InvalidData(
-            f"{path} is missing, and {TOKENS} cannot be read without it; {PREPARE_AGAIN}"
-        ) from None
+        raise InvalidData(_missing(path)) from None
     except RecursionError:
         raise InvalidData(
             f"{path} must be JSON of a few levels, not nested deep; {PREPARE_AGAIN}"
@@ -150,3 +152,23 @@ def check_size(path: Path, count: int, item_size: int) -> None:
             f"{path} has {size} bytes, but its sidecar records {count} items of {item_size} "
             f"({expected} bytes): it was {state}; copy it again or {PREPARE_AGAIN}"
         )
+
+
+def _missing(path: Path) -> str:
+    """What to do about a sidecar that is not there: it was lost, or the folder is one above token files, or another."""
+    folder = path.parent
+    if (folder / TOKENS).exists():
+        return f"{path} is missing, and {TOKENS} cannot be read without it; {PREPARE_AGAIN}"
+    below = {found.parent for found in folder.glob(f"*/{SIDECAR}")}
+    below |= {found.parent.parent for found in folder.glob(f"*/train/{SIDECAR}")}
+    names = ", ".join(map(str, sorted(below)[:3]))
+    fix = f"name one below it, such as {names}" if below else "check the path"
+    return f"{folder} must be a folder of token files, and has no {path.name}; {fix}"
+
+
+def waiting_parts(output: Path) -> str:
+    """Where what is to become an output waits for the end of `prepare`; "" if nothing does."""
+    parts = output.with_name(f"{output.name}.parts")
+    if not (output.name and parts.is_dir()):
+        return ""
+    return f" (its parts are in {parts}: end the `forge-data prepare` of each, and with --shard `forge-data merge`)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from forge_data.sources.sidecar import (
     Sidecar,
     check_size,
     read_sidecar,
+    waiting_parts,
 )
 
 _BLOCK = 1 << 22  # tokens looked at in one go
@@ -145,10 +147,15 @@ class TokenFiles:
         ids = self._tokens[start:stop]
         if self._blocks is not None:
             self._blocks.touch(start * ids.itemsize, stop * ids.itemsize)
-        if self._sidecar and stop > start and int(ids.max()) > self._sidecar.max_token_id:
+        if stop == start:
+            return ids
+        # a raw file is looked through once before; it may have changed since
+        highest, high = self.max_token_id, int(np.maximum.reduce(ids))
+        low = int(ids.min()) if ids.dtype.kind == "i" else 0
+        if high > highest or low < 0:
             raise InvalidData(
-                f"{self.path / TOKENS} holds id {ids.max()} between {start} and {stop}, over the "
-                f"recorded largest {self._sidecar.max_token_id}: it was damaged; "
+                f"{self.path / TOKENS if self._sidecar else self.path} holds id {min(low, 0) or high} between {start} "
+                f"and {stop}, {'below 0' if low < 0 else f'over the recorded largest {highest}'}: it was damaged; "
                 "run `forge-data verify` on it and copy it again"
             )
         return ids
@@ -168,24 +175,33 @@ class TokenFiles:
 
     @cached_property
     def _scan(self) -> tuple[int, str]:
-        """Largest id and sha256 of a raw file, in one pass of constant memory."""
-        digest, low, high = hashlib.sha256(), 0, 0
-        for start in range(0, self.num_tokens, _BLOCK):
-            block = self._tokens[start : start + _BLOCK]
-            digest.update(block.data)
-            low, high = min(low, int(block.min())), max(high, int(block.max()))
-        if low < 0:
-            raise InvalidData(
-                f"{self.path} holds id {low} when read as {self._tokens.dtype}, and ids must not be "
-                "negative; give the dtype it was written with"
-            )
-        return high, digest.hexdigest()
+        """Largest id and sha256 of a raw file, as they were at the first use."""
+        status = self.path.stat()
+        state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return _scan_once(self.path, self._tokens.dtype.str, state)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker maps the files itself: no token is copied. Files that were compared as a whole here are
         # not compared again there.
         whole = self._verify != "off" and self._blocks is None and self._sidecar is not None
         return TokenFiles, (*self._arguments, "off" if whole else self._verify)
+
+
+@functools.lru_cache(maxsize=64)
+def _scan_once(path: Path, dtype: str, state: tuple[int, ...]) -> tuple[int, str]:
+    """Largest id and sha256 in one pass of constant memory, done once for each `state` of a file."""
+    tokens = _map(path, dtype)
+    digest, low, high = hashlib.sha256(), 0, 0
+    for start in range(0, len(tokens), _BLOCK):
+        block = tokens[start : start + _BLOCK]
+        digest.update(block.data)
+        low, high = min(low, int(block.min())), max(high, int(block.max()))
+    if low < 0:
+        raise InvalidData(
+            f"{path} holds id {low} when read as {tokens.dtype}, and ids must not be "
+            "negative; give the dtype it was written with"
+        )
+    return high, digest.hexdigest()
 
 
 def verify(path: str | Path) -> int:
@@ -230,7 +246,7 @@ def resolve_split(path: Path, split: str) -> Path:
     if not path.exists():
         raise InvalidData(
             f"path {path} must be a folder of token files or a raw file, but nothing is there; "
-            "check it, or write it with `forge-data prepare`"
+            f"check it, or write it with `forge-data prepare`{waiting_parts(path)}"
         )
     if not (path.is_file() or path.is_dir()):
         raise InvalidData(
@@ -254,7 +270,8 @@ def resolve_split(path: Path, split: str) -> Path:
 
 def _map(path: Path, dtype: str) -> np.ndarray:
     """A read-only memory map: processes of a host share its pages, and nothing is loaded before use."""
-    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+    # A plain array over the map: each slice of a memmap costs microseconds more.
+    return np.asarray(np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r"))
 
 
 def _absolute(spec: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:

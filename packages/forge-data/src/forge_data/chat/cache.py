@@ -1,0 +1,111 @@
+"""Conversations are rendered once: a folder of token files with the weight of each token beside.
+
+weights.bin     little-endian fp32: weight of the loss of each token
+chat.json       digest of weights.bin, and what was counted
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forge_data.prepare.output import replacing
+from forge_data.prepare.token_writer import TokenWriter
+from forge_data.sources.integrity import check_whole
+from forge_data.sources.sidecar import SIDECAR, check_size, read_sidecar
+from forge_data.sources.token_cache import Entry, open_cached
+from forge_data.sources.token_files import TokenFiles
+
+__all__ = ["Rendered", "Rendering", "cached", "offsets_digest"]
+
+WEIGHTS, COUNTS = "weights.bin", "chat.json"
+
+
+class Rendering(NamedTuple):
+    """Of one conversation; `holds_specials`: the text of a message became special tokens."""
+
+    ids: np.ndarray  # (T,)
+    weights: np.ndarray  # (T,)
+    holds_specials: bool
+
+
+class Rendered:
+    """Conversations of a folder, memory-mapped: `tokens`, `weights` (num_tokens,) fp32, and `counts`."""
+
+    def __init__(self, folder: Path) -> None:
+        counts = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
+        self.tokens = TokenFiles(folder, verify="full")
+        check_size(folder / WEIGHTS, self.tokens.num_tokens, 4)
+        check_whole(folder / WEIGHTS, counts["sha256"])
+        self.folder = folder
+        self.counts: dict[str, Any] = counts
+        self.weights = np.memmap(folder / WEIGHTS, "<f4", mode="r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rendered, (self.folder,)  # a worker maps the files, and gets no copy of them
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each conversation, int64."""
+        return np.diff(self.tokens.documents, append=self.tokens.num_tokens)
+
+
+def cached(
+    entry: Entry,
+    vocab_size: int,
+    tokenizer: dict[str, Any],
+    render: Callable[[], Iterator[Rendering]],
+) -> Rendered:
+    """What `render` gives, from an entry of the token cache, which is written if it is not there, or is damaged.
+
+    One process writes while the others wait (`open_cached`). Raises as that, and what `render` raises.
+    """
+
+    def write(folder: Path, progress: Callable[[int, int], None]) -> None:
+        with replacing(folder) as temporary:
+            _write(temporary, vocab_size, tokenizer, render())
+
+    open_cached(entry, "train", "full", write)
+    try:
+        return Rendered(entry.folder)
+    except (OSError, ValueError, KeyError, TypeError):  # what lies beside the tokens is damaged
+        (entry.folder / SIDECAR).unlink(missing_ok=True)
+    open_cached(entry, "train", "full", write)
+    return Rendered(entry.folder)
+
+
+def _write(
+    folder: Path, vocab_size: int, tokenizer: dict[str, Any], rendered: Iterator[Rendering]
+) -> None:
+    writer = TokenWriter(folder, vocab_size, tokenizer)
+    digest = hashlib.sha256()
+    counts = {"unlearnt": 0, "learnt_tokens": 0, "weighted": 0, "with_specials": 0}
+    try:
+        with (folder / WEIGHTS).open("xb") as file:
+            for ids, weights, holds_specials in rendered:
+                writer.add(ids, last=True)  # type: ignore[arg-type]
+                content = weights.astype("<f4").tobytes()
+                file.write(content)
+                digest.update(content)
+                counts["unlearnt"] += not weights[1:].any()
+                counts["learnt_tokens"] += int((weights[1:] > 0).sum())
+                counts["with_specials"] += holds_specials
+                counts["weighted"] += not np.isin(weights, (0.0, 1.0)).all()
+            file.flush()
+            os.fsync(file.fileno())
+        content_of = {**counts, "sha256": digest.hexdigest()}
+        (folder / COUNTS).write_text(json.dumps(content_of), encoding="utf-8")
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def offsets_digest(rendered: Rendered) -> str:
+    """sha256 of where conversations begin."""
+    return str(read_sidecar(rendered.folder).sha256["documents.bin"])

@@ -1,0 +1,73 @@
+"""[data.sources.N.chat]: how conversations become rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge_data._problems import path_problems, raise_problems
+
+TRAIN_ON = ("assistant", "last", "all")
+TOO_LONG = ("refuse", "truncate", "skip")
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Options of `name = "chat"`. Raises ValueError with one line per broken rule.
+
+    Usage: `SourceConfig("chat", "talks.jsonl", chat=ChatConfig(tokenizer="Qwen3-0.6B"))`.
+    """
+
+    tokenizer: str | None = _field(
+        None, "folder of a tokenizer of transformers, which has tokenizer.json and a chat template"
+    )
+    template: str | None = _field(None, "file of a jinja template, in place of the tokenizer's own")
+    messages_field: str = _field("messages", "key of the list of messages in a record")
+    tools_field: str | None = _field(
+        None, "key of the list of tools that the template is given (default: no tools)"
+    )
+    train_on: Literal["assistant", "last", "all"] = _field(
+        "assistant",
+        "what has labels: every message of the assistant, its last one, or all tokens",
+    )
+    too_long: Literal["refuse", "truncate", "skip"] = _field(
+        "refuse",
+        "what becomes of a conversation of more than seq_len tokens: an error, its first seq_len tokens, or "
+        "none of it; both are counted",
+    )
+    cache: str | None = _field(
+        None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("chat", _problems(self))
+
+
+def _problems(c: ChatConfig) -> Iterator[str]:
+    for key in ("tokenizer", "template", "cache"):
+        value = getattr(c, key)
+        if value == "":
+            yield f"{key} '' must name a path; give one, or remove it"
+        yield from (f"{key}: {problem}" for problem in path_problems(value or ""))
+    for key in ("messages_field", "tools_field"):
+        if getattr(c, key) == "":
+            yield f"{key} '' must name a key of the records; use 'messages', or remove it"
+    for key, choices in (("train_on", TRAIN_ON), ("too_long", TOO_LONG)):
+        if getattr(c, key) not in choices:
+            yield f"{key} {getattr(c, key)!r:.40} must be one of {', '.join(choices)}; use {choices[0]!r}"
+
+
+def chat_problems(chat: ChatConfig, verify: str) -> Iterator[str]:
+    """Problems of a source of name chat, beside those of its table alone."""
+    if chat.tokenizer is None:
+        yield (
+            "chat.tokenizer must name a tokenizer of transformers when name is 'chat'; set it to the folder of the "
+            "model that is trained"
+        )
+    if verify != "touch":
+        yield f"verify {verify!r} means nothing when name is 'chat', whose tokens are always compared; remove verify"

@@ -1,0 +1,139 @@
+"""Conversations are read from JSONL (also of gzip and zstd) and parquet files and from sets saved by `datasets`, one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forge_data.config import SPLITS
+from forge_data.errors import InvalidData
+from forge_data.folders import files_below
+from forge_data.prepare.byte_streams import COMPRESSIONS, open_bytes
+from forge_data.prepare.parquet import require_pyarrow
+from forge_data.sources.checks import check_split
+
+__all__ = ["Record", "find_conversations", "read_records"]
+
+_JSONL = (".jsonl", *(f".jsonl{packed}" for packed in COMPRESSIONS))
+_PLAIN = (*_JSONL, ".parquet")
+_SAVED_SET = "dataset_info.json"  # beside the .arrow files that `datasets` saves
+
+
+class Record(NamedTuple):
+    """`content` is what a file has at `place`, such as `talks.jsonl line 3`."""
+
+    place: str
+    content: Any
+
+
+def find_conversations(path: Path, split: str) -> list[Path]:
+    """The files of a split, sorted: `path` itself, or all of a folder; of `path/SPLIT` where a folder has splits.
+
+    Raises InvalidData where there is none.
+    """
+    check_split(split)
+    if not path.exists():
+        raise InvalidData(
+            f"path {path} must be a .jsonl (or .jsonl.gz, .jsonl.zst) or .parquet file or a folder of them, but nothing is there; check it"
+        )
+    folders = [name for name in SPLITS if (path / name).is_dir()]
+    if folders:
+        path = path / split
+    elif split == "validation":
+        raise InvalidData(
+            f"path {path} must hold train/ and validation/ for split validation; make them, or give validation a path "
+            "of its own with split train"
+        )
+    if path.is_file():
+        found = [path] if path.name.endswith(_PLAIN) else []
+    else:
+        saved = (path / _SAVED_SET).is_file()
+        endings = (".arrow",) if saved else _PLAIN
+        found = [
+            p for p in files_below(path, lambda name: name.endswith(endings)) if _is_data(p, path)
+        ]
+    if not found:
+        raise InvalidData(
+            f"path {path} must be a .jsonl (or .jsonl.gz, .jsonl.zst) or .parquet file, a folder of them, or a set saved by datasets; "
+            "check it"
+        )
+    return found
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    return not any(part.startswith("cache-") for part in file.relative_to(folder).parts)
+
+
+def read_records(files: list[Path]) -> Iterator[Record]:
+    """All records in order, as plain JSON; lines of white space are none. Memory: one record, or a batch of parquet.
+
+    Raises InvalidData, naming file and line, for what is no JSON and for a damaged file; ValueError where a
+    library is missing.
+    """
+    if files[0].suffix == ".arrow":
+        yield from _saved_set(files[0].parent)
+        return
+    for file in files:
+        yield from (_parquet if file.suffix == ".parquet" else _lines)(file)
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    with open_bytes(path, COMPRESSIONS.get(path.suffix)) as (file, _):
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            try:
+                yield Record(place, json.loads(line.decode("utf-8")))
+            except UnicodeDecodeError:
+                raise InvalidData(
+                    f"{place} must be UTF-8; convert the file, for example with iconv"
+                ) from None
+            except RecursionError:
+                raise InvalidData(
+                    f"{place} must be JSON of a few levels; correct the line"
+                ) from None
+            except ValueError as error:
+                raise InvalidData(f"{place} must be JSON ({error}); correct the line") from None
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    require_pyarrow(path)
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(f"{path} row {number}", row)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InvalidData):
+            raise
+        message = str(error).splitlines()[0]
+        raise InvalidData(
+            f"{path} must be a parquet file ({message:.200}); write it again"
+        ) from None
+
+
+def _saved_set(folder: Path) -> Iterator[Record]:
+    try:
+        from datasets import Dataset, load_from_disk
+    except ImportError:
+        raise ValueError(
+            f"{folder} needs datasets, which is not installed; pip install 'forge-data[huggingface]'"
+        ) from None
+    try:
+        found = load_from_disk(str(folder))
+        assert isinstance(found, Dataset)
+    except Exception as error:  # of many kinds, by what is missing
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidData(
+            f"{folder} must be a set saved by datasets ({message:.200}); save it again"
+        ) from None
+    for number, row in enumerate(found, start=1):
+        yield Record(f"{folder} row {number}", row)

@@ -1,0 +1,194 @@
+"""A source of conversations, which makes its own rows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge_data.chat.cache import Rendering, cached, offsets_digest
+from forge_data.chat.config import ChatConfig
+from forge_data.chat.messages import conversation_of
+from forge_data.chat.records import find_conversations, read_records
+from forge_data.chat.rows import ChatStream
+from forge_data.chat.template import ChatTemplate
+from forge_data.errors import InvalidData
+from forge_data.sources.header import Header
+from forge_data.sources.integrity import digest_once
+from forge_data.sources.token_cache import Entry
+from forge_data.sources.token_files import TokenFiles
+from forge_data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from forge_data.config import SourceConfig
+
+__all__ = ["Conversations", "open_header", "open_source"]
+
+CHAT_VERSION = 2  # part of every fingerprint: raise it whenever a row would change
+_EXAMPLES = 3
+
+
+class Conversations:
+    """Conversations of files, rendered by a template once and then read from a cache on disk.
+
+        talks = Conversations("talks.jsonl", ChatConfig(tokenizer="Qwen3-0.6B"))
+        loader = Loader(talks.stream(seq_len=2048, seed=0), global_batch=16)
+
+    Opening reads all files for their digests, and renders what the cache does not have: about a millisecond a
+    conversation. Raises InvalidData naming file and line of the first broken one, ValueError where a library
+    is missing.
+    """
+
+    def __init__(self, path: str | Path, config: ChatConfig, split: str = "train") -> None:
+        self.config = config
+        self._files = find_conversations(Path(path), split)
+        template = ChatTemplate(config)
+        self.tokenizer: dict[str, Any] | None = template.spec()
+        self.vocab_size: int | None = template.vocab_size
+        self._fingerprint = _fingerprint(template, self._files, split)
+        self.rendered = cached(
+            _entry(path, config, self._fingerprint),
+            template.vocab_size,
+            self.tokenizer,
+            lambda: self._render(template),
+        )
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id of any conversation."""
+        return self.rendered.tokens.max_token_id
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Digests of the files, the tokenizer, the template, and of what came out (a template may tell the date)."""
+        tokens = self.rendered.tokens
+        return {
+            **self._fingerprint,
+            "conversations": tokens.num_documents,
+            "num_tokens": tokens.num_tokens,
+            "tokens": str(tokens.fingerprint()["tokens"]),
+            "documents": offsets_digest(self.rendered),
+            "weights": str(self.rendered.counts["sha256"]),
+        }
+
+    def stream(self, seq_len: int, seed: int = 0) -> ChatStream:
+        """Rows of `seq_len` tokens, shuffled by `seed`. Raises InvalidData as `row_problems` says."""
+        problems = self.row_problems(seq_len)
+        if problems:
+            raise InvalidData("\n".join(problems))
+        policy = self.config.too_long
+        fingerprint = {
+            **self.fingerprint(),
+            "too_long": policy,
+            "too_long_conversations": len(self._too_long(seq_len)),
+        }
+        stream = ChatStream(self.rendered, fingerprint, seq_len, seed, policy == "truncate")
+        stream.remarks = self.remarks(seq_len)
+        return stream
+
+    def row_problems(self, seq_len: int) -> list[str]:
+        """Why there are no rows of `seq_len` tokens: conversations that are longer, where config refuses them."""
+        long = self._too_long(seq_len)
+        if not len(long):
+            return []
+        longest = int(self.rendered.lengths.max())
+        if self.config.too_long == "refuse":
+            places = ", ".join(self._place(i) for i in long[:_EXAMPLES])
+            return [
+                f"{places}{' and others' if len(long) > _EXAMPLES else ''}: {len(long)} of "
+                f"{self.rendered.tokens.num_documents} conversations must be of at most seq_len {seq_len} tokens, the longest has {longest}; raise "
+                'seq_len, or set chat.too_long = "truncate" or "skip"'
+            ]
+        if self.config.too_long == "skip" and len(long) == self.rendered.tokens.num_documents:
+            return [
+                f"all {len(long)} conversations have more than seq_len {seq_len} tokens, and are skipped; raise seq_len"
+            ]
+        return []
+
+    def remarks(self, seq_len: int) -> list[str]:
+        """Sentences about conversations that are too long, without a label, or with special tokens in their text."""
+        found, total = [], self.rendered.tokens.num_documents
+        long, done = self._too_long(seq_len), {"truncate": "cut to it", "skip": "left out"}
+        if len(long) and self.config.too_long in done:
+            found.append(
+                f"{len(long)} of {total} conversations have more than seq_len {seq_len} tokens and are {done[self.config.too_long]}"
+            )
+        if self.rendered.counts["unlearnt"]:
+            found.append(
+                f"{self.rendered.counts['unlearnt']} of {total} conversations have nothing to learn"
+            )
+        if self.rendered.counts["with_specials"]:
+            found.append(
+                f"{self.rendered.counts['with_specials']} of {total} conversations have special tokens in the text of a "
+                "message, which are ids like those that the template puts there"
+            )
+        return found
+
+    def _too_long(self, seq_len: int) -> np.ndarray:
+        return np.flatnonzero(self.rendered.lengths > seq_len)
+
+    def _place(self, conversation: int) -> str:
+        """File and line of a conversation; reads the files up to it."""
+        return next(islice(read_records(self._files), int(conversation), None)).place
+
+    def _render(self, template: ChatTemplate) -> Iterator[Rendering]:
+        record = None
+        for record in read_records(self._files):
+            conversation = conversation_of(record, self.config)
+            ids, weights = template.encode(conversation)
+            yield Rendering(ids, weights, template.holds_specials(conversation))
+        if record is None:
+            raise InvalidData(
+                f"{self._files[0]} must hold a conversation, and has none; add one, or correct the path"
+            )
+
+
+def open_source(config: SourceConfig) -> Conversations:
+    """The conversations of a config of `name = "chat"`."""
+    return Conversations(config.path or "", config.chat, config.split)
+
+
+def open_header(config: SourceConfig) -> Header:
+    """What is known before conversations are rendered; the number of tokens is, if they are in the cache."""
+    template = ChatTemplate(config.chat)
+    files = find_conversations(Path(config.path or ""), config.split)
+    header = Header(load_tokenizer(template.spec()))
+    header.vocab_size, header.max_token_id = template.vocab_size, template.vocab_size - 1
+    entry = _entry(config.path or "", config.chat, _fingerprint(template, files, config.split))
+    if entry.folder.is_dir():
+        with contextlib.suppress(InvalidData):  # a damaged entry: it will be written again
+            header.num_tokens = TokenFiles(entry.folder, verify="off").num_tokens
+    return header
+
+
+def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[str, str | int]:
+    """What determines ids and weights, but for the library and the date, which a template may ask for."""
+    config = template.config
+    return {
+        "kind": f"chat-{CHAT_VERSION}",
+        "split": split,
+        "files": len(files),
+        "content": _digest([digest_once(file) for file in files]),
+        "tokenizer": str(template.spec()["fingerprint"]),
+        "template": template.digest(),
+        "specials": _digest(sorted(map(str, template.tokenizer.special_tokens_map.items()))),
+        "messages_field": config.messages_field,
+        "tools_field": str(config.tools_field),
+        "train_on": config.train_on,
+    }
+
+
+def _entry(path: str | Path, config: ChatConfig, fingerprint: dict[str, str | int]) -> Entry:
+    return Entry.of(
+        config.cache, str(path), {**fingerprint, "transformers": version("transformers")}
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,244 @@
+"""A conversation becomes token ids, and the weight of each in the loss, by the template of its tokenizer.
+
+Where the template marks what the assistant says with `{% generation %}`, that mask is taken as it is. Without, it
+would be all zeros; then a message is what its rendering adds to that of the messages before it, which needs each
+rendering to begin the next one: templates that rewrite earlier messages are refused where they do.
+
+    T   tokens of a conversation
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_data.bounded_read import read_bounded
+from forge_data.chat.config import ChatConfig
+from forge_data.chat.messages import Conversation
+from forge_data.errors import InvalidData
+
+__all__ = ["ChatTemplate"]
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MAX_TEMPLATE = 1 << 20  # bytes
+
+
+class ChatTemplate:
+    """The template of a tokenizer's folder, or of a file: `ChatTemplate(config).encode(conversation)`.
+
+    Raises ValueError without transformers, InvalidData for a folder without tokenizer or template.
+    """
+
+    def __init__(self, config: ChatConfig) -> None:
+        assert config.tokenizer is not None  # a rule of SourceConfig
+        self.config = config
+        self.folder = Path(config.tokenizer)
+        self.tokenizer = _load(self.folder)
+        self._template: str | None = None
+        if config.template is not None:
+            try:
+                self._template = read_bounded(Path(config.template), _MAX_TEMPLATE).decode("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InvalidData(
+                    f"template {config.template} must be a file of UTF-8 text ({error}); check the path"
+                ) from None
+        elif not self.tokenizer.chat_template:
+            raise InvalidData(
+                f"tokenizer {self.folder} has no chat template; set template to a file with one, or use the tokenizer of "
+                "a model that was tuned to conversations"
+            )
+        self._specials = tuple(
+            token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Above the largest id; ids may have holes."""
+        return int(max(self.tokenizer.get_vocab().values())) + 1
+
+    def spec(self) -> dict[str, Any]:
+        """What `load_tokenizer` makes the same tokenizer of."""
+        path = self.folder / "tokenizer.json"
+        return {
+            "name": "json",
+            "path": str(path.resolve()),
+            "eos": self.tokenizer.eos_token,
+            "fingerprint": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+
+    def digest(self) -> str:
+        """sha256 of the template, or of all that the tokenizer has."""
+        text = self._template or json.dumps(self.tokenizer.chat_template, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """(ids (T,) int64, weights (T,) fp32: that of the loss of each token, 0 where nothing is learnt).
+
+        Ids are those of `apply_chat_template`. Time: one rendering; without `{% generation %}` two more for each message
+        that has a weight. Raises InvalidData, naming the place, where the template fails or does not fit `train_on`.
+        """
+        marked = self.config.train_on != "all" and self._has_marks(conversation)
+        out = self._apply(
+            conversation,
+            conversation.messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=marked,
+        )
+        ids = np.asarray(out["input_ids"], np.int64)
+        if not ids.size:
+            raise InvalidData(
+                f"{conversation.place} has no tokens after its template; correct the template"
+            )
+        factors = self._factors(conversation)
+        if self.config.train_on == "all" and set(factors) == {1.0}:
+            weights = np.ones(len(ids), np.float32)
+        elif marked:
+            weights = self._by_marks(conversation, np.asarray(out["assistant_masks"]), factors)
+        else:
+            weights = self._by_prefixes(conversation, out.encodings[0].offsets, factors)
+        return ids, weights
+
+    def holds_specials(self, conversation: Conversation) -> bool:
+        """Whether the text of a message has a special token's, which becomes that token as if the template had put it."""
+        texts = [m.get("content") or "" for m in conversation.messages]
+        return any(special in text for text in texts for special in self._specials)
+
+    def _factors(self, conversation: Conversation) -> list[float]:
+        """The weight of each message: its own, where `train_on` says that it is learnt."""
+        said = [
+            i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
+        ]
+        learnt = {"assistant": said, "last": said[-1:], "all": range(len(conversation.messages))}
+        chosen = set(learnt[self.config.train_on])
+        return [w if i in chosen else 0.0 for i, w in enumerate(conversation.weights)]
+
+    def _by_marks(
+        self, conversation: Conversation, mask: np.ndarray, factors: list[float]
+    ) -> np.ndarray:
+        """Weights (T,) by a mask (T,) of the assistant's tokens."""
+        said = [f for f, m in zip(factors, conversation.messages) if m["role"] == "assistant"]
+        weights = mask.astype(np.float32)
+        if set(said) == {1.0}:
+            return weights
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
+        if len(edges) != len(said):
+            raise InvalidData(
+                f"{conversation.place} has {len(said)} messages of the assistant, and its template marks {len(edges)} parts, "
+                'so that no message has a weight of its own; remove weight, or set train_on = "assistant"'
+            )
+        for (start, stop), factor in zip(edges, said):
+            weights[start:stop] = factor
+        return weights
+
+    def _by_prefixes(
+        self, conversation: Conversation, offsets: Sequence[tuple[int, int]], factors: list[float]
+    ) -> np.ndarray:
+        """Weights (T,) by what each message adds to the text; `offsets` are the characters of each token."""
+        starts, stops = np.asarray(offsets).T  # (T,)
+        weights = np.zeros(len(offsets), np.float32)
+        whole = self._text(conversation, len(conversation.messages), False)
+        for number, factor in enumerate(factors):
+            if factor == 0.0:
+                continue
+            first = self._begin(conversation, whole, number)
+            last = self._length(conversation, whole, number, number + 1, False)
+            last = first + len(self._learnt(whole[first:last]))
+            inside = np.flatnonzero((stops > first) & (starts < last) & (stops > starts))
+            if inside.size:
+                weights[inside[0] : inside[-1] + 1] = factor
+        return weights
+
+    def _learnt(self, text: str) -> str:
+        """A message without the white space that follows its last token, where that is a special one."""
+        ended = text.rstrip()
+        return ended if self.config.train_on != "all" and ended.endswith(self._specials) else text
+
+    def _begin(self, c: Conversation, whole: str, number: int) -> int:
+        """Characters before what is learnt of a message: the prompt is not."""
+        if self.config.train_on == "all":
+            return self._length(c, whole, number, number, False)
+        if number and c.messages[number - 1]["role"] != "assistant":
+            return self._length(c, whole, number, number, True)
+        # Where nobody has asked, many templates give no prompt.
+        asked = c._replace(messages=[{"role": "user", "content": "a"}])
+        prompt = self._text(asked, 1, True)[len(self._text(asked, 1, False)) :]
+        before = self._length(c, whole, number, number, False)
+        place = whole.find(prompt, before, self._length(c, whole, number, number + 1, False))
+        if place >= 0:
+            return place + len(prompt)
+        raise InvalidData(
+            f"{c.place} message {number}: the template does not begin it with {prompt!r:.80}, its prompt for the assistant, "
+            "so that its tokens are not known; put a message of the user before it, or use a template with {% generation %}"
+        )
+
+    def _length(self, c: Conversation, whole: str, number: int, count: int, prompt: bool) -> int:
+        """Characters of the rendering of the first `count` messages, with which `whole` must begin."""
+        text = self._text(c, count, prompt)
+        if whole.startswith(text):
+            return len(text)
+        raise InvalidData(
+            f"{c.place} message {number}: the template renders the first {count} messages{' and a prompt' if prompt else ''} "
+            "otherwise alone than in the conversation (some drop earlier reasoning), so that its tokens are not known; "
+            + (
+                "use a template with {% generation %}"
+                if self.config.train_on == "last"
+                else 'set train_on = "last", or use a template with {% generation %}'
+            )
+        )
+
+    def _text(self, conversation: Conversation, count: int, prompt: bool) -> str:
+        if count == 0:
+            return ""
+        messages = conversation.messages[:count]
+        found: str = self._apply(
+            conversation, messages, tokenize=False, add_generation_prompt=prompt
+        )
+        return found
+
+    def _apply(self, c: Conversation, messages: list[dict[str, Any]], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=c.tools, chat_template=self._template, **options
+            )
+        except Exception as error:  # a template raises what it likes
+            message = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InvalidData(
+                f"{c.place}: the template does not take its first {len(messages)} messages ({message:.200}); correct "
+                "them, or the template"
+            ) from error
+
+    def _has_marks(self, conversation: Conversation) -> bool:
+        template = self.tokenizer.get_chat_template(self._template, conversation.tools)
+        return _MARKS.search(template) is not None
+
+
+def _load(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ValueError(
+            f"tokenizer {folder} needs transformers, which is not installed; pip install 'forge-data[chat]'"
+        ) from None
+    if not (folder / "tokenizer.json").is_file():
+        raise InvalidData(
+            f"tokenizer {folder} must be a folder of transformers with tokenizer.json; check the path"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # of many kinds, by what is missing
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidData(
+            f"tokenizer {folder} must be a folder that transformers loads ({message:.200}); save it again"
+        ) from None
+    if not tokenizer.is_fast:
+        raise InvalidData(
+            f"tokenizer {folder} must be of the library tokenizers, which knows the characters of a token; convert it"
+        )
+    return tokenizer

@@ -1,0 +1,84 @@
+"""How documents are put into rows, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge_data._problems import raise_problems
+
+__all__ = ["BestFitConfig", "FirstFitConfig", "PackingConfig"]
+
+PACKINGS = ("concatenate", "first_fit", "best_fit")
+_MAX_WINDOW = 1 << 24
+
+
+def _window() -> Any:
+    help = "documents that are planned at once: more fill rows better, and take memory for the plan"
+    return field(default=1 << 16, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class FirstFitConfig:
+    """Pieces in the order of documents, each into the first row with room: `FirstFitConfig(window=4096)`."""
+
+    window: int = _window()
+
+    def __post_init__(self) -> None:
+        raise_problems("first_fit", _window_problems(self.window))
+
+
+@dataclass(frozen=True)
+class BestFitConfig:
+    """The longest pieces first, each into the row with the least room for it: `BestFitConfig(window=4096)`."""
+
+    window: int = _window()
+
+    def __post_init__(self) -> None:
+        raise_problems("best_fit", _window_problems(self.window))
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    """How documents are put into rows: `PackingConfig("best_fit")`. Raises ValueError with one line per broken rule."""
+
+    name: Literal["concatenate", "first_fit", "best_fit"] = field(
+        default="concatenate",
+        metadata={
+            "help": "concatenate: all documents, cut into rows; first_fit, best_fit: documents stay whole where a row "
+            "holds them, by a plan that is made once and cached"
+        },
+    )
+    first_fit: FirstFitConfig = field(
+        default_factory=FirstFitConfig, metadata={"help": "settings of first_fit alone"}
+    )
+    best_fit: BestFitConfig = field(
+        default_factory=BestFitConfig, metadata={"help": "settings of best_fit alone"}
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("packing", _packing_problems(self))
+
+    @property
+    def window(self) -> int:
+        """Documents planned at once, of the chosen name."""
+        own: FirstFitConfig | BestFitConfig = getattr(self, self.name)
+        return own.window
+
+
+def _window_problems(window: Any) -> Iterator[str]:
+    whole = isinstance(window, int) and not isinstance(window, bool)
+    if not whole or not 1 <= window <= _MAX_WINDOW:
+        yield f"window {window!r:.40} must be a whole number from 1 to {_MAX_WINDOW}; use 65536"
+
+
+def _packing_problems(c: PackingConfig) -> Iterator[str]:
+    if c.name not in PACKINGS:
+        yield f'name {c.name!r} must be one of {", ".join(PACKINGS)}; use name = "best_fit"'
+    for name, default in (("first_fit", FirstFitConfig()), ("best_fit", BestFitConfig())):
+        window = getattr(c, name).window
+        if c.name != name and window != default.window:
+            yield (
+                f"{name}.window {window} is a key of name {name!r}, and name is {c.name!r}; remove it, or use {name}"
+            )

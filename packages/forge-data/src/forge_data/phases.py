@@ -1,0 +1,161 @@
+"""Phases: from some point of the data on a run has other shares of sources, rows, batches or rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from forge_data._problems import raise_problems
+
+if TYPE_CHECKING:
+    from forge_data.config import DataConfig
+
+__all__ = ["PhaseConfig", "Stretch", "stretches"]
+
+_LARGEST = 1 << 60  # tokens or instances before a phase
+_MAX_SEQ_LEN = 1 << 24  # as of a run
+_MAX_GLOBAL_BATCH = 1 << 20
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """What changes from some row of the data on. Raises ValueError with one line per broken rule.
+
+    Usage: `PhaseConfig(start_tokens=9 * 10**9, weights={"books": 1.0}, lr_multiplier=0.1)`.
+    """
+
+    start_tokens: int | None = _field(
+        None, "tokens of the run before it, rounded up to whole rows; or give start_instance"
+    )
+    weights: dict[str, float] = field(
+        default_factory=dict,
+        metadata={
+            "help": "source = its weight; one that is not named gives nothing (default: as before)"
+        },
+    )
+    lr_multiplier: float = _field(
+        1.0, "factor of the learning rate, in place of that of the phase before"
+    )
+    seq_len: int | None = _field(
+        None,
+        "tokens in a row (default: as before); another length is a new order, and a new epoch of each source",
+    )
+    global_batch: int | None = _field(
+        None, "rows of a step (default: as before); the schedule of the rate then counts tokens"
+    )
+    start_instance: int | None = _field(None, "rows of the run before it")
+
+    def __post_init__(self) -> None:
+        raise_problems("phase", _own_problems(self))
+
+
+class Stretch(NamedTuple):
+    """Rows between two points at which something changes.
+
+    name            of the phase, "" before the first
+    start           its first instance
+    tokens          of the rows before it
+    weights         of the sources by name, None for those of the sources themselves
+    global_batch    None for that of the run
+    """
+
+    name: str
+    start: int
+    tokens: int
+    seq_len: int
+    weights: Mapping[str, float] | None
+    lr_multiplier: float
+    global_batch: int | None
+
+
+def stretches(config: DataConfig) -> list[Stretch]:
+    """The run's data from the start on, in order, one for each phase and one before them."""
+    found = [Stretch("", 0, 0, config.seq_len, None, 1.0, None)]
+    for name, phase in sorted(config.phases.items(), key=lambda item: _place(item[1])):
+        before = found[-1]
+        if phase.start_instance is None:
+            missing = max(0, _place(phase) - before.tokens)
+            start = before.start + -(-missing // before.seq_len)
+        else:
+            start = phase.start_instance
+        found.append(
+            Stretch(
+                name,
+                start,
+                before.tokens + (start - before.start) * before.seq_len,
+                phase.seq_len or before.seq_len,
+                phase.weights or before.weights,
+                phase.lr_multiplier,
+                phase.global_batch or before.global_batch,
+            )
+        )
+    return found
+
+
+def _place(phase: PhaseConfig) -> int:
+    place = phase.start_tokens if phase.start_instance is None else phase.start_instance
+    assert place is not None  # a rule of PhaseConfig
+    return place
+
+
+def _own_problems(c: PhaseConfig) -> Iterator[str]:
+    starts = {"start_tokens": c.start_tokens, "start_instance": c.start_instance}
+    given = {name: value for name, value in starts.items() if value is not None}
+    if len(given) != 1:
+        yield f"start_tokens or start_instance must be given, one of them, and {len(given)} are; give the tokens before it"
+    for name, value in given.items():
+        if not is_int(value, 1, _LARGEST):
+            yield f"{name} {value!r:.40} must be a whole number of at least 1; give what is before it"
+    for name, most in (("seq_len", _MAX_SEQ_LEN), ("global_batch", _MAX_GLOBAL_BATCH)):
+        value = getattr(c, name)
+        if value is not None and not is_int(value, 1, most):
+            yield f"{name} {value!r:.40} must be a whole number from 1 to {most}; leave it out for that before"
+    for name, weight in c.weights.items():
+        if not is_weight(weight):
+            yield f"weights.{name} {weight!r:.40} must be a finite number of at least 0; use 1.0"
+    if c.weights and not any(c.weights.values()):
+        yield f"weights {c.weights} must have one above 0; name the sources that go on"
+    if not (is_weight(c.lr_multiplier) and c.lr_multiplier > 0):
+        yield f"lr_multiplier {c.lr_multiplier!r:.40} must be a finite number above 0; use 1.0"
+
+
+def phase_problems(c: DataConfig) -> Iterator[str]:
+    """Problems of phases with the sources and with one another."""
+    names = ", ".join(c.sources)
+    for name, phase in c.phases.items():
+        for source in phase.weights:
+            if source not in c.sources:
+                yield f"phases.{name}.weights {source!r} must be one of the sources, {names}; correct the name"
+        if len(c.sources) == 1 and phase.weights:
+            yield f"phases.{name}.weights mean nothing for the only source; remove them"
+    units = {phase.start_instance is None for phase in c.phases.values()}
+    if len(units) == 2:
+        yield "phases must all have start_tokens, or all start_instance, to have an order; use one of them"
+        return
+    found = stretches(c)
+    for before, stretch in pairwise(found):
+        if stretch[3:] == before[3:]:
+            yield f"phases.{stretch.name} changes nothing; give it weights, lr_multiplier, seq_len or global_batch"
+        if before.name and stretch.start == before.start:
+            yield (
+                f"phases.{stretch.name} and phases.{before.name} begin with the same row, {stretch.start}; make them one "
+                "phase, or set them apart by more than a row"
+            )
+
+
+def is_int(value: Any, minimum: int, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def is_weight(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value < float("inf")
+    )

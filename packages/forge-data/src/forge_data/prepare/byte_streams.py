@@ -1,0 +1,126 @@
+"""Bytes of a file, or of a range of it, plain or unpacked on the way; memory is some hundred kB."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from forge_data.errors import InvalidData
+
+__all__ = ["COMPRESSIONS", "open_bytes"]
+
+#: Ending of a file name -> name of the format.
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_CHUNK = 1 << 13  # packed bytes at a time: what they unpack to is held whole
+_BUFFER = 1 << 17
+_LARGEST_WINDOW = 1 << 31  # of zstd --long=31, in which some large corpora are packed
+
+
+@contextmanager
+def open_bytes(
+    path: Path, compression: str | None, part: tuple[int, int] | None = None
+) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
+    """The content of a file, and a function that says how many bytes of the file were read.
+
+    `part` is a range of bytes of a file that is not packed. Reads raise InvalidData for a damaged or
+    truncated packed file; opening raises ValueError if zstandard is not installed. Memory of a zstd file
+    is its window, usually 8 MiB, at most 2 GiB. 8 KiB are unpacked at a time, to 250 MB at the very most.
+    """
+    with path.open("rb", buffering=0) as file:
+        if compression is None:
+            start, stop = part or (0, 1 << 62)
+            file.seek(start)
+            plain: io.BufferedReader = io.BufferedReader(_Range(file, stop), _BUFFER)
+            yield plain, plain.tell
+        else:
+            chunks = _unpack(file, path, compression, _unpacker(path, compression))
+            unpacked: io.BufferedReader = io.BufferedReader(_Chunks(chunks), _BUFFER)
+            yield unpacked, file.tell
+
+
+class _Range(io.RawIOBase):
+    """A file up to a position; `tell` is the position in the file."""
+
+    def __init__(self, file: io.FileIO, stop: int) -> None:
+        self._file, self._stop = file, stop
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        room = max(0, min(len(buffer), self._stop - self._file.tell()))
+        return self._file.readinto(memoryview(buffer)[:room])
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+class _Chunks(io.RawIOBase):
+    """A file of chunks; `tell` is the number of bytes that were read."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest, self._told = chunks, memoryview(b""), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            found = next(self._chunks, None)
+            if found is None:
+                return 0
+            self._rest = memoryview(found)
+        size = min(len(buffer), len(self._rest))
+        memoryview(buffer)[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        self._told += size
+        return size
+
+    def tell(self) -> int:
+        return self._told
+
+
+def _unpacker(path: Path, compression: str) -> Callable[[], Any]:
+    """A maker of objects that unpack one gzip member or one zstd frame."""
+    if compression == "gzip":
+        return lambda: zlib.decompressobj(wbits=31)
+    try:
+        from zstandard import ZstdDecompressor
+    except ImportError:
+        raise ValueError(
+            f"{path} needs zstandard, which is not installed; pip install 'forge-data[zstd]'"
+        ) from None
+    return ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
+
+
+def _unpack(
+    file: io.FileIO, path: Path, compression: str, new: Callable[[], Any]
+) -> Iterator[bytes]:
+    """Unpacked chunks of all members or frames, one behind the other."""
+    # The libraries' own file objects say nothing when a zstd file ends inside a frame.
+    unpacker, inside = new(), True
+    while chunk := file.read(_CHUNK):
+        while chunk:
+            try:
+                unpacked = unpacker.decompress(chunk)
+            except Exception as error:  # zlib.error and ZstdError have no common base but this
+                raise InvalidData(
+                    f"{path} must be whole {compression} as its name says, but before byte "
+                    f"{file.tell()} it is not ({error}); copy or download it again"
+                ) from None
+            inside, chunk = not unpacker.eof, b""
+            yield unpacked
+            if unpacker.eof:
+                chunk = unpacker.unused_data
+                # Zeros behind a gzip member are padding of tapes, and no member.
+                chunk = chunk.lstrip(b"\0") if compression == "gzip" else chunk
+                unpacker, inside = new(), bool(chunk)
+    if inside:
+        raise InvalidData(
+            f"{path} ends after {file.tell()} bytes in the middle of its {compression} data: it was "
+            "truncated; copy or download it again"
+        )

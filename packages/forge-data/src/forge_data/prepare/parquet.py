@@ -1,0 +1,140 @@
+"""Documents of one column of a parquet file, by row groups; needs the extra `parquet` (pyarrow)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from forge_data.errors import InvalidData
+from forge_data.prepare.text_documents import Piece
+
+__all__ = ["read_parquet", "row_group_bytes"]
+
+_ROWS = 256  # rows that are Python strings at one time
+
+
+def read_parquet(
+    path: Path,
+    column: str,
+    report: Callable[[int], None],
+    part: tuple[int, int] | None = None,
+) -> Iterator[Piece]:
+    """The documents of row groups part[0]..part[1]-1, or of all; rows of white space alone are skipped.
+
+    Memory is the column's data in one row group. Raises InvalidData for a damaged file, for a column that
+    is missing or holds no strings, and for nulls; ValueError if pyarrow is not installed.
+    """
+    with _opened(path, column) as file:
+        metadata = file.metadata
+        sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+        # Reports are in bytes of the file, of which a row group has its share.
+        scale = path.stat().st_size / max(1, sum(sizes))
+        first, stop = part or (0, len(sizes))
+        row = sum(metadata.row_group(i).num_rows for i in range(first))
+        done = 0
+        for group in range(first, stop):
+            for batch in _batches(path, file, group, column):
+                for text in _strings(path, column, batch, row):
+                    if text.strip():
+                        yield Piece(text, last=True)
+                row += len(batch)
+            done += sizes[group]
+            report(int(done * scale))
+
+
+def row_group_bytes(path: Path, column: str) -> list[int]:
+    """Unpacked bytes of `column` in each row group. Costs one read of the file's footer. Raises as `read_parquet`."""
+    with _opened(path, column) as file:
+        metadata = file.metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+        index = names.index(column)
+        return [group.column(index).total_uncompressed_size for group in groups]
+
+
+def require_pyarrow(path: Path) -> None:
+    """Raise ValueError if the library that reads a file is missing."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            f"{path} needs pyarrow, which is not installed; pip install 'forge-data[parquet]'"
+        ) from None
+
+
+@contextmanager
+def _opened(path: Path, column: str) -> Iterator[Any]:
+    """A ParquetFile whose `column` holds strings."""
+    require_pyarrow(path)
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(path, page_checksum_verification=True)
+    except (ArrowException, OSError) as error:
+        raise _damaged(path, error) from None
+    with file:
+        _check_column(path, file.schema_arrow, column)
+        yield file
+
+
+def _check_column(path: Path, schema: Any, column: str) -> None:
+    from pyarrow import types
+
+    if column not in schema.names:
+        raise InvalidData(
+            f"{path} must have a column {column!r} (it has: {', '.join(schema.names)[:200]}); "
+            "name the one with the text with text_field (--text_field)"
+        )
+    kind = schema.field(column).type
+    values = kind.value_type if types.is_dictionary(kind) else kind
+    kinds = ("is_string", "is_large_string", "is_string_view")  # the last since pyarrow 16
+    if not any(getattr(types, name, lambda _: False)(values) for name in kinds):
+        raise InvalidData(
+            f"{path} has column {column!r} of type {str(kind)[:60]}, which must be string; "
+            "name the one with the text with text_field (--text_field)"
+        )
+
+
+def _batches(path: Path, file: Any, group: int, column: str) -> Iterator[Any]:
+    """Arrays of up to `_ROWS` rows of a row group."""
+    from pyarrow import ArrowException
+
+    # Processes read in parallel, so threads would only take their cores from them.
+    found = file.iter_batches(_ROWS, row_groups=[group], columns=[column], use_threads=False)
+    while True:
+        try:
+            batch = next(found, None)
+        except (ArrowException, OSError) as error:
+            raise _damaged(path, error, f" in row group {group}") from None
+        if batch is None:
+            return
+        yield batch.column(0)
+
+
+def _strings(path: Path, column: str, batch: Any, row: int) -> list[str]:
+    """The strings of an array whose first row is row `row` of the file."""
+    if batch.null_count:
+        null = row + batch.is_null().to_pylist().index(True)
+        raise InvalidData(
+            f"{path} row {null} has null in {column!r}, which must be a string; "
+            "give it text or leave the row out"
+        )
+    try:
+        strings: list[str] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        raise InvalidData(
+            f"{path} must hold UTF-8 in {column!r}, but rows {row}..{row + len(batch) - 1} do not "
+            f"({error.reason}); write it again from its source"
+        ) from None
+    return strings
+
+
+def _damaged(path: Path, error: Exception, where: str = "") -> InvalidData:
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+    return InvalidData(
+        f"{path} must be a whole parquet file, but cannot be read{where} ({reason}); "
+        "copy or download it again"
+    )

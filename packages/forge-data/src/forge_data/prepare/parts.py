@@ -1,0 +1,290 @@
+"""The folder beside the output in which units wait: a plan, a file for each unit that is done, the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from forge_data.config import SPLITS
+from forge_data.errors import InvalidData
+from forge_data.prepare.locks import locked, owner
+from forge_data.prepare.output import make_folder, sync_folder, write_json
+from forge_data.prepare.plan import Plan, Unit, read_plan
+from forge_data.prepare.statistics import STATISTICS, read_statistics
+from forge_data.prepare.unit_file import Counts, UnitFile, unit_path
+from forge_data.sources.integrity import digest_of
+from forge_data.sources.sidecar import SIDECAR, TOKENIZER
+
+__all__ = ["Parts"]
+
+_PLAN, _FINISHED, _LOCK = "plan.json", "finished.json", "lock"
+
+
+class Parts:
+    """The folder `OUTPUT.parts`. Usage: `parts = Parts(output); parts.begin(plan, None)`."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self.folder = output.with_name(output.name + ".parts")
+        # Beside the folder, so that one `unlink` is the very last step of all.
+        self._finished = self.folder.with_name(f"{self.folder.name}.{_FINISHED}")
+
+    def begin(self, plan: Plan, tokenizer: Path | None) -> None:
+        """Make the folder; keep the plan and a copy of the tokenizer in it.
+
+        Units of another plan stay until the end: those that both have are used.
+        """
+        self._make()
+        self._finished.unlink(missing_ok=True)
+        if tokenizer is not None:
+            copy = self.folder / f"{TOKENIZER}.tmp-{socket.gethostname()}-{os.getpid()}"
+            shutil.copyfile(tokenizer, copy)
+            copy.rename(self.folder / TOKENIZER)
+        write_json(self.folder / _PLAN, plan.to_json())
+        sync_folder(self.folder)
+
+    @contextmanager
+    def alone(self, shard: int | None) -> Iterator[None]:
+        """Keep others from the same shard, or from the whole output, meanwhile; the lock of a process that died is free.
+
+        Shards share the folder with each other, and not with what is done with the whole. Such work that leaves nothing
+        but locks takes the folder away. Raises ValueError naming who works there. File systems without locks are not
+        guarded.
+        """
+        with ExitStack() as after, ExitStack() as held:
+            try:
+                self._hold(held, _LOCK, shared=shard is not None)
+                if shard is not None:
+                    self._hold(held, f"{_LOCK}-{shard}")
+            except BlockingIOError:
+                raise ValueError(
+                    f"{self.folder} must be one command's at a time, and {self._owner(shard)} writes there; wait "
+                    "for it, or end it"
+                ) from None
+            try:
+                yield
+            finally:
+                if shard is None and self._holds_locks_alone():
+                    for path in self.folder.iterdir():
+                        path.unlink()
+                    # Without locks: NFS keeps open files under other names, and a folder with them.
+                    after.callback(self._remove_empty)
+
+    def _hold(self, held: ExitStack, name: str, *, shared: bool = False) -> None:
+        while True:
+            self._make()
+            with suppress(FileNotFoundError):  # taken away just now, by the one that finished
+                held.enter_context(locked(self.folder / name, shared=shared))
+                return
+
+    def _owner(self, shard: int | None) -> str:
+        """Who holds what `shard`, or the whole, needs."""
+        shards = [f"{_LOCK}-{shard}"]
+        if shard is None:
+            shards = sorted(path.name for path in self.folder.glob(f"{_LOCK}-*"))
+        found = (owner(self.folder / name) for name in [*shards, _LOCK])
+        return next(filter(None, found), "another process")
+
+    def _holds_locks_alone(self) -> bool:
+        return self.folder.is_dir() and all(
+            path.name.startswith(_LOCK) for path in self.folder.iterdir()
+        )
+
+    def _remove_empty(self) -> None:
+        """Remove the folder, unless another command began in it just now, and then the mark."""
+        with suppress(OSError):
+            self.folder.rmdir()
+        self._finished.unlink(missing_ok=True)
+
+    def begun(self) -> bool:
+        """Whether an earlier run left something."""
+        return any(os.path.lexists(path) for path in (self.folder, self._finished))
+
+    def _make(self) -> None:
+        if not self.folder.exists():
+            try:
+                make_folder(self._output, self.folder)
+            except ValueError:
+                if not self.folder.is_dir():  # else another shard made it just now
+                    raise
+
+    def check_folder(self) -> None:
+        """Raise ValueError for a folder of something else."""
+        if self._finished.exists() or not os.path.lexists(self.folder):
+            return
+        # Another shard may be at its first files, so that there is no plan yet.
+        first = (_PLAN, TOKENIZER, _LOCK)
+        if self.folder.is_symlink() or not (
+            self.folder.is_dir()
+            and (
+                (self.folder / _PLAN).exists()
+                or all(path.name.startswith(first) for path in self.folder.iterdir())
+            )
+        ):
+            raise ValueError(
+                f"{self.folder}, where units wait for the output, must not be something else; "
+                "choose another output"
+            )
+
+    def check_same(self, plan: Plan) -> None:
+        """Raise ValueError, naming what differs, for another plan where shards share the folder."""
+        there = read_plan(self.folder / _PLAN)
+        if there is not None and there != plan and plan.shards > 1:
+            raise ValueError(
+                f"{self.folder} was begun with other {' and '.join(_differences(there, plan))}; give all "
+                "shards the same command, or remove the folder to begin again"
+            )
+
+    def plan(self) -> Plan:
+        """The plan of shards. Raises InvalidData without one."""
+        plan = read_plan(self.folder / _PLAN)
+        if plan is None:
+            fix = "check the output's path"
+            if self._output.is_dir():
+                fix = f"{self._output} is there already: look at it with `forge-data inspect`"
+            raise InvalidData(
+                f"{self.folder} must hold the parts that `forge-data prepare --shard` wrote, but has no plan; {fix}"
+            )
+        return plan
+
+    def tokenizer(self, plan: Plan) -> dict[str, Any]:
+        """The tokenizer's spec, with the path of the copy. Raises InvalidData if that is another file."""
+        spec = plan.settings.tokenizer
+        if spec["name"] != "json":
+            return spec
+        copy = self.folder / TOKENIZER
+        if not copy.is_file() or digest_of(copy) != spec["fingerprint"]:
+            raise InvalidData(
+                f"{copy} must be the tokenizer with which the units were made; copy the original there"
+            )
+        return {**spec, "path": str(copy)}
+
+    def sort_out(self, units: Sequence[Unit]) -> tuple[list[Unit], Counts]:
+        """Those of `units` that are still to be done, and the counts of the others.
+
+        What a killed process left of these units is removed, and a damaged file too.
+        """
+        waiting, done = [], Counts(0, 0, 0)
+        for leftover in self._leftovers({unit.key for unit in units}):
+            leftover.unlink(missing_ok=True)
+        for unit in units:
+            try:
+                file = UnitFile(self.folder, unit)
+            except FileNotFoundError:
+                waiting.append(unit)
+            except InvalidData:
+                unit_path(self.folder, unit).unlink()
+                waiting.append(unit)
+            else:
+                done += Counts(unit.size, file.num_documents, file.num_tokens)
+        return waiting, done
+
+    def _leftovers(self, keys: set[str]) -> Iterator[Path]:
+        for path in self.folder.glob("*.tmp-*"):
+            if path.name.partition(".")[0] in keys:
+                yield path
+
+    def check_complete(self, plan: Plan) -> None:
+        """Raise InvalidData naming the shards of which units are missing."""
+        missing = {
+            shard: sum(not unit_path(self.folder, unit).is_file() for unit in plan.of_shard(shard))
+            for shard in range(plan.shards)
+        }
+        late = [f"{shard}/{plan.shards} ({n} units)" for shard, n in missing.items() if n]
+        if late:
+            more = f" and {len(late) - 8} more" if len(late) > 8 else ""
+            raise InvalidData(
+                f"{self.folder} lacks units of shard {', '.join(late[:8])}{more}; run `forge-data prepare` "
+                "with these --shard again, and then merge"
+            )
+
+    def remove_old_outputs(self) -> None:
+        """Remove what a killed process had of an output."""
+        for folder in self.folder.glob(f".{self._output.name}.tmp-*"):
+            shutil.rmtree(folder)
+
+    def mark_finished(self, plan: Plan, folder: Path) -> None:
+        """Record what `folder` holds; it is about to become the output."""
+        mark = self.folder / _FINISHED
+        write_json(mark, [_digest(plan), _digests(folder)])
+        mark.rename(self._finished)
+        sync_folder(self.folder.parent)
+
+    def finished(self, plan: Plan | None = None) -> dict[str, Any] | None:
+        """The statistics of the output if it was made from these parts (and `plan`) by a run that was killed right
+        after; else None."""
+        if not (self._finished.is_file() and (self._output / STATISTICS).is_file()):
+            return None
+        of_plan, digests = json.loads(self._finished.read_text(encoding="utf-8"))
+        if plan is not None and of_plan != _digest(plan):
+            return None
+        return read_statistics(self._output) if digests == _digests(self._output) else None
+
+    def holds_more_than(self, plan: Plan) -> bool:
+        """Whether there is something to go on from: some units are done, of several."""
+        return len(plan.units) > 1 and any(self.folder.glob("*.unit"))
+
+    def clear(self) -> None:
+        """Remove all but the locks; with the last of them the folder goes."""
+        for path in self.folder.iterdir():
+            if not path.name.startswith(_LOCK):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(json.dumps(plan.to_json()).encode()).hexdigest()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """sha256 of the sidecars and of the statistics, by their names below `folder`."""
+    names = [STATISTICS, SIDECAR, *(f"{split}/{SIDECAR}" for split in SPLITS)]
+    return {name: digest_of(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _differences(there: Plan, plan: Plan) -> list[str]:
+    """What differs between two plans."""
+    before, now = _flat(asdict(there.settings)), _flat(asdict(plan.settings))
+    names = [
+        f"{key} ({_short(before.get(key))}, now {_short(now.get(key))})"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]
+    if there.shards != plan.shards:
+        names.append(f"number of shards ({there.shards}, now {plan.shards})")
+    return names or [f"inputs ({_changed_inputs(there, plan)})"]
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by key, those of the tokenizer by `tokenizer.key`."""
+    tokenizer = {f"tokenizer.{key}": value for key, value in settings["tokenizer"].items()}
+    return {**tokenizer, **{key: value for key, value in settings.items() if key != "tokenizer"}}
+
+
+def _short(value: object) -> str:
+    """A value, of a digest the first digits."""
+    text = str(value)
+    return text[:12] if len(text) == 64 else text[:40]
+
+
+def _changed_inputs(there: Plan, plan: Plan) -> str:
+    """The first files that differ between two plans of one command, and how."""
+    before, now = (
+        {part.path: part.state for unit in p.units for part in unit.parts} for p in (there, plan)
+    )
+    changed = [f"{path} is gone" for path in before if path not in now]
+    changed += [f"{path} is new" for path in now if path not in before]
+    changed += [
+        f"{path} is of another size or time"
+        for path in now
+        if before.get(path, now[path]) != now[path]
+    ]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return (", ".join(changed[:3]) or "in another order") + more

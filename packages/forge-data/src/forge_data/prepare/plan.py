@@ -1,0 +1,241 @@
+"""The work of `prepare` as a list of units, planned before anything is read: parts of files, in the order of the output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forge_data.errors import InvalidData
+from forge_data.prepare.parquet import row_group_bytes
+from forge_data.prepare.readers import format_of
+
+__all__ = ["Part", "Plan", "Settings", "Unit", "changed_meanwhile", "make_plan", "read_plan"]
+
+_VERSION = 1  # of unit files: another one makes other keys, so that old files are not used
+SMALLEST, LARGEST = 1 << 20, 1 << 26  # bytes of text in a unit: what a kill can lose per worker
+_UNITS = 64  # wanted of small inputs
+_PACKED = 4  # text in a packed file, of its size; a guess
+_LINE_END = {"line": re.compile(rb"\n"), "blank_line": re.compile(rb"\n\r?\n")}
+_SCAN = 1 << 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything but the inputs that determines the output. `tokenizer` is a spec without its folder."""
+
+    tokenizer: dict[str, Any]
+    vocab_size: int
+    document: str
+    text_field: str
+    validation_every: int
+    validation_fraction: float
+    deduplicate: bool
+
+
+class Part(NamedTuple):
+    """A range of a file (see `read_pieces`), or all of it; `size` is its share of the file's bytes.
+
+    `state` is the file's size and time of change when it was planned.
+    """
+
+    path: str
+    range: tuple[int, int] | None
+    size: int
+    state: tuple[int, int]
+
+    def check_unchanged(self) -> None:
+        """Raise InvalidData if the file is another one than was planned, whose documents end elsewhere."""
+        if _state(os.stat(self.path)) != self.state:
+            raise changed_meanwhile(self.path)
+
+
+def changed_meanwhile(path: str | Path) -> InvalidData:
+    """The error of a file that is still written."""
+    return InvalidData(
+        f"{path} must not change while it is tokenized; start again when it is complete"
+    )
+
+
+class Unit(NamedTuple):
+    """Consecutive parts that are tokenized in one go. `key` names the unit's file: it is a digest of
+    everything that determines the content."""
+
+    key: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(part.size for part in self.parts)
+
+    def __str__(self) -> str:
+        first, more = self.parts[0], len(self.parts) - 1
+        where = "" if first.range is None else f" {first.range[0]}..{first.range[1] - 1}"
+        return f"{first.path}{where}" + (f" and {more} more" if more else "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Units in the order of the output, and what is done with them; `shards` 1 if they are not divided."""
+
+    settings: Settings
+    units: tuple[Unit, ...]
+    shards: int = 1
+
+    def of_shard(self, shard: int) -> list[Unit]:
+        """The units of one shard: consecutive, of about equal bytes."""
+        total, before, mine = max(1, sum(unit.size for unit in self.units)), 0, []
+        for unit in self.units:
+            # The middle of a unit decides, so each unit has one shard.
+            middle = 2 * before + unit.size
+            if min(self.shards - 1, self.shards * middle // (2 * total)) == shard:
+                mine.append(unit)
+            before += unit.size
+        return mine
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "version": _VERSION,
+            "shards": self.shards,
+            "settings": asdict(self.settings),
+            "units": [[unit.key, [list(part) for part in unit.parts]] for unit in self.units],
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> Plan:
+        """The plan of plain data. Raises KeyError, TypeError or ValueError for other data."""
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {content['version']!r:.40}")
+        units = [
+            Unit(key, tuple(Part(p, r and (r[0], r[1]), n, (s[0], s[1])) for p, r, n, s in parts))
+            for key, parts in content["units"]
+        ]
+        return cls(Settings(**content["settings"]), tuple(units), content["shards"])
+
+
+def make_plan(files: Sequence[Path], settings: Settings, shards: int = 1) -> Plan:
+    """Divide files into units, by their sizes and times of change alone.
+
+    Plain text of lines and paragraphs is divided at ends of documents, parquet at row groups; packed files
+    and files that are one document are not divided. Cost: a stat of each file, 64 KiB of text for each unit,
+    the footer of each parquet file. Raises InvalidData for parquet that cannot be read.
+    """
+    paths = [file.absolute() for file in files]
+    states = [path.stat() for path in paths]
+    total = sum(state.st_size for state in states)
+    unit_bytes = min(LARGEST, max(SMALLEST, 1 << (total // _UNITS).bit_length()))
+    units: list[Unit] = []
+    parts: list[Part] = []
+    identities: list[Any] = []
+    weight = 0
+
+    def end() -> None:
+        nonlocal weight
+        if parts:
+            units.append(Unit(_key(settings, identities), tuple(parts)))
+        weight = 0
+        parts.clear()
+        identities.clear()
+
+    for path, state in zip(paths, states, strict=True):
+        for part, text_bytes in _parts(path, _state(state), settings, unit_bytes):
+            if parts and weight + text_bytes > unit_bytes:
+                end()
+            parts.append(part)
+            identities.append([part.path, part.range, *part.state])
+            weight += text_bytes
+    end()
+    return Plan(settings, tuple(units), shards)
+
+
+def _key(settings: Settings, identities: Sequence[Any]) -> str:
+    tokenizer = {name: settings.tokenizer.get(name) for name in ("name", "eos", "fingerprint")}
+    content = [_VERSION, tokenizer, settings.document, settings.text_field, list(identities)]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def _state(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _parts(
+    path: Path, state: tuple[int, int], settings: Settings, unit_bytes: int
+) -> Iterator[tuple[Part, int]]:
+    """Parts of a file, each with about its bytes of text."""
+    size = state[0]
+    kind, compression = format_of(path)
+    if kind == "parquet" and not compression:
+        yield from _row_groups(path, state, settings.text_field, unit_bytes)
+        return
+    document = "line" if kind == "records" else settings.document
+    if compression or document == "file" or size <= unit_bytes:
+        yield Part(str(path), None, size, state), size * (_PACKED if compression else 1)
+        return
+    start = 0
+    for stop in _borders(path, size, _LINE_END[document], unit_bytes):
+        yield Part(str(path), (start, stop), stop - start, state), stop - start
+        start = stop
+
+
+def _borders(path: Path, size: int, pattern: re.Pattern[bytes], unit_bytes: int) -> Iterator[int]:
+    """Positions behind `pattern` that are at least `unit_bytes` apart, and the size."""
+    with path.open("rb") as file:
+        wanted = unit_bytes
+        while wanted < size:
+            found = _find_behind(file, wanted, pattern)
+            if found is None or found >= size:
+                break
+            yield found
+            wanted = found + unit_bytes
+    yield size
+
+
+def _find_behind(file: Any, start: int, pattern: re.Pattern[bytes]) -> int | None:
+    """The end of the first match behind byte `start`."""
+    tail, position = b"", start
+    file.seek(start)
+    while chunk := file.read(_SCAN):
+        found = pattern.search(tail + chunk)
+        if found:
+            return position - len(tail) + found.end()
+        tail = (tail + chunk)[-2:]
+        position += len(chunk)
+    return None
+
+
+def _row_groups(
+    path: Path, state: tuple[int, int], column: str, unit_bytes: int
+) -> Iterator[tuple[Part, int]]:
+    """Runs of row groups of about `unit_bytes`."""
+    size = state[0]
+    groups = row_group_bytes(path, column)
+    total, first, weight, told = max(1, sum(groups)), 0, 0, 0
+    before = 0
+    for i, group in enumerate(groups):
+        weight += group
+        last = i == len(groups) - 1
+        if last or weight + groups[i + 1] > unit_bytes:
+            before += weight
+            share = size * before // total if not last else size
+            yield Part(str(path), (first, i + 1), share - told, state), weight
+            first, weight, told = i + 1, 0, share
+
+
+def read_plan(path: Path) -> Plan | None:
+    """The plan in a file, None if there is no file. Raises InvalidData for other content."""
+    try:
+        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidData(
+            f"{path} must be a plan of this forge-data ({type(error).__name__}: {error!s:.80}); "
+            "remove its folder and prepare again"
+        ) from None

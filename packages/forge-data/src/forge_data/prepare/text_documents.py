@@ -1,0 +1,154 @@
+"""Documents of text: a whole file, its lines, its paragraphs, or the records of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from io import BufferedReader, TextIOWrapper
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forge_data.errors import InvalidData
+from forge_data.prepare.byte_streams import open_bytes
+
+__all__ = ["DOCUMENT_KINDS", "PIECE", "Piece", "read_text"]
+
+DOCUMENT_KINDS = ("file", "line", "blank_line")
+PIECE = 1 << 20  # characters of a piece when the whole file is one document
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json makes one character of a pair
+_REPORT = 1 << 16  # characters between two reports
+
+
+class Piece(NamedTuple):
+    """A part of a document's text; `last` for the last part."""
+
+    text: str
+    last: bool
+
+
+def read_text(
+    path: Path,
+    document: str,
+    text_field: str | None,
+    compression: str | None,
+    report: Callable[[int], None],
+    part: tuple[int, int] | None = None,
+) -> Iterator[Piece]:
+    """The documents of a text file; with `text_field`, of the records of JSON lines.
+
+    `part` is a range of bytes that starts and ends where documents do. Raises InvalidData for bytes that
+    are not UTF-8 and lines that are not JSON objects with a text.
+    """
+    start = part[0] if part else 0
+    with open_bytes(path, compression, part) as (raw, consumed):
+        # A byte order mark is one at the start of a file only.
+        text = TextIOWrapper(raw, encoding="utf-8" if start else "utf-8-sig", newline="")
+        pieces: Iterator[Piece]
+        if text_field is not None:
+            pieces = _records(path, text, text_field, start)
+        else:
+            pieces = {"file": _whole, "line": _lines, "blank_line": _paragraphs}[document](text)
+        characters = 0
+        try:
+            for piece in pieces:
+                yield piece
+                characters += len(piece.text)
+                if characters >= _REPORT:
+                    characters = 0
+                    report(consumed() - start)
+            report(consumed() - start)
+        except UnicodeDecodeError as error:
+            where = f" of what it unpacks to (as {compression})" if compression else ""
+            raise InvalidData(
+                f"{path} must be UTF-8, but byte {_offset(raw, error)}{where} is not "
+                f"({error.reason}); convert it, for example with iconv"
+            ) from None
+
+
+def _offset(raw: BufferedReader, error: UnicodeDecodeError) -> int:
+    return raw.tell() - len(error.object) + error.start
+
+
+def _whole(text: TextIOWrapper) -> Iterator[Piece]:
+    blank, piece = "", text.read(PIECE)
+    while (
+        piece and not piece.strip()
+    ):  # leading white space belongs to the document if text follows
+        blank, piece = blank + piece, text.read(PIECE)
+    if not piece:
+        return
+    piece = blank + piece
+    while following := text.read(PIECE):
+        yield Piece(piece, last=False)
+        piece = following
+    yield Piece(piece, last=True)
+
+
+def _lines(text: TextIOWrapper) -> Iterator[Piece]:
+    for line in text:
+        if line.strip():
+            yield Piece(line.rstrip("\r\n"), last=True)
+
+
+def _paragraphs(text: TextIOWrapper) -> Iterator[Piece]:
+    lines: list[str] = []
+    for line in text:
+        if line.strip():
+            lines.append(line)
+        elif lines:
+            yield Piece("".join(lines).rstrip("\r\n"), last=True)
+            lines = []
+    if lines:
+        yield Piece("".join(lines).rstrip("\r\n"), last=True)
+
+
+def _records(path: Path, text: TextIOWrapper, text_field: str, start: int) -> Iterator[Piece]:
+    for number, line in enumerate(text, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except RecursionError:
+            raise InvalidData(
+                f"{path} line {_number(path, start, number)} must be JSON of a few levels, "
+                "not nested deep; correct the line"
+            ) from None
+        except ValueError as error:  # no JSON, or an integer of thousands of digits
+            raise InvalidData(
+                f"{path} line {_number(path, start, number)} must be JSON, a whole object a line ({error}); "
+                "correct the line"
+            ) from None
+        value = record.get(text_field) if isinstance(record, dict) else None
+        if not isinstance(value, str):
+            raise InvalidData(
+                f"{path} line {_number(path, start, number)} {_no_text(record, text_field)}"
+            )
+        if "\\u" in line and (wrong := _LONE_SURROGATE.search(value)):
+            raise InvalidData(
+                f"{path} line {_number(path, start, number)} has \\u{ord(wrong[0]):04x} alone in "
+                f"{text_field!r}, half a character, which UTF-8 cannot hold; correct the line"
+            )
+        if value.strip():
+            yield Piece(value, last=True)
+
+
+def _number(path: Path, start: int, number: int) -> int:
+    """The number of a line in its file: those before `start` are counted only when there is an error."""
+    if start == 0:
+        return number
+    with open_bytes(path, None, (0, start)) as (raw, _):
+        return number + sum(1 for _ in TextIOWrapper(raw, encoding="latin-1", newline=""))
+
+
+def _no_text(record: Any, text_field: str) -> str:
+    """The problem of a line without text in `text_field`, and its fix."""
+    if isinstance(record, dict) and text_field in record:
+        value = json.dumps(record[text_field])[:40]
+        return f"has {value} as {text_field!r}, which must be a string; give it text or leave the line out"
+    if not isinstance(record, dict):
+        return f"is a {type(record).__name__} and must be an object with {text_field!r}; write one object a line"
+    return (
+        f"must have a string {text_field!r} (it has: {', '.join(record)[:200]}); "
+        "name its field with text_field (--text_field)"
+    )

@@ -1,0 +1,226 @@
+"""The tokens of one unit in a file: tokens, a row for each document, and a footer with counts and a checksum.
+
+A unit's file appears complete or not at all, so a restart goes on behind those that are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forge_data.errors import InvalidData
+from forge_data.prepare.output import sync_folder
+from forge_data.prepare.plan import Settings, Unit
+from forge_data.prepare.readers import Piece, read_pieces
+from forge_data.prepare.token_writer import smallest_dtype
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+
+__all__ = ["ROW", "Counts", "UnitFile", "unit_path", "write_unit"]
+
+#: A document: digest of its text (blake2b, 128 bits), tokens with the end token, bytes of its text.
+ROW = np.dtype([("digest", "V16"), ("tokens", "<i8"), ("bytes", "<i8")])
+_MAGIC = b"FRGUNIT1"
+_TAIL = struct.Struct("<Q8s")  # bytes of the footer, magic
+_BATCH = 1 << 20  # characters that are tokenized in one call
+_CHUNK = 1 << 20  # tokens, or bytes, read at a time
+
+
+class Counts(NamedTuple):
+    """Bytes of files read, documents and tokens so far."""
+
+    size: int
+    documents: int
+    tokens: int
+
+    def __add__(self, other: Any) -> Counts:
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def unit_path(folder: Path, unit: Unit) -> Path:
+    """The file of a unit."""
+    return folder / f"{unit.key}.unit"
+
+
+def write_unit(
+    folder: Path,
+    unit: Unit,
+    encoder: ByteTokenizer | JsonTokenizer,
+    settings: Settings,
+    report: Callable[[Counts], None],
+) -> Counts:
+    """Tokenize a unit into its file. Memory is a MB of text, its tokens, and 32 bytes a document.
+
+    Raises InvalidData and ValueError of `read_pieces`, InvalidData for a file that is not what was planned, OSError
+    for a full disk; then there is no file.
+    """
+    target = unit_path(folder, unit)
+    temporary = target.with_suffix(f".tmp-{socket.gethostname()}-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            writer = _Writer(file, encoder)
+            read = 0
+            for part in unit.parts:
+                try:
+                    for batch in _batches(part.path, part.range, settings, encoder, reports := [0]):
+                        writer.add(batch)
+                        report(Counts(read + reports[-1], len(writer.lengths), writer.num_tokens))
+                finally:
+                    part.check_unchanged()  # a change is the reason of whatever was wrong
+                read += part.size
+            writer.finish(unit.key)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(target)
+        sync_folder(folder)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return Counts(unit.size, len(writer.lengths), writer.num_tokens)
+
+
+def _batches(
+    path: str,
+    part: tuple[int, int] | None,
+    settings: Settings,
+    encoder: ByteTokenizer | JsonTokenizer,
+    reports: list[int],
+) -> Iterator[list[Piece]]:
+    """Pieces of a part of a file, about `_BATCH` characters at a time; whole documents if the tokenizer
+    may merge across the end of a piece."""
+    batch: list[Piece] = []
+    waiting: list[str] = []
+    characters = 0
+    pieces = read_pieces(Path(path), settings.document, settings.text_field, reports.append, part)
+    for piece in pieces:
+        characters += len(piece.text)
+        if not encoder.splittable:
+            waiting.append(piece.text)
+            if not piece.last:
+                continue
+            piece, waiting = Piece("".join(waiting), last=True), []
+        batch.append(piece)
+        if characters >= _BATCH:
+            yield batch
+            batch, characters = [], 0
+            del reports[:-1]
+    yield batch
+
+
+class _Writer:
+    """Appends batches of pieces to a file."""
+
+    def __init__(self, file: Any, encoder: ByteTokenizer | JsonTokenizer) -> None:
+        self._file, self._encoder = file, encoder
+        self._dtype = np.dtype(smallest_dtype(encoder.vocab_size)).newbyteorder("<")
+        eos = [] if encoder.eos_id is None else [encoder.eos_id]  # id 0 is a legal end
+        self._end = np.array(eos, self._dtype)
+        self._crc = 0
+        self._digest, self._open = hashlib.blake2b(digest_size=16), [0, 0]
+        self.num_tokens = 0
+        self.lengths: list[int] = []
+        self._bytes: list[int] = []
+        self._digests = bytearray()
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        arrays: list[np.ndarray] = []
+        encoded: Sequence[Any] = self._encoder.encode_batch([piece.text for piece in pieces])
+        for piece, ids in zip(pieces, encoded, strict=True):
+            content = piece.text.encode("utf-8")
+            self._digest.update(content)
+            self._open[0] += len(ids)
+            self._open[1] += len(content)
+            arrays.append(np.asarray(ids, self._dtype))
+            if piece.last:
+                arrays.append(self._end)
+                self.lengths.append(self._open[0] + len(self._end))
+                self._bytes.append(self._open[1])
+                self._digests += self._digest.digest()
+                self._digest, self._open = hashlib.blake2b(digest_size=16), [0, 0]
+        if arrays:
+            tokens = np.concatenate(arrays)
+            self.num_tokens += len(tokens)
+            self._write(tokens.tobytes())
+
+    def finish(self, key: str) -> None:
+        """Write the documents' rows and the footer."""
+        rows = np.empty(len(self.lengths), ROW)
+        rows["digest"] = np.frombuffer(bytes(self._digests), "V16")
+        rows["tokens"], rows["bytes"] = self.lengths, self._bytes
+        self._write(rows.tobytes())
+        footer = {
+            "key": key,
+            "dtype": self._dtype.name,
+            "num_tokens": self.num_tokens,
+            "num_documents": len(rows),
+            "crc32": self._crc,
+        }
+        content = json.dumps(footer).encode()
+        self._file.write(content + _TAIL.pack(len(content), _MAGIC))
+
+    def _write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._crc = zlib.crc32(content, self._crc)
+
+
+class UnitFile:
+    """A unit's file, read. Raises InvalidData unless it is one of this key and has its size."""
+
+    def __init__(self, folder: Path, unit: Unit) -> None:
+        self.path = unit_path(folder, unit)
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL.size))
+                length, magic = _TAIL.unpack(file.read())
+                if magic != _MAGIC or length > size - _TAIL.size:
+                    raise ValueError
+                file.seek(size - _TAIL.size - length)
+                footer = json.loads(file.read(length))
+            self._dtype = np.dtype(footer["dtype"]).newbyteorder("<")
+            self.num_tokens, self.num_documents = footer["num_tokens"], footer["num_documents"]
+            self._crc = footer["crc32"]
+            content = self.num_tokens * self._dtype.itemsize + self.num_documents * ROW.itemsize
+            if footer["key"] != unit.key or content + length + _TAIL.size != size:
+                raise ValueError
+        except (KeyError, TypeError, ValueError, struct.error):
+            raise self._damaged() from None
+
+    def rows(self) -> np.ndarray:
+        """A row (see `ROW`) for each document."""
+        offset = self.num_tokens * self._dtype.itemsize
+        return np.fromfile(self.path, ROW, self.num_documents, offset=offset)
+
+    def tokens(self) -> Iterator[np.ndarray]:
+        """All tokens, some at a time."""
+        rest = self.num_tokens
+        with self.path.open("rb") as file:
+            while rest:
+                ids = np.frombuffer(
+                    file.read(min(rest, _CHUNK) * self._dtype.itemsize), self._dtype
+                )
+                rest -= len(ids)
+                yield ids
+
+    def check(self) -> None:
+        """Raise InvalidData unless rows and tokens have their checksum. Costs a read of all."""
+        crc, rest = 0, self.num_tokens * self._dtype.itemsize + self.num_documents * ROW.itemsize
+        with self.path.open("rb") as file:
+            while rest and (content := file.read(min(rest, _CHUNK))):
+                crc, rest = zlib.crc32(content, crc), rest - len(content)
+        if crc != self._crc:
+            raise self._damaged()
+
+    def _damaged(self) -> InvalidData:
+        return InvalidData(
+            f"{self.path} must be the tokens of a unit as they were written: it was damaged; "
+            "remove it and run the same prepare again"
+        )

@@ -1,0 +1,195 @@
+"""Units are tokenized in this process or in several, which end with it; one that dies is named and replaced."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from forge_data.errors import InvalidData
+from forge_data.prepare.plan import Settings, Unit
+from forge_data.prepare.unit_file import Counts, write_unit
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+from forge_data.workers import die_with_parent
+
+__all__ = ["run_units"]
+
+_DEATHS = 2  # of workers at one unit, before the unit is given up
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (InvalidData, ValueError, OSError)
+}
+_log = logging.getLogger("forge_data")
+
+
+def run_units(
+    units: Sequence[Unit],
+    folder: Path,
+    encoder: ByteTokenizer | JsonTokenizer,
+    settings: Settings,
+    workers: int,
+    report: Callable[[Counts], None],
+) -> None:
+    """Write the files of all units; `report` is called with what these units have given so far.
+
+    With one worker in this process, else in processes of one thread each. When units fail, the error is
+    that of the first of them in the order of the plan, and units behind it may or may not be there. Raises
+    as `write_unit`, and InvalidData for a unit at which two workers died.
+    """
+    if workers == 1 or len(units) < 2:
+        done = Counts(0, 0, 0)
+        for unit in units:
+            done += write_unit(folder, unit, encoder, settings, _behind(done, report))
+            report(done)
+        return
+    pool = _Pool(units, (folder, encoder, settings), report)
+    try:
+        pool.run(min(workers, len(units)))
+    finally:
+        pool.close()
+
+
+def _behind(done: Counts, report: Callable[[Counts], None]) -> Callable[[Counts], None]:
+    return lambda counts: report(done + counts)
+
+
+class _Worker:
+    """A process that writes the units it is sent."""
+
+    def __init__(self, units: Sequence[Unit], arguments: tuple[Any, ...]) -> None:
+        methods = multiprocessing.get_all_start_methods()
+        # A fork takes milliseconds; a fresh interpreter imports torch, for seconds.
+        context: Any = multiprocessing.get_context("fork" if "fork" in methods else None)
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_work, args=(theirs, units, *arguments), daemon=True, name="forge-data"
+        )
+        self.process.start()
+        theirs.close()  # else the end of the worker would not be the end of its messages
+        self.index = -1
+        self.counts = Counts(0, 0, 0)
+
+    def begin(self, index: int) -> None:
+        self.index, self.counts = index, Counts(0, 0, 0)
+        self.connection.send(index)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class _Pool:
+    """Hands out units in order, and collects what workers say."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        arguments: tuple[Any, ...],
+        report: Callable[[Counts], None],
+    ) -> None:
+        self._units, self._arguments, self._report = units, arguments, report
+        self._waiting = deque(range(len(units)))
+        self._workers: list[_Worker] = []
+        self._done = Counts(0, 0, 0)
+        self._deaths = [0] * len(units)
+        self._errors: dict[int, Exception] = {}
+
+    def run(self, workers: int) -> None:
+        for _ in range(workers):
+            self._begin(_Worker(self._units, self._arguments))
+        while self._workers:
+            busy = {worker.connection: worker for worker in self._workers}
+            for connection in wait(list(busy)):
+                self._hear(busy[connection])
+            self._report(sum((w.counts for w in self._workers), self._done))
+        if self._errors:
+            raise self._errors[min(self._errors)]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def _begin(self, worker: _Worker, index: int | None = None) -> None:
+        """Give a worker a unit, the next by default, or end it. After an error there is no next: all units before
+        the failed one have been handed out."""
+        if worker not in self._workers:
+            self._workers.append(worker)
+        if index is None and self._waiting and not self._errors:
+            index = self._waiting.popleft()
+        if index is None:
+            self._workers.remove(worker)
+            worker.end()
+            return
+        with suppress(OSError):  # it died already: `_hear` reads that
+            worker.begin(index)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            kind, content = worker.connection.recv()
+        except (EOFError, OSError):
+            self._replace(worker)
+            return
+        if kind == "counts":
+            worker.counts = content
+            return
+        if kind == "done":
+            self._done += content
+        else:
+            self._errors[worker.index] = _ERRORS[kind](content)
+        worker.counts = Counts(0, 0, 0)
+        self._begin(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Name a dead worker; its unit is begun again, once."""
+        worker.process.join()
+        code = worker.process.exitcode or 0
+        why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        index, unit = worker.index, self._units[worker.index]
+        self._workers.remove(worker)
+        worker.end()
+        self._deaths[index] += 1
+        if self._deaths[index] >= _DEATHS:
+            self._errors[index] = InvalidData(
+                f"{unit} ended {_DEATHS} workers, the last {why}; each holds its longest document and some MB, "
+                "so use fewer workers if memory was short, or prepare the file alone to see more"
+            )
+            return
+        _log.warning("worker %d was %s at %s; it is begun again", worker.process.pid, why, unit)
+        if not self._errors or index < min(self._errors):
+            self._begin(_Worker(self._units, self._arguments), index)
+
+
+def _work(
+    connection: Connection,
+    units: Sequence[Unit],
+    folder: Path,
+    encoder: ByteTokenizer | JsonTokenizer,
+    settings: Settings,
+) -> None:
+    """A worker's life: a unit's number comes in, counts and the end or an error go out."""
+    die_with_parent()
+    # Ctrl-C comes to all processes of a terminal: the parent ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
+    while True:
+        try:
+            unit = units[connection.recv()]
+        except EOFError:
+            return
+        try:
+            counts = write_unit(
+                folder, unit, encoder, settings, lambda found: connection.send(("counts", found))
+            )
+        except (ValueError, OSError) as error:
+            kind = next(name for name, class_ in _ERRORS.items() if isinstance(error, class_))
+            connection.send((kind, str(error)))
+        else:
+            connection.send(("done", counts))

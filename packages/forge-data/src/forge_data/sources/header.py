@@ -1,0 +1,30 @@
+"""What is known of a source before its text is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge_data.protocols import Tokenizer
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+
+__all__ = ["Header", "tokenizer_of"]
+
+
+class Header:
+    """Vocabulary and tokenizer of a source whose text may not be tokenized yet; `num_tokens` is None then.
+
+    `max_token_id` is the bound that the vocabulary gives.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer: dict[str, Any] = tokenizer.spec()
+        self.vocab_size: int | None = tokenizer.vocab_size
+        self.max_token_id = tokenizer.vocab_size - 1
+        self.num_tokens: int | None = None
+
+
+def tokenizer_of(table: Any) -> ByteTokenizer | JsonTokenizer:
+    """The tokenizer of a table with `tokenizer` and `eos`. Raises InvalidData for a missing or broken file."""
+    return (
+        ByteTokenizer() if table.tokenizer == "byte" else JsonTokenizer(table.tokenizer, table.eos)
+    )

@@ -1,0 +1,228 @@
+"""Files of token ids without digests or largest id: one source of many memory-mapped parts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forge_data.config import SPLITS
+from forge_data.errors import InvalidData
+from forge_data.sources.checks import check_range, check_split
+
+__all__ = ["IdShards", "Shard", "find_shards"]
+
+_BLOCK = 1 << 22  # ids looked at in one go
+# Words of names: "fineweb_val_000001" is held out, "retrieval" and "interval" are not.
+_VALIDATION = re.compile("(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
+_TRAIN = re.compile("(?<![a-z])train(?![a-z])", re.IGNORECASE)
+_THREADS = 4  # that hash files side by side
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`count` little-endian ids of type `dtype` from byte `offset` of a file on, up to its end."""
+
+    path: Path
+    dtype: str
+    offset: int
+    count: int
+
+    def check_size(self) -> None:
+        """Raise InvalidData unless the file ends with the last id, and has one."""
+        size = self.path.stat().st_size
+        expected = self.offset + self.count * np.dtype(self.dtype).itemsize
+        if self.count < 1:
+            raise InvalidData(f"{self.path} holds {self.count} ids and must have one; remove it")
+        if size != expected:
+            state = "truncated" if size < expected else "grown"
+            raise InvalidData(
+                f"{self.path} has {size} bytes, and its header says {self.count} ids of {self.dtype} from byte "
+                f"{self.offset} on ({expected} bytes): it was {state} or damaged; copy it again"
+            )
+
+    def map(self) -> np.ndarray:
+        """The ids, read-only, loaded when they are used."""
+        self.check_size()
+        kind = np.dtype(self.dtype).newbyteorder("<")
+        return np.memmap(self.path, kind, mode="r", offset=self.offset, shape=(self.count,))
+
+
+class _Scan(NamedTuple):
+    """What one pass over a shard found: sha256, smallest and largest id, positions of the wanted id."""
+
+    digest: str
+    low: int
+    high: int
+    found: np.ndarray  # (n,) int64
+
+
+class IdShards:
+    """A source of the ids of several files, one after another, as if they were one.
+
+    Documents begin where `documents` says, or behind each `eos_id`, or at each `bos_id`; with none of these all is one
+    document. Borders of files are none: writers cut documents there. The first `read`, `max_token_id` or
+    `fingerprint()`, and with `eos_id` or `bos_id` the first use of `documents`, read all files once in a process (sha256
+    and largest id, four files at a time); 8 bytes of memory a document. Later reads are compared with that largest id.
+    Raises InvalidData for files that are empty, or of another size than their headers say.
+    Usage: `IdShards([Shard(path, "uint16", 0, 1000)], "nanogpt", eos_id=50256).read(0, 10)`.
+    """
+
+    vocab_size: int | None = None
+    tokenizer: dict[str, Any] | None = None
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        kind: str,
+        *,
+        eos_id: int | None = None,
+        bos_id: int | None = None,
+        documents: np.ndarray | None = None,
+    ) -> None:
+        self.shards, self._kind = tuple(shards), kind
+        self._eos, self._bos, self._documents = eos_id, bos_id, documents
+        self._maps = [shard.map() for shard in self.shards]
+        self._starts = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum([shard.count for shard in self.shards])]
+        )  # (shards + 1,)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents)
+
+    @cached_property
+    def documents(self) -> np.ndarray:
+        """Start offsets (num_documents,) int64."""
+        if self._documents is not None:
+            return self._documents
+        if self._eos is None and self._bos is None:
+            return np.zeros(1, np.int64)
+        after = self._bos is None
+        found = [scan.found + start + after for scan, start in zip(self._scans, self._starts[:-1])]
+        starts = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
+        starts = starts[starts < self.num_tokens]
+        wanted = f"eos_id {self._eos}" if after else f"bos_id {self._bos}"
+        if len(starts) == 1 and not any(len(part) for part in found):
+            raise InvalidData(
+                f"{self.shards[0].path} must hold its {self._kind}.{wanted}, which no token is; give the id that "
+                "stands between documents, or leave it out"
+            )
+        return starts
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id; the first use reads all files."""
+        return max(scan.high for scan in self._scans)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids of tokens start..stop-1, read-only; a view inside of one file.
+
+        Raises ValueError outside the files, and InvalidData for ids beyond what they held when they were looked through.
+        """
+        check_range(start, stop, self.num_tokens)
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        parts, at = [], start
+        while at < stop:
+            begin, end = int(self._starts[first]), min(stop, int(self._starts[first + 1]))
+            parts.append(self._maps[first][at - begin : end - begin])
+            first, at = first + 1, end
+        ids = parts[0] if len(parts) == 1 else np.concatenate([self._maps[0][:0], *parts])
+        if len(ids) and (int(ids.max()) > self.max_token_id or int(ids.min()) < 0):
+            raise InvalidData(
+                f"{self.shards[max(first - 1, 0)].path} holds ids {ids.min()}..{ids.max()} between tokens {start} and {stop} of its "
+                f"source, and at the start of this process all were within 0..{self.max_token_id}: it changed; start again"
+            )
+        return ids
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Digests of contents; paths are not in it: data may move."""
+        tokens = hashlib.sha256("".join(scan.digest for scan in self._scans).encode())
+        return {
+            "kind": self._kind,
+            "num_tokens": self.num_tokens,
+            "tokens": tokens.hexdigest(),
+            "documents": hashlib.sha256(self.documents.astype("<i8").tobytes()).hexdigest(),
+        }
+
+    @cached_property
+    def _scans(self) -> list[_Scan]:
+        wanted = self._eos if self._bos is None else self._bos
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(lambda shard: _scan(shard, wanted), self.shards))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker maps the files itself: a pickled map would be a copy of the file.
+        return {**vars(self), "_maps": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._maps = [shard.map() for shard in self.shards]
+
+
+def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Path]:
+    """The files of a split, sorted by name: `path` itself, or those with `suffix` in the folder.
+
+    In a folder the split is a folder train/ or validation/, or a word in the names of files: "val", "valid" or
+    "validation", and "train", without which all others are of the split train. Raises InvalidData where there is none.
+    """
+    check_split(split)
+    path, wanted = Path(path), f"a {suffix} file of {kind} or a folder of them"
+    if any((path / name).is_dir() for name in SPLITS):
+        found = _files(path / split, suffix)
+    elif path.is_dir():
+        files = _files(path, suffix)
+        held_out = [file for file in files if _VALIDATION.search(file.stem)]
+        rest = [file for file in files if file not in held_out]
+        trained = [file for file in rest if _TRAIN.search(file.stem)]  # beside test.bin
+        found = held_out if split == "validation" else trained or rest
+    else:
+        found = [path] if path.is_file() and split == "train" else []
+    if not found and split == "validation" and path.exists():
+        raise InvalidData(
+            f'path {path} must hold {suffix} files with "val" in their names, or a folder validation/, for split '
+            "validation; give validation a path of its own with split train, or set eval.every_steps = 0"
+        )
+    if not found:
+        raise InvalidData(f"path {path} must be {wanted}, and there is none; check it")
+    return found
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
+
+
+def _scan(shard: Shard, wanted: int | None) -> _Scan:
+    status = shard.path.stat()
+    return _scan_once(shard, wanted, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
+
+
+@functools.lru_cache(maxsize=4096)
+def _scan_once(shard: Shard, wanted: int | None, state: tuple[int, ...]) -> _Scan:
+    """One pass of constant memory, done once for each `state` of a file: a job opens a source several times."""
+    ids = shard.map()
+    digest, low, high, found = hashlib.sha256(), 0, 0, [np.empty(0, np.int64)]
+    for start in range(0, len(ids), _BLOCK):
+        block = ids[start : start + _BLOCK]
+        digest.update(block.data)
+        low, high = min(low, int(block.min())), max(high, int(block.max()))
+        if wanted is not None:
+            found.append(np.flatnonzero(block == wanted) + start)
+    if low < 0:
+        raise InvalidData(
+            f"{shard.path} holds id {low}, read as {shard.dtype}, and ids must not be negative; copy it again, or correct "
+            "its type"
+        )
+    return _Scan(digest.hexdigest(), low, high, np.concatenate(found))

@@ -1,0 +1,106 @@
+"""`name = "text"`: text files, tokenized into the cache as `prepare` would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_data.config import SPLITS
+from forge_data.errors import InvalidData
+from forge_data.prepare.pipeline import prepare
+from forge_data.prepare.plan import changed_meanwhile
+from forge_data.prepare.readers import find_inputs
+from forge_data.sources.header import Header, tokenizer_of
+from forge_data.sources.token_cache import CachedTokens, Entry, file_states, open_cached
+
+if TYPE_CHECKING:
+    from forge_data.config import SourceConfig
+
+__all__ = ["open_header", "open_source"]
+
+
+def open_source(config: SourceConfig) -> CachedTokens:
+    """The tokens of text files, tokenized now if they are not in the cache.
+
+    Raises InvalidData for files that are no text, and for some that change while they are read.
+    """
+    root, files, entry = _look(config)
+    table, before = config.text, file_states(files, root)
+
+    def write(folder: Path, progress: Callable[[int, int], None]) -> None:
+        prepare(
+            files,
+            folder,
+            tokenizer=table.tokenizer,
+            eos=table.eos,
+            validation_every=table.validation_every,
+            document=table.document,
+            text_field=table.text_field,
+            workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+            progress=lambda now: progress(now.done, now.total) if now.stage == "tokenize" else None,
+        )
+        changed = [old[0] for old, new in zip(before, file_states(files, root)) if old != new]
+        if changed:
+            raise changed_meanwhile(root / changed[0])
+
+    split = config.split if table.validation_every else "train"
+    return open_cached(entry, split, config.verify, write)
+
+
+def open_header(config: SourceConfig) -> Header:
+    """What is known without reading the text. The number of tokens is, if they are in the cache."""
+    _, _, entry = _look(config)
+    header = Header(tokenizer_of(config.text))
+    split = config.split if config.text.validation_every else "train"
+    if entry.folder.is_dir():
+        try:
+            header.num_tokens = CachedTokens(entry.folder, split=split, verify="off").num_tokens
+        except InvalidData:
+            return header  # a damaged entry: it will be written again
+    return header
+
+
+def _look(config: SourceConfig) -> tuple[Path, list[Path], Entry]:
+    """The folder of the names in the key, the files, and where their tokens are."""
+    table = config.text
+    path = _folder_of_split(Path(config.path or ""), config.split, table.validation_every)
+    files = find_inputs([path])
+    root = path if path.is_dir() else path.parent
+    tokenizer = tokenizer_of(table)
+    key: dict[str, Any] = {
+        "kind": "text",
+        "files": file_states(files, root),
+        "tokenizer": tokenizer.fingerprint,
+        "eos": tokenizer.eos_id,
+        "document": table.document,
+        "text_field": table.text_field,
+        "validation_every": table.validation_every,
+    }
+    return root, files, Entry.of(table.cache, str(config.path), key)
+
+
+def _folder_of_split(path: Path, split: str, validation_every: int) -> Path:
+    """The text of a split: all of it, if every N-th document is held out, or the folder of that name."""
+    if not os.path.lexists(path):
+        raise InvalidData(f"path {path} must be a text file or a folder of some; check the path")
+    if validation_every and (path / "validation").is_dir():
+        raise InvalidData(
+            f"path {path} holds a folder validation/, which text.validation_every {validation_every} would mix with the rest; "
+            f"remove the key, or name {path / 'train'}"
+        )
+    if validation_every:
+        return path
+    if any((path / name).is_dir() for name in SPLITS):
+        if not (path / split).is_dir():
+            raise InvalidData(
+                f"path {path} must hold a folder {split}/; make it, or set text.validation_every = 20"
+            )
+        return path / split
+    if split == "validation":
+        raise InvalidData(
+            f"path {path} must hold train/ and validation/ for split validation; set text.validation_every = 20, or "
+            "give validation a path of its own with split train"
+        )
+    return path

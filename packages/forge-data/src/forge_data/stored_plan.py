@@ -1,0 +1,195 @@
+"""Packing plans in files, memory-mapped: made once a node, by one process, while others wait.
+
+    $FORGE_CACHE/plans/KEY/ (default ~/.cache/forge/plans/KEY/)
+        rows.bin, documents.bin, starts.bin, stops.bin     int64, see PackingPlan
+        plan.json                                          sha256 of each, counts
+
+KEY is a digest of all that the plan is a function of: document offsets, policy, window, length of a row, version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_data.bounded_read import read_bounded
+from forge_data.errors import InvalidData
+from forge_data.packing_config import PackingConfig
+from forge_data.packing_plan import PARTS, PLAN_VERSION, PackingPlan, digest_of_parts, plan_windows
+from forge_data.prepare.output import replacing
+from forge_data.protocols import Source
+from forge_data.sources.integrity import check_whole
+
+__all__ = ["StoredPlan", "open_plan"]
+
+_HEADER = "plan.json"
+_AT_ONCE = 1 << 20  # offsets that are hashed at once
+_HEADER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class StoredPlan(PackingPlan):
+    """A plan in a folder: arrays are mapped, counts are read. A copy in another process maps the same files."""
+
+    folder: Path
+    header: dict[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """As recorded."""
+        return int(self.header["num_tokens"])
+
+    @property
+    def num_cut(self) -> int:
+        """As recorded."""
+        return int(self.header["num_cut"])
+
+    @property
+    def policy(self) -> str:
+        """Name, window and version."""
+        return "{policy}-{version} in windows of {window}".format(**self.header)
+
+    @property
+    def digest(self) -> str:
+        """Of the recorded sha256."""
+        return digest_of_parts(self.header["sha256"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mapped, (self.folder, self.header)
+
+
+def open_plan(source: Source, seq_len: int, packing: PackingConfig) -> StoredPlan:
+    """The plan of a source's documents; made if it is not in the cache, or is damaged there.
+
+    One process of a node writes it, and others wait; it appears complete or not at all. Opening compares all of it with
+    its digests: one read of 24 bytes a piece. Making it takes the memory of one window. Raises ValueError for a cache
+    that cannot be written. Usage: `open_plan(source, 2048, PackingConfig("best_fit")).utilisation`.
+    """
+    known = {
+        "version": PLAN_VERSION,
+        "policy": packing.name,
+        "window": packing.window,
+        "seq_len": seq_len,
+        "num_tokens": source.num_tokens,
+        "documents": _digest_of_documents(source),
+    }
+    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+    cache = Path(os.environ.get("FORGE_CACHE") or "~/.cache/forge").expanduser().absolute()
+    folder = cache / "plans" / key
+    found = _existing(folder, known)
+    if found is not None:
+        return found
+    try:
+        with _locked(folder):
+            found = _existing(folder, known, tell=True)  # written while this process waited
+            if found is None:
+                _clear(folder)
+                with replacing(folder) as temporary:
+                    _write(temporary, source, known)
+                found = _existing(folder, known)
+    except OSError as error:
+        raise ValueError(
+            f"cache {cache} must be a folder that can be written, with room for a packing plan ({error.strerror}); set "
+            "$FORGE_CACHE to one"
+        ) from error
+    assert found is not None
+    return found
+
+
+def _digest_of_documents(source: Source) -> str:
+    """The recorded digest of the document offsets, or that of the offsets themselves."""
+    recorded = source.fingerprint().get("documents")
+    if recorded is not None:
+        return str(recorded)
+    digest = hashlib.sha256()
+    for first in range(0, source.num_documents, _AT_ONCE):
+        digest.update(np.ascontiguousarray(source.documents[first : first + _AT_ONCE], "<i8").data)
+    return digest.hexdigest()
+
+
+def _existing(folder: Path, known: dict[str, Any], tell: bool = False) -> StoredPlan | None:
+    """The plan in a folder; None if it is not there, damaged or another's."""
+    if not folder.is_dir():
+        return None
+    try:
+        header = json.loads(read_bounded(folder / _HEADER, _HEADER_BYTES))
+        for name, value in known.items():
+            if header[name] != value:
+                raise InvalidData(f"{folder / _HEADER} has {name} {header[name]!r}, not {value!r}")
+        for name in PARTS:
+            check_whole(folder / f"{name}.bin", header["sha256"][name])
+        return _mapped(folder, header)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if tell:
+            print(f"{error}: packing plan {folder} is damaged, and is made again", file=sys.stderr)
+        return None
+
+
+def _mapped(folder: Path, header: dict[str, Any]) -> StoredPlan:
+    # Plain arrays over the maps: indexing a memmap costs microseconds more.
+    arrays = {n: np.asarray(np.memmap(folder / f"{n}.bin", "<i8", mode="r")) for n in PARTS}
+    return StoredPlan(int(header["seq_len"]), **arrays, folder=folder, header=header)
+
+
+def _write(folder: Path, source: Source, known: dict[str, Any]) -> None:
+    """Plan window by window into files."""
+    window, digests, num_pieces, num_cut, num_rows = known["window"], {}, 0, 0, 0
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("xb")) for name in PARTS}
+        hashes = {name: hashlib.sha256() for name in PARTS}
+
+        def add(name: str, values: np.ndarray) -> None:
+            content = np.ascontiguousarray(values, "<i8").data
+            files[name].write(content)
+            hashes[name].update(content)
+
+        for first in range(0, source.num_documents, window):
+            starts = np.asarray(source.documents[first : first + window + 1], np.int64)
+            if len(starts) <= window:
+                starts = np.append(starts, source.num_tokens)
+            (part,) = plan_windows(np.diff(starts), known["seq_len"], known["policy"], window)
+            add("rows", part.rows[:-1] + num_pieces)
+            add("documents", part.documents + first)
+            add("starts", part.starts)
+            add("stops", part.stops)
+            num_pieces += len(part.documents)
+            num_cut += part.num_cut
+            num_rows += part.num_rows
+        add("rows", np.array([num_pieces]))
+        for name, file in files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            digests[name] = hashes[name].hexdigest()
+    header = {**known, "num_rows": num_rows, "num_cut": num_cut, "sha256": digests}
+    with (folder / _HEADER).open("x") as text:
+        json.dump(header, text)
+        text.flush()
+        os.fsync(text.fileno())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a plan; the kernel releases that of a process that dies."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _clear(folder: Path) -> None:
+    """Remove a damaged plan, and what a killed writer left beside it. The lock is held."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(leftover, ignore_errors=True)

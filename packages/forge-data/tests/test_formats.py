@@ -1,0 +1,405 @@
+"""Formats of other projects: what obvious writers wrote is read, and each kind of damage is one line."""
+
+import contextlib
+import json
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from forge_data import (
+    InvalidData,
+    Loader,
+    PackedStream,
+    SourceConfig,
+    TrainingSourceConfig,
+    open_source,
+)
+from forge_data.sources import id_shards
+
+EOT = 99
+DOCUMENTS = [[5, 6, 7, EOT], [8, EOT], [300, 2, 3, 4, 5, EOT], [1, 1, EOT]]
+IDS = [i for document in DOCUMENTS for i in document]
+STARTS = [0, 4, 6, 12]
+CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
+
+
+# ---- reference writers, of one document after another
+
+
+def write_megatron(folder, documents=DOCUMENTS, dtype="uint16", sequences_of=lambda d: [d]):
+    sequences = [s for d in documents for s in sequences_of(d)]
+    item = np.dtype(dtype).itemsize
+    with (folder / "text.bin").open("wb") as file:
+        for sequence in sequences:
+            file.write(np.array(sequence, dtype).tobytes())
+    lengths = [len(s) for s in sequences]
+    pointers = [item * sum(lengths[:i]) for i in range(len(lengths))]
+    borders = [0]
+    for document in documents:
+        borders.append(borders[-1] + len(sequences_of(document)))
+    with (folder / "text.idx").open("wb") as file:
+        file.write(
+            b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, CODES[dtype], len(lengths), len(borders))
+        )
+        file.write(np.array(lengths, "<i4").tobytes() + np.array(pointers, "<i8").tobytes())
+        file.write(np.array(borders, "<i8").tobytes())
+    return folder / "text.idx"
+
+
+def write_llm_c(folder, ids=IDS, name="train_000.bin", magic=20240520, version=1, dtype="<u2"):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids)
+    (folder / name).write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+    return folder / name
+
+
+def write_nanogpt(folder, ids=IDS, name="train.bin", dtype="<u2"):
+    (folder / name).write_bytes(np.array(ids, dtype).tobytes())
+    return folder / name
+
+
+def write_npy(folder, ids=IDS, name="a.npy", dtype="<u2"):
+    np.save(folder / name, np.array(ids, dtype))
+    return folder / name
+
+
+WRITERS = {
+    "megatron": write_megatron,
+    "llm.c": write_llm_c,
+    "nanogpt": write_nanogpt,
+    "npy": write_npy,
+}
+
+
+def source_of(kind, path, **more):
+    name = "nanogpt" if kind == "llm.c" else kind
+    table = {} if kind == "megatron" else {name: {"eos_id": EOT}}
+    table = {k: type(getattr(SourceConfig(), k))(**v) for k, v in table.items()}
+    return open_source(SourceConfig(name=name, path=str(path), **{**table, **more}))
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_a_writer_wrote_is_read(tmp_path, kind):
+    source = source_of(kind, WRITERS[kind](tmp_path))
+    assert source.read(0, source.num_tokens).tolist() == IDS
+    assert source.read(3, 8).tolist() == IDS[3:8]
+    assert source.documents.tolist() == STARTS
+    assert (source.num_tokens, source.num_documents, source.max_token_id) == (15, 4, 300)
+    assert len(source.read(4, 4)) == 0
+    json.dumps(source.fingerprint())
+    with pytest.raises(ValueError, match=r"range 0..16 must be within 0..15"):
+        source.read(0, 16)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_are_those_of_a_token_file(tmp_path, kind, num_workers):
+    class Plain:
+        documents, num_tokens = np.array(STARTS), len(IDS)
+
+        def read(self, start, stop):
+            return np.array(IDS)[start:stop]
+
+        def fingerprint(self):
+            return {}
+
+    stream = PackedStream(source_of(kind, WRITERS[kind](tmp_path)), 4, seed=1)
+    loader, plain = (
+        Loader(stream, 2, num_workers=num_workers),
+        Loader(PackedStream(Plain(), 4, seed=1), 2),
+    )
+    for _ in range(5):
+        got, wanted = next(loader), next(plain)
+        for name in ("tokens", "labels", "positions", "document_ids"):
+            assert getattr(got, name).tolist() == getattr(wanted, name).tolist()
+    loader.close()
+
+
+def test_a_pickled_source_maps_its_files_again(tmp_path):
+    ids = [*range(50_000)] * 4
+    source = source_of("nanogpt", write_nanogpt(tmp_path, ids))
+    source.fingerprint()
+    sent = pickle.dumps(source)
+    assert len(sent) < 3000
+    again = pickle.loads(sent)
+    assert again.read(7, 9).tolist() == [7, 8]
+    assert again.fingerprint() == source.fingerprint()
+
+
+def test_many_shards_are_one_source_in_sorted_order(tmp_path):
+    """Also where a document goes on in the next file."""
+    for i, part in enumerate([IDS[:3], IDS[3:7], IDS[7:]]):
+        write_llm_c(tmp_path, part, f"web_train_{i:03}.bin")
+    write_llm_c(tmp_path, [1, 2, EOT], "web_val_000.bin")
+    source = source_of("nanogpt", tmp_path)
+    assert source.read(0, 15).tolist() == IDS
+    assert source.read(2, 8).tolist() == IDS[2:8]
+    assert source.documents.tolist() == STARTS
+    held_out = source_of("nanogpt", tmp_path, split="validation")
+    assert held_out.read(0, 3).tolist() == [1, 2, EOT]
+
+
+def test_an_id_may_begin_documents(tmp_path):
+    write_llm_c(tmp_path, [EOT, 1, 2, EOT, 3])
+    border = type(SourceConfig().nanogpt)(bos_id=EOT)
+    source = open_source(SourceConfig(name="nanogpt", path=str(tmp_path), nanogpt=border))
+    assert source.documents.tolist() == [0, 3]
+
+
+def test_llama_3_shards_have_ids_of_32_bits(tmp_path):
+    path = write_llm_c(tmp_path, [128_000, 5, EOT], magic=20240801, version=7, dtype="<u4")
+    assert source_of("llm.c", path).read(0, 3).tolist() == [128_000, 5, EOT]
+
+
+def test_sequences_of_megatron_are_joined_to_documents_and_empty_ones_left_out(tmp_path):
+    documents = [DOCUMENTS[0], [], *DOCUMENTS[1:], []]
+    write_megatron(tmp_path, documents, "int32", lambda d: [d[:2], d[2:]])
+    for path in (tmp_path / "text", tmp_path / "text.bin", tmp_path):
+        source = source_of("megatron", path)
+        assert source.documents.tolist() == STARTS
+        assert source.read(0, 15).tolist() == IDS
+
+
+def test_a_folder_of_megatron_sets_is_one_source(tmp_path):
+    for name in ("b", "a"):
+        write_megatron(tmp_path)
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"text{suffix}").rename(tmp_path / f"{name}{suffix}")
+    source = source_of("megatron", tmp_path)
+    assert source.documents.tolist() == [*STARTS, *(s + 15 for s in STARTS)]
+    assert source.read(10, 20).tolist() == (IDS * 2)[10:20]
+
+
+# ---- damage
+
+
+def megatron(change_index=lambda b: b, change_tokens=lambda b: b):
+    def make(folder):
+        index = write_megatron(folder)
+        index.write_bytes(change_index(bytearray(index.read_bytes())))
+        tokens = folder / "text.bin"
+        tokens.write_bytes(change_tokens(bytearray(tokens.read_bytes())))
+        return index
+
+    return make
+
+
+def shard(change, writer=write_llm_c, **more):
+    def make(folder):
+        path = writer(folder, **more)
+        path.write_bytes(change(bytearray(path.read_bytes())))
+        return path
+
+    return make
+
+
+def put(form, at, *values):
+    def change(content):
+        struct.pack_into("<" + form, content, at, *values)
+        return content
+
+    return change
+
+
+def npy_of(array, **options):
+    def make(folder):
+        np.save(folder / "a.npy", array, **options)
+        return folder / "a.npy"
+
+    return make
+
+
+LENGTHS, POINTERS, BORDERS = 34, 34 + 16, 34 + 16 + 32  # of the index of four sequences
+DAMAGE = {
+    "megatron magic": ("megatron", megatron(put("B", 0, 0x4C)), "must begin with b'MMIDIDX"),
+    "megatron version": ("megatron", megatron(put("Q", 9, 2)), "must have version 1 .* and has 2"),
+    "megatron floats": ("megatron", megatron(put("B", 17, 6)), "type of integers .* has 1 and 6"),
+    "megatron type 200": ("megatron", megatron(put("B", 17, 200)), "type of integers"),
+    "megatron wider type": ("megatron", megatron(put("B", 17, 4)), "sequence 1 begins at byte 8 "),
+    "megatron index cut": ("megatron", megatron(lambda b: b[:-5]), "must have a sequence and the"),
+    "megatron index of 10": ("megatron", megatron(lambda b: b[:10]), "must begin with"),
+    "megatron index empty": ("megatron", megatron(lambda b: b[:0]), "must begin with"),
+    "megatron huge count": ("megatron", megatron(put("Q", 18, 2**62)), "must have a sequence and"),
+    "megatron no sequence": ("megatron", megatron(put("Q", 18, 0)), "must have a sequence and the"),
+    "megatron huge borders": ("megatron", megatron(put("Q", 26, 2**63)), "must have a sequence and"),
+    "megatron modes": ("megatron", megatron(lambda b: b + bytes(4)), "of several modalities"),
+    "megatron negative length": ("megatron", megatron(put("i", LENGTHS, -4)), "lengths of at least 0, and one is -4"),
+    "megatron long length": ("megatron", megatron(put("i", LENGTHS, 2**31 - 1)), "sequence 1 begins at byte 8 in place of"),
+    "megatron last length": ("megatron", megatron(put("i", LENGTHS + 12, 9)), "text.bin has 30 bytes, and its header says 21"),
+    "megatron pointer outside": ("megatron", megatron(put("q", POINTERS + 8, 2**62)), "sequence 1 begins at byte 46"),
+    "megatron pointer negative": ("megatron", megatron(put("q", POINTERS, -2)), "sequence 0 begins at byte -2"),
+    "megatron pointers swapped": ("megatron", megatron(put("qq", POINTERS + 8, 12, 8)), "sequence 1 begins at byte 12"),
+    "megatron borders fall": ("megatron", megatron(put("q", BORDERS + 8, 4)), "must have borders of documents that rise"),
+    "megatron borders outside": ("megatron", megatron(put("q", BORDERS + 32, 9)), "rise from 0 to its 4 sequences"),
+    "megatron borders negative": ("megatron", megatron(put("q", BORDERS + 8, -1)), "must have borders"),
+    "megatron tokens cut": ("megatron", megatron(change_tokens=lambda b: b[:-2]), "it was truncated or damaged"),
+    "megatron tokens grown": ("megatron", megatron(change_tokens=lambda b: b + b"ab"), "it was grown or damaged"),
+    "megatron tokens gone": ("megatron", lambda f: (write_megatron(f), (f / "text.bin").unlink()) and f, "text.bin is missing beside"),
+    "llm.c magic": ("llm.c", shard(put("i", 0, 20240521)), "header of 256 int32 with magic 20240521"),
+    "llm.c big-endian": ("llm.c", shard(lambda b: bytearray(np.frombuffer(b[:1024], "<i4").astype(">i4").tobytes()) + b[1024:]), "begins like a header"),
+    "llm.c version": ("llm.c", shard(put("i", 4, 3)), "version 3 of its format, and 1 is known"),
+    "llm.c count": ("llm.c", shard(put("i", 8, 16)), "header says 16 ids .* truncated"),
+    "llm.c count negative": ("llm.c", shard(put("i", 8, -15)), "holds -15 ids and must have one"),
+    "llm.c count huge": ("llm.c", shard(put("i", 8, 2**31 - 1)), "header says 2147483647 ids"),
+    "llm.c cut": ("llm.c", shard(lambda b: b[:-2]), "it was truncated or damaged"),
+    "llm.c grown": ("llm.c", shard(lambda b: b + b"ab"), "it was grown or damaged"),
+    "llm.c half a header": ("llm.c", shard(lambda b: b[:300]), "header says 15 ids"),
+    "llm.c no ids": ("llm.c", shard(lambda b: b, ids=[]), "holds 0 ids and must have one"),
+    "nanogpt empty": ("nanogpt", shard(lambda b: b[:0], write_nanogpt), "has 0 bytes, which must be a positive multiple of 2"),
+    "nanogpt odd": ("nanogpt", shard(lambda b: b[:-1], write_nanogpt), "has 29 bytes"),
+    "nanogpt without its eos": ("nanogpt", shard(lambda b: b[:6], write_nanogpt), "must hold its nanogpt.eos_id 99, which no token is"),
+    "nanogpt mixed with llm.c": ("nanogpt", lambda f: (write_llm_c(f), write_nanogpt(f)) and f, "must all have the same header"),
+    "nothing there": ("nanogpt", lambda f: f / "no.bin", "must be a .bin file of nanogpt or a folder"),
+    "a folder of others": ("npy", lambda f: write_nanogpt(f) and f, "must be a .npy file of npy or a folder"),
+    "npy of objects": ("npy", npy_of(np.array([{}, 3], object), allow_pickle=True), r"holds \|O in 1 dims"),
+    "npy of floats": ("npy", npy_of(np.ones(4)), "holds <f8 in 1 dims and must hold little-endian"),
+    "npy big-endian": ("npy", npy_of(np.ones(4, ">u2")), "holds >u2"),
+    "npy of 64 bits unsigned": ("npy", npy_of(np.ones(4, "<u8")), "holds <u8"),
+    "npy in two dims": ("npy", npy_of(np.ones((2, 3), "<u2", order="F")), "in 2 dims"),
+    "npy of one number": ("npy", npy_of(np.array(5, "<u2")), "in 0 dims"),
+    "npy of fields": ("npy", npy_of(np.zeros(3, [("a", "<u2")])), "must hold little-endian"),
+    "npy empty array": ("npy", npy_of(np.zeros(0, "<u2")), "holds 0 ids and must have one"),
+    "npy empty file": ("npy", shard(lambda b: b[:0], write_npy), "must begin with a header of numpy's"),
+    "npy cut": ("npy", shard(lambda b: b[:-2], write_npy), "it was truncated or damaged"),
+    "npy cut in its header": ("npy", shard(lambda b: b[:40], write_npy), "must begin with a header of numpy's"),
+    "npy huge count": ("npy", shard(lambda b: b.replace(b"(15,), }         ", b"(9999999999999,),}"), write_npy), "header|truncated"),
+    "npy negative count": ("npy", shard(lambda b: b.replace(b"(15,)", b"(-5,)"), write_npy), "holds -5 ids"),
+    "npy other version": ("npy", shard(put("B", 6, 9), write_npy), "must begin with a header of numpy's"),
+    "npy negative ids": ("npy", shard(lambda b: b, write_npy, ids=[3, -7, EOT], dtype="<i4"), "holds id -7, read as int32, and ids must not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_F93_damage_is_one_line_before_a_row_is_read(tmp_path, damage):
+    kind, make, message = DAMAGE[damage]
+    path = make(tmp_path)
+    with pytest.raises(InvalidData, match=message) as error:
+        look_through(source_of(kind, path))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 450 + len(str(tmp_path))
+
+
+def look_through(source):
+    """What a run does before it starts, and then a batch."""
+    assert source.max_token_id < 1000
+    assert source.num_documents
+    return source.read(0, source.num_tokens)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_any_flipped_byte_of_a_header_is_found_or_harmless(tmp_path, kind):
+    """No crash, no allocation by a count, and no id that was not looked at before."""
+    path = WRITERS[kind](tmp_path)
+    content = path.read_bytes()
+    for at in range(0, min(len(content), 1100), 1 if kind != "llm.c" else 7):
+        for bit in (1, 128):
+            changed = bytearray(content)
+            changed[at] ^= bit
+            path.write_bytes(changed)
+            with contextlib.suppress(InvalidData):
+                source = source_of(kind, path)
+                ids = source.read(0, source.num_tokens)
+                assert len(ids) <= 1024, "no more than the file has"
+                assert 0 <= ids.min() <= ids.max() <= source.max_token_id
+                assert (np.diff(source.documents) > 0).all()
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_ids_that_grow_after_the_look_through_are_refused(tmp_path, kind):
+    path = WRITERS[kind](tmp_path)
+    source = source_of(kind, path)
+    assert source.max_token_id == 300
+    tokens = path.with_suffix(".bin") if kind == "megatron" else path
+    content = bytearray(tokens.read_bytes())
+    struct.pack_into("<H", content, len(content) - 6, 60_000)
+    with tokens.open("r+b") as file:
+        file.write(content)
+    for _ in range(2):
+        with pytest.raises(
+            InvalidData, match=r"holds ids .*60000 .* all were within 0..300: it ch"
+        ):
+            source.read(0, 15)
+    assert source.read(0, 5).tolist() == IDS[:5]
+
+
+def test_a_job_that_opens_a_source_often_looks_through_it_once(tmp_path, monkeypatch):
+    looked = []
+    real = id_shards.np.flatnonzero
+    monkeypatch.setattr(id_shards.np, "flatnonzero", lambda a: looked.append(1) or real(a))
+    path = write_nanogpt(tmp_path)
+    for _ in range(3):
+        source_of("nanogpt", path).fingerprint()
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "megatron"}, "path None must name files of megatron"),
+        ({"name": "npy", "path": "x", "dtype": "uint8"}, "dtype 'uint8' means nothing when name is 'npy'"),
+        ({"name": "nanogpt", "path": "x", "verify": "full"}, "verify 'full' means nothing when name is 'nanogpt'"),
+        (
+            {"name": "npy", "path": "x", "nanogpt": {"eos_id": 3}},
+            "nanogpt.eos_id 3 is a key of name 'nanogpt', and name is 'npy'; remove it, or use name",
+        ),
+        ({"name": "npy", "path": "x", "npy": {"eos_id": -1}}, "eos_id -1 must be an id from 0"),
+        ({"name": "npy", "path": "x", "npy": {"eos_id": 1, "bos_id": 1}}, "eos_id 1 and bos_id 1 each say"),
+        ({"name": "npy", "path": "x", "options": {"a": 1}}, "options {'a': 1} mean nothing"),
+    ],
+)  # fmt: skip
+def test_keys_of_another_kind_are_refused(arguments, message):
+    border = type(SourceConfig().npy)
+    with pytest.raises(ValueError, match=message):
+        TrainingSourceConfig(
+            **{k: border(**v) if k in ("npy", "nanogpt") else v for k, v in arguments.items()}
+        )
+
+
+def test_a_dtype_that_a_header_contradicts_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"dtype 'uint32' must agree with the header of .* 'uint16'"
+    ):
+        source_of("llm.c", write_llm_c(tmp_path), dtype="uint32")
+    wide = source_of(
+        "nanogpt", write_nanogpt(tmp_path, dtype="<u4", name="wide.bin"), dtype="uint32"
+    )
+    assert wide.read(0, 15).tolist() == IDS
+
+
+def test_a_split_needs_files_of_its_own(tmp_path):
+    path = write_nanogpt(tmp_path)
+    for place in (path, tmp_path):
+        with pytest.raises(InvalidData, match=r'must hold .bin files with "val" in their names'):
+            source_of("nanogpt", place, split="validation")
+    write_nanogpt(tmp_path, [4, EOT], "val.bin")
+    assert source_of("nanogpt", tmp_path, split="validation").num_tokens == 2
+    assert source_of("nanogpt", tmp_path).num_tokens == 15
+
+
+@pytest.mark.parametrize(
+    ("names", "trained", "held_out"),
+    [
+        ("fineweb_train_000001 fineweb_val_000000", "fineweb_train_000001", "fineweb_val_000000"),
+        ("train val test", "train", "val"),
+        ("train test", "train", ""),
+        (
+            "retrieval interval_1 evaluation medieval",
+            "evaluation interval_1 medieval retrieval",
+            "",
+        ),
+        ("a b-valid Val0", "a", "Val0 b-valid"),
+        ("constrained x val", "constrained x", "val"),
+        ("train.0 validation.0", "train.0", "validation.0"),
+    ],
+)
+def test_a_split_is_a_word_of_a_name(tmp_path, names, trained, held_out):
+    """Files are not left out for letters in the middle of their names."""
+    for name in names.split():
+        write_nanogpt(tmp_path, name=f"{name}.bin")
+    found = id_shards.find_shards(tmp_path, "train", ".bin", "nanogpt")
+    assert " ".join(file.stem for file in found) == trained
+    if held_out:
+        found = id_shards.find_shards(tmp_path, "validation", ".bin", "nanogpt")
+        assert " ".join(file.stem for file in found) == held_out

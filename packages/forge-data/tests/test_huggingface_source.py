@@ -1,0 +1,228 @@
+"""Sets of the `datasets` library give the tokens that `prepare` gives for the same documents."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from forge_data import InvalidData, TokenFiles, open_header, open_source
+from forge_data.config import SourceConfig
+from forge_data.kinds import HuggingFaceConfig
+from forge_data.prepare import prepare
+
+ROWS = [f"document {i}, of words {'and words ' * (i % 7)}" for i in range(3000)]
+ROWS[10:13] = ["", " \n ", "\ufeffmarked \u00e9\U0001f600"]
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    """The library, with its own cache and ours in a new folder."""
+    library = pytest.importorskip("datasets")
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    library.disable_progress_bars()
+    return library
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """What token files of the same documents hold."""
+    lines = [json.dumps({"text": text}) for text in ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    prepare(tmp_path / "rows.jsonl", tmp_path / "prepared")
+    return TokenFiles(tmp_path / "prepared")
+
+
+def source_of(path, split="train", verify="touch", **table):
+    table = HuggingFaceConfig(**table)
+    return open_source(
+        SourceConfig("huggingface", str(path), None, split, verify, huggingface=table)
+    )
+
+
+def assert_same(found, wanted):
+    assert found.fingerprint() == wanted.fingerprint()
+    assert (found.read(0, found.num_tokens) == wanted.read(0, wanted.num_tokens)).all()
+    assert (found.documents == wanted.documents).all()
+    assert found.tokenizer == wanted.tokenizer
+
+
+def test_a_set_saved_to_disk(tmp_path, datasets, prepared, capsys):
+    datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(tmp_path / "set", num_shards=3)
+    assert_same(source_of(tmp_path / "set"), prepared)
+    assert "tokenizing" in capsys.readouterr().err
+    assert_same(source_of(tmp_path / "set"), prepared)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("form", ["parquet", "json"])
+def test_a_folder_of_data_files_with_splits(tmp_path, datasets, prepared, form):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    whole = datasets.Dataset.from_dict({"text": ROWS})
+    getattr(whole, f"to_{form}")(folder / f"train.{form}")
+    getattr(whole.select(range(5)), f"to_{form}")(folder / f"test.{form}")
+    assert_same(source_of(folder), prepared)
+    assert source_of_split(folder, "test").num_documents == 5
+    assert source_of_split(folder, "train[:7]").num_documents == 7
+    with pytest.raises(
+        InvalidData, match=r"files must be a set that datasets can load .*validation"
+    ):
+        source_of(folder, "validation")
+
+
+def source_of_split(path, split):
+    return open_source(
+        SourceConfig("huggingface", str(path), huggingface=HuggingFaceConfig(split=split))
+    )
+
+
+def test_splits_and_columns_of_a_saved_set(tmp_path, datasets, prepared):
+    whole = datasets.Dataset.from_dict({"body": ROWS, "id": list(range(3000))})
+    datasets.DatasetDict(train=whole, validation=whole.select(range(10))).save_to_disk(
+        tmp_path / "set"
+    )
+    assert_same(source_of(tmp_path / "set", text_field="body"), prepared)
+    assert source_of(tmp_path / "set", "validation", text_field="body").num_documents == 10
+    with pytest.raises(
+        InvalidData, match=r"must have the split 'test', and has train, validation; name one in"
+    ):
+        source_of_split(tmp_path / "set", "test")
+    with pytest.raises(
+        InvalidData, match=r"must have a column 'text', and has body, id; name its text in"
+    ):
+        source_of(tmp_path / "set")
+    with pytest.raises(InvalidData, match=r"column 'id' must hold text, and holds int64"):
+        source_of(tmp_path / "set", text_field="id")
+    with pytest.raises(InvalidData, match=r"has no configurations; remove huggingface.config_name"):
+        source_of(tmp_path / "set", config_name="other", text_field="body")
+
+
+def test_rows_that_are_chosen_or_shuffled_are_another_set(tmp_path, datasets):
+    whole = datasets.Dataset.from_dict({"text": ["a", "b", "c"] * 9})
+    found = []
+    for name, rows in (
+        ("one", whole),
+        ("two", whole.shuffle(1)),
+        ("three", whole.select(range(4))),
+    ):
+        rows.save_to_disk(tmp_path / name)
+        found.append(source_of(tmp_path / name))
+    assert len({source.path for source in found}) == 3
+    assert len({source.fingerprint()["tokens"] for source in found}) == 3
+
+
+def test_a_set_that_changed_is_another_entry(tmp_path, datasets):
+    datasets.Dataset.from_dict({"text": ["one"] * 9}).save_to_disk(tmp_path / "set")
+    first = source_of(tmp_path / "set")
+    datasets.Dataset.from_dict({"text": ["two"] * 9}).save_to_disk(tmp_path / "set")
+    second = source_of(tmp_path / "set")
+    assert first.path != second.path
+    assert first.fingerprint()["tokens"] != second.fingerprint()["tokens"]
+
+
+@pytest.mark.parametrize("rows", [[], ["", "  "], [None, "x"]])
+def test_rows_without_text(tmp_path, datasets, rows):
+    features = datasets.Features({"text": datasets.Value("string")})
+    datasets.Dataset.from_dict({"text": rows}, features=features).save_to_disk(tmp_path / "set")
+    wanted = "every row is empty" if rows else "must be a set that datasets can load"
+    wanted = "row 0 has no 'text', which must be a string" if "x" in rows else wanted
+    with pytest.raises(InvalidData, match=wanted) as error:
+        source_of(tmp_path / "set")
+    assert "\n" not in str(error.value)
+    left = list((tmp_path / "cache").iterdir()) if (tmp_path / "cache").exists() else []
+    assert all(path.suffix == ".lock" for path in left)
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet", "state", "nowhere"])
+def test_a_damaged_set_is_one_line(tmp_path, datasets, form):
+    whole = datasets.Dataset.from_dict({"text": ROWS})
+    path = tmp_path / "set"
+    if form == "parquet":
+        path.mkdir()
+        whole.to_parquet(path / "a.parquet")
+        file = path / "a.parquet"
+    else:
+        whole.save_to_disk(path)
+        file = path / ("state.json" if form == "state" else "data-00000-of-00001.arrow")
+    file.write_bytes(file.read_bytes()[:500] if form != "state" else b"{")
+    if form == "nowhere":
+        path = tmp_path / "nowhere"
+    with pytest.raises(
+        InvalidData, match=r"must be a set that datasets can load \(\w+: .+\); check path"
+    ) as error:
+        source_of(path)
+    assert "\n" not in str(error.value)
+
+
+def test_tokenized_by_a_json_tokenizer(tmp_path, datasets):
+    library = pytest.importorskip("tokenizers")
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", *"abcdef"])}
+    tokenizer = library.Tokenizer(library.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "words.json"))
+    rows = ["a b c", "d", "", "e z f" * 100]
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / "set")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in rows))
+    prepare(tmp_path / "rows.jsonl", tmp_path / "p", tokenizer=str(tmp_path / "words.json"))
+    found = source_of(tmp_path / "set", tokenizer=str(tmp_path / "words.json"))
+    wanted = TokenFiles(tmp_path / "p")
+    assert found.fingerprint() == wanted.fingerprint()
+    assert (found.read(0, found.num_tokens) == wanted.read(0, wanted.num_tokens)).all()
+    (tmp_path / "words.json").write_text("{}")
+    with pytest.raises(InvalidData, match="must be a JSON file of the tokenizers library"):
+        source_of(tmp_path / "set", tokenizer=str(tmp_path / "words.json"))
+
+
+def test_documents_that_give_no_token_are_left_out(tmp_path, datasets):
+    """Without a token that ends documents, and with a text that the tokenizer drops."""
+    library = pytest.importorskip("tokenizers")
+    model = library.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")
+    tokenizer = library.Tokenizer(model)
+    tokenizer.normalizer = library.normalizers.Replace("~", "")
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "words.json"))
+    datasets.Dataset.from_dict({"text": ["a a", "~", "~", "a"]}).save_to_disk(tmp_path / "set")
+    found = source_of(tmp_path / "set", tokenizer=str(tmp_path / "words.json"))
+    assert (found.num_tokens, found.documents.tolist()) == (3, [0, 2])
+    datasets.Dataset.from_dict({"text": ["~"]}).save_to_disk(tmp_path / "nothing")
+    with pytest.raises(InvalidData, match="every row is empty"):
+        source_of(tmp_path / "nothing", tokenizer=str(tmp_path / "words.json"))
+
+
+def test_a_header_reads_no_row(tmp_path):
+    pytest.importorskip("datasets")
+    header = open_header(SourceConfig("huggingface", str(tmp_path / "nowhere")))
+    assert (header.vocab_size, header.max_token_id, header.num_tokens) == (257, 256, None)
+    assert header.tokenizer["name"] == "byte"
+
+
+def test_without_the_library_one_line_names_the_extra():
+    """In an interpreter that cannot import it, and in which token files work."""
+    program = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("datasets", "pyarrow", "tokenizers", "transformers"):
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Hidden())
+from forge_data import SourceConfig, open_header, open_source
+print(open_source(SourceConfig()).num_documents)
+for function in (open_source, open_header):
+    try:
+        function(SourceConfig("huggingface", "sets/web"))
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, *said = done.stdout.splitlines()
+    assert (
+        said
+        == [
+            "name 'huggingface' needs the datasets library, which is not installed; "
+            "pip install 'forge-data[huggingface]'"
+        ]
+        * 2
+    )

@@ -1,0 +1,179 @@
+"""Phases: one stream after another, whoever reads it, and where each begins."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from forge_data import DataConfig, Loader, PhaseConfig, TrainingSourceConfig, open_training
+from forge_data.ledger import Ledger
+from forge_data.phased_stream import PhasedStream
+from forge_data.phases import stretches
+
+
+class Numbers:
+    """Row i of width w is i."""
+
+    def __init__(self, name, width):
+        self.name, self.width = name, width
+
+    def __len__(self):
+        return 10
+
+    def arrays(self, ids):
+        rows = np.repeat(np.asarray(ids, np.int64)[:, None], self.width, 1)
+        zeros = np.zeros_like(rows)
+        return {"tokens": rows, "labels": rows, "positions": zeros, "document_ids": zeros}
+
+    def fingerprint(self):
+        return {"name": self.name}
+
+
+BORDERS = (0, 23, 31, 80)
+
+
+def phased():
+    streams = [Numbers(name, width) for name, width in zip("abcd", (2, 3, 5, 2))]
+    return PhasedStream([(s.name, s, start) for s, start in zip(streams, BORDERS)])
+
+
+def want_of(instance):
+    part = sum(instance >= border for border in BORDERS) - 1
+    return instance, (2, 3, 5, 2)[part], instance - BORDERS[part]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_union_over_ranks_is_one_sequence_across_borders(seed):
+    """Random histories of readers, batches of changing size, workers, stops and skipped windows."""
+    draw = random.Random(seed)
+    state, got, windows = None, [], []
+    while not got or got[-1][0] < 100:
+        world, micro = draw.randint(1, 5), draw.choice([1, 2, 3])
+        batch = micro * draw.randint(1, 6)
+        ahead = draw.choice([0, 0, 2])
+        workers = draw.choice([0, 0, 0, 2])
+        options = {"micro_batch": micro, "prefetch": max(ahead, workers)}
+        loaders = [
+            Loader(phased(), batch, r, world, workers if r == 0 else 0, **options)
+            for r in range(world)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        for step in range(draw.randint(1, 3)):
+            if step == 1 and draw.random() < 0.5:
+                for loader in loaders:
+                    loader.rebatch(2 * batch, micro)
+            rows = []
+            for loader in loaders:
+                found = next(loader)
+                assert len(found) == loader.num_micro_batches * micro
+                own = found.instance_ids >= 0
+                width = found.tokens.size(1)
+                assert {loader.filler(1).tokens.size(1)} <= {2, 3, 5}
+                rows += [
+                    (int(i), width, int(row[0]))
+                    for i, row in zip(found.instance_ids[own], found.tokens[own])
+                ]
+            assert len({width for _, width, _ in rows}) == 1
+            got += sorted(rows)
+        if draw.random() < 0.4:
+            first = loaders[0].next_instance + draw.randint(0, 6)
+            window = first, first + draw.randint(0, 9)
+            windows.append(window)
+            for loader in loaders:
+                loader.skip(*window)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = states[draw.randrange(world)]
+        for loader in loaders:
+            loader.close()
+    left = [i for i in range(400) if not any(a <= i <= b for a, b in windows)]
+    assert got == [want_of(i) for i in left[: len(got)]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_positions_are_the_inverse_of_ids(seed):
+    draw = random.Random(seed)
+    ledger = Ledger()
+    for _ in range(draw.randint(0, 4)):
+        first = draw.randint(0, 60)
+        ledger.add(first, first + draw.randint(0, 9))
+    left = [i for i in range(100) if not any(a <= i <= b for a, b in ledger.windows)]
+    for instance in range(90):
+        assert ledger.position(instance) == sum(i < instance for i in left)
+
+
+def test_its_arrays_are_of_one_part_and_its_fingerprint_of_all():
+    stream = phased()
+    with pytest.raises(ValueError, match="must be of one part"):
+        stream.arrays(np.array([22, 23]))
+    assert stream.arrays(np.array([30, 23]))["tokens"].tolist() == [[7, 7, 7], [0, 0, 0]]
+    assert stream.fingerprint()["from_31.name"] == "c"
+    assert stream.fingerprint()["name"] == "a"
+
+
+def config(**phases):
+    sources = {"a": TrainingSourceConfig(), "b": TrainingSourceConfig(split="validation")}
+    return DataConfig(16, sources=sources, phases={n: PhaseConfig(**p) for n, p in phases.items()})
+
+
+def test_phases_begin_with_the_first_row_behind_their_tokens():
+    data = config(
+        long={"start_tokens": 1000, "seq_len": 64},
+        end={"start_tokens": 2000, "weights": {"b": 1.0}},
+        back={"start_tokens": 3000, "seq_len": 16, "lr_multiplier": 0.5},
+    )
+    found = stretches(data)
+    assert [s.start for s in found] == [0, 63, 63 + 16, 63 + 32]
+    assert [s.tokens for s in found] == [0, 1008, 2032, 3056]
+    assert [s.seq_len for s in found] == [16, 64, 64, 16]
+    assert [s.lr_multiplier for s in found] == [1.0, 1.0, 1.0, 0.5]
+    assert [s.weights for s in found] == [None, None, {"b": 1.0}, {"b": 1.0}]
+    by_rows = config(long={"start_instance": 63, "seq_len": 64})
+    assert stretches(by_rows)[1].tokens == 1008
+
+
+def test_another_length_begins_a_new_epoch_in_another_order():
+    data = config(
+        long={"start_tokens": 1000, "seq_len": 64},
+        end={"start_tokens": 2000, "weights": {"b": 1.0}},
+    )
+    stream = open_training(data, 0)
+    assert [part.start for part in stream.parts] == [0, 63]
+    only = open_training(config(), 0)
+    ids = np.arange(63)
+    assert (stream.arrays(ids)["tokens"] == only.arrays(ids)["tokens"]).all()
+    assert stream.arrays(np.arange(63, 70))["tokens"].shape == (7, 64)
+    assert {*stream.arrays(np.arange(79, 90))["source"].tolist()} == {1}
+    again = config(
+        long={"start_instance": 63, "seq_len": 32}, back={"start_instance": 70, "seq_len": 16}
+    )
+    part = open_training(again, 0).parts[2]
+    first = part.arrays(np.arange(70, 90))["tokens"]
+    assert not (first == only.arrays(np.arange(20))["tokens"]).all()
+
+
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        ({"a": {}}, "start_tokens or start_instance must be given, one of them, and 0 are"),
+        ({"a": {"start_tokens": 4, "start_instance": 2}}, "one of them, and 2 are"),
+        ({"a": {"start_instance": 4}}, "phases.a changes nothing"),
+        ({"a": {"start_tokens": 4, "seq_len": 16}}, "phases.a changes nothing"),
+        ({"a": {"start_tokens": 64, "seq_len": 0}}, "seq_len 0 must be a whole number from 1"),
+        (
+            {"a": {"start_tokens": 33, "seq_len": 8}, "b": {"start_tokens": 34, "seq_len": 4}},
+            "phases.b and phases.a begin with the same row, 3",
+        ),
+        (
+            {"a": {"start_tokens": 33, "seq_len": 8}, "b": {"start_instance": 34, "seq_len": 4}},
+            "must all have start_tokens, or all start_instance",
+        ),
+    ],
+)
+def test_phases_that_mean_nothing_are_refused(phases, words):
+    with pytest.raises(ValueError, match=words):
+        config(**phases)

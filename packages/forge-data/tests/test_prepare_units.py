@@ -1,0 +1,689 @@
+"""Units, workers, shards and kills: none of them changes a byte of the output."""
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
+from forge_data.prepare import locks, merge, plan, prepare, unit_file, unit_workers
+from forge_data.prepare.duplicates import find_duplicates
+from forge_data.prepare.readers import find_inputs
+from forge_data.prepare.token_writer import TokenWriter
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    monkeypatch.setattr(plan, "SMALLEST", 1 << 10)
+    monkeypatch.setattr(plan, "LARGEST", 1 << 10)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Two files of JSON lines, one of lines that ends without a line end, and small ones; some texts are there twice."""
+    draw = random.Random(0)
+    texts = [
+        "".join(draw.choices("abc é\n\t🙂", k=draw.choice([1, 9, 60, 200]))) + str(i)
+        for i in range(90)
+    ]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, part in (("a", texts[:60] + texts[:7]), ("b", texts[50:])):
+        lines = [json.dumps({"text": text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(part)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for i in range(5):
+        (folder / f"c{i}.txt").write_text("one line\n \nand another")
+    return folder
+
+
+def read_documents(folder):
+    """The texts of a corpus, one by one, without forge_data."""
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".jsonl":
+            texts = [json.loads(line)["text"] for line in file.read_text().split("\n")]
+            yield from (text for text in texts if text.strip())
+        else:
+            yield file.read_text()
+
+
+def reference(texts, folder, validation_every=0):
+    """Token files, one document after the other through one writer; the sidecars' names and contents."""
+    folder.mkdir()
+    names = ("train", "validation") if validation_every else ("",)
+    tokenizer = ByteTokenizer()
+    writers = [TokenWriter(folder / name, 257, tokenizer.spec()) for name in names]
+    for i, text in enumerate(texts):
+        held_out = validation_every and i % validation_every == validation_every - 1
+        writers[bool(held_out)].add([*text.encode(), 256], last=True)
+    for writer in writers:
+        writer.finish()
+    return content(folder)
+
+
+def content(folder):
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "statistics.json"]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("every", [0, 4])
+def test_the_bytes_are_those_of_one_writer_whatever_the_workers(tmp_path, corpus, workers, every):
+    expected = reference(read_documents(corpus), tmp_path / "expected", every)
+    prepare(corpus, tmp_path / "out", workers=workers, validation_every=every)
+    assert content(tmp_path / "out") == expected
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "expected", "out"}
+
+
+def settings(**changes):
+    values = {"tokenizer": {"name": "byte"}, "vocab_size": 257, "document": "file"}
+    rest = {"text_field": "text", "validation_every": 0, "validation_fraction": 0.0}
+    return plan.Settings(**{**values, **rest, "deduplicate": False, **changes})
+
+
+@pytest.mark.parametrize("document", ["line", "blank_line"])
+def test_units_are_ranges_that_end_where_documents_end(tmp_path, document):
+    text = "".join(random.Random(1).choices(["\n", "\r\n", "\r", "word", "é", " ", "\n\n"], k=8000))
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    units = plan.make_plan([path], settings(document=document)).units
+    ranges = [part.range for unit in units for part in unit.parts]
+    assert len(ranges) > 8
+    assert [ranges[0][0], *(r[1] for r in ranges)] == [*(r[0] for r in ranges), path.stat().st_size]
+    found = [
+        piece.text
+        for part in ranges
+        for piece in unit_file.read_pieces(path, document, "text", lambda done: None, part)
+    ]
+    whole = unit_file.read_pieces(path, document, "text", lambda done: None)
+    assert found == [piece.text for piece in whole]
+
+
+def test_one_line_without_an_end_is_one_unit(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 200_000)
+    (unit,) = plan.make_plan([tmp_path / "a.txt"], settings(document="line")).units
+    assert unit.parts[0].range == (0, 200_000)
+
+
+def test_small_files_share_a_unit_and_sizes_add_up(corpus):
+    found = plan.make_plan(find_inputs([corpus]), settings())
+    assert len(found.units[-1].parts) == 6  # and the last bytes of a file
+    assert sum(unit.size for unit in found.units) == sum(
+        file.stat().st_size for file in corpus.iterdir()
+    )
+    assert plan.Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_parquet_is_divided_at_row_groups(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    texts = [f"{i} " * 40 for i in range(200)]
+    table = arrow.table({"n": list(range(200)), "text": texts})
+    pytest.importorskip("pyarrow.parquet").write_table(
+        table, tmp_path / "a.parquet", row_group_size=9
+    )
+    units = plan.make_plan([tmp_path / "a.parquet"], settings()).units
+    ranges = [part.range for unit in units for part in unit.parts]
+    assert len(ranges) > 8
+    assert [0, *(r[1] for r in ranges)] == [*(r[0] for r in ranges), 23]
+    assert sum(unit.size for unit in units) == (tmp_path / "a.parquet").stat().st_size
+    prepare(tmp_path / "a.parquet", tmp_path / "out", workers=2)
+    assert content(tmp_path / "out") == reference(texts, tmp_path / "expected")
+
+
+@pytest.mark.parametrize("shards", [1, 3, 40])
+def test_each_unit_has_one_shard_and_shards_are_consecutive(corpus, shards):
+    found = plan.make_plan(find_inputs([corpus]), settings(), shards)
+    parts = [found.of_shard(shard) for shard in range(shards)]
+    assert [unit for part in parts for unit in part] == list(found.units)
+
+
+def test_what_is_done_is_not_done_again(tmp_path, corpus, monkeypatch):
+    calls = []
+    write_unit = unit_workers.write_unit
+
+    def counted(folder, unit, *more):
+        calls.append(unit)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return write_unit(folder, unit, *more)
+
+    monkeypatch.setattr(unit_workers, "write_unit", counted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    first, second, *_ = sorted((tmp_path / "out.parts").glob("*.unit"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-3])  # a damaged one is done again too
+    total = len(plan.make_plan(find_inputs([corpus]), settings()).units)
+    reports = []
+    prepare(corpus, tmp_path / "out", progress=reports.append)
+    assert len(calls) == 4 + total - 1
+    assert reports[0].done > 1000  # what was there counts
+    assert content(tmp_path / "out") == reference(read_documents(corpus), tmp_path / "expected")
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "expected", "out"}
+
+
+def test_a_changed_file_is_read_again_and_the_others_are_not(tmp_path, corpus, monkeypatch):
+    (corpus / "c4.txt").write_bytes(b"\xff" * 2000)
+    with pytest.raises(InvalidData, match=r"c4.txt must be UTF-8"):
+        prepare(corpus, tmp_path / "out")
+    done = {p.name for p in (tmp_path / "out.parts").glob("*.unit")}
+    (corpus / "c4.txt").write_text("good")
+    calls = []
+    write_unit = unit_workers.write_unit
+    monkeypatch.setattr(
+        unit_workers, "write_unit", lambda f, u, *more: calls.append(u) or write_unit(f, u, *more)
+    )
+    prepare(corpus, tmp_path / "out")
+    assert done
+    assert not done & {f"{unit.key}.unit" for unit in calls}
+    assert content(tmp_path / "out") == reference(read_documents(corpus), tmp_path / "expected")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_first_error_of_the_plan_is_reported_whatever_the_workers(
+    tmp_path, monkeypatch, workers
+):
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_bytes(b"fine\n" * 250 + (b"\xff" if i in (3, 4, 6) else b""))
+    write_unit = unit_workers.write_unit
+
+    def late(folder, unit, *more):
+        """With several workers the error of 3.txt comes after that of 4.txt."""
+        name = Path(unit.parts[0].path).name
+        while workers > 1 and name == "3.txt" and not (tmp_path / "failed").exists():
+            time.sleep(0.01)
+        try:
+            return write_unit(folder, unit, *more)
+        finally:
+            if name == "4.txt":
+                (tmp_path / "failed").touch()
+
+    monkeypatch.setattr(unit_workers, "write_unit", late)
+    with pytest.raises(InvalidData, match=r"3.txt must be UTF-8"):
+        prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", workers=workers)
+    assert multiprocessing.active_children() == []
+
+
+def damage(path, at):
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+
+
+def test_damaged_units_do_not_become_tokens(tmp_path, corpus):
+    prepare(corpus, tmp_path / "out", shard=(0, 1))
+    unit = sorted((tmp_path / "out.parts").glob("*.unit"))[0]
+    damage(unit, 5)
+    with pytest.raises(InvalidData, match=r"unit must be the tokens .* it was damaged; remove it"):
+        merge(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    unit.unlink()
+    with pytest.raises(InvalidData, match=r"lacks units of shard 0/1 \(1 units\); run"):
+        merge(tmp_path / "out")
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_worker_that_dies_is_named_and_its_unit_begun_again_once(
+    tmp_path, corpus, monkeypatch, caplog, deaths
+):
+    target = plan.make_plan(find_inputs([corpus]), settings()).units[2].parts
+    write_unit, parent = unit_workers.write_unit, os.getpid()
+
+    def dying(folder, unit, *more):
+        if unit.parts == target and len(list(tmp_path.glob("death*"))) < deaths:
+            (tmp_path / f"death{os.getpid()}").touch()
+            assert os.getpid() != parent
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_unit(folder, unit, *more)
+
+    monkeypatch.setattr(unit_workers, "write_unit", dying)
+    if deaths == 1:
+        prepare(corpus, tmp_path / "out", workers=2)
+        assert content(tmp_path / "out") == reference(read_documents(corpus), tmp_path / "expected")
+    else:
+        with pytest.raises(
+            InvalidData, match=r"a.jsonl \d+..\d+ ended 2 workers, the last killed by SIG"
+        ):
+            prepare(corpus, tmp_path / "out", workers=2)
+    (death, *_) = sorted(tmp_path.glob("death*"), key=os.path.getmtime)
+    named = f"worker {death.name[5:]} was killed by SIGKILL at {corpus / 'a.jsonl'}"
+    assert sum(named in message for message in caplog.messages) == 1
+    assert multiprocessing.active_children() == []
+
+
+# shards
+
+
+@pytest.mark.parametrize("options", [{}, {"validation_every": 4}, {"deduplicate": True}])
+def test_merged_shards_are_the_single_run(tmp_path, corpus, options):
+    prepare(corpus, tmp_path / "one", validation_fraction=0.0, **options)
+    for shard in (2, 0, 1):
+        result = prepare(corpus, tmp_path / "out", shard=(shard, 3), workers=1 + shard, **options)
+        assert result.num_tokens[f"shard {shard}/3"] > 1000
+        if shard != 1:
+            with pytest.raises(
+                InvalidData, match=r"out.parts lacks units of shard .*1/3 \(\d+ units"
+            ):
+                merge(tmp_path / "out")
+    merged = merge(tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "one")
+    statistics = [(tmp_path / name / "statistics.json").read_text() for name in ("one", "out")]
+    assert statistics[0] == statistics[1]
+    assert json.loads(statistics[0]) == merged.statistics
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "one", "out"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"deduplicate": True}, r"other deduplicate \(False, now True\); give all shards"),
+        ({"text_field": "body"}, r"other text_field \(text, now body\)"),
+        ({"shard": (1, 3)}, r"other number of shards \(2, now 3\)"),
+        ({}, r"other inputs \(.*c1.txt is of another size or time\); give all shards"),
+    ],
+)
+def test_shards_of_other_commands_do_not_mix(tmp_path, corpus, change, message, caplog):
+    prepare(corpus, tmp_path / "out", shard=(0, 2))
+    if not change:
+        os.utime(corpus / "c1.txt", (1, 1))
+    with pytest.raises(ValueError, match=message):
+        prepare(corpus, tmp_path / "out", **{"shard": (1, 2), **change})
+    assert "the same command goes on" not in caplog.text
+
+
+def test_another_tokenizer_or_file_of_a_shard_is_named(tmp_path, corpus):
+    library = pytest.importorskip("tokenizers")
+    for name in ("words", "others"):
+        words = library.Tokenizer(library.models.WordLevel({"a": 1, name: 0}, unk_token=name))
+        words.save(str(tmp_path / f"{name}.json"))
+    options = {"tokenizer": str(tmp_path / "words.json"), "eos": "a"}
+    prepare(corpus, tmp_path / "out", shard=(0, 2), **options)
+    with pytest.raises(
+        ValueError, match=r"other tokenizer.fingerprint \(\w{12}, now \w{12}\); give"
+    ):
+        prepare(
+            corpus,
+            tmp_path / "out",
+            shard=(1, 2),
+            **{**options, "tokenizer": str(tmp_path / "others.json")},
+        )
+    (corpus / "c1.txt").unlink()
+    (corpus / "new.txt").write_text("new")
+    with pytest.raises(
+        ValueError, match=r"other inputs \(.*c1.txt is gone, .*new.txt is new\); give"
+    ):
+        prepare(corpus, tmp_path / "out", shard=(1, 2), **options)
+
+
+def test_a_shard_without_work_says_so(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("one")
+    prepare(tmp_path / "a.txt", tmp_path / "out", shard=(0, 3))
+    assert "shard 0/3 has nothing to do, as the text is 1 unit of work" in caplog.text
+    prepare(tmp_path / "a.txt", tmp_path / "out", shard=(1, 3))
+    assert "shard 1/3" not in caplog.text
+
+
+def test_merge_needs_parts(tmp_path, corpus):
+    with pytest.raises(InvalidData, match=r"out.parts must hold the parts .* but has no plan"):
+        merge(tmp_path / "out")
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "photo.jpg").write_text("meow")
+    with pytest.raises(ValueError, match=r"out.parts, where units wait .* must not be something"):
+        prepare(corpus, tmp_path / "out")
+    (tmp_path / "out.parts" / "plan.json").write_text("[1")
+    with pytest.raises(InvalidData, match=r"plan.json must be a plan of this forge-data"):
+        merge(tmp_path / "out")
+    assert (tmp_path / "out.parts" / "photo.jpg").exists()
+
+
+def test_the_tokenizer_of_the_shards_is_kept_with_them(tmp_path, corpus):
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "words.json"))
+    options = {"tokenizer": str(tmp_path / "words.json"), "eos": "a"}
+    prepare(corpus, tmp_path / "one", workers=2, **options)
+    prepare(corpus, tmp_path / "out", shard=(0, 1), **options)
+    words.save(str(tmp_path / "words.json"), pretty=False)
+    (tmp_path / "out.parts" / "tokenizer.json").rename(tmp_path / "kept.json")
+    with pytest.raises(InvalidData, match=r"tokenizer.json must be the tokenizer with which"):
+        merge(tmp_path / "out")
+    (tmp_path / "kept.json").rename(tmp_path / "out.parts" / "tokenizer.json")
+    merge(tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "one")
+
+
+# splits, duplicates, statistics
+
+
+def test_a_fraction_is_held_out_by_the_text_alone(tmp_path, corpus):
+    texts = list(read_documents(corpus))
+    prepare(corpus, tmp_path / "out", validation_fraction=0.3)
+
+    def held_out(text):
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return int.from_bytes(digest[:8], "big") < 0.3 * 2**64
+
+    for split, wanted in (("train", False), ("validation", True)):
+        expected = [text for text in texts if held_out(text) is wanted]
+        assert len(expected) > 20
+        assert documents(TokenFiles(tmp_path / "out", split=split)) == expected
+
+
+def documents(source):
+    ends = [*source.documents[1:].tolist(), source.num_tokens]
+    spans = zip(source.documents.tolist(), ends, strict=True)
+    return [ByteTokenizer().decode(source.read(a, b).tolist()) for a, b in spans]
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_copies_of_earlier_documents_are_dropped(tmp_path, corpus, every):
+    texts = list(read_documents(corpus))
+    once = list(dict.fromkeys(texts))
+    result = prepare(corpus, tmp_path / "out", deduplicate=True, validation_every=every, workers=2)
+    assert content(tmp_path / "out") == reference(once, tmp_path / "expected", every)
+    dropped = result.statistics["duplicates"]
+    assert dropped["documents"] == len(texts) - len(once) > 15
+    assert dropped["bytes"] == sum(len(t.encode()) for t in texts) - sum(
+        len(t.encode()) for t in once
+    )
+
+
+def test_duplicates_are_those_of_a_set_and_half_a_digest_is_not_enough():
+    draw = np.random.default_rng(0)
+    table = draw.integers(0, 3, (2000, 2)).astype(np.uint64)  # halves meet often, wholes less
+    table[::7] = draw.integers(0, 1 << 60, (286, 2))
+    digests = np.frombuffer(table.tobytes(), "V16")
+    seen, expected = set(), []
+    for i, digest in enumerate(digests.tolist()):
+        if digest in seen:
+            expected.append(i)
+        seen.add(digest)
+    found = find_duplicates(lambda: np.array_split(digests, 13), 2000)
+    assert found.tolist() == expected
+    assert find_duplicates(lambda: [digests[:0]], 0).tolist() == []
+
+
+def test_statistics_are_those_of_all_lengths(tmp_path, corpus):
+    texts = [text.encode() for text in read_documents(corpus)]
+    lengths = np.array([len(text) + 1 for text in texts])
+    (found,) = prepare(corpus, tmp_path / "out").statistics["splits"].values()
+    assert (found["documents"], found["tokens"]) == (len(texts), lengths.sum())
+    assert found["bytes"] == sum(map(len, texts))
+    assert found["tokens_per_byte"] == pytest.approx(found["tokens"] / found["bytes"], abs=1e-6)
+    for q, length in found["length_quantiles"].items():
+        assert length == np.quantile(lengths, float(q), method="inverted_cdf"), q
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"validation_fraction": 1.0}, "validation_fraction 1.0 must be from 0"),
+        ({"validation_fraction": 0.1, "validation_every": 3}, "are two ways to choose"),
+        ({"workers": 0}, "workers 0 must be at least 1"),
+        ({"shard": (3, 3)}, "shard 3/3 must be I/N with I from 0 to N-1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(tmp_path, corpus, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(corpus, tmp_path / "out", **arguments)
+    assert not (tmp_path / "out.parts").exists()
+
+
+# kills
+
+
+def run_prepare(source, output):
+    os.setsid()
+    plan.SMALLEST = plan.LARGEST = 1 << 14
+    options = {"deduplicate": True, "validation_fraction": 0.2, "document": "line"}
+    prepare(source, output, workers=2, overwrite=True, **options)
+
+
+def start(*arguments):
+    """A process of its own group; forked, as imports would take longer than the work."""
+    process = multiprocessing.get_context("fork").Process(target=run_prepare, args=arguments)
+    process.start()
+    return process
+
+
+def children(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except FileNotFoundError:
+        return []
+
+
+def lives(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def kill_again_and_again(tmp_path, times, seed):
+    """Kill a prepare with all its processes after random times, `times` times; then let it end."""
+    (tmp_path / "in").mkdir()
+    draw = random.Random(seed)
+    for i in range(8):
+        lines = [f"{draw.randrange(300)} {draw.random()} words" for _ in range(3000)]
+        (tmp_path / "in" / f"{i}.txt").write_text("\n".join(lines))
+    one, out = tmp_path / "one", tmp_path / "out"
+    began = time.monotonic()
+    process = start(tmp_path / "in", one)
+    process.join(60)
+    assert process.exitcode == 0
+    seconds = time.monotonic() - began
+    killed, found = 0, set()
+    while killed < times:
+        process = start(tmp_path / "in", out)
+        process.join(draw.uniform(0, seconds * (0.3 if killed % 2 else 1.1)))
+        workers = children(process.pid)
+        if process.is_alive():
+            group = os.getpgid(process.pid)
+            if killed % 3 and group == process.pid:  # all at once, as a scheduler does it
+                os.killpg(group, signal.SIGKILL)
+            else:
+                process.kill()
+            process.join()
+            killed += process.exitcode == -signal.SIGKILL
+        deadline = time.monotonic() + 10
+        while any(map(lives, workers)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert not any(map(lives, workers))  # they end with their parent
+        if out.exists():
+            verify(out)  # complete whenever it is there
+        found.add(len(list((tmp_path / "out.parts").glob("*.unit"))))
+    process = start(tmp_path / "in", out)
+    process.join(60)
+    assert process.exitcode == 0
+    assert tree(out) == tree(one)
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "one", "out"}
+    return found
+
+
+DISK = (
+    (Path, "rename"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir"), (os, "fsync"), (os, "unlink"), (os, "rmdir"),
+)  # fmt: skip
+
+
+def run_until(call, source, output, overwrite):
+    """A prepare that kills itself before its `call`-th change of the disk."""
+    count = itertools.count(1)
+
+    def dying(change):
+        def wrapped(*arguments, **options):
+            if next(count) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*arguments, **options)
+
+        return wrapped
+
+    for module, name in DISK:
+        setattr(module, name, dying(getattr(module, name)))
+    prepare(source, output, document="line", validation_every=3, overwrite=overwrite)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_before_any_change_of_the_disk_the_rerun_ends_with_the_same_bytes(
+    tmp_path, overwrite
+):
+    source, out, parts = tmp_path / "in.txt", tmp_path / "out", tmp_path / "out.parts"
+    source.write_text("".join(f"{i} some words\n" for i in range(200)))
+    prepare(source, tmp_path / "one", document="line", validation_every=3)
+    fork = multiprocessing.get_context("fork").Process
+    states = set()
+    for call in itertools.count(1):
+        if overwrite:
+            prepare(source, out, document="line")
+        process = fork(target=run_until, args=(call, source, out, overwrite))
+        process.start()
+        process.join(60)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        states.add((out.exists(), (tmp_path / "out.parts.finished.json").exists(), parts.exists()))
+        prepare(source, out, document="line", validation_every=3, overwrite=overwrite)
+        assert tree(out) == tree(tmp_path / "one")
+        assert {p.name for p in tmp_path.iterdir()} == {"in.txt", "one", "out"}
+        shutil.rmtree(out)
+    assert call > 30
+    assert states >= {(overwrite, False, True), (False, True, True), (True, True, True)}
+    assert (True, True, False) in states, "an instant before the end"
+
+
+def tree(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_killed_at_random_instants_the_bytes_are_those_of_an_undisturbed_run(tmp_path):
+    assert len(kill_again_and_again(tmp_path, 6, seed=0)) > 2  # kills fell in different places
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_killed_fifty_times_the_bytes_are_those_of_an_undisturbed_run(tmp_path):
+    assert len(kill_again_and_again(tmp_path, 50, seed=1)) > 6
+
+
+def hang(tmp_path, **options):
+    """A prepare of `in` into `out` that stays in its middle."""
+    begun = multiprocessing.Event()
+
+    def stuck():
+        def wait(progress):
+            begun.set()
+            time.sleep(600)
+
+        prepare(tmp_path / "in", tmp_path / "out", progress=wait, **options)
+
+    process = multiprocessing.get_context("fork").Process(target=stuck)
+    process.start()
+    assert begun.wait(60)
+    return process
+
+
+def end(process):
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("other", [None, (0, 2)])
+def test_two_commands_on_one_output_are_refused_while_the_first_lives(tmp_path, corpus, other):
+    """One that was killed in the middle keeps nobody out."""
+    process = hang(tmp_path, shard=other)
+    for attempt in [other, None]:  # the same command, and one of the whole
+        with pytest.raises(ValueError, match=f"and process {process.pid} on .* writes there; wait"):
+            prepare(corpus, tmp_path / "out", shard=attempt)
+    assert (tmp_path / "out.parts/plan.json").is_file()
+    if other is not None:
+        prepare(corpus, tmp_path / "out", shard=(1, 2))  # another shard may go on
+        with pytest.raises(ValueError, match=f"and process {process.pid} on .* writes there; wait"):
+            merge(tmp_path / "out")
+    end(process)
+    prepare(corpus, tmp_path / "out", shard=other)
+    if other is not None:
+        merge(tmp_path / "out")
+    prepare(corpus, tmp_path / "alone")
+    assert content(tmp_path / "out") == content(tmp_path / "alone")
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "alone"}
+
+
+def test_a_shard_waits_for_one_that_does_the_whole(tmp_path, corpus):
+    process = hang(tmp_path)
+    with pytest.raises(ValueError, match=f"and process {process.pid} on .* writes there; wait"):
+        prepare(corpus, tmp_path / "out", shard=(0, 2))
+    end(process)
+
+
+def test_a_refused_command_leaves_nothing(tmp_path, corpus):
+    """Beside an output that is there, also where an empty folder or one with locks of the dead was left."""
+    prepare(corpus, tmp_path / "out")
+    for names in [None, [], ["lock", "lock-3"]]:
+        if names is not None:
+            (tmp_path / "out.parts").mkdir()
+        for name in names or ():
+            (tmp_path / "out.parts" / name).touch()
+        with pytest.raises(ValueError, match="out must not exist yet"):
+            prepare(corpus, tmp_path / "out")
+        assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
+    with pytest.raises(InvalidData, match=r"has no plan; .*out is there already: look at it"):
+        merge(tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
+
+
+def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """Else two would hold locks of one name: of a file that is gone, and of the new one."""
+    path, lock = tmp_path / "lock", locks._lock
+
+    def late(file, shared):
+        monkeypatch.setattr(locks, "_lock", lock)
+        path.unlink()
+        lock(file, shared)
+
+    monkeypatch.setattr(locks, "_lock", late)
+    with locks.locked(path):
+        assert str(os.getpid()) in path.read_text()
+
+
+def test_a_merge_does_not_replace_its_inputs(tmp_path, corpus):
+    prepare(corpus, tmp_path / "out", shard=(0, 1))
+    prepare(corpus / "a.jsonl", tmp_path / "old")
+    corpus.rename(tmp_path / "elsewhere")
+    (tmp_path / "old").rename(tmp_path / "in")
+    (tmp_path / "out.parts").rename(tmp_path / "in.parts")
+    with pytest.raises(ValueError, match=r"in/a.jsonl must not be in the output"):
+        merge(tmp_path / "in", overwrite=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["a.jsonl", "c1.txt"])
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path, corpus, monkeypatch, name, workers):
+    """Its units were planned for what it was: ranges of another file end anywhere."""
+    read = unit_file.read_pieces
+
+    def changing(path, *more):
+        if path.name == name and not path.read_bytes().startswith(b" "):
+            path.write_bytes(b" " + path.read_bytes())
+        return read(path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unit_file, "read_pieces", changing)
+        with pytest.raises(InvalidData, match=f"{name} must not change while it is tokenized; st"):
+            prepare(corpus, tmp_path / "out", workers=workers)
+    prepare(corpus, tmp_path / "out")
+    assert content(tmp_path / "out") == reference(read_documents(corpus), tmp_path / "expected")

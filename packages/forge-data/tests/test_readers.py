@@ -1,0 +1,278 @@
+"""Each format gives the documents of the plain text, in parts too; each damage gets one sentence."""
+
+import errno
+import gzip
+import json
+import os
+import random
+import sys
+import tracemalloc
+
+import pytest
+
+from forge_data import InvalidData
+from forge_data.prepare.readers import find_inputs, read_pieces
+
+TEXTS = ["one\ntwo", "three é", "  ", "four\r\n five", "🙂" * 50, "last"]
+KEPT = [text for text in TEXTS if text.strip()]
+RECORDS = "".join(json.dumps({"n": 1, "text": text}) + "\n" for text in TEXTS).encode()
+
+
+def write_gzip(path, content):
+    path.write_bytes(gzip.compress(content[:50]) + gzip.compress(content[50:]) + b"\0" * 512)
+
+
+def write_zstd(path, content):
+    pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+    path.write_bytes(pack(content[:50]) + pack(content[50:]))
+
+
+def write_parquet(path, content, **options):
+    arrow = pytest.importorskip("pyarrow")
+    rows = [json.loads(line) for line in content.splitlines()]
+    table = arrow.Table.from_pylist(rows)
+    pytest.importorskip("pyarrow.parquet").write_table(
+        table, path, **{"row_group_size": 2, **options}
+    )
+
+
+WRITERS = {
+    "a.jsonl": lambda path, content: path.write_bytes(content),
+    "a.jsonl.gz": write_gzip,
+    "a.jsonl.zst": write_zstd,
+    "a.parquet": write_parquet,
+}
+
+
+def documents(path, document="file", field="text", part=None):
+    found, waiting = [], ""
+    for text, last in read_pieces(path, document, field, lambda done: None, part):
+        waiting += text
+        if last:
+            found.append(waiting)
+            waiting = ""
+    assert waiting == ""
+    return found
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_documents(tmp_path, name):
+    WRITERS[name](tmp_path / name, RECORDS)
+    assert documents(tmp_path / name) == KEPT
+
+
+@pytest.mark.parametrize("writer", [write_gzip, write_zstd])
+@pytest.mark.parametrize("kind", ["file", "line", "blank_line"])
+def test_packed_text_is_the_text(tmp_path, writer, kind):
+    content = "\n\n".join(TEXTS).encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    writer(tmp_path / "b.txt.gz" if writer is write_gzip else tmp_path / "b.txt.zst", content)
+    plain, packed = find_inputs([tmp_path])
+    assert documents(packed, kind) == documents(plain, kind)
+
+
+def test_large_files_unpack_to_the_same_text(tmp_path):
+    lines = [f"{i} {i * i % 977} some words" for i in range(100_000)]
+    for writer, name in ((write_gzip, "a.txt.gz"), (write_zstd, "a.txt.zst")):
+        writer(tmp_path / name, "\n".join(lines).encode())
+        assert documents(tmp_path / name, "line") == lines
+
+
+def test_parts_of_text_and_parquet_are_the_whole(tmp_path):
+    write_parquet(tmp_path / "a.parquet", RECORDS)
+    assert documents(tmp_path / "a.parquet", part=(0, 1)) == KEPT[:2]
+    assert documents(tmp_path / "a.parquet", part=(1, 3)) == KEPT[2:]
+    (tmp_path / "a.jsonl").write_bytes(RECORDS)
+    cut = RECORDS.index(b"\n", 50) + 1
+    head = documents(tmp_path / "a.jsonl", part=(0, cut))
+    assert head + documents(tmp_path / "a.jsonl", part=(cut, len(RECORDS))) == KEPT
+    assert head
+
+
+def test_a_line_of_a_part_is_counted_from_the_start_of_its_file(tmp_path):
+    content = RECORDS + b'{"text": 3}\n'
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InvalidData, match="line 7 has 3"):
+        documents(tmp_path / "a.jsonl", part=(RECORDS.index(b"\n") + 1, len(content)))
+    (tmp_path / "b.txt").write_bytes(RECORDS + b"\xff\n")
+    with pytest.raises(InvalidData, match=f"byte {len(RECORDS)} is not"):
+        documents(tmp_path / "b.txt", "line", part=(RECORDS.index(b"\n") + 1, len(RECORDS) + 2))
+
+
+def test_a_byte_order_mark_is_one_at_the_start_of_a_file_only(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n")
+    assert documents(tmp_path / "a.txt", "line") == ["one", "\ufefftwo"]
+    assert documents(tmp_path / "a.txt", "line", part=(7, 14)) == ["\ufefftwo"]
+
+
+def test_folders_are_searched_for_every_format(tmp_path):
+    names = ["A.TXT", "B.JSONL.GZ", "a.txt", "b.md.gz", "c.jsonl.zst", "d.parquet", "e.txt.zst"]
+    names += ["f.json.gz", "g.ndjson"]
+    for name in [*names, "f.zst", "g.csv", "h.json", "parquet"]:
+        (tmp_path / name).write_text("")
+    assert [path.name for path in find_inputs([tmp_path])] == names
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "a.ndjson", "a.json", "a.Json.GZ"])
+def test_names_of_json_lines_are_read_as_records(tmp_path, name):
+    """As text, their braces would be learnt."""
+    write = gzip.compress if name.endswith("GZ") else bytes
+    (tmp_path / name).write_bytes(write(b'{"text": "words"}\n'))
+    assert documents(tmp_path / name) == ["words"]
+
+
+def test_links_are_followed_and_what_two_lead_to_is_read_once(tmp_path):
+    for folder in ("in/b", "in/c", "elsewhere/deep"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("in/b/b.txt", "in/c/c.txt", "elsewhere/deep/e.txt", "elsewhere/.h.txt"):
+        (tmp_path / file).write_text(file)
+    (tmp_path / "in/a").symlink_to("b")  # a second name of what is there
+    (tmp_path / "in/c/up").symlink_to("../..")  # a circle
+    (tmp_path / "in/z").symlink_to("../elsewhere")
+    (tmp_path / "in/gone.txt").symlink_to("nowhere.txt")
+    found = [str(path.relative_to(tmp_path)) for path in find_inputs([tmp_path / "in"])]
+    assert found == ["in/b/b.txt", "in/c/c.txt", "in/z/deep/e.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError, match="closed"):
+        find_inputs([tmp_path])
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_every_type_of_strings_in_parquet_is_text(tmp_path, kind):
+    arrow = pytest.importorskip("pyarrow")
+    type_ = (
+        arrow.dictionary(arrow.int32(), arrow.string())
+        if kind == "dictionary"
+        else getattr(arrow, kind)()
+    )
+    table = arrow.table({"text": arrow.array(KEPT).cast(type_)})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    assert documents(tmp_path / "a.parquet") == KEPT
+
+
+def damaged(writer, change):
+    def write(path):
+        writer(path, RECORDS * 50)
+        path.write_bytes(change(path.read_bytes()))
+
+    return write
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0x55]) + content[middle + 1 :]
+
+
+def nothing(path):
+    path.write_bytes(b"")
+
+
+def table(**columns):
+    def write(path):
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), path)
+
+    return write
+
+
+def not_utf8(path):
+    arrow = pytest.importorskip("pyarrow")
+    strings = arrow.array([b"fine", b"caf\xe9"]).view(arrow.string())
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": strings}), path)
+
+
+GZIP_END = slice(None, -520)  # without the padding and the last bytes of a member
+DAMAGED = {
+    "surrogate.jsonl": (
+        lambda p: p.write_text('{"text": "\\ud83d\\ude42"}\n{"text": "a\\ud800b"}\n'),
+        r"line 2 has .ud800 alone in 'text', half a character",
+    ),
+    "truncated.jsonl.gz": (damaged(write_gzip, lambda c: c[GZIP_END]), "it was truncated"),
+    "truncated.jsonl.zst": (damaged(write_zstd, lambda c: c[:-9]), "zstd data: it was truncated"),
+    "truncated.parquet": (damaged(write_parquet, lambda c: c[:-9]), "must be a whole parquet file"),
+    "garbage.jsonl.gz": (damaged(write_gzip, lambda c: c + b"more"), "must be whole gzip"),
+    "garbage.jsonl.zst": (damaged(write_zstd, lambda c: c + b"more"), "must be whole zstd"),
+    "flipped.jsonl.gz": (damaged(write_gzip, flip), "must be whole gzip as its name says"),
+    "flipped.jsonl.zst": (damaged(write_zstd, flip), "must be whole zstd as its name says"),
+    "empty.jsonl.gz": (nothing, "ends after 0 bytes"),
+    "empty.jsonl.zst": (nothing, "ends after 0 bytes"),
+    "empty.parquet": (nothing, "must be a whole parquet file"),
+    "text.jsonl.gz": (lambda p: p.write_text("{}"), "must be whole gzip as its name says"),
+    "text.jsonl.zst": (lambda p: p.write_text("{}" * 9), "must be whole zstd as its name says"),
+    "text.parquet": (lambda p: p.write_text("{}" * 9), "must be a whole parquet file"),
+    "no column.parquet": (table(body=["x"], n=[1]), r"a column 'text' \(it has: body, n\)"),
+    "numbers.parquet": (table(text=[1, 2]), "'text' of type int64, which must be string"),
+    "lists.parquet": (table(text=[["a"]]), "'text' of type list"),
+    "null.parquet": (table(text=["a", None]), "row 1 has null in 'text'"),
+    "latin1.parquet": (not_utf8, "must hold UTF-8 in 'text', but rows 0..1 do not"),
+    "latin1.txt.gz": (lambda p: write_gzip(p, b"ab\n" * 99 + b"\xe9"), "byte 297 of what it unp"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_wrong_with_a_file_is_one_line(tmp_path, name):
+    write, message = DAMAGED[name]
+    if name.endswith(".zst"):
+        pytest.importorskip("zstandard")
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    write(tmp_path / name)
+    with pytest.raises(InvalidData, match=message) as error:
+        documents(tmp_path / name)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500 + len(str(tmp_path))
+
+
+def test_a_damaged_data_page_of_parquet_is_found(tmp_path):
+    write_parquet(tmp_path / "a.parquet", RECORDS, write_page_checksum=True, compression="none")
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"four", b"foul", 1))
+    with pytest.raises(InvalidData, match=r"cannot be read in row group \d"):
+        documents(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("module", ["pyarrow", "zstandard"])
+def test_a_missing_extra_is_one_line(tmp_path, monkeypatch, module):
+    name, extra = {"pyarrow": ("a.parquet", "parquet"), "zstandard": ("a.txt.zst", "zstd")}[module]
+    (tmp_path / name).write_text("")
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"{name} needs {module}.*pip install 'forge-data\[{extra}\]'"
+    with pytest.raises(ValueError, match=message) as error:
+        documents(tmp_path / name)
+    assert not isinstance(error.value, InvalidData)
+
+
+@pytest.mark.parametrize("writer", [write_gzip, write_zstd])
+def test_memory_does_not_grow_with_what_a_file_unpacks_to(tmp_path, writer):
+    path = tmp_path / ("a.txt.gz" if writer is write_gzip else "a.txt.zst")
+    writer(path, random.Random(0).randbytes(8_000_000).hex().encode())
+    tracemalloc.start()
+    count = sum(len(text) for text, _ in read_pieces(path, "file", "text", lambda done: None))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 16_000_000
+    assert peak < 12_000_000  # a few pieces of a MB
+
+
+def test_reports_end_at_the_size_of_the_file(tmp_path):
+    for name, writer in WRITERS.items():
+        writer(tmp_path / name, RECORDS * 20)
+        done = [0]
+        for _ in read_pieces(tmp_path / name, "file", "text", done.append):
+            pass
+        assert done == sorted(done)
+        size = (tmp_path / name).stat().st_size
+        assert abs(done[-1] - size) <= 1, name

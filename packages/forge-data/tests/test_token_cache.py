@@ -1,0 +1,343 @@
+"""The token cache: one writer, nobody misled by what a killed one left, and sentences for disks."""
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+
+import pytest
+
+from forge_data import InvalidData, TokenFiles, open_source
+from forge_data.config import SourceConfig
+from forge_data.kinds import TextConfig
+from forge_data.prepare import prepare
+from forge_data.sources import token_cache
+from forge_data.sources.token_cache import Entry, file_states, open_cached
+
+FORK = multiprocessing.get_context("fork")
+WORDS = "so many words to read\n" * 50
+
+
+def entry_in(folder):
+    return Entry.of(str(folder / "cache"), "words", {"key": 1})
+
+
+def write_words(folder, progress=None):
+    """What a kind of source writes: token files, complete or not at all."""
+    text = folder.parent / "words.txt"
+    text.write_text(WORDS)
+    prepare([text], folder, document="line")
+
+
+def wait_for(happened):
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def open_words(folder, write=write_words):
+    return open_cached(entry_in(folder), "train", "touch", write)
+
+
+def test_tokens_are_written_once(tmp_path):
+    first = open_words(tmp_path)
+    again = open_words(tmp_path, write=None)  # nothing calls it
+    prepare([tmp_path / "cache/words.txt"], tmp_path / "prepared", document="line")
+    assert (
+        again.fingerprint()
+        == first.fingerprint()
+        == TokenFiles(tmp_path / "prepared").fingerprint()
+    )
+    copy = pickle.loads(pickle.dumps(again))
+    assert (copy.read(0, 9) == first.read(0, 9)).all()
+
+
+def test_of_many_processes_one_writes_and_the_others_say_for_whom_they_wait(tmp_path):
+    may_end = FORK.Event()
+
+    def write(folder, progress):
+        with (tmp_path / "writers").open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        may_end.wait(20)
+        write_words(folder)
+
+    def run():
+        sys.stderr = (tmp_path / f"{os.getpid()}.err").open("w")
+        assert open_words(tmp_path, write).num_tokens == len(WORDS)
+
+    processes = [FORK.Process(target=run) for _ in range(4)]
+    for process in processes:
+        process.start()
+
+    def waiting():
+        said = [path.read_text() for path in tmp_path.glob("*.err")]
+        return [line for line in said if "waiting for " in line]
+
+    wait_for(lambda: len(waiting()) == 3)
+    (writer,) = (tmp_path / "writers").read_text().split()
+    # one that comes in the instant between lock and name knows no name
+    names = (f"waiting for process {writer} on", "waiting for another process,")
+    assert all(any(name in line for name in names) for line in waiting())
+    assert all("which tokenizes words into" in line for line in waiting())
+    may_end.set()
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+    assert (tmp_path / "writers").read_text().split() == [writer]
+
+
+def test_a_killed_writer_neither_blocks_nor_is_believed(tmp_path):
+    """Killed with all its files written but not yet in place, and with a child that outlives it."""
+    entry = entry_in(tmp_path)
+
+    def write(folder, progress):
+        half = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+        write_words(half)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        (tmp_path / "child").write_text(str(child))
+        time.sleep(60)
+
+    writer = FORK.Process(target=open_words, args=(tmp_path, write))
+    writer.start()
+    wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()  # with a time it would wait for the child, which has the pipe
+    try:
+        assert entry.lock.exists()
+        assert not entry.folder.exists()
+        assert open_words(tmp_path).num_tokens == len(WORDS)
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert not [path for path in entry.folder.parent.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("file", ["tokens.bin", "documents.bin", "blocks.bin", "tokens.json"])
+def test_a_damaged_entry_is_written_again(tmp_path, file, capsys):
+    whole = open_words(tmp_path).fingerprint()
+    path = entry_in(tmp_path).folder / file
+    path.write_bytes(path.read_bytes()[:-5])
+    assert open_words(tmp_path).fingerprint() == whole
+    assert "it is in the cache, so it is written from its text again" in capsys.readouterr().err
+
+
+def test_a_damaged_block_ends_the_run_once(tmp_path):
+    whole = open_words(tmp_path).fingerprint()
+    path = entry_in(tmp_path).folder / "tokens.bin"
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InvalidData, match=r"block 0 .*was damaged; start again, and it is written"):
+        open_words(tmp_path).read(0, 100)
+    assert open_words(tmp_path).read(0, 100).size == 100
+    assert open_words(tmp_path).fingerprint() == whole
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_written_are_one_line(tmp_path):
+    def full(folder, progress):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "tokens.bin"))
+
+    with pytest.raises(
+        InvalidData, match=r"^cache .*cache must have room for the tokens of words \(No space"
+    ) as e:
+        open_words(tmp_path, full)
+    assert "\n" not in str(e.value)
+    assert "$FORGE_CACHE" in str(e.value)
+    (tmp_path / "cache/file").write_text("")
+    entry = Entry.of(str(tmp_path / "cache/file/below"), "words", {})
+    with pytest.raises(
+        ValueError, match=r"below must be a folder that can be written \(Not a directory\)"
+    ):
+        open_cached(entry, "train", "touch", write_words)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder(tmp_path):
+    whole = open_words(tmp_path).fingerprint()
+    (tmp_path / "cache").chmod(0o555)
+    try:
+        assert open_words(tmp_path).fingerprint() == whole
+        with pytest.raises(ValueError, match="must be a folder that can be written"):
+            open_cached(
+                Entry.of(str(tmp_path / "cache"), "more", {}), "train", "touch", write_words
+            )
+    finally:
+        (tmp_path / "cache").chmod(0o755)
+
+
+def test_a_read_only_cache_is_read_without_a_lock(tmp_path, monkeypatch):
+    whole = open_words(tmp_path).fingerprint()
+    monkeypatch.setattr(token_cache, "_locked", None)
+    assert open_words(tmp_path).fingerprint() == whole
+
+
+def test_a_file_system_without_locks_says_so(tmp_path, monkeypatch, capsys):
+    def none(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(token_cache.fcntl, "lockf", none)
+    assert open_words(tmp_path).num_tokens == len(WORDS)
+    assert "has no file locks: other processes may write the same tokens" in capsys.readouterr().err
+
+
+def test_the_folder_is_that_of_the_table_or_the_environment_or_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "env"))
+    assert (
+        Entry.of("mine", "a b/c:d.jsonl", {}).folder.parent == token_cache.Path("mine").absolute()
+    )
+    assert Entry.of(None, "x", {}).folder.parent == tmp_path / "env"
+    assert Entry.of(None, "a b/c:d.jsonl", {}).folder.name.startswith("c_d.jsonl-")
+    monkeypatch.delenv("FORGE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Entry.of(None, "x", {}).folder.parent == tmp_path / ".cache/forge/tokens"
+
+
+def test_a_change_after_the_look_has_a_later_time_stamp(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a")
+    seen = file_states([path], tmp_path)
+    path.write_text("b")
+    assert file_states([path], tmp_path) != seen
+
+
+# ---- name = "text"
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/b.md").write_text("one\n\ntwo\n")
+    lines = [json.dumps({"text": f"document {i} " * i}) for i in range(40)]
+    (tmp_path / "notes/a.jsonl").write_text("\n".join(lines))
+    return tmp_path / "notes"
+
+
+def source_of(path, split="train", **table):
+    return open_source(SourceConfig("text", str(path), split=split, text=TextConfig(**table)))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_text_is_read_as_prepare_writes_it(text, split):
+    found = source_of(text, split, document="blank_line", validation_every=5)
+    prepare(text, text.parent / "p", document="blank_line", validation_every=5)
+    wanted = TokenFiles(text.parent / "p", split=split)
+    assert found.fingerprint() == wanted.fingerprint()
+    assert (found.read(0, found.num_tokens) == wanted.read(0, wanted.num_tokens)).all()
+    assert (found.documents == wanted.documents).all()
+
+
+def test_its_identity_is_its_content_and_not_its_place(text):
+    first = source_of(text)
+    moved = text.rename(text.parent / "moved")
+    assert (
+        source_of(moved).path == first.path or source_of(moved).fingerprint() == first.fingerprint()
+    )
+    os.utime(moved / "b.md", (1, 1))
+    later = source_of(moved)
+    assert later.path != first.path
+    assert later.fingerprint() == first.fingerprint()
+
+
+def test_changed_text_makes_a_new_entry(text):
+    first = source_of(text)
+    (text / "b.md").write_text("one\n\nTWO\n")
+    second = source_of(text)
+    assert first.path.is_dir()
+    assert second.path != first.path
+    assert second.fingerprint()["tokens"] != first.fingerprint()["tokens"]
+
+
+def test_other_options_make_other_entries(text):
+    options = [{}, {"document": "line"}, {"validation_every": 4}, {"validation_every": 5}]
+    assert len({source_of(text, **some).path for some in options}) == len(options)
+
+
+def test_folders_of_splits(text):
+    (text / "train").mkdir()
+    with pytest.raises(
+        InvalidData, match=r"must hold a folder validation/; make it, or set text.validation_every"
+    ):
+        source_of(text, "validation")
+    (text / "train/t.txt").write_text("only this")
+    assert source_of(text).num_tokens == len("only this") + 1
+    (text / "validation").mkdir()
+    with pytest.raises(InvalidData, match=r"validation_every 9 would mix with the rest; remove"):
+        source_of(text, validation_every=9)
+
+
+def test_text_that_changes_meanwhile_is_refused(text, monkeypatch):
+    from forge_data.sources import text as module
+
+    def slow(files, folder, **options):
+        prepare(files, folder, **options)
+        (text / "b.md").write_text("one\n\ntwo and more\n")
+
+    monkeypatch.setattr(module, "prepare", slow)
+    with pytest.raises(InvalidData, match=r"b.md must not change while it is tokenized"):
+        source_of(text)
+    monkeypatch.undo()
+    monkeypatch.setenv("FORGE_CACHE", str(text.parent / "cache"))
+    assert "more" in bytes(
+        source_of(text).read(0, 9000 and source_of(text).num_tokens).astype("u1")
+    ).decode("latin1")
+
+
+@pytest.mark.parametrize(
+    ("content", "table", "sentence"),
+    [
+        (b'{"text": 3}', {}, r"a.jsonl line 1 has 3 as 'text', which must be a string"),
+        (b'{"body": "x"}', {}, r"a.jsonl line 1 must have a string 'text' \(it has: body\)"),
+        (b'{"text": " "}', {}, r"every document is empty"),
+        (b"", {}, r"every document is empty"),
+        (b'{"text": "\xff"}', {}, r"must be UTF-8"),
+        (b"PAR1 and so on", {}, r"a.jsonl is a parquet file by its first bytes"),
+        (b'{"text": "x"}', {"tokenizer": "none.json"}, r"tokenizer none.json must be a JSON file"),
+    ],
+)
+def test_broken_text_is_one_line(tmp_path, monkeypatch, content, table, sentence):
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InvalidData, match=sentence) as error:
+        source_of(tmp_path / "a.jsonl", **table)
+    assert "\n" not in str(error.value)
+    left = list((tmp_path / "cache").iterdir()) if (tmp_path / "cache").exists() else []
+    assert all(path.suffix == ".lock" for path in left)
+
+
+def test_a_killed_tokenization_goes_on_and_leaves_nothing(text, monkeypatch):
+    """Killed between two files, each a unit of its own."""
+    from forge_data.prepare import pipeline
+
+    wanted = source_of(text, cache=str(text.parent / "whole")).fingerprint()
+
+    def run():
+        assemble = pipeline.assemble
+        pipeline.assemble = lambda *args, **more: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            source_of(text)
+        finally:
+            pipeline.assemble = assemble
+
+    writer = FORK.Process(target=run)
+    writer.start()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    assert list((text.parent / "cache").glob("notes-*"))
+    assert source_of(text).fingerprint() == wanted
+    left = sorted(path.name.partition("-")[2][32:] for path in (text.parent / "cache").iterdir())
+    assert left == ["", ".lock"]
+
+
+def test_a_path_without_text(tmp_path):
+    with pytest.raises(
+        InvalidData, match="must be a text file or a folder of some; check the path"
+    ):
+        source_of(tmp_path / "nowhere")
