@@ -10,6 +10,7 @@ from forge_moe.layer import MoE
 from forge_moe.parallel import expert_parallelize
 from forge_moe.replay import recompute_contexts
 from forge_moe.routers import Routed, Router, RoutingRule
+from forge_moe.sorted_experts import SortedExperts
 from forge_moe.training_step import aux_losses, set_aux_scale, update_expert_bias
 from forge_moe.upcycle import upcycle
 
@@ -24,6 +25,7 @@ __all__ = [
     "Router",
     "RouterConfig",
     "RoutingRule",
+    "SortedExperts",
     "aux_losses",
     "expert_grad_norm",
     "expert_parallelize",

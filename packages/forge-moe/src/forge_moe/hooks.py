@@ -67,8 +67,12 @@ class MoEHooks:
         for layer in self._layers.values():
             layer.data_group = stage_group or ()
             layer.sequence_group = tuple(row_groups) or None
+        self.set_share(share)
+
+    def set_share(self, share: float) -> None:
+        """Set the factor on the router losses of a micro-batch from the next forward on."""
         if self._layers:
-            set_aux_scale(model, torch.tensor(share, device=self._device))
+            set_aux_scale(self._model, torch.tensor(share, device=self._device))
 
     def end_step(self, step: int, total_steps: int, skip: Tensor) -> None:
         """Update the expert biases after the optimizer's step, unless `skip` (0-dim) is 1.0.

@@ -12,8 +12,10 @@ from torch import nn
 
 from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_moe.dispatch.all_to_all import check_divisible
+from forge_moe.experts import Experts
 from forge_moe.layer import MoE
 from forge_moe.protocols import OverlappingDispatcher
+from forge_moe.sorted_experts import SortedExperts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +32,7 @@ def expert_parallelize(
     ranks_per_node: int | None = None,
     timeout: timedelta | None = None,
 ) -> M:
-    """Shard the experts of every MoE layer in `model` (or of the layer `model`) over `mesh`.
+    """Shard the experts of every MoE layer in `model` (or of the layer `model`) over `mesh`, and all `SortedExperts`.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
         expert_parallelize(model, mesh["ep"])
@@ -55,7 +57,7 @@ def expert_parallelize(
 
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh {mesh!r} must be a DeviceMesh of one axis; pass mesh['ep']")
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, MoE | SortedExperts)}
     if not layers:
         raise ValueError(
             "expert_parallelize found no forge_moe.MoE in the model; pass one that has"
@@ -65,25 +67,29 @@ def expert_parallelize(
             f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names} and must have one; pass mesh['ep']"
         )
     for name, layer in layers.items():
-        _check(name or type(layer).__name__, layer, mesh.size())
+        _check(name or type(layer).__name__, _experts_of(layer), mesh.size())
     make_dispatcher = _dispatcher_factory(mesh.get_group(), dispatcher, ranks_per_node, timeout)
     for layer in layers.values():
         layer.dispatcher = make_dispatcher(layer.config.num_experts, chunks=chunks)
-        _shard(layer.experts, mesh)
+        _shard(_experts_of(layer), mesh)
     return model
 
 
-def _check(name: str, layer: MoE, ranks: int) -> None:
+def _experts_of(layer: MoE | SortedExperts) -> Experts:
+    return layer.experts if isinstance(layer, MoE) else layer
+
+
+def _check(name: str, experts: Experts, ranks: int) -> None:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     try:
-        check_divisible(layer.config.num_experts, ranks)
+        check_divisible(experts.config.num_experts, ranks)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if isinstance(layer.experts, FSDPModule):
+    if isinstance(experts, FSDPModule):
         raise ValueError(f"{name}: experts are wrapped by FSDP; call expert_parallelize before it")
-    if any(isinstance(p, DTensor) for p in layer.experts.parameters()):
+    if any(isinstance(p, DTensor) for p in experts.parameters()):
         raise ValueError(f"{name}: experts are sharded already; call expert_parallelize once")
 
 

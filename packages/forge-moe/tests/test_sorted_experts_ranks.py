@@ -1,0 +1,86 @@
+"""Experts of a router of one's own: rows sorted by expert, on one rank and over several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_moe import Experts, MoEConfig, SortedExperts, expert_parallelize
+from forge_testing import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+CONFIG = MoEConfig(dim=8, hidden_dim=12, num_experts=4, bias=True)
+#: Rows of each expert on each rank: uneven, and on the last rank none at all.
+COUNTS = ((3, 0, 2, 1), (0, 4, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1))
+
+
+def built(kind: type[Experts]) -> Experts:
+    torch.manual_seed(0)
+    experts = kind(CONFIG)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+def rows_of(rank: int) -> tuple[Tensor, Tensor]:
+    counts = torch.tensor(COUNTS[rank])
+    rows = torch.randn(sum(COUNTS[rank]), 8, generator=torch.Generator().manual_seed(rank))
+    return rows.requires_grad_(), counts
+
+
+def by_hand(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    experts = built(Experts)
+    out = experts(rows, counts)
+    out.square().sum().backward()
+    assert rows.grad is not None
+    return out, rows.grad, {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
+
+
+def on_rank() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    experts = expert_parallelize(built(SortedExperts), mesh)
+    rows, counts = rows_of(dist.get_rank())
+    out = experts(rows, counts)
+    out.square().sum().backward()
+    assert rows.grad is not None
+    grads: dict[str, Any] = {n: p.grad for n, p in experts.named_parameters()}
+    return out.detach(), rows.grad, {n: g.full_tensor() for n, g in grads.items()}
+
+
+def test_alone_they_are_experts():
+    rows, counts = rows_of(0)
+    assert torch.equal(built(SortedExperts)(rows, counts), built(Experts)(rows, counts))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_over_ranks_each_row_meets_its_expert(world):
+    wanted: dict[str, Tensor] = {}
+    found = run_on_ranks(world, on_rank)
+    for rank, (out, grad, _) in enumerate(found):
+        own, own_grad, weights = by_hand(*rows_of(rank))
+        assert torch.allclose(out, own, rtol=0, atol=1e-6), rank
+        assert torch.allclose(grad, own_grad, rtol=0, atol=1e-5), rank
+        for name, value in weights.items():
+            wanted[name] = wanted.get(name, torch.zeros_like(value)) + value
+    for _, _, grads in found:
+        assert grads.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert (grads[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def test_experts_that_ranks_cannot_share_evenly_are_refused():
+    run_on_ranks(3, refused)
+
+
+def refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ep",))
+    with pytest.raises(ValueError, match="experts: num_experts 4 must be divisible by the 3 ranks"):
+        expert_parallelize(torch.nn.ModuleDict({"experts": built(SortedExperts)}), mesh)
