@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,17 @@ def test_tp_leaves_its_node_only_when_told() -> None:
     with pytest.raises(ValueError, match="inside a node"):
         plan(on_meta(heads=16, kv_heads=16), 16, tp=16)
     plan(on_meta(heads=16, kv_heads=16), 16, batch=1, tp=16, across_nodes=True)
+
+
+def test_what_the_caller_refuses_is_not_a_candidate() -> None:
+    """A runner has rules of its own, of models that it knows."""
+    model = on_meta()
+    space = SearchSpace(Profile(model, SEQ), ParallelConfig(), 4, 32, H200, 4)
+    assert {c.candidate.layout.tp for c in search(space)} > {1}
+    own = replace(space, refuses=lambda config: ["tp"] if config.tp > 1 else [])
+    assert {c.candidate.layout.tp for c in search(own)} == {1}
+    with pytest.raises(ValueError, match="tp"):
+        own.candidate(ParallelConfig(tp=2), None)
 
 
 def test_a_70b_on_256_gpus_is_searched_quickly_and_told_in_words() -> None:

@@ -123,7 +123,7 @@ def verdicts(results: list[Result]) -> dict[str, str]:
 def test_a_plain_model_is_green_in_every_layout() -> None:
     results = prove(Model, vocab_size=VOCAB)
     assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
-    assert len(results) == 16
+    assert len(results) == 17
     assert all({"stream", "loss", "gradient", "norm", "weight"} == set(r.errors) for r in results)
     assert 0 < max(r.worst for r in results) < 1e-5
 

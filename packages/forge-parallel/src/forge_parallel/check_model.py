@@ -15,7 +15,7 @@ from forge_parallel.config import Layout, ParallelConfig
 from forge_parallel.legal import Facts, problems
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.parts import blocks_by_key, part_problems, parts_of
-from forge_parallel.structure import Structure
+from forge_parallel.structure import Structure, further_units
 
 __all__ = ["check_model", "facts_of", "report_blocks"]
 
@@ -96,7 +96,7 @@ def report_blocks(
 
 def _shared_across_units(model: nn.Module, meshes: Meshes, structure: Structure) -> list[str]:
     """Tied parameters in several units of FSDP2, or several stages, each of which would get its own copy."""
-    blocks = {id(block) for block in structure.modules(model)}
+    blocks = {id(unit) for unit in (*structure.modules(model), *further_units(model))}
     modules = model.named_modules(remove_duplicate=False)
     views: list[dict[str, object]] = [{n: id(m) for n, m in modules if id(m) in blocks}]
     if meshes.pp.size > 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,11 @@ __all__ = ["AFTER_EMBEDDING", "Compute", "evaluate", "extra_problems"]
 #: An extra input that is not data: a function that the model calls on its stream (B, S, D), to split it over cp.
 AFTER_EMBEDDING = "after_embedding"
 
+#: An extra input (B, S) of rows whose documents have branches, 0 where these share: no model may ignore it.
+BRANCH_IDS = "branch_ids"
+
 Loss = Callable[..., Tensor]
-#: Labels and weights (B, S); with tokens further ahead those of each depth, too.
+#: Labels and weights (B, S); with tokens further ahead those of each depth, too; a last one of sources.
 Targets = tuple[Tensor | None, ...]
 
 
@@ -71,6 +74,9 @@ class Compute:
     trained is then the loss plus `ahead_weight` times the mean over K of theirs, of labels in the same document; the
     first sum stays the loss alone, and a last one, beyond `num_sums`, is that mean.
 
+    `by_source`: in training the loss of the next token gets the keyword `sources` (B, S), for each label the number in
+    `batch.source` of its row, for sums of its own among `num_sums`.
+
     `keywords` are the fields of a batch that the model's forward takes by name; `dim` is the width of the stream
     between stages, if the model does not declare it. Numbers that the methods return add up over all ranks of
     the job: ranks with a copy (tp) or without a value (stages without the head) return zero.
@@ -93,6 +99,7 @@ class Compute:
         num_sums: int = 1,
         ahead: int = 0,
         ahead_weight: float = 0.0,
+        by_source: bool = False,
         in_head: bool = False,
         objective: Callable[[nn.Module, Any], Sequence[Tensor]] | None = None,
         keywords: Sequence[str] = ("positions", "document_ids"),
@@ -104,7 +111,7 @@ class Compute:
         if wrong := ahead_problem(config, ahead):
             raise ValueError(wrong)
         self._num_sums = num_sums + (ahead > 0)
-        self._ahead, self._ahead_weight = ahead, ahead_weight
+        self._ahead, self._ahead_weight, self._by_source = ahead, ahead_weight, by_source
         self._in_head = in_head and objective is None
         self._keywords = tuple(keywords)
         self._sharded_width = width_of_cut_logits(model)
@@ -121,7 +128,14 @@ class Compute:
         self._extra_inputs = list(
             dict.fromkeys(n for s in stages for n in getattr(s, "extra_inputs", ()))
         )
+        may = ("mask_inputs", "optional_inputs")
+        self._optional = tuple(
+            dict.fromkeys(n for m in (model, *stages) for k in may for n in getattr(m, k, ()))
+        )
         self._whole_tokens = AFTER_EMBEDDING in self._extra_inputs
+        self._sends_ids = meshes.pp.size > 1 and any(
+            getattr(s, "reads_token_ids", False) for s in stages
+        )
         self._pipeline: Any = None
         if meshes.pp.size > 1:
             self._pipeline = Pipeline(
@@ -166,13 +180,20 @@ class Compute:
             total = total + torch.stack([loss.detach(), *others])
         return self._once_per_copy(total)
 
+    def host_names(self, batch: BatchLike) -> list[str]:
+        """Fields and extras of a batch that stay on the host: those of the model's `host_inputs`, and extras that no stage
+        here takes. An objective of one's own may take any extra."""
+        taken = {*self._extra_inputs, *self._optional}
+        unused = [n for n in batch.extras if n not in taken and not self._objective]
+        return [*self._host_inputs, *unused]
+
     @torch.no_grad()
     def losses(self, batch: BatchLike) -> Tensor:
         """Sum of weighted token losses, 0-dim fp32, of `rows_at_once` rows, without gradients."""
         if self._pipeline is None:
             total = self._sums(batch)[0]
         else:
-            given = self._local(batch, 0)
+            given = self._local(batch, training=False)
             total = self._pipeline.evaluate(
                 given.tokens,
                 given.targets,
@@ -187,13 +208,13 @@ class Compute:
         """0-dim sums over a micro-batch, the one that is trained first."""
         if self._objective is not None:
             return self._objective(self.model, part)
-        given = self._local(part, self._ahead if torch.is_grad_enabled() else 0)
+        given = self._local(part, training=torch.is_grad_enabled())
         more = {"then": partial(self._then, labels=given.targets)} if self._then else {}
         output = self.model(given.tokens, **given.keywords, **given.extras, **more)
         return self._token_loss(output, given.targets).reshape(-1).unbind()
 
     def _through_stages(self, batch: BatchLike, normaliser: float) -> Tensor:
-        given = self._local(batch, self._ahead)
+        given = self._local(batch, training=True)
         total = self._pipeline.step(
             given.tokens,
             given.targets,
@@ -214,8 +235,9 @@ class Compute:
         def loss(x: Tensor, labels: Targets) -> Tensor:
             if self._sharded_width is not None:
                 assert self._sharded_loss is not None
-                return self._sharded_loss(x, weight, *labels, **head)
-            return self._loss(x, weight, *self._labels_of(x, labels), **head)
+                return self._sharded_loss(x, weight, *labels[:2], **_sources(labels), **head)
+            labels = self._labels_of(x, labels)
+            return self._loss(x, weight, *labels[:2], **_sources(labels), **head)
 
         return self._with_ahead(loss, x, labels)
 
@@ -227,8 +249,9 @@ class Compute:
         def loss(logits: Tensor, targets: Targets) -> Tensor:
             if logits.size(-1) == self._sharded_width:
                 assert self._sharded_loss is not None
-                return self._sharded_loss(logits, *targets)
-            return self._loss(logits, *self._labels_of(logits, targets))
+                return self._sharded_loss(logits, *targets[:2], **_sources(targets))
+            targets = self._labels_of(logits, targets)
+            return self._loss(logits, *targets[:2], **_sources(targets))
 
         logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
         return self._with_ahead(loss, logits, targets)
@@ -240,8 +263,8 @@ class Compute:
         depths = len(targets) // 2 - 1
         if not depths:
             return loss(x, targets)
-        parts = x.chunk(depths + 1)
-        sums = loss(parts[0], targets[:2]).reshape(-1)
+        parts, sources = x.chunk(depths + 1), targets[2 * depths + 2 :]
+        sums = loss(parts[0], (*targets[:2], *sources)).reshape(-1)
         further = [
             loss(part, targets[2 * k : 2 * k + 2]).reshape(-1)[0]
             for k, part in enumerate(parts[1:], 1)
@@ -251,24 +274,23 @@ class Compute:
         return torch.stack([trained, *sums[1:], mean.detach()])
 
     def _labels_of(self, x: Tensor, targets: Targets) -> Targets:
-        """Labels and weights of the tokens of x (B, S, ...), which may be those of this tp rank alone."""
-        (labels, weights), tp = targets, self.meshes.tp
+        """Labels, weights and sources of the tokens of x (B, S, ...), which may be those of this tp rank alone."""
+        labels, tp = targets[0], self.meshes.tp
         assert labels is not None
         if tp.size == 1 or x.size(1) * tp.size != labels.size(1):
             return targets
         self._head_shares_tokens = True
-        part = labels.chunk(tp.size, 1)[tp.rank]
-        return part, None if weights is None else weights.chunk(tp.size, 1)[tp.rank]
+        return tuple(None if t is None else t.chunk(tp.size, 1)[tp.rank] for t in targets)
 
-    def _local(self, batch: BatchLike, ahead: int) -> _Inputs:
+    def _local(self, batch: BatchLike, training: bool) -> _Inputs:
         """This rank's part of each sequence, on its device. Labels are shifted already.
 
         Host inputs of the model stay on the host. Document ids stay whole, so that cp ranks need not exchange them.
         Extras stay whole, too, and with them the tokens that a model joins to them before it splits the stream.
         """
         wanted = [n for n in self._extra_inputs if n != AFTER_EMBEDDING]
-        unused = [n for n in batch.extras if n not in wanted]
-        here = batch.to(self.meshes.device, stay=(*self._host_inputs, *unused))
+        wanted += [n for n in self._optional if n in batch.extras and n not in wanted]
+        here = batch.to(self.meshes.device, stay=self.host_names(batch))
         cut = partial(cut_sequence, axis=self.meshes.cp)  # x itself without cp
         host = {*self._host_inputs} - {*self._extra_inputs}
         whole = {"document_ids"} & host & {*arguments_with_positions(self.model)}
@@ -276,15 +298,20 @@ class Compute:
         keywords = {
             n: x if n in whole else cut(x, dim=-1) for n, x in named.items() if x is not None
         }
+        if self._sends_ids:
+            keywords["token_ids"] = cut(here.tokens, dim=-1)
         extras: dict[str, Any] = {n: here.extras[n] for n in wanted}
         if AFTER_EMBEDDING in self._extra_inputs:
             extras[AFTER_EMBEDDING] = cut
         tokens = here.tokens if self._whole_tokens else cut(here.tokens, dim=-1)
         targets: Targets = (here.labels, here.weights)
-        if ahead:
-            further = further_ahead(here, ahead)
+        if training and self._ahead:
+            further = further_ahead(here, self._ahead)
             keywords["next_tokens"] = cut(further.tokens, dim=-1)
             targets = (*targets, *further.targets)
+        if training and self._by_source:
+            source: Tensor = cast(Any, here).source  # (B,)
+            targets = (*targets, source[:, None].expand_as(here.labels))
         targets = tuple(None if t is None else cut(t, dim=-1) for t in targets)
         return _Inputs(tokens, targets, keywords, extras)
 
@@ -292,6 +319,11 @@ class Compute:
         """A number that is equal on all ranks of a tp group counts on the first of them."""
         alone = self.meshes.tp.rank == 0 or self._head_shares_tokens
         return value if alone else torch.zeros_like(value)
+
+
+def _sources(targets: Targets) -> dict[str, Tensor | None]:
+    """The keyword of a loss for the sources of labels, where they stand behind labels and weights."""
+    return {"sources": targets[2]} if len(targets) == 3 else {}
 
 
 def evaluate(
@@ -326,12 +358,28 @@ def extra_problems(
 ) -> list[str]:
     """Why a model cannot get the extras that it declares (`extra_inputs`) from batches of `data`."""
     wanted = [n for n in getattr(model, "extra_inputs", ()) if n != AFTER_EMBEDDING]
+    masks = getattr(model, "mask_inputs", ())
+    if BRANCH_IDS in batch.extras and BRANCH_IDS not in masks:
+        return [
+            f"model.name: batches of {data} have {BRANCH_IDS}, and the model would let the branches of a row see each other; "
+            "use a model that takes them (mask_inputs), or data without branches"
+        ]
     missing = [name for name in wanted if name not in batch.extras]
     if missing:
         has = ", ".join(batch.extras) or "none"
         return [
             f"model.name: the model takes the extras {', '.join(missing)}, and batches of {data} have {has}; "
             "use a source that gives them"
+        ]
+    given = [n for n in masks if n in batch.extras]
+    if given and layout.cp > 1:
+        return [
+            f"parallel.cp {layout.cp} cuts the rows whose tokens see each other by {', '.join(given)} of {data}; use cp = 1"
+        ]
+    if wanted and layout.cp > 1 and layout.tp > 1:
+        return [
+            f"parallel.cp {layout.cp} splits the stream behind the embedding of a model that takes the extras "
+            f"{', '.join(wanted)}, where tp {layout.tp} has split it already; use cp = 1 or tp = 1"
         ]
     if wanted and layout.cp > 1 and AFTER_EMBEDDING not in model.extra_inputs:  # type: ignore[operator]
         return [

@@ -19,9 +19,13 @@ __all__ = [
     "DeclaresBlocks",
     "DeclaresPipelineParts",
     "DeclaresRoles",
+    "DeclaresUnits",
+    "PlacesByToken",
     "ReadsOnHost",
+    "ReadsTokenIds",
     "SharesDerived",
     "TakesExtras",
+    "TakesMasks",
 ]
 
 T = TypeVar("T")
@@ -32,6 +36,14 @@ class DeclaresBlocks(Protocol):
 
     def blocks(self) -> Sequence[nn.Module]:
         """The blocks in order of depth."""
+        ...
+
+
+class DeclaresUnits(Protocol):
+    """Optional: units of sharding alone, besides the blocks; else they are gathered with the root, for the whole step."""
+
+    def sharding_units(self) -> Sequence[nn.Module]:
+        """Modules that all ranks call equally often (blocks of an encoder); of a stage, those that it has."""
         ...
 
 
@@ -101,6 +113,40 @@ class TakesExtras(Protocol):
     def extra_inputs(self) -> Sequence[str]:
         """Names of those keywords."""
         ...
+
+
+class TakesMasks(Protocol):
+    """Keywords of forward, (B, S) ids of whole rows, by which tokens see each other; every stage of a pipeline gets those
+    that a batch has, and `cp` is refused with any. One that must be there is among the `extra_inputs` too."""
+
+    @property
+    def mask_inputs(self) -> Sequence[str]:
+        """Names of those keywords, such as "branch_ids"."""
+        ...
+
+
+class TakesOptionalInputs(Protocol):
+    """A model, or a stage of one, that takes further extras of a batch where it has them, on its device."""
+
+    @property
+    def optional_inputs(self) -> Sequence[str]:
+        """Names of those keywords, such as "image_masks"."""
+        ...
+
+
+class ReadsTokenIds(Protocol):
+    """A model whose blocks read the ids of tokens: every stage of a pipeline gets them, as keyword `token_ids`."""
+
+    reads_token_ids: bool
+    """True where they do; the ids (B, S) are this rank's part of each row under `cp`."""
+
+
+class PlacesByToken(Protocol):
+    """Needed under `tp` with sequence parallelism by a model that puts tensors of its own at some tokens of its stream,
+    behind the embedding, which gives each rank its part of the tokens."""
+
+    token_part: Callable[[Tensor], Tensor] | None
+    """None; set to what makes this rank's part of a tensor (B, S, ...)."""
 
 
 class BatchLike(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Blocks", "Structure", "stages_of", "structure_of"]
+__all__ = ["Blocks", "Structure", "further_units", "stages_of", "structure_of"]
 
 Blocks = str | Iterable[str | nn.Module]
 """A pattern of qualified names, or names, patterns and modules in order of depth."""
@@ -80,6 +80,12 @@ def structure_of(model: nn.Module, blocks: Blocks | None = None) -> Structure:
         found, chosen = _longest(model)
     first, last = (declared["first"], declared["last"]) if declared else _ends(model, set(found))
     return Structure(tuple(first), tuple(found), tuple(last), container, chosen)
+
+
+def further_units(model: nn.Module) -> list[nn.Module]:
+    """Modules besides the blocks that are units of FSDP2 of their own, if the model names any (`sharding_units()`)."""
+    offer: Any = getattr(model, "sharding_units", None)
+    return list(offer()) if callable(offer) else []
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:

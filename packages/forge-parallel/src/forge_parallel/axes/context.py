@@ -31,6 +31,8 @@ from forge_parallel.legal import uneven_sequence
 from forge_parallel.order import mark
 
 M = TypeVar("M", bound=nn.Module)
+#: Argument of a model's forward that gets the document ids of whole rows (B, S), where `document_ids` are cut.
+ROW_DOCUMENT_IDS = "row_document_ids"
 #: Begins and ends of the documents of each row.
 Rows = list[list[tuple[int, int]]]
 #: Fields of an attention's spec that may be off their defaults.
@@ -78,7 +80,8 @@ def context_parallel(
     of a sliding window, no bias. The replaced callable must compute the same and declare it (see `attention_problems`); a scale is a
     factor of q, which in 16 bits rounds once more. No other module may mix the tokens of a row.
     A model whose forward has `positions` may take document_ids of whole rows (B, S) instead, on the host: the
-    model sees its part of them, and the tiles are computed from whole rows.
+    model sees its part of them, and those of whole rows too if its forward has `row_document_ids`; the tiles are
+    computed from whole rows.
 
     Costs of each attention: `AllGather` is one all-gather and one reduce-scatter, `Ring` W - 1 exchanges in
     forward and 2 W - 1 in backward. Document ids of whole rows cost nothing more; with
@@ -121,7 +124,12 @@ def attention_problems(model: nn.Module) -> list[str]:
             f"{type(model).__name__} has no module with an attribute attend(q, k, v, ctx), so its "
             "attention cannot reach over ranks; give its attention one, or use cp 1"
         ]
-    problems = []
+    needed = {*getattr(model, "mask_inputs", ())} & {*getattr(model, "extra_inputs", ())}
+    problems = [
+        f"{type(model).__name__} takes {name}, by which tokens of whole rows see each other, and ranks of cp have parts of "
+        "rows; use cp 1"
+        for name in sorted(needed)
+    ]
     for name, attend in offers.items():
         spec = getattr(attend, "spec", None)
         if spec is None and not getattr(attend, "is_causal", False):
@@ -342,7 +350,10 @@ class _RowsOverRanks:
         if ids is not None and given.get("cache") is None:
             here = given["positions"].size(-1)  # a stage's stream may be cut by tp besides
             if ids.size(-1) == here * attention.axis.size:
-                return super().forward(**given | {"document_ids": attention.part_of_rows(ids)})  # type: ignore[misc]
+                given["document_ids"] = attention.part_of_rows(ids)
+                if ROW_DOCUMENT_IDS in self.cp_arguments:
+                    given[ROW_DOCUMENT_IDS] = ids
+                return super().forward(**given)  # type: ignore[misc]
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 

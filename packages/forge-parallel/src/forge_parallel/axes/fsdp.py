@@ -14,7 +14,7 @@ from torch import nn
 from forge_parallel._torch_compat import local_tensor, reduce_unused_parameters, refresh_grad_dtypes
 from forge_parallel.legal import ShardedDim, offsets_are_right, uneven_vocab, width_of
 from forge_parallel.order import mark
-from forge_parallel.structure import Structure, stages_of, structure_of
+from forge_parallel.structure import Structure, further_units, stages_of, structure_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +46,9 @@ def apply_fsdp(
     `compute_dtype` is that of forward and backward, `reduce_dtype` that in which gradients are
     summed; parameters, gradients and optimizer state keep theirs. Nothing is divided: losses are
     sums over the step's labels, divided once by the caller.
+
+    Modules that `model.sharding_units()` names are units too: parts beside the blocks whose weights the root need not
+    hold all the time, such as the blocks of an encoder.
 
     Embedding and head of a model of transformers are units of their own from `OWN_UNIT` elements on a tp rank on,
     unless their weight has a second name (tied), which is gathered with the root.
@@ -88,10 +91,11 @@ def apply_fsdp(
     known = set(experts)
     expert_modules = [m for m in model.modules() if m in known or _is_expert(m)]
     special = [m for m in model.modules() if own_dtype(m) is not None]
+    further = further_units(model)
     embedding, head = (_large_end(model, side) for side in ("input", "output"))
     ends = [end for end in (embedding, head) if end is not None]
     # inner modules first, as FSDP2 gives a unit what no earlier call has wrapped
-    units = dict.fromkeys([*special, *expert_modules, *blocks, *ends, model], mesh)
+    units = dict.fromkeys([*special, *expert_modules, *blocks, *further, *ends, model], mesh)
     if sparse is not None:
         units |= dict.fromkeys(expert_modules, sparse)
     owned = _owned_parameters(units)

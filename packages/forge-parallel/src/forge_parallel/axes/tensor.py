@@ -16,6 +16,7 @@ under sequence parallelism, routers) are declared as sums over tp, which FSDP2 c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -117,7 +118,14 @@ def tensor_parallel(
     heads = (model.get_submodule(n) for n, r in matched.leaves.items() if r.name == "gather_output")
     model.tp_heads = tuple(heads)  # type: ignore[assignment]
     add_mixin(model, Root)
+    if sequence_parallel and hasattr(model, "token_part"):
+        model.token_part = partial(_token_part, group=group)  # type: ignore[assignment]
     return model
+
+
+def _token_part(x: Tensor, group: NamedGroup) -> Tensor:
+    """This rank's tokens of x (B, S, ...), as the embedding gives them under sequence parallelism."""
+    return x.chunk(group.size, 1)[group.rank]
 
 
 def gather_vocab(logits: Tensor, axis: Any, vocab_size: int | None = None) -> Tensor:

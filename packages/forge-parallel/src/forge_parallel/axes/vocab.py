@@ -61,12 +61,13 @@ def vocab_cross_entropy(
     part = VocabPart.of(group, flat.size(1), vocab_size, (z_loss, label_smoothing))
     ids, valid, scales, count = label_scales(labels, weights, ignore_index, wide_dtype(logits))
     check_labels(ids, valid, part.vocab_size)
-    total, shown = _VocabCrossEntropy.apply(flat, ids, valid, scales, part)
-    return VocabLoss(total, count, shown[0], shown[1])
+    total, shown, each = _VocabCrossEntropy.apply(flat, ids, valid, scales, part)
+    return VocabLoss(total, count, shown[0], shown[1], each.view(labels.shape))
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
-    """(N, W) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> trained sum, 0-dim fp32, and its parts (2,)."""
+    """(N, W) logits, (N,) labels, (N,) bool, (N,) fp32 or None -> trained sum, 0-dim fp32, and to show its parts (2,) and
+    token losses (N,)."""
 
     @staticmethod
     def forward(
@@ -76,7 +77,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         valid: Tensor,
         weights: Tensor | None,
         part: VocabPart,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         target, is_local = part.find(labels, valid)
         found = part.empty(logits)  # (2 or 3, N)
         for rows in row_blocks(logits):
@@ -84,9 +85,9 @@ class _VocabCrossEntropy(torch.autograd.Function):
         found = part.join(found, is_local)
         ctx.part = part
         ctx.save_for_backward(logits, found[0], target, is_local, valid, weights)
-        total, shown = part.sums(found, valid, weights)
-        ctx.mark_non_differentiable(shown)
-        return total, shown
+        total, shown, each = part.sums(found, valid, weights)
+        ctx.mark_non_differentiable(shown, each)
+        return total, shown, each
 
     @staticmethod
     @once_differentiable

@@ -106,8 +106,8 @@ def vocab_fused_cross_entropy(
         )
     head, flat = _Head(scale, softcap, part), x.reshape(-1, x.size(-1))
     with torch.autocast(x.device.type, enabled=False):
-        total, shown = _Fused.apply(flat, weight, ids, valid, scales, head, needs)
-    return VocabLoss(total, count, shown[0], shown[1])
+        total, shown, each = _Fused.apply(flat, weight, ids, valid, scales, head, needs)
+    return VocabLoss(total, count, shown[0], shown[1], each.view(labels.shape))
 
 
 def _as_product_casts(tensor: Tensor) -> Tensor:
@@ -119,7 +119,8 @@ def _as_product_casts(tensor: Tensor) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """(N, D), (W, D), (N,) labels, (N,) bool, (N,) fp32 -> trained sum, 0-dim fp32, and its parts (2,)."""
+    """(N, D), (W, D), (N,) labels, (N,) bool, (N,) fp32 -> trained sum, 0-dim fp32, and to show its parts (2,) and
+    token losses (N,)."""
 
     @staticmethod
     def forward(
@@ -131,7 +132,7 @@ class _Fused(torch.autograd.Function):
         scales: Tensor,
         head: _Head,
         needs: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         part = head.part
         target, is_local = part.find(labels, valid)
         found = part.empty(x)  # (2 or 3, N)
@@ -149,9 +150,9 @@ class _Fused(torch.autograd.Function):
             del block  # or it would stand beside the next one
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.dtype = weight.dtype
-        total, shown = part.sums(found, valid, scales)
-        ctx.mark_non_differentiable(shown)
-        return total, shown
+        total, shown, each = part.sums(found, valid, scales)
+        ctx.mark_non_differentiable(shown, each)
+        return total, shown, each
 
     @staticmethod
     @once_differentiable

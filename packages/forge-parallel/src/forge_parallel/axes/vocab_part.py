@@ -31,13 +31,15 @@ class VocabLoss:
     """Sum of token losses, 0-dim fp32 with a graph, and what it weighs; equal on all ranks, and not to be summed.
 
     count: the number of valid tokens in int64, or with weights their sum in float64. To show, without a graph:
-    cross_entropy, the sum without smoothing and z-loss, and z_loss, that part of the sum.
+    cross_entropy, the sum without smoothing and z-loss, z_loss, that part of the sum, and token_losses, what each
+    label adds to cross_entropy, in the labels' shape.
     """
 
     sum: Tensor
     count: Tensor
     cross_entropy: Tensor
     z_loss: Tensor
+    token_losses: Tensor
 
 
 class VocabPart(NamedTuple):
@@ -105,21 +107,28 @@ class VocabPart(NamedTuple):
         parts = all_gather(rows, size, self.group.name).view(size, len(rows), -1)
         return torch.cat((parts[:, :1].logsumexp(dim=0), parts[:, 1:].sum(dim=0)))
 
-    def sums(self, rows: Tensor, valid: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Over whole rows (2 or 3, N): the trained sum, 0-dim, and (cross-entropy, z-loss) of it, (2,)."""
+    def sums(
+        self, rows: Tensor, valid: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Over whole rows (2 or 3, N): the trained sum, 0-dim, (cross-entropy, z-loss) of it, (2,), and each row's part
+        of the former, (N,)."""
+
+        def counted(values: Tensor) -> Tensor:
+            values = values.where(valid, 0.0)  # an ignored row may hold anything
+            return values if weights is None else values * weights
 
         def total(values: Tensor) -> Tensor:
-            values = values.where(valid, 0.0)  # an ignored row may hold anything
-            return (values if weights is None else values * weights).sum()
+            return counted(values).sum()
 
-        plain = trained = total(rows[0] - rows[1])
+        each = counted(rows[0] - rows[1])
+        plain = trained = each.sum()
         z_loss = torch.zeros_like(plain)
         if self.label_smoothing:
             trained = plain + self.label_smoothing * total(rows[1] - rows[2] / self.vocab_size)
         if self.z_loss:
             z_loss = self.z_loss * total(rows[0].square())
             trained = trained + z_loss
-        return trained, torch.stack((plain, z_loss))
+        return trained, torch.stack((plain, z_loss)), each
 
     def slopes_(
         self, logits: Tensor, log_z: Tensor, target: Tensor, is_local: Tensor, scale: Tensor

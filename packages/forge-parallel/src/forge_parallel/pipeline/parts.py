@@ -18,9 +18,9 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
     `blocks` names a ModuleDict, ModuleList or Sequential. A name in both `first` and `last` is tied: each of
     the two ends holds a copy of it. The forward must skip children that are None
     and take the stream (B, S, D), floats, where it takes token ids otherwise; it may index no block by
-    number. `structure` is that of `structure_of`, if it was found before. Raises ValueError, naming it, for a
-    model without the method, for a name that is no child, for a child with parameters that no part names, and
-    for parameters of the model itself.
+    number. A model that cannot be cut says why as "refused". `structure` is that of `structure_of`, if it was found
+    before. Raises ValueError, naming it, for a model without the method or with that reason, for a name that is no
+    child, for a child with parameters that no part names, and for parameters of the model itself.
     """
     kind, declare = type(model).__name__, getattr(model, "pipeline_parts", None)
     if not callable(declare):
@@ -28,6 +28,8 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
             f"{kind} must offer pipeline_parts() to be cut into pipeline stages, and has no such method; "
             "add it (see forge_parallel.pipeline.parts_of), or use pp 1"
         )
+    if reason := declare().get("refused"):
+        raise ValueError(f"{kind} must not be cut into pipeline stages: {reason}; use pp 1")
     parts = structure_of(model) if structure is None else structure
     children = model._modules
     unknown = [name for name in (*parts.ends, parts.container) if name not in children]

@@ -17,7 +17,13 @@ from forge_parallel.config import ParallelConfig
 from forge_parallel.legal import schedule_problems, uneven_sequence
 from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.split import follow_mode
-from forge_parallel.stages import forward_starts, num_stages, rank_of, stages_on
+from forge_parallel.stages import (
+    forward_starts,
+    num_stages,
+    rank_of,
+    splits_backward,
+    stages_on,
+)
 from forge_parallel.structure import stages_of
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -114,7 +120,10 @@ class Pipeline:
     ) -> tuple[Any, dict[str, Any]]:
         """Replace the row numbers of a micro-batch by the keywords of its rows."""
         rows = _slice(kwargs.pop("rows"))
-        extras = {name: self._extras[name] for name in getattr(module, "extra_inputs", ())}
+        may = [n for k in ("mask_inputs", "optional_inputs") for n in getattr(module, k, ())]
+        given = [n for n in may if n in self._extras]
+        names = dict.fromkeys((*getattr(module, "extra_inputs", ()), *given))
+        extras = {name: self._extras[name] for name in names}
         found = {name: _take(value, rows) for name, value in {**self._inputs, **extras}.items()}
         if self._then is not None and module is self.stages.get(num_stages(self.config) - 1):
             found["then"] = partial(self._then, labels=_take(self._targets, rows))
@@ -257,14 +266,18 @@ class Pipeline:
                 )
         return {n: v.expand(rows, *v.shape[1:]) for n, v in given.items()}
 
-    def _check_stream(self, module: nn.Module, _: Any, output: Any) -> None:
-        """Compare a stage's output with the next one's buffer: another shape or dtype would be read as wrong bytes."""
+    def _check_stream(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Compare a stage's output with the next one's buffer: another shape or dtype would be read as wrong bytes.
+
+        Schedules that halve the backward detach the output in place, which torch refuses for a view: they get a copy.
+        """
         wanted, got = _kind(self._stream), _kind(output)
         if got != wanted:
             raise ValueError(
                 f"stage {module.pipeline_stage} gives {got}, and the next one waits for {wanted}; give "
                 "Pipeline the stream's dim and dtype"
             )
+        return output.clone() if output._is_view() and splits_backward(self.config) else output
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         if not losses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -53,6 +53,8 @@ class SearchSpace:
     micro_batches: Sequence[int | None] = (None,)
     modes: Sequence[str] = MODES
     storage: Storage = field(default_factory=Storage)
+    #: What else stands against a layout, in sentences: rules of whoever trains in it.
+    refuses: Callable[[ParallelConfig], Sequence[str]] = lambda config: ()
 
     def candidate(self, config: ParallelConfig, micro_batch: int | None) -> Candidate:
         """One candidate, by default with the micro_batch of `divide_batch`. ValueError, a line for each broken rule."""
@@ -60,7 +62,7 @@ class SearchSpace:
         parts = divide_batch(config, self.global_batch, readers, micro_batch)
         candidate = Candidate(self.profile, config, self.world_size, self.global_batch,
                     parts.size, self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
-        if broken := _problems(candidate):
+        if broken := [*_problems(candidate), *self.refuses(config)]:
             raise ValueError("\n".join(broken))
         return candidate
 

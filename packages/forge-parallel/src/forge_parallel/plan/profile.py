@@ -49,7 +49,9 @@ class Part(NamedTuple):
 class Profile:
     """Parameters and FLOPs of `model` in rows of `seq_len` tokens, block by block.
 
-    `numel` counts each parameter once, `trained` those that are; `flops` are of one token's forward, `head_flops` those outside blocks.
+    `numel` counts each parameter once, `trained` those that are; `flops` are of one token's forward, `head_flops` those
+    behind the blocks, `first_flops` those before (an encoder's), by the model's `first_flops_per_token(seq_len)`, which
+    also says what of their backward is not computed, `first_spared`.
     `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
     kind. `samples` holds the names and kinds of the first two of each. `pp_problems` says why there can be no
     pipeline, `cp_problems` why no cp, if so. Reads shapes only: a model on the meta device will do. `moments` are bytes per
@@ -78,7 +80,10 @@ class Profile:
         self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         inside = sum(self.kinds[k].flops for k in self.order)
         self.flops = max(forward_flops(model, seq_len), inside)
-        self.head_flops = self.flops - inside
+        offer: Any = getattr(model, "first_flops_per_token", None)
+        first: tuple[float, float] = offer(seq_len) if callable(offer) else (0.0, 0.0)
+        self.first_flops, self.first_spared = first
+        self.head_flops = self.flops - inside - self.first_flops
 
     def _find_kinds(self) -> None:
         self.kinds, self.order, self.samples = list[Part](), list[int](), dict[str, int]()
@@ -146,7 +151,7 @@ class Profile:
 
         def make() -> Part:
             rows = tuple(row for row in self._rest if belongs(row.name))
-            return Part(rows, self.head_flops if last else 0.0)
+            return Part(rows, self.head_flops * last + self.first_flops * first)
 
         return self.once(("ends", first, last), make)
 

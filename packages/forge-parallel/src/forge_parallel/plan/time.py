@@ -58,13 +58,8 @@ def step_time(
     )
     bubble = busy * (idle / 3 if splits_backward(candidate.config) else idle)
     step = busy + bubble + update
-    ideal = (
-        3
-        * candidate.profile.flops
-        * candidate.tokens
-        / candidate.world_size
-        / candidate.hardware.peak
-    )
+    needed = 3 * candidate.profile.flops - candidate.profile.first_spared
+    ideal = needed * candidate.tokens / candidate.world_size / candidate.hardware.peak
     return Time(products, exposed, bubble, update, step, candidate.tokens / step, ideal / step)
 
 
@@ -100,10 +95,13 @@ def _products(candidate: Candidate, load: Load) -> float:
     if c.memory_budget is not None:
         again = max(0.0, 1 - c.memory_budget / 0.7)  # cheap operators are recomputed first
     blocks = sum(p.kinds[k].flops + _slow_experts(candidate, k) for k in load.kinds)
-    ends = p.head_flops if load.last else 0.0
+    ends = 3 * p.head_flops * load.last
+    # a rank of tp computes what is before the blocks for all tokens, and a rank of cp for whole rows
+    shared = candidate.layout.cp * candidate.layout.tp
+    ends += (3 * p.first_flops - p.first_spared) * load.first * shared
     compiled = c.compile and (candidate.storage.compiled_tp or candidate.layout.tp == 1)
     share = candidate.hardware.compiled if compiled else candidate.hardware.eager
     speed = candidate.hardware.peak * share
     faster = FLOAT8 if c.float8 != "none" else 1.0
     least = candidate.num_micro_batches * len(load.kinds) * LAUNCH
-    return max(least, tokens * (blocks * (3 + again) / faster + 3 * ends) / speed)
+    return max(least, tokens * (blocks * (3 + again) / faster + ends) / speed)

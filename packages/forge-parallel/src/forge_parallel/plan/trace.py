@@ -74,6 +74,9 @@ def trace(
 ) -> Trace:
     """Trace `rows` rows of `profile.seq_len / cp` tokens through the model as one rank has it.
 
+    A model may offer `plan_forward(tokens)`, a forward with all that a row has beside tokens, images for instance, that
+    reads no values.
+
     Attention is counted as a flash kernel does it (q, k, v, output, log-sum-exp), an RMS norm as a fused
     one. Bytes grow in proportion to rows. Cost: about 10 ms per kind of block; no values are computed.
     """
@@ -85,7 +88,7 @@ def trace(
         tokens = torch.zeros(rows, profile.seq_len // cp, dtype=torch.int64)
         keep = torch.autograd.graph.saved_tensors_hooks(tracer.keep, lambda t: t)
         with tracer, keep, _Products(tracer):
-            out = model(tokens)
+            out = getattr(model, "plan_forward", model)(tokens)
     tracer.close()
     logits = out if isinstance(out, Tensor) else next(iter(out.values()))
     shared = sum(tracer.shared.values())
@@ -187,7 +190,7 @@ class _Tracer(TorchFunctionMode):
         if func is F.rms_norm:
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
             return _FusedNorm.apply(args[0], weight)
-        if func is F.scaled_dot_product_attention and self.sizes["cp"] > 1:
+        if func is F.scaled_dot_product_attention and self._spans_ranks(kwargs):
             q, *keys = args[:3]
             keys = [self._gathered("cp", k) for k in keys]
             kwargs = {**kwargs, "is_causal": False}  # the length of q is not that of k
@@ -199,6 +202,12 @@ class _Tracer(TorchFunctionMode):
             keys = [k.repeat_interleave(q.size(1) // k.size(1), dim=1) for k in keys]
             args, kwargs = (q, *keys, *args[3:]), {**kwargs, "enable_gqa": False}
         return func(*args, **kwargs)
+
+    def _spans_ranks(self, kwargs: dict[str, Any]) -> bool:
+        """Whether it is attention among the tokens of rows that ranks of cp share: not that of an encoder before the
+        blocks, nor one with a mask, to the images of whole rows."""
+        before = self.here is self.first
+        return self.sizes["cp"] > 1 and not before and kwargs.get("attn_mask") is None
 
     def _attach(self, profile: Profile, model: nn.Module) -> None:
         """Hooks on blocks and experts, and on the layers where tensor parallelism communicates."""
@@ -222,6 +231,12 @@ class _Tracer(TorchFunctionMode):
                 module.register_forward_pre_hook(self._gather if cut else self._sum_gradients)
             elif role in ("rowwise", "vocab"):
                 module.register_forward_hook(self._scatter if cut else self._sum)
+
+        for name in _opaque(profile, model) if self.sizes["tp"] > 1 else ():
+            module = model.get_submodule(name)
+            if self.sequence_parallel:
+                module.register_forward_pre_hook(self._gather)
+                module.register_forward_hook(self._scatter, prepend=True)
 
     # ---- saved activations
 
@@ -297,6 +312,24 @@ class _Tracer(TorchFunctionMode):
 
     def _count_rows(self, module: nn.Module, args: Any) -> None:
         self.here.sent["rows"] += _bytes(args[0])
+
+
+def _opaque(profile: Profile, model: nn.Module) -> list[str]:
+    """The outermost modules inside blocks of which tp cuts nothing, and which see whole tokens; no mixtures."""
+    found: list[str] = []
+    for block in profile.samples:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            inside = any(name == o or name.startswith(f"{o}.") for o in found)
+            names = [f"{name}.{n}" for n, _ in module.named_parameters()]
+            routed = profile.matched.is_routed(name)
+            if (
+                names
+                and not inside
+                and not routed
+                and all(profile.role(n) == "opaque" for n in names)
+            ):
+                found.append(name)
+    return found
 
 
 def _bytes(tensor: Tensor) -> int:

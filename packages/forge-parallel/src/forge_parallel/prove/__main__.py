@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="pattern",
         help="names of the blocks, a * between two dots for any",
     )
+    parser.add_argument(
+        "--media", metavar="module:function", help="of tokens, gives further inputs by name"
+    )
     parser.add_argument("--roles", type=Path, help="TOML file with a table [roles]")
     for name, default, says in (
         ("world", "2,4", "numbers of ranks"),

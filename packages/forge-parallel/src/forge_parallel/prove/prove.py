@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from forge_parallel.prove.processes import Outcome, run_on_ranks
 from forge_parallel.prove.sides import ProveError, Reference, ValueKey, one_process, rank_of_cell
@@ -56,6 +56,7 @@ def prove(
     args: Mapping[str, Any] | None = None,
     roles: Mapping[str, Any] | None = None,
     blocks: Blocks | None = None,
+    media: Callable[[Tensor], Mapping[str, Any]] | str | None = None,
     worlds: Iterable[int] = (2, 4),
     only: str = "",
     vocab_size: int = 64,
@@ -74,7 +75,10 @@ def prove(
     that shape if its forward takes them; it returns logits (B, S, V) or something with `.logits`. Values are
     made fp32. Two steps of SGD with momentum and clipping on eight rows, which one process computes in one forward:
     a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as of
-    `parallel_roles()`, `blocks` as in `parallelize`. `worlds` and `only` (part of a name) select cells; `report` is
+    `parallel_roles()`, `blocks` as in `parallelize`. `media(tokens)` gives further inputs by name (`extra_inputs`),
+    tensors or other values whose B rows a slice takes, and may put placeholders into the tokens; in the cell "branch by
+    row" the ids of one rank's rows are below vocab_size / 2 and those of the other not, so that it can give the two
+    different media, or one none. `worlds` and `only` (part of a name) select cells; `report` is
     called with each result.
 
     Ranks are forked: `build` may be a local function. Raises ProveError if a proof is impossible: a
@@ -84,7 +88,8 @@ def prove(
     if dist.is_initialized():
         raise ProveError("prove must be called outside of a process group; end it first")
     made = _import(build) if isinstance(build, str) else build
-    task = Task(partial(made, **(args or {})), roles, blocks, vocab_size, seq_len, seed)
+    given = _import(media) if isinstance(media, str) else media
+    task = Task(partial(made, **(args or {})), roles, blocks, vocab_size, seq_len, seed, given)
     worlds = tuple(worlds)
     cells = [cell for cell in CELLS if cell.world in worlds and only in cell.name]
     if not cells:
@@ -93,13 +98,13 @@ def prove(
         )
     for module in ("fsdp", "tensor", "pipelining"):  # once here instead of in every rank: a second
         importlib.import_module(f"torch.distributed.{module}")
-    reference, modules = _reference(task, timeout)
-    # so that no rank of any cell does: models of transformers took seconds in each
-    for module in modules:
-        with suppress(Exception):  # made up by code, not found by name: ranks make it up again
-            importlib.import_module(module)
+    truths: dict[bool, tuple[Task, Reference]] = {}
     results = []
     for cell in cells:
+        if cell.branches not in truths:
+            own = replace(task, branches=cell.branches)
+            truths[cell.branches] = own, _reference(own, timeout)
+        task, reference = truths[cell.branches]
         began = time.perf_counter()
         outcomes = run_on_ranks(cell.world, partial(rank_of_cell, task, cell, reference), timeout)
         results.append(_judge(cell, outcomes, reference, bound, time.perf_counter() - began))
@@ -108,7 +113,7 @@ def prove(
     return results
 
 
-def _import(name: str) -> Callable[..., nn.Module]:
+def _import(name: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(name)
         if not callable(found):
@@ -121,8 +126,8 @@ def _import(name: str) -> Callable[..., nn.Module]:
         ) from error
 
 
-def _reference(task: Task, timeout: float) -> tuple[Reference, list[str]]:
-    """The values of one process, and the modules that it imported for them, in their order."""
+def _reference(task: Task, timeout: float) -> Reference:
+    """The values of one process, whose modules this one imports, too."""
     known = set(sys.modules)
 
     def run() -> tuple[Reference, list[str]]:
@@ -130,7 +135,12 @@ def _reference(task: Task, timeout: float) -> tuple[Reference, list[str]]:
 
     (outcome,) = run_on_ranks(1, run, timeout)
     if outcome.kind == "returned":
-        return outcome.value
+        reference, modules = outcome.value
+        # so that no rank of any cell does: models of transformers took seconds in each
+        for module in modules:
+            with suppress(Exception):  # made up by code, not found by name: ranks make it up again
+                importlib.import_module(module)
+        return reference
     if outcome.kind == "ProveError":
         raise ProveError(outcome.value)
     if "fork-based multiprocessing" in str(outcome.value):

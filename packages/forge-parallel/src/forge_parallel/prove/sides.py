@@ -64,7 +64,7 @@ def one_process(task: Task) -> Reference:
     _require_same_start(again, start, "called twice with the same seed")
     batch = task.batch(0, names)
     with torch.no_grad():
-        if not torch.equal(*(_logits(again(batch.tokens, **batch.keywords)) for _ in range(2))):
+        if not torch.equal(*(_logits(again(batch.tokens, **batch.inputs)) for _ in range(2))):
             raise ProveError(
                 "forward must give the same for the same tokens, and gave two results; build the model "
                 "without dropout"
@@ -74,7 +74,7 @@ def one_process(task: Task) -> Reference:
     for step in range(STEPS):
         batch = task.batch(step, names)
         with _watching(model, structure) as seen:
-            logits = _logits(model(batch.tokens, **batch.keywords))
+            logits = _logits(model(batch.tokens, **batch.inputs))
         if step == 0:
             values[step, "stream"] = {name: parts[0] for name, parts in seen.items()}
         loss = _token_loss(logits, batch.labels) / max(1, batch.num_valid)
@@ -270,7 +270,7 @@ def _evaluate_others(model: nn.Module, batch: Batch) -> None:
     own = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.mul_(2.0)
-    model(batch.tokens, **batch.keywords)
+    model(batch.tokens, **batch.inputs)
     reshard(model)
     for parameter, value in zip(parameters, own, strict=True):
         parameter.copy_(value)

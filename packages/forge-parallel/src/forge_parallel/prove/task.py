@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,19 +25,21 @@ ROWS, IGNORED = 8, -100
 @dataclass(frozen=True)
 class Cell:
     """A layout on `world` ranks: keys of ParallelConfig, and the micro-batches of a data rank; `swaps`: other
-    weights are evaluated between the steps, and the own ones put back."""
+    weights are evaluated between the steps, and the own ones put back; `branches`: ranks have rows of different ids."""
 
     name: str
     world: int
     layout: Mapping[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
     swaps: bool = False
+    branches: bool = False
 
 
 CELLS = (
     Cell("fsdp", 2),
     Cell("accumulation", 2, micro_batches=2),
     Cell("row by row", 2, micro_batches=4),
+    Cell("branch by row", 2, micro_batches=4, branches=True),
     Cell("weights swapped", 2, swaps=True),
     Cell("recompute full", 2, {"recompute": "full"}),
     Cell("compile", 2, {"compile": True}),
@@ -70,15 +73,21 @@ class Batch:
         named = {"positions": self.positions, "document_ids": self.document_ids}
         return {name: value for name, value in named.items() if value is not None}
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The same with extras."""
+        return {**self.keywords, **self.extras}
+
+    def map(self, change: Callable[[Any], Any]) -> Batch:
         """A batch of `change` of every tensor."""
         named: dict[str, Any] = {name: change(value) for name, value in self.keywords.items()}
-        return Batch(change(self.tokens), change(self.labels), **named)
+        extras = {name: change(value) for name, value in self.extras.items()}
+        return Batch(change(self.tokens), change(self.labels), **named, extras=extras)
 
     def split(self, micro_batch: int, /) -> list[Batch]:
         """Parts of `micro_batch` rows, in order."""
         starts = range(0, len(self.tokens), micro_batch)
-        return [self.map(lambda x, i=i: x[i : i + micro_batch]) for i in starts]  # type: ignore[misc]
+        return [self.map(itemgetter(slice(i, i + micro_batch))) for i in starts]
 
     def to(self, device: torch.device, stay: Sequence[str] = ()) -> Batch:
         """Itself: a proof runs on CPUs."""
@@ -91,7 +100,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Task:
-    """A model by its builder, its roles and blocks, and the sizes of its input."""
+    """A model by its builder, its roles and blocks, the sizes of its input, and a function that adds `media` to tokens."""
 
     build: Callable[[], nn.Module]
     roles: Mapping[str, Any] | None
@@ -99,6 +108,8 @@ class Task:
     vocab_size: int
     seq_len: int
     seed: int
+    media: Callable[[Tensor], Mapping[str, Any]] | None = None
+    branches: bool = False
 
     def model(self) -> nn.Module:
         """A new one, fp32 and training but for its dropout, after all known generators were seeded."""
@@ -117,12 +128,22 @@ class Task:
         return model
 
     def batch(self, step: int, keywords: Container[str]) -> Batch:
-        """The global batch of a step: the same wherever it is asked for, unevenly labelled."""
+        """The global batch of a step: the same wherever it is asked for, unevenly labelled.
+
+        With `branches` the first half of the rows has ids of the lower half of the vocabulary, the other half those of
+        the upper, and one row has no labels at all.
+        """
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         row = torch.randint(0, self.vocab_size, (ROWS, self.seq_len + 1), generator=generator)
+        if self.branches:
+            row = row % (self.vocab_size // 2)
+            row[ROWS // 2 :] += self.vocab_size // 2
         tokens, labels = row[:, :-1].contiguous(), row[:, 1:].clone()
         shares = torch.linspace(0.05, 0.9, ROWS)[:, None]
         labels[torch.rand(labels.shape, generator=generator) < shares] = IGNORED
+        if self.branches:
+            labels[ROWS // 2] = IGNORED
+        extras = {} if self.media is None else self.media(tokens)
         index = torch.arange(self.seq_len).expand(ROWS, -1)
         known: dict[str, Any] = {"positions": index.contiguous()}
         if "document_ids" in keywords:  # each row holds two documents, which end anywhere
@@ -130,7 +151,8 @@ class Task:
             later = index >= ends
             labels[index == ends - 1] = IGNORED  # the next document is not predicted
             known = {"positions": index - later * ends, "document_ids": later.long()}
-        return Batch(tokens, labels, **{n: v for n, v in known.items() if n in keywords})
+        named = {n: v for n, v in known.items() if n in keywords}
+        return Batch(tokens, labels, **named, extras=extras)
 
 
 def keywords_of(model: nn.Module) -> frozenset[str]:
