@@ -5,7 +5,8 @@ import sys
 
 DECLARED = {"forge_vlm", "forge_core", "torch"}
 PROBE = (
-    "import sys; before = set(sys.modules); import forge_vlm; print(*(set(sys.modules) - before))"
+    "import sys, torch; before = set(sys.modules); import forge_vlm; "
+    "print(*(set(sys.modules) - before))"
 )
 
 

@@ -1,0 +1,47 @@
+"""Fields and checks of configuration dataclasses."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import field
+from numbers import Integral, Real
+from typing import Any
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field with a default and the help text that command lines and generated pages show."""
+    return field(default=default, metadata={"help": help})
+
+
+def raise_problems(where: str, problems: Iterable[str]) -> None:
+    """Raise one ValueError with a line `where: problem` for each problem; do nothing without any."""
+    lines = [f"{where}: {problem}" for problem in problems]
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+def foreign_table(config: Any, table: str, name: str) -> Iterator[str]:
+    """Sentences for keys off their defaults of the `table` that belongs to `name`, under another `config.name`."""
+    own = getattr(config, table)
+    defaults = vars(type(own)())
+    for key, value in vars(own).items():
+        if config.name != name and value != defaults[key]:
+            yield f"{table}.{key} {value!r} is a key of name {name!r}, and name is {config.name!r}; remove one"
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is a number, neither NaN nor infinite."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_size(value: object, most: int) -> bool:
+    """Whether `value` is a whole number from 1 to `most`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
+
+
+def size_problems(config: object, sizes: dict[str, int]) -> Iterator[str]:
+    """Sentences for fields that are no whole numbers from 1 to a maximum; None is allowed where it is the default."""
+    for name, most in sizes.items():
+        value = getattr(config, name)
+        optional = getattr(type(config), name, 0) is None
+        if not is_size(value, most) and not (optional and value is None):
+            yield f"{name} {value!r} must be a whole number from 1 to {most}; give one"

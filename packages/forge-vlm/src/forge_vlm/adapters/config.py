@@ -1,0 +1,148 @@
+"""Configuration of adapters, validated when made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge_vlm._config import foreign_table, raise_problems, setting, size_problems
+
+__all__ = [
+    "AdapterConfig",
+    "AttentionalPoolConfig",
+    "AveragePoolConfig",
+    "MLPConfig",
+    "PixelShuffleConfig",
+    "PixelShuffleMLPConfig",
+    "ResamplerConfig",
+]
+
+_SIZES = {"num_heads": 2**10, "num_layers": 2**10, "num_latents": 2**16, "hidden_dim": 2**20}
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """Two linear layers around an activation (LLaVA-1.5)."""
+
+    hidden_dim: int | None = setting(
+        None, "width between the two layers; empty: that of the stream"
+    )
+    bias: bool = setting(True, "both layers have a bias")
+
+
+@dataclass(frozen=True)
+class PixelShuffleConfig:
+    """`factor` * `factor` neighbours side by side become one token, then a linear layer (Idefics3)."""
+
+    factor: int = setting(2, "rows and columns of tokens that become one")
+    bias: bool = setting(False, "the layer has a bias")
+
+    def __post_init__(self) -> None:
+        raise_problems("pixel_shuffle", size_problems(self, {"factor": 64}))
+
+
+@dataclass(frozen=True)
+class PixelShuffleMLPConfig:
+    """`factor` * `factor` neighbours side by side become one token, then a norm and two linear layers (InternVL)."""
+
+    factor: int = setting(2, "rows and columns of tokens that become one")
+
+    def __post_init__(self) -> None:
+        raise_problems("pixel_shuffle_mlp", size_problems(self, {"factor": 64}))
+
+
+@dataclass(frozen=True)
+class AveragePoolConfig:
+    """`factor` * `factor` neighbours become their mean, then a linear layer."""
+
+    factor: int = setting(2, "rows and columns of tokens that become one")
+    bias: bool = setting(True, "the layer has a bias")
+
+    def __post_init__(self) -> None:
+        raise_problems("average_pool", size_problems(self, {"factor": 64}))
+
+
+@dataclass(frozen=True)
+class AttentionalPoolConfig:
+    """The mean of `factor` * `factor` neighbours asks them by attention (Molmo, arXiv 2409.17146)."""
+
+    factor: int = setting(2, "rows and columns of tokens that become one")
+    num_heads: int = setting(8, "heads of the attention, which share the width of the features")
+
+    def __post_init__(self) -> None:
+        sizes = {"factor": 64, "num_heads": _SIZES["num_heads"]}
+        raise_problems("attentional_pool", size_problems(self, sizes))
+
+
+@dataclass(frozen=True)
+class ResamplerConfig:
+    """Learnt latents ask the tokens of an image by attention (Perceiver; Flamingo, arXiv 2204.14198)."""
+
+    num_latents: int = setting(64, "tokens that an image of any size becomes")
+    num_layers: int = setting(2, "blocks of attention and feed-forward")
+    num_heads: int = setting(8, "heads of each attention, which share the width of the stream")
+    hidden_dim: int | None = setting(
+        None, "width inside the feed-forward; empty: 4 times that of the stream"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("resampler", size_problems(self, _SIZES))
+
+
+TABLES = {
+    "mlp": MLPConfig,
+    "pixel_shuffle": PixelShuffleConfig,
+    "pixel_shuffle_mlp": PixelShuffleMLPConfig,
+    "average_pool": AveragePoolConfig,
+    "attentional_pool": AttentionalPoolConfig,
+    "resampler": ResamplerConfig,
+}
+NAMES = ("none", "linear", *TABLES)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """An adapter by name, whose options stand in the table of that name; or an adapter `module:attr`.
+
+    AdapterConfig("attentional_pool", attentional_pool=AttentionalPoolConfig(factor=2, num_heads=4))
+    """
+
+    name: str = setting(
+        "mlp",
+        "none (the encoder has the stream's width), linear, mlp, pixel_shuffle, pixel_shuffle_mlp, average_pool, "
+        "attentional_pool, resampler, or the import path of an adapter",
+    )
+    mlp: MLPConfig = field(default=MLPConfig(), metadata={"help": "the adapter mlp"})
+    pixel_shuffle: PixelShuffleConfig = field(
+        default=PixelShuffleConfig(), metadata={"help": "the adapter pixel_shuffle"}
+    )
+    pixel_shuffle_mlp: PixelShuffleMLPConfig = field(
+        default=PixelShuffleMLPConfig(), metadata={"help": "the adapter pixel_shuffle_mlp"}
+    )
+    average_pool: AveragePoolConfig = field(
+        default=AveragePoolConfig(), metadata={"help": "the adapter average_pool"}
+    )
+    attentional_pool: AttentionalPoolConfig = field(
+        default=AttentionalPoolConfig(), metadata={"help": "the adapter attentional_pool"}
+    )
+    resampler: ResamplerConfig = field(
+        default=ResamplerConfig(), metadata={"help": "the adapter resampler"}
+    )
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "keyword arguments of an adapter by import path"},
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("adapter", _problems(self))
+
+
+def _problems(c: AdapterConfig) -> Iterator[str]:
+    if c.name not in NAMES and ":" not in c.name:
+        yield f"name {c.name!r} must be {', '.join(NAMES)} or module:attr; use mlp"
+    for table in TABLES:
+        yield from foreign_table(c, table, table)
+    if c.options and ":" not in c.name:
+        yield f"options are those of an adapter by import path, and name is {c.name!r}; remove them"

@@ -1,0 +1,90 @@
+"""Answers that a model writes to questions with pictures, and how many are right.
+
+B   prompts at once        N   new tokens of each
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from forge_core import SamplingConfig, generate
+from forge_vlm.data.prompts import Prompt, Prompts
+
+__all__ = ["NORMALISE", "Normalise", "answer", "answer_all", "is_match", "media_on"]
+
+Normalise = Literal["none", "strip", "words"]
+NORMALISE: tuple[str, ...] = get_args(Normalise)
+GREEDY = SamplingConfig(temperature=0.0)
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def answer_all(
+    model: nn.Module,
+    prompts: Prompts,
+    asked: Sequence[Prompt],
+    max_new_tokens: int,
+    sampling: SamplingConfig = GREEDY,
+    rows: int = 8,
+) -> Iterator[str]:
+    """The answer to each prompt up to its end token, `rows` prompts at a time; each picture is encoded once.
+
+        for text in answer_all(model, prompts, prompts.read("questions.jsonl"), 20):
+            print(text)
+
+    Answers do not depend on `rows`. Raises as `generate_stream` for lengths, InvalidSample for a damaged picture.
+    """
+    for first in range(0, len(asked), rows):
+        part = asked[first : first + rows]
+        media = prompts.media(part)
+        yield from answer(model, prompts, part, media, max_new_tokens, sampling, first_row=first)
+
+
+def answer(
+    model: nn.Module,
+    prompts: Prompts,
+    asked: Sequence[Prompt],
+    media: Mapping[str, Tensor],
+    max_new_tokens: int,
+    sampling: SamplingConfig = GREEDY,
+    *,
+    first_row: int = 0,
+    stops: bool = True,
+) -> list[str]:
+    """Answers (B) to prompts with the media of `prompts.media(asked)`, all at once.
+
+    With `stops` False N is max_new_tokens also where all rows have ended, as ranks of a sharded model need that run it
+    together on rows of their own.
+    """
+    rows = [torch.from_numpy(prompt.tokens) for prompt in asked]
+    eos = prompts.tokens.eos_id if stops else None
+    extras = media_on(model, media)
+    new = generate(
+        model, rows, max_new_tokens, sampling, eos, first_row=first_row, extras=extras
+    ).tolist()  # (B, N)
+    return [prompts.text(row) for row in new]
+
+
+def media_on(model: nn.Module, media: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Media where a model reads them: on its device, or on the host."""
+    device = next(model.parameters()).device
+    stay = getattr(model, "host_inputs", ())
+    return {name: m if name in stay else m.to(device) for name, m in media.items()}
+
+
+def is_match(found: str, wanted: str, normalise: Normalise = "strip") -> bool:
+    """Whether an answer is the wanted one, both normalised: "none" character by character, "strip" without white space at
+    the ends, "words" also without ASCII punctuation, in lower case, with one blank for any white space."""
+    return _normal(found, normalise) == _normal(wanted, normalise)
+
+
+def _normal(text: str, normalise: Normalise) -> str:
+    if normalise == "none":
+        return text
+    if normalise == "strip":
+        return text.strip()
+    return " ".join(text.translate(_NO_PUNCTUATION).lower().split())

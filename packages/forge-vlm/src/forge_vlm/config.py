@@ -1,0 +1,234 @@
+"""Configuration of a vision-language model: a decoder's, with an encoder, an adapter and a fusion.
+
+A choice by name has a table of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forge_core import TransformerConfig
+from forge_core.model import MRopeConfig
+from forge_vlm._config import foreign_table, is_size, raise_problems, setting
+from forge_vlm.adapters import AdapterConfig
+from forge_vlm.fusion.config import MixtureOfTransformersConfig, MoMaConfig, fusion_problems
+from forge_vlm.fusion.cross_config import CrossAttentionConfig
+from forge_vlm.modalities import ModalityConfig
+from forge_vlm.plan import SCOPES, SPAN_INPUTS
+from forge_vlm.vision.config import PATCH_MODELS, VisionConfig
+
+__all__ = ["FusionConfig", "VLMConfig"]
+
+FUSIONS = ("joint_decoder", "cross_attention", "mixture_of_transformers", "moma")
+#: Names of what the papers of these fusions also try, and why there is none here.
+REFUSED = {
+    "diffusion": "heads that draw images by diffusion are not built; use discrete image tokens",
+    "transfusion": "heads that draw images by diffusion are not built; use discrete image tokens",
+    "mixture_of_depths": "skipped layers choose among later tokens too, and MoMa's authors advise against them; use moma",
+}
+
+
+@dataclass(frozen=True)
+class FusionConfig:
+    """How the decoder sees images, by name: joint_decoder (features are tokens of the stream, LLaVA), cross_attention
+    (blocks between those of the text read them; Flamingo, Llama 3.2 Vision), mixture_of_transformers (weights of each
+    modality around one attention), moma (experts of each modality)."""
+
+    name: str = setting(
+        "joint_decoder",
+        "how the decoder sees images: joint_decoder, cross_attention, mixture_of_transformers, moma",
+    )
+    mixture_of_transformers: MixtureOfTransformersConfig = field(
+        default=MixtureOfTransformersConfig(),
+        metadata={"help": "the fusion mixture_of_transformers"},
+    )
+    moma: MoMaConfig = field(default=MoMaConfig(), metadata={"help": "the fusion moma"})
+    cross_attention: CrossAttentionConfig = field(
+        default=CrossAttentionConfig(), metadata={"help": "the fusion cross_attention"}
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("fusion", _fusion_problems(self))
+
+
+def _fusion_problems(c: FusionConfig) -> Iterator[str]:
+    if c.name in REFUSED:
+        yield f"name {c.name!r} is refused: {REFUSED[c.name]}"
+    elif c.name not in FUSIONS:
+        yield f"name {c.name!r} must be one of {', '.join(FUSIONS)}; use one"
+    for table in ("cross_attention", "mixture_of_transformers", "moma"):
+        yield from foreign_table(c, table, table)
+
+
+@dataclass(frozen=True)
+class VLMConfig(TransformerConfig):
+    """A decoder with eyes: all keys of `TransformerConfig`, and what the images need.
+
+    VLMConfig(vocab_size=256, modalities={"image": ModalityConfig(first_id=255)})
+    """
+
+    vision: VisionConfig = field(default=VisionConfig(), metadata={"help": "the encoder"})
+    adapter: AdapterConfig = field(
+        default=AdapterConfig(), metadata={"help": "from the encoder's features to the stream"}
+    )
+    fusion: FusionConfig = field(
+        default=FusionConfig(), metadata={"help": "how the decoder sees images"}
+    )
+    modalities: dict[str, ModalityConfig] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "token ids that stand for images or other media, by name"},
+    )
+    mrope: MRopeConfig | None = field(  # type: ignore[misc]
+        default=None,
+        metadata={"help": "how positions of three axes turn heads; empty: they have one"},
+    )
+    input_only_ids: int = setting(
+        0, "ids from vocab_size on that are embedded and never predicted (Llama 3.2 Vision: 8)"
+    )
+    images_per_row: int = setting(
+        1, "images of a row, as plans and FLOPs (MFU) count them; rows may have any number"
+    )
+    pixels_per_image: int | None = setting(
+        None, "their size as it is counted, where the encoder takes any; empty: 512 * 512"
+    )
+    positions: Literal["sequential", "text_preserving", "mrope"] = setting(
+        "sequential", "positions of an image's tokens: sequential, text_preserving, or mrope"
+    )
+    bidirectional: Literal["none", "image", "clip", "document", "prefix_lm"] = setting(
+        "none",
+        "which tokens see those behind them too: none; those of an image, of a clip, of all images of a document; or "
+        "prefix_lm, all before the first answer",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        raise_problems("model", _problems(self))
+
+    @property
+    def span_input(self) -> str | None:
+        """The keyword of forward that numbers the tokens which see each other also ahead, such as "image_ids"; None where
+        none do. `SequencePlan.spans` makes it."""
+        return SPAN_INPUTS.get(self.bidirectional)
+
+    @property
+    def placeholders(self) -> dict[str, ModalityConfig]:
+        """The modalities whose tokens are replaced by features."""
+        return {name: m for name, m in self.modalities.items() if not m.discrete}
+
+    @property
+    def discrete(self) -> dict[str, ModalityConfig]:
+        """The modalities whose tokens are embedded and learnt like text."""
+        return {name: m for name, m in self.modalities.items() if m.discrete}
+
+
+def _mask_problems(c: VLMConfig) -> Iterator[str]:
+    name = c.bidirectional
+    if name not in ("none", *SCOPES):
+        yield f"bidirectional {name!r} must be one of none, {', '.join(SCOPES)}; use 'none'"
+    if name == "none":
+        return
+    if c.fusion.name == "cross_attention":
+        yield (
+            f"bidirectional {name!r} must be 'none' with fusion.name 'cross_attention', whose images are no tokens of the "
+            "stream; leave it out"
+        )
+    for other in c.discrete:
+        yield (
+            f"bidirectional {name!r} must be 'none' with modalities.{other}, whose discrete tokens are predicted from "
+            "those before them; leave it out"
+        )
+    if c.mixer not in ("attention", "mla"):
+        yield f"bidirectional {name!r} is computed by mixer 'attention' and 'mla', and mixer is {c.mixer!r}; use one"
+    if c.attention.mask != "causal":
+        yield (
+            f"bidirectional {name!r} and attention.mask {c.attention.mask!r} both say who sees whom; leave one out"
+        )
+
+
+def _no_encoder_problems(c: VLMConfig) -> Iterator[str]:
+    for name in c.placeholders:
+        yield (
+            f"modalities.{name} stands for features, and vision.name is 'none'; name an encoder, or set discrete = true"
+        )
+    if not c.modalities:
+        yield (
+            "modalities {} must name the discrete tokens of images without an encoder; write [model.modalities.image] "
+            "first_id, num_ids and discrete = true"
+        )
+    if c.adapter != AdapterConfig():
+        yield f"adapter.name {c.adapter.name!r} has no features to adapt with vision.name 'none'; remove [model.adapter]"
+    if c.fusion.name == "cross_attention":
+        yield "fusion.name 'cross_attention' must have an encoder, and vision.name is 'none'; use joint_decoder"
+
+
+def _pixel_problems(c: VLMConfig) -> Iterator[str]:
+    kind = c.vision.transformers.get("model_type")
+    if kind not in PATCH_MODELS:
+        yield (
+            f"pixels_per_image {c.pixels_per_image!r} is not read with vision.transformers.model_type {kind!r}, whose images "
+            "have one size; remove it"
+        )
+    elif not is_size(c.pixels_per_image, 2**28):
+        yield f"pixels_per_image {c.pixels_per_image!r} must be a whole number; use 262144"
+
+
+def _problems(c: VLMConfig) -> Iterator[str]:
+    if c.vision.name == "none":
+        yield from _no_encoder_problems(c)
+    elif not c.placeholders:
+        yield (
+            "modalities {} must name the placeholder of images; write [model.modalities.image] first_id = its id"
+        )
+    ends = sorted((m.first_id, m.first_id + m.num_ids, name) for name, m in c.modalities.items())
+    for name, m in c.modalities.items():
+        if not m.discrete and m.first_id == 0:
+            yield (
+                f"modalities.{name}.first_id 0 must be above 0, as rows are padded with 0 and padding is no image; give the "
+                "placeholder another id"
+            )
+        most = c.vocab_size + (0 if m.discrete else c.input_only_ids)
+        if m.first_id + m.num_ids > most:
+            yield (
+                f"modalities.{name}.first_id {m.first_id} must be below vocab_size {most} with all of its "
+                f"{m.num_ids} ids; raise vocab_size"
+            )
+    for (_, stop, one), (start, _, other) in itertools.pairwise(ends):
+        if start < stop:
+            yield f"modalities.{one} and modalities.{other} must not share ids; move one"
+    if not (c.images_per_row == 0 or is_size(c.images_per_row, 2**16)):
+        yield f"images_per_row {c.images_per_row!r} must be a whole number, 0 or more; use 1"
+    if c.pixels_per_image is not None:
+        yield from _pixel_problems(c)
+    if not (c.input_only_ids == 0 or is_size(c.input_only_ids, 2**20)):
+        yield f"input_only_ids {c.input_only_ids!r} must be a whole number, 0 or more; leave it out"
+    elif c.input_only_ids and c.tie_embeddings:
+        yield (
+            f"input_only_ids {c.input_only_ids} must be 0 with tie_embeddings, where every id that is embedded is "
+            "predicted; untie them"
+        )
+    if c.fusion.name == "cross_attention":
+        yield from c.fusion.cross_attention.problems(c.num_layers)
+        if c.positions != "sequential":
+            yield (
+                f"positions {c.positions!r} must be 'sequential' with fusion.name 'cross_attention', whose images "
+                "are no tokens of the stream; leave it out"
+            )
+    if c.positions not in ("sequential", "text_preserving", "mrope"):
+        yield f"positions {c.positions!r} must be 'sequential', 'text_preserving' or 'mrope'; use 'sequential'"
+    if (c.positions == "mrope") != (c.mrope is not None):
+        yield (
+            f"positions {c.positions!r} must go with mrope {c.mrope}: positions of three axes are those of a "
+            "decoder with [model.mrope]; set both, or neither"
+        )
+    if c.mrope is not None:
+        yield from c.mrope.problems(c.rotary_dim, c.mixer)
+    yield from _mask_problems(c)
+    yield from fusion_problems(c)
+    if c.mtp.num_modules:
+        yield (
+            f"mtp.num_modules {c.mtp.num_modules} must be 0 with images, whose tokens have no embedding ahead; leave it out"
+        )

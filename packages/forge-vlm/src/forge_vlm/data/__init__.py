@@ -1,0 +1,29 @@
+"""Conversations with pictures as rows of tokens, labels and pixels."""
+
+from forge_vlm.data.drawn import DrawnSquares
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.formats import FORMATS, open_records
+from forge_vlm.data.prompts import Prompt, Prompts
+from forge_vlm.data.records import Message, Picture, Record
+from forge_vlm.data.sample import Sample, check_labels, sample_of
+from forge_vlm.data.source import Conversations, open_source
+from forge_vlm.data.templates import TEMPLATES, Piece
+
+__all__ = [
+    "FORMATS",
+    "TEMPLATES",
+    "Conversations",
+    "DrawnSquares",
+    "InvalidSample",
+    "Message",
+    "Picture",
+    "Piece",
+    "Prompt",
+    "Prompts",
+    "Record",
+    "Sample",
+    "check_labels",
+    "open_records",
+    "open_source",
+    "sample_of",
+]

@@ -1,0 +1,139 @@
+"""The chat template of a tokenizer of transformers as pieces of a conversation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.records import Message, Record
+from forge_vlm.data.templates import Piece
+
+__all__ = ["TokenizerTemplate"]
+
+# of Unicode's private use: no tokenizer's text, so a template passes them on
+_OPEN, _CLOSE = "\ue000", "\ue001"
+_MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class TokenizerTemplate:
+    """What `apply_chat_template` of a tokenizer's folder makes of a conversation, as pieces.
+
+        template = TokenizerTemplate("SmolVLM-256M", eos=None, image="<image>")
+        pieces = list(template(record))
+
+    It is rendered with marks in place of texts, so a text is never taken for a part of the template. Answers are learnt with
+    the end token that the template puts behind each. Raises ValueError where transformers is not installed or the folder
+    has no template; calls raise InvalidSample where the template does not take the conversation, or changes its text.
+    """
+
+    def __init__(self, folder: str, eos: str | None, image: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise ValueError(
+                f"the template of tokenizer {folder} needs transformers; pip install 'forge-vlm[transformers]'"
+            ) from None
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise ValueError(
+                f"tokenizer {folder} must be a folder with tokenizer.json for template 'tokenizer'; give that of the model"
+            )
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer {folder} has no chat template; use template 'chatml', 'vicuna' or 'plain'"
+            )
+        self.eos: str = eos or self._tokenizer.eos_token or ""
+        self.image = image
+        content = json.dumps(self._tokenizer.chat_template, sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+
+    def __call__(self, record: Record) -> Iterator[Piece]:
+        """The pieces of a conversation in order."""
+        texts = [part for m in record.messages for part in m.parts if isinstance(part, str)]
+        marked = self._render(record, [f"{_OPEN}{i}{_CLOSE}" for i in range(len(texts))])
+        template, numbers = _MARK.split(marked)[::2], [int(n) for n in _MARK.findall(marked)]
+        if numbers != [*range(len(texts))]:
+            raise InvalidSample(
+                f"{record.name}: the template gives texts {numbers} of {len(texts)}, each of which must be there once and in "
+                "order; use another template"
+            )
+        texts = self._as_rendered(record, template, texts)
+        answers = _answers(record.messages)
+        pictures = iter([p for m in record.messages for p in m.parts if isinstance(p, int)])
+        yield from self._own(record, template[0], pictures)
+        for text, answer, behind in zip(texts, answers, template[1:]):
+            yield Piece(text, "text", answer[0])
+            if answer[1]:  # the last text of its message
+                if not behind.startswith(self.eos) or not self.eos:
+                    raise InvalidSample(
+                        f"{record.name}: the template puts {behind!r:.40} behind an answer, which must begin with eos "
+                        f"{self.eos!r}; set eos to the token that ends an answer"
+                    )
+                yield Piece(self.eos, "special", answer[0])
+                behind = behind[len(self.eos) :]
+            yield from self._own(record, behind, pictures)
+        if next(pictures, None) is not None:
+            raise InvalidSample(
+                f"{record.name}: the template leaves a picture out, or does not write it as {self.image!r}; set image to "
+                "what it writes"
+            )
+
+    def _own(self, record: Record, text: str, pictures: Iterator[int]) -> Iterator[Piece]:
+        """Text of the template, with pictures in it."""
+        first, *rest = text.split(self.image)
+        yield Piece(first, "template")
+        for part in rest:
+            number = next(pictures, None)
+            if number is None:
+                raise InvalidSample(
+                    f"{record.name}: the template writes {self.image!r} more often than there are pictures; set image to "
+                    "what it writes once for each"
+                )
+            yield Piece("", "image", -1, number)
+            yield Piece(part, "template")
+
+    def _as_rendered(self, record: Record, template: Sequence[str], texts: list[str]) -> list[str]:
+        """The texts as the template writes them: some take blanks from their ends."""
+        wanted = self._render(record, texts)
+        for given in (texts, [text.strip() for text in texts]):
+            joined = "".join(a + b for a, b in zip(template, [*given, ""]))
+            if joined == wanted:
+                return given
+        raise InvalidSample(
+            f"{record.name}: the template changes the text of a message (some drop earlier reasoning), so that its tokens are "
+            "not known; use another template"
+        )
+
+    def _render(self, record: Record, texts: Sequence[str]) -> str:
+        left = iter(texts)
+        messages = []
+        for message in record.messages:
+            parts = [
+                {"type": "image"} if isinstance(part, int) else {"type": "text", "text": next(left)}
+                for part in message.parts
+            ]
+            messages.append({"role": message.role, "content": parts})
+        try:
+            found = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # a template raises what it likes
+            raise InvalidSample(
+                f"{record.name}: the template does not take it ({error!s:.200}); correct the record, or use another "
+                "template"
+            ) from None
+        return str(found)
+
+
+def _answers(messages: Sequence[Message]) -> list[tuple[int, bool]]:
+    """For each text its answer's number, -1 for none, and whether it ends one."""
+    found, number = [], 0
+    for message in messages:
+        said = message.role == "assistant"
+        texts = [part for part in message.parts if isinstance(part, str)]
+        found += [(number if said else -1, said and i == len(texts) - 1) for i in range(len(texts))]
+        number += said
+    return found

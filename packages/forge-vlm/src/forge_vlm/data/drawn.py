@@ -1,0 +1,87 @@
+"""Pictures that are drawn, not read: a square of one of eight colours, its name the answer.
+
+S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from forge_vlm.data.stream import PictureRows
+from forge_vlm.plan import IGNORE, PAD
+
+__all__ = ["DrawnSquares"]
+
+#: Words, and their ids: the end of a row, a placeholder, the question, then colours.
+WORDS = ("<eos>", "<image>", "colour?", "red", "green", "blue", "yellow", "cyan", "magenta", "white", "orange")  # fmt: skip
+_COLOURS = ((230, 30, 30), (30, 200, 30), (40, 60, 240), (240, 230, 40),
+            (40, 220, 220), (220, 40, 220), (250, 250, 250), (250, 140, 20))  # fmt: skip
+_EPOCH = 100_000
+
+
+class DrawnSquares:
+    """Rows `<image> ..., colour?, its name, <eos>`, of which the name and the end are learnt.
+
+        [data.sources.squares]
+        name = "forge_vlm.data.drawn:DrawnSquares"
+
+    size: height and width of a picture in pixels; tokens: placeholders of one, as many as the adapter gives. Row i is a
+    function of the seed and i, and rows of validation are others. For trying a model out: no file is read.
+    """
+
+    vocab_size: int | None = len(WORDS)
+    max_token_id = len(WORDS) - 1
+    tokenizer: dict[str, Any] | None = None
+
+    def __init__(self, config: Any, size: int = 32, tokens: int = 16) -> None:
+        if size < 4 or tokens < 1:
+            raise ValueError(
+                f"size {size} and tokens {tokens} of drawn squares must be at least 4 and 1; use 32 and 16"
+            )
+        self.split, self.size, self.tokens = config.split, size, tokens
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"kind": "drawn-1", "split": self.split, "size": self.size, "tokens": self.tokens}
+
+    def stream(self, seq_len: int, seed: int) -> DrawnRows:
+        if seq_len < self.tokens + 2:
+            raise ValueError(
+                f"seq_len {seq_len} must hold a picture of {self.tokens} tokens, a question and its answer; use "
+                f"{self.tokens + 2}"
+            )
+        return DrawnRows(self, seq_len, seed)
+
+
+class DrawnRows:
+    """The rows of `DrawnSquares`."""
+
+    def __init__(self, source: DrawnSquares, seq_len: int, seed: int) -> None:
+        self.source, self.seq_len, self.seed = source, seq_len, seed
+
+    def __len__(self) -> int:
+        return _EPOCH
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {**self.source.fingerprint(), "seq_len": self.seq_len, "seed": self.seed}
+
+    def arrays(self, ids: np.ndarray) -> dict[str, Any]:
+        """Rows by instance, with one picture each."""
+        rows, of, size = len(ids), self.source.tokens, self.source.size
+        tokens, labels = (np.full((rows, self.seq_len), v, np.int64) for v in (0, IGNORE))
+        documents = np.full((rows, self.seq_len), PAD, np.int64)
+        pictures = np.full((rows, 3, size, size), 20, np.uint8)
+        tokens[:, :of], tokens[:, of], documents[:, : of + 2] = 1, 2, 0
+        for row, i in enumerate(ids):
+            random = np.random.default_rng([self.seed, self.source.split == "validation", int(i)])
+            colour, side = int(random.integers(len(_COLOURS))), size // 2
+            y, x = random.integers(0, size - side + 1, 2)
+            pictures[row, :, y : y + side, x : x + side] = np.array(_COLOURS[colour])[:, None, None]
+            tokens[row, of + 1] = labels[row, of] = 3 + colour
+            labels[row, of + 1] = 0
+        places = np.where(documents == 0, np.arange(self.seq_len), 0)
+        images = PictureRows(torch.from_numpy(pictures), torch.arange(rows + 1))
+        names = {"tokens": tokens, "labels": labels, "positions": places}
+        return {**names, "document_ids": documents, "images": images}

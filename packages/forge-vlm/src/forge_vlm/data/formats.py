@@ -1,0 +1,440 @@
+"""Files of each format as indexed records.
+
+`open_records(name, path)` reads an index (lines, members, rows), not the pictures.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import tarfile
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.records import (
+    Picture,
+    Record,
+    Records,
+    Span,
+    asked,
+    captioned,
+    from_chat,
+    from_llava,
+    interleaved,
+    picture_of,
+    video_of,
+)
+
+__all__ = ["FORMATS", "lines_of", "open_records"]
+
+_PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+_CAPTIONS = ("text", "caption")
+_MESSAGES = {"messages": from_chat, "conversations": from_llava}
+
+
+class _List:
+    """Records that are made from values of a list."""
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        make: Callable[[str, Any, Path], Record],
+        path: Path,
+        digest: str,
+        folder: Path | None = None,
+    ) -> None:
+        self._values, self._make, self._path, self._digest = values, make, path, digest
+        self._folder = path.parent if folder is None else folder
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._make(f"{self._path}, record {index}", self._values[index], self._folder)
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+
+class _Lines:
+    """Records of a JSON-lines file, of those lines that begin at `start` or behind and before `stop`: 8 bytes a line are
+    held, and a line is read when it is asked for."""
+
+    def __init__(
+        self,
+        path: Path,
+        make: Callable[[str, Any, Path], Record],
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        self._path, self._make, self._start = path, make, start
+        digest, offset = hashlib.sha256(), start
+        self._offsets = array("q")
+        with _opened(path) as file:
+            if start:
+                file.seek(start - 1)
+                offset += len(file.readline()) - 1  # the rest of a line that began before
+            while (stop is None or offset < stop) and (line := file.readline()):
+                digest.update(line)
+                if line.strip():
+                    self._offsets.append(offset)
+                offset += len(line)
+        self._digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Record:
+        at = f"byte {self._offsets[index]}" if self._start else f"record {index}"
+        name = f"{self._path}, {at}"
+        with _opened(self._path) as file:
+            file.seek(self._offsets[index])
+            value = _json(file.readline(), name)
+        return self._make(name, value, self._path.parent)
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+
+def _chat_lines(path: Path, asks: bool = False) -> Records:
+    return _Lines(path, partial(from_chat, asks=asks))
+
+
+def _llava(path: Path, asks: bool = False) -> Records:
+    make = partial(from_llava, asks=asks)
+    if path.suffix == ".jsonl":
+        return _Lines(path, make)
+    content = _content(path)
+    values = _json(content, str(path))
+    if not isinstance(values, list):
+        raise InvalidSample(f"{path} must hold a list of records; give LLaVA's JSON")
+    return _List(values, make, path, hashlib.sha256(content).hexdigest())
+
+
+def _coco(path: Path, together: bool = False) -> Records:
+    """COCO's captions file; pictures are in its folder, or in `images` or the split's name beside it. A record is a
+    caption, or `together` all captions of a picture, in the order of the first of each."""
+    content = _content(path)
+    value = _json(content, str(path))
+    try:
+        files = {image["id"]: image["file_name"] for image in value["images"]}
+        pairs = [(files[note["image_id"]], note["caption"]) for note in value["annotations"]]
+    except (KeyError, TypeError) as error:
+        raise InvalidSample(
+            f"{path} must hold images with id and file_name, and annotations with image_id and caption ({error!r}); "
+            "give a captions file of COCO"
+        ) from error
+    places = (path.parent, path.parent / "images")
+    first = pairs[0][0] if pairs else ""
+    folder = next((p for p in places if (p / first).exists()), path.parent)
+
+    texts: dict[Any, list[Any]] = {}
+    for file, text in pairs if together else ():
+        texts.setdefault(file, []).append(text)
+
+    def make(name: str, pair: Any, folder: Path) -> Record:
+        more = pair[1] if together else [pair[1]]
+        return captioned(name, more[0], [picture_of(name, pair[0], folder)], *more[1:])
+
+    return _List(
+        [*texts.items()] if together else pairs,
+        make,
+        path,
+        hashlib.sha256(content).hexdigest(),
+        folder,
+    )
+
+
+def _folder(path: Path) -> Records:
+    """A folder with metadata.csv or metadata.jsonl: file_name and text (or caption), as `imagefolder` of datasets."""
+
+    def make(name: str, row: Any, folder: Path) -> Record:
+        return captioned(name, _caption(row), [picture_of(name, row.get("file_name"), folder)])
+
+    return _of_metadata(path, make, "file_name and text")
+
+
+def _videos(path: Path) -> Records:
+    """A folder with metadata.csv or metadata.jsonl: file_name (or video), and question and answer, with options or columns
+    a0, a1, ... where it is a choice (NExT-QA), or text (or caption)."""
+
+    def make(name: str, row: Any, folder: Path) -> Record:
+        given = row.get("file_name") or row.get("video")
+        if isinstance(given, str | int) and not Path(str(given)).suffix:
+            given = f"{given}.mp4"  # tables of questions name videos by a number
+        video = video_of(name, given, folder)
+        if row.get("question"):
+            return asked(name, row, [video])
+        return captioned(name, _caption(row), [video])
+
+    return _of_metadata(path, make, "file_name, question and answer")
+
+
+def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: str) -> Records:
+    lines, table = path / "metadata.jsonl", path / "metadata.csv"
+    index = lines if lines.exists() else table
+    if not index.exists():
+        raise InvalidSample(
+            f"{path} must hold metadata.jsonl or metadata.csv with {columns}; write one"
+        )
+    content = _content(index)
+    rows: list[Any]
+    if index == lines:
+        rows = [_json(line, str(index)) for line in content.splitlines() if line.strip()]
+    else:
+        try:
+            rows = list(csv.DictReader(content.decode().splitlines()))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise InvalidSample(f"{index} must be CSV in UTF-8 ({error}); correct it") from error
+
+    def of_row(name: str, row: Any, folder: Path) -> Record:
+        return make(name, row if isinstance(row, Mapping) else {}, folder)
+
+    return _List(rows, of_row, index, hashlib.sha256(content).hexdigest(), path)
+
+
+def _parquet(path: Path) -> Records:
+    """Parquet files with a column `image` or `images` of bytes (or `{"bytes", "path"}`), and one of captions or
+    messages."""
+    try:
+        from datasets import Dataset, concatenate_datasets
+    except ImportError as error:
+        raise ValueError("parquet needs datasets; install 'forge-vlm[data]'") from error
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        raise InvalidSample(f"{path} must be a parquet file or a folder of them; check the path")
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
+    try:
+        sets = [Dataset.from_parquet(str(file), keep_in_memory=False) for file in files]
+        return _Rows(concatenate_datasets(sets), path, digest.hexdigest())
+    except InvalidSample:
+        raise
+    except Exception as error:
+        raise InvalidSample(f"{path} cannot be read as parquet ({error}); restore it") from error
+
+
+def _saved_set(path: Path) -> Records:
+    """A set of `datasets` that `save_to_disk` wrote, with columns as of parquet."""
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ValueError("sets need datasets; install 'forge-vlm[data]'") from error
+    try:
+        found: Any = load_from_disk(str(path))
+    except Exception as error:
+        raise InvalidSample(
+            f"{path} must be a folder that save_to_disk wrote ({error}); check the path"
+        ) from error
+    if isinstance(found, Mapping):
+        raise InvalidSample(
+            f"{path} holds the splits {', '.join(found)}; name the folder of one, {path / next(iter(found))}"
+        )
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.arrow")):
+        digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
+    return _Rows(found, path, digest.hexdigest())
+
+
+class _Rows:
+    """Rows of a set whose columns are those of a sample."""
+
+    def __init__(self, rows: Any, path: Path, digest: str) -> None:
+        from datasets import Image
+
+        self._path, self._digest = path, digest
+        names = rows.column_names
+        self._text = next((n for n in (*_MESSAGES, *_CAPTIONS) if n in names), None)
+        self._image = next((n for n in ("image", "images") if n in names), None)
+        if self._text is None or (self._image is None and self._text not in _MESSAGES):
+            raise InvalidSample(
+                f"{path} has the columns {', '.join(names)}, and must have image (or images) and one of "
+                f"{', '.join((*_MESSAGES, *_CAPTIONS))}; rename them"
+            )
+        feature = None if self._image is None else rows.features[self._image]
+        if isinstance(feature, Image):
+            rows = rows.cast_column(self._image, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            from datasets import List
+
+            rows = rows.cast_column(self._image, List(Image(decode=False)))
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Record:
+        name, row, folder = f"{self._path}, record {index}", self._rows[index], self._path
+        given = None if self._image is None else row[self._image]
+        pictures = [] if given is None else given if isinstance(given, list) else [given]
+        assert self._text is not None
+        if self._text in _CAPTIONS:
+            return captioned(name, row[self._text], [picture_of(name, p, folder) for p in pictures])
+        if self._text == "messages":
+            return _with_pictures(name, row, pictures, folder)
+        return from_llava(name, {**row, "image": pictures}, folder)
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+
+def _with_pictures(name: str, row: Any, pictures: list[Any], folder: Path) -> Record:
+    """Messages whose parts of type "image" stand for the pictures of a column, in order."""
+    left: Iterator[Any] = iter(pictures)
+    messages = []
+    for message in row["messages"]:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                {"type": "image", "image": next(left, None)}
+                if p.get("type") == "image"
+                else {"type": "text", "text": p.get("text")}
+                for p in content
+            ]
+        messages.append({"role": message["role"], "content": content})
+    rest = list(left)
+    if rest and len(rest) == len(
+        pictures
+    ):  # no part names one: they stand before the first question
+        first = next((m for m in messages if m["role"] == "user"), messages[0])
+        parts = first["content"]
+        parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+        first["content"] = [*({"type": "image", "image": p} for p in rest), *parts]
+    elif rest:
+        raise InvalidSample(
+            f"{name}: {len(pictures) - len(rest)} parts of type image must be those of {len(pictures)} pictures; "
+            "give a part for each"
+        )
+    return from_chat(name, {"messages": messages, "branches": row.get("branches")}, folder)
+
+
+class _Tar:
+    """Samples of WebDataset: members of one stem, a picture or several (`a.0.png`), and `.txt` or `.json` (messages,
+    conversations, a caption, or `texts` with null where a picture stands)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+        if not files or not files[0].exists():
+            raise InvalidSample(f"{path} must be a .tar or a folder of them; check the path")
+        # members by sample and the rest of their name
+        self._samples: list[tuple[str, dict[str, Span]]] = []
+        self._files = files
+        for file in files:
+            self._index(file)
+
+    def _index(self, file: Path) -> None:
+        try:
+            with tarfile.open(file, "r:") as tar:
+                members = [m for m in tar if m.isfile()]
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise InvalidSample(
+                f"{file} cannot be read as tar without compression ({error}); restore or unpack it"
+            ) from error
+        for member in members:
+            folder, _, base = member.name.rpartition("/")
+            stem, _, ending = base.partition(".")
+            name = f"{folder}/{stem}"
+            if not self._samples or self._samples[-1][0] != f"{file}: {name}":
+                self._samples.append((f"{file}: {name}", {}))
+            self._samples[-1][1][ending.lower()] = Span(file, member.offset_data, member.size)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Record:
+        name, members = self._samples[index]
+        pictures = [
+            Picture(f"{name}.{ending}", place)
+            for ending, place in sorted(members.items())
+            if f".{ending.rpartition('.')[2]}" in _PICTURES
+        ]
+        if "txt" in members:
+            try:
+                caption = self._read(name, members["txt"]).decode().strip()
+            except UnicodeDecodeError as error:
+                raise InvalidSample(f"{name}.txt must be UTF-8 ({error}); correct it") from error
+            return captioned(name, caption, pictures)
+        if "json" not in members:
+            raise InvalidSample(
+                f"{name} has {', '.join(members)}, and must have .txt or .json beside its pictures; add one"
+            )
+        value = _json(self._read(name, members["json"]), f"{name}.json")
+        given = [{"bytes": p.content} for p in pictures]
+        if isinstance(value, Mapping) and "messages" in value:
+            return _with_pictures(name, value, given, self._path)
+        if isinstance(value, Mapping) and "conversations" in value:
+            # its own key of pictures names files of another place
+            return from_llava(name, {**value, "image": given}, self._path)
+        if isinstance(value, Mapping) and "texts" in value:
+            return interleaved(name, value["texts"], pictures)
+        return captioned(name, _caption(value if isinstance(value, Mapping) else {}), pictures)
+
+    def _read(self, name: str, member: Span) -> bytes:
+        return Picture(name, member).read()
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
+        return digest.hexdigest()
+
+
+def _caption(row: Mapping[str, Any]) -> Any:
+    return next((row[key] for key in _CAPTIONS if row.get(key)), None)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise InvalidSample(f"{path} cannot be read ({error.strerror}); check the path") from error
+
+
+def _content(path: Path) -> bytes:
+    with _opened(path) as file:
+        content: bytes = file.read()
+    return content
+
+
+def _json(content: bytes, name: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidSample(f"{name} must be JSON ({error}); correct it") from error
+
+
+FORMATS: dict[str, Callable[..., Records]] = {
+    "chat": _chat_lines,
+    "llava": _llava,
+    "coco": _coco,
+    "coco_trees": partial(_coco, together=True),
+    "folder": _folder,
+    "videos": _videos,
+    "parquet": _parquet,
+    "dataset": _saved_set,
+    "webdataset": _Tar,
+}
+
+
+def lines_of(name: str, path: Path, start: int, stop: int) -> Records:
+    """The records of lines that begin in a range of bytes of a file of chat or LLaVA's lines."""
+    return _Lines(path, {"chat": from_chat, "llava": from_llava}[name], start, stop)
+
+
+_ASKING = ("chat", "llava")  # formats whose records may be questions alone
+
+
+def open_records(name: str, path: Path, asks: bool = False) -> Records:
+    """The records of a path in a format by name; InvalidSample where it is not there or is no such file.
+
+    Of those that only `asks`, conversations of chat and llava may end with a question."""
+    if not path.exists():
+        raise InvalidSample(f"path {path} must exist; check it")
+    return FORMATS[name](path, asks=True) if asks and name in _ASKING else FORMATS[name](path)

@@ -1,0 +1,124 @@
+"""Encoded pictures as media of an encoder, and how many tokens they have.
+
+H, W   pixels of a tile        N   tiles of a picture        P   patches of a picture, of E numbers each
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.resolution import Layout, ResolutionConfig, build_resolution
+from forge_vlm.vision.patches import cut_patches
+
+__all__ = ["Pictures"]
+
+_ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
+Media = dict[str, Tensor]
+
+
+class Pictures:
+    """What a picture is for an encoder that takes `images` (N, 3, H, W) uint8, the tiles of a resolution with `tokens` each;
+    under "budget", for one that takes `patches` (P, E) uint8 and `grids` (1, 3), `merge` * `merge` patches a token.
+
+        pictures = Pictures(ResolutionConfig("tiles"), tokens=64, placeholder="<image>")
+        layout = pictures.layout(content, "a.png")                      # the header is read, not the pixels
+    """
+
+    def __init__(
+        self,
+        resolution: ResolutionConfig,
+        tokens: int,
+        placeholder: str,
+        mean: Sequence[float] = (0.5, 0.5, 0.5),
+        patch_size: int = 16,
+        merge: int = 2,
+        time: int = 2,
+    ) -> None:
+        self.resolution = build_resolution(resolution, mean)
+        self.budget = resolution.name == "budget"
+        self._tokens, self._placeholder = tokens, placeholder
+        self._patch_size, self._merge, self._time = patch_size, merge, time
+        self._color = torch.tensor([int(255 * value) for value in mean], dtype=torch.uint8)
+
+    def layout(self, content: bytes, name: str) -> Layout:
+        """How a picture is cut, by its header; InvalidSample where that cannot be read."""
+        image = _opened(content, name)
+        from PIL.Image import Image
+
+        try:
+            size = image.height, image.width
+            # a PNG's own method would read the pixels
+            upright = Image.getexif(image).get(_ORIENTATION, 1) < 5
+            return self.resolution.layout(*(size if upright else size[::-1]))
+        except Exception as error:
+            raise _damaged(name, error) from None
+
+    def blank_layout(self) -> Layout:
+        """That of what stands for a picture without a header: a small square."""
+        return self.resolution.layout(32, 32)
+
+    def text(self, layout: Layout) -> str:
+        """What stands for a picture in a conversation, with one placeholder for each of its `grids`."""
+        return self.resolution.text(layout, 1, self._placeholder)
+
+    def grids(self, layout: Layout) -> list[tuple[int, int, int]]:
+        """(time, rows, columns) in tokens of each placeholder: of a tile, or of the whole picture under "budget"."""
+        if self.budget:
+            side = self._patch_size * self._merge
+            return [(1, layout.height // side, layout.width // side)]
+        side = int(self._tokens**0.5)
+        grid = (1, side, side) if side * side == self._tokens else (1, 1, self._tokens)
+        return [grid] * layout.num_tiles
+
+    def media(self, content: bytes, layout: Layout, name: str) -> Media:
+        """Media by name of a picture; InvalidSample where it cannot be decoded, or is no longer of that layout."""
+        from PIL.ImageOps import exif_transpose
+
+        image = _opened(content, name)
+        try:
+            tiles = self.resolution(exif_transpose(image))
+        except Exception as error:  # decoders of damaged files raise whatever they meet
+            raise _damaged(name, error) from None
+        if tiles.shape != (layout.num_tiles, 3, layout.height, layout.width):
+            raise InvalidSample(f"{name} has another size than when it was opened; start again")
+        return self._cut(tiles)
+
+    def blank(self, layout: Layout) -> Media:
+        """Media of that layout in the encoder's mean colour."""
+        shape = (layout.num_tiles, 3, layout.height, layout.width)
+        return self._cut(self._color[:, None, None].expand(shape).contiguous())
+
+    def nothing(self) -> Media:
+        """Media of no picture, which have the shapes of those of one."""
+        return {name: value[:0] for name, value in self.blank(self.blank_layout()).items()}
+
+    def _cut(self, tiles: Tensor) -> Media:
+        if not self.budget:
+            return {"images": tiles}
+        patches, grid = cut_patches(tiles, self._patch_size, self._merge, self._time)
+        return {"patches": patches, "grids": grid}
+
+
+def _opened(content: bytes, name: str) -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError(
+            "pictures need pillow, which is not installed; pip install 'forge-vlm[data]'"
+        ) from None
+    try:
+        return Image.open(io.BytesIO(content))
+    except Exception as error:
+        raise _damaged(name, error) from None
+
+
+def _damaged(name: str, error: Exception) -> InvalidSample:
+    return InvalidSample(
+        f"{name} cannot be decoded ({type(error).__name__}: {error!s:.80}); restore it, or set corrupt = 'mask' or 'skip'"
+    )

@@ -1,0 +1,278 @@
+"""Files of any format become a folder of samples, once: tokenized, with their pictures checked and copied.
+
+OUTPUT.parts/plan.json       what is prepared; of another plan all parts are removed
+OUTPUT.parts/unit-00000.npz  samples of some records, written under another name and renamed
+OUTPUT.parts/whole/          the output, which is renamed when it is complete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_vlm._config import raise_problems
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.formats import open_records
+from forge_vlm.data.lengths import locked
+from forge_vlm.data.options import problems
+from forge_vlm.data.prepared import MANIFEST, VERSION, is_prepared
+from forge_vlm.data.reader import Reader
+from forge_vlm.data.units import COLUMNS, make_unit
+
+__all__ = ["prepare"]
+
+UNIT = 256  # records of a unit
+Progress = Callable[[int, int], None]
+_OPEN: dict[str, Any] = {}  # of a worker: records and reader
+
+
+def prepare(
+    path: str | Path,
+    output: str | Path,
+    options: Mapping[str, Any],
+    *,
+    pictures: str = "copy",
+    overwrite: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write the samples of `path` to a folder, and return its manifest.
+
+    `options` are those of `Conversations`, all given. Every picture is decoded: a damaged one ends it, or its sample is
+    left out or not learnt, as `corrupt` says; "skip" leaves out what `Conversations` would mask. pictures: "copy" writes
+    all into the folder, "name" keeps the paths of those in files of their own.
+
+    The folder appears complete or not at all. Killed, the same call goes on from the units that are done in
+    OUTPUT.parts; two at once wait for one another. `progress(done, units)` is called behind each. Memory: a unit a
+    worker. Raises ValueError for options and an output that exists, InvalidSample for files.
+    Usage: `prepare("talks.jsonl", "prepared", options_of("talks.jsonl", {"tokens_per_tile": 256}))`.
+    """
+    raise_problems(
+        "prepare", [*problems(options), *_problems(Path(output), pictures, overwrite, workers)]
+    )
+    given = {name: value for name, value in options.items() if name != "cache"}
+    given = json.loads(json.dumps(given))
+    output, path = Path(output).absolute(), str(Path(path).absolute())
+    records, reader = open_records(given["format"], Path(path)), Reader(given)
+    if not len(records):
+        raise InvalidSample(f"{path} must hold a record to prepare; check the path and the format")
+    about = {
+        "version": VERSION,
+        "path": path,
+        "content": records.fingerprint(),
+        "options": reader.identity,
+        "given": given,
+        "pictures": pictures,
+        "unit": UNIT,
+        "records": len(records),
+    }
+    parts = output.with_name(f"{output.name}.parts")
+    if output.exists() and not overwrite:
+        raise ValueError(_exists(output))
+    with _named(output), locked(parts / "lock", f"the samples of {path}"):
+        if output.exists() and not overwrite:  # written while this process waited
+            raise ValueError(_exists(output))
+        _begin(parts, about)
+        _write_units(parts, path, given, pictures, len(records), workers, progress)
+        units = [parts / _name(n) for n in range(-(-len(records) // UNIT))]
+        about |= {
+            "vocab_size": reader.tokens.vocab_size,
+            "tokenizer": reader.tokens.spec,
+            "image_id": reader.image_id,
+        }
+        about = _join(units, parts / "whole", about)
+        _replace(parts / "whole", output, parts / "old")
+        shutil.rmtree(parts)
+    return about
+
+
+def _problems(output: Path, pictures: str, overwrite: bool, workers: int) -> Iterator[str]:
+    if pictures not in ("copy", "name"):
+        yield f"pictures {pictures!r:.40} must be 'copy' or 'name'; use 'copy'"
+    if not 1 <= workers <= 1024:
+        yield f"workers {workers} must be from 1 to 1024; use 1"
+    if overwrite and output.exists() and (output.is_symlink() or not is_prepared(output)):
+        yield f"output {output} must be a folder of prepared samples to be overwritten; choose another"
+
+
+def _exists(output: Path) -> str:
+    return f"output {output} is there already; choose another name, or replace it with overwrite=True (--overwrite)"
+
+
+@contextlib.contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """Errors of the file system name the output."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"output {output} cannot be written ({error.strerror}); choose a folder with room that can"
+        ) from error
+
+
+def _name(unit: int) -> str:
+    return f"unit-{unit:05}.npz"
+
+
+def _begin(parts: Path, about: Mapping[str, Any]) -> None:
+    """Keep the units of a call that was killed, if it prepared the same; remove all else."""
+    plan, said = parts / "plan.json", json.dumps(about, sort_keys=True)
+    if not plan.exists() or plan.read_text() != said:
+        for file in parts.glob("unit-*"):
+            file.unlink()
+        plan.write_text(said)
+    shutil.rmtree(parts / "whole", ignore_errors=True)
+    for file in parts.glob(".unit-*"):
+        file.unlink()
+
+
+def _write_units(
+    parts: Path,
+    path: str,
+    given: dict[str, Any],
+    pictures: str,
+    count: int,
+    workers: int,
+    progress: Progress | None,
+) -> None:
+    """Write the units that are not there, in this process or in several."""
+    total = -(-count // UNIT)
+    left = [n for n in range(total) if not (parts / _name(n)).exists()]
+    done = total - len(left)
+    jobs = [(parts / _name(n), n * UNIT, min(count, (n + 1) * UNIT)) for n in left]
+    arguments = path, given, pictures
+    with contextlib.ExitStack() as stack:
+        each: Callable[..., Any] = map
+        if workers > 1 and len(jobs) > 1:
+            count = min(workers, len(jobs))
+            pool = ProcessPoolExecutor(count, get_context("spawn"), _open_files, arguments)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            each = pool.map
+        else:
+            stack.callback(_OPEN.clear)
+            _open_files(*arguments)
+        for _ in each(_write_unit, jobs):
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+
+def _open_files(path: str, given: dict[str, Any], pictures: str) -> None:
+    _OPEN.update(
+        records=open_records(given["format"], Path(path)), reader=Reader(given), pictures=pictures
+    )
+
+
+def _write_unit(job: tuple[Path, int, int]) -> None:
+    file, first, stop = job
+    found = make_unit(_OPEN["records"], _OPEN["reader"], range(first, stop), _OPEN["pictures"])
+    temporary = file.with_name(f".{file.name}")
+    with temporary.open("wb") as opened:
+        np.savez(opened, allow_pickle=False, **found)
+        opened.flush()
+        os.fsync(opened.fileno())
+    temporary.rename(file)
+
+
+def _join(units: list[Path], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Write units one behind the other, with ends counted from the first, and the manifest."""
+    folder.mkdir()
+    files = {
+        name: _File(folder / f"{name}.bin") for name in (*COLUMNS, "samples", "pictures", "media")
+    }
+    totals: Counter[str] = Counter()
+    for unit in units:
+        with np.load(unit) as found:
+            samples, pictures = found["samples"], found["pictures"]
+            samples[:, 1] += totals["tokens"]
+            samples[:, 2] += totals["pictures"]
+            pictures[:, 1] += totals["media"]
+            arrays = {**found, "samples": samples, "pictures": pictures}
+            for name, file in files.items():
+                file.add(arrays[name])
+            totals["tokens"] += len(arrays["tokens"])
+            totals["pictures"] += len(pictures)
+            totals["media"] += len(arrays["media"])
+            totals["samples"] += len(samples)
+            totals.update(json.loads(arrays["counts"].tobytes()))
+    if not totals["samples"]:
+        raise InvalidSample(
+            f"{about['path']} has no sample left, as a picture of each of {about['records']} records is damaged; restore them"
+        )
+    columns, branched = dict(COLUMNS), bool(totals.pop("branched"))
+    if not branched:
+        files.pop("branches").close()
+        (folder / "branches.bin").unlink()
+        del columns["branches"]
+    about |= {
+        "columns": columns,
+        "samples": totals.pop("samples"),
+        "tokens": totals["tokens"],
+        "weighted": bool(totals.pop("weighted")),
+        "branched": branched,
+        "unlearnt": totals.pop("unlearnt"),
+        "counts": dict(totals),
+        "bytes": {f"{name}.bin": file.size for name, file in files.items()},
+        "sha256": {f"{name}.bin": file.close() for name, file in files.items()},
+    }
+    with (folder / MANIFEST).open("w", encoding="utf-8") as opened:
+        json.dump(about, opened, indent=2)
+        opened.flush()
+        os.fsync(opened.fileno())
+    return about
+
+
+class _File:
+    """A file that is written once, with its digest."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._digest, self.size = path.open("xb"), hashlib.sha256(), 0
+
+    def add(self, values: np.ndarray) -> None:
+        content = values.tobytes()
+        self._file.write(content)
+        self._digest.update(content)
+        self.size += len(content)
+
+    def close(self) -> str:
+        """Sync and close it; its digest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+
+def _replace(whole: Path, output: Path, old: Path) -> None:
+    """Rename a complete folder to the output; one that is there is moved away first, and back if that fails."""
+    shutil.rmtree(old, ignore_errors=True)
+    _sync(whole)
+    if output.exists():  # a rename cannot replace a folder with files in it
+        output.rename(old)
+        try:
+            whole.rename(output)
+        except BaseException:
+            old.rename(output)
+            raise
+    else:
+        whole.rename(output)
+    _sync(output.parent)
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder survive a power loss."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,168 @@
+"""Samples that `prepare` wrote, memory-mapped.
+
+prepared.json    options, counts, digests
+tokens.bin ...   a value of each token, one sample behind the other: ids (uint32), labels, branches (int32), weights (fp32)
+samples.bin      int64 (samples, 3): the record, the first token behind it, the first picture behind it
+pictures.bin     int64 (pictures, FIELDS): 0 bytes or 1 a path; where these end in media.bin, and their number; the clip that
+                 it is of in its sample; its layout
+media.bin        encoded pictures or names of their files; no byte where a picture is masked
+
+All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_vlm._config import raise_problems
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.options import problems
+from forge_vlm.data.reader import Decoder, identity_of, pictures_of
+from forge_vlm.data.records import Picture
+from forge_vlm.data.sample import Sample
+from forge_vlm.data.samples import Counted, CountedSamples
+from forge_vlm.resolution import Layout
+
+__all__ = ["MANIFEST", "Prepared", "is_prepared", "verify"]
+
+MANIFEST = "prepared.json"
+VERSION = 1  # of the files
+OF_ROWS = ("positions", "pack", "too_long", "image_masks")  # options that do not change samples
+BYTES, NAMED = 0, 1
+FIELDS = 4 + len(Layout._fields)  # of a picture
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether `prepare` wrote a folder."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+class Prepared(CountedSamples):
+    """A folder that `prepare` wrote, as rows: `Prepared("talks-prepared", positions="mrope").stream(2048)`.
+
+    Options are those with which it was prepared; positions, pack, too_long and image_masks may be others. Opening maps
+    files, and reads the manifest and, for the fingerprint, `samples.bin`. Raises ValueError for another option, and
+    InvalidSample for a file that is missing or has another size.
+    """
+
+    def __init__(self, path: str | Path, **options: Any) -> None:
+        self.path, folder = str(path), Path(path)
+        self.about = about = _manifest(folder)
+        for name, size in about["bytes"].items():
+            found = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if found != size:
+                raise InvalidSample(
+                    f"{folder / name} must have {size} bytes, and has {found}; prepare it again"
+                )
+        self._given, given = options, _merged(about["given"], options, self.path)
+        self._columns = {
+            name: _mapped(folder / f"{name}.bin", dtype) for name, dtype in about["columns"].items()
+        }
+        ends = _mapped(folder / "samples.bin", "<i8").reshape(-1, 3)
+        self._tokens, self._pictures = ends[:, 1], ends[:, 2]
+        self._places = _mapped(folder / "pictures.bin", "<i8").reshape(-1, FIELDS)
+        self._media = folder / "media.bin"
+        self.vocab_size, self.tokenizer = about["vocab_size"], about["tokenizer"]
+        self.image_id = about["image_id"]
+        lengths = np.diff(self._tokens, prepend=0)
+        sizes = (about[name] for name in Counted._fields[2:])
+        decoder = Decoder(
+            pictures_of(given, given["image"]), given["corrupt"], given["image_masks"]
+        )
+        own = identity_of({**about["options"], **{name: given[name] for name in OF_ROWS}})
+        super().__init__(decoder, own, Counted(lengths, ends[:, 0], *sizes), about["content"])
+
+    def sample(self, number: int) -> Sample:
+        """A sample that rows name: arrays are views of the files."""
+        first, stop = self._between(self._tokens, number)
+        columns = {n: np.asarray(v[first:stop]) for n, v in self._columns.items()}
+        places = range(*self._between(self._pictures, number))
+        pictures = tuple(self._picture(place) for place in places)
+        layouts = tuple(Layout(*map(int, self._places[place, 4:])) for place in places)
+        each = [self.decoder.pictures.grids(layout) for layout in layouts]
+        grids = tuple(grid for own in each for grid in own)
+        clips = tuple(int(self._places[p, 3]) for p, own in zip(places, each) for _ in own)
+        return Sample(**columns, pictures=pictures, layouts=layouts, grids=grids, clips=clips)
+
+    def name_of(self, number: int) -> str:
+        """The folder and the record."""
+        return f"{self.path}, record {int(self.kept[number])}"
+
+    def _picture(self, place: int) -> Picture:
+        kind, end, size = map(int, self._places[place, :3])
+        with self._media.open("rb") as file:
+            file.seek(end - size)
+            content = file.read(size)
+        name = f"{self.path}, picture {place}"
+        return Picture(name, content if kind == BYTES else Path(content.decode()))
+
+    @staticmethod
+    def _between(ends: np.ndarray, number: int) -> tuple[int, int]:
+        return int(ends[number - 1]) if number else 0, int(ends[number])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (
+            self.path,
+            self._given,
+        )  # a worker maps the files, and gets no copy of them
+
+
+def _reopened(path: str, options: dict[str, Any]) -> Prepared:
+    return Prepared(path, **options)
+
+
+def verify(path: str | Path) -> dict[str, Any]:
+    """The manifest of a folder, all of whose files are read and have its digests; InvalidSample for one that has not."""
+    about = _manifest(Path(path))
+    for name, wanted in about["sha256"].items():
+        with (Path(path) / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
+                raise InvalidSample(f"{Path(path) / name} is damaged; prepare it again")
+    return about
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version = about["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidSample(
+            f"{folder / MANIFEST} must be that of a prepared folder ({error}); prepare it again"
+        ) from error
+    if version != VERSION:
+        raise InvalidSample(
+            f"{folder} has version {version} and must have {VERSION}; prepare it again"
+        )
+    return about
+
+
+def _merged(prepared: Mapping[str, Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The options of a folder with others for rows; ValueError for what would change its samples."""
+    found = dict(prepared)
+    for name, value in given.items():
+        if name in OF_ROWS:
+            found[name] = value
+        elif name not in prepared:
+            raise ValueError(
+                f"option {name} {value!r:.40} means nothing for {path}, which is prepared; remove it"
+            )
+        elif json.loads(json.dumps(value)) != prepared[name]:
+            raise ValueError(
+                f"option {name} {value!r:.80} must be {prepared[name]!r:.80}, with which {path} was prepared; remove it, or "
+                "prepare again"
+            )
+    raise_problems("source", problems(found))
+    return found
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    """The numbers of a file; an empty one cannot be mapped."""
+    if not path.stat().st_size:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="r")

@@ -1,0 +1,117 @@
+"""Questions with pictures as the tokens and media that a model goes on from.
+
+L   tokens of a prompt        N   tiles of all prompts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge_vlm._config import raise_problems
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.formats import open_records
+from forge_vlm.data.options import problems
+from forge_vlm.data.reader import Reader
+from forge_vlm.data.records import DOCUMENT, Message, Picture, Record
+from forge_vlm.data.sample import sample_of
+from forge_vlm.data.source import options_of
+from forge_vlm.data.templates import Piece
+from forge_vlm.resolution import Layout
+
+__all__ = ["Prompt", "Prompts"]
+
+_ANSWER = "answer"  # stands where the model goes on, for templates that ask for a text
+
+
+class Prompt(NamedTuple):
+    """Tokens (L,) up to where an answer begins, with as many placeholders as pictures have tokens; the pictures in the order
+    of their places, with their layouts; and the record's own last answer, None where it only asks."""
+
+    name: str
+    tokens: np.ndarray
+    pictures: tuple[Picture, ...]
+    layouts: tuple[Layout, ...]
+    answer: str | None
+
+
+class Prompts:
+    """What a source `Conversations` of the same options would make of a conversation, up to its last answer.
+
+        prompts = Prompts(resolution={"fixed": {"size": 224}}, tokens_per_tile=256)
+        asked = [*prompts.read("questions.jsonl")]
+        new = generate(model, [p.tokens for p in asked], 20, extras=prompts.media(asked), eos_id=prompts.tokens.eos_id)
+
+    Options are those of `Conversations`, of which those about rows (pack, weigh, corrupt, ...) mean nothing here. Raises
+    ValueError for options, InvalidSample for records and pictures.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        given = options_of("", options)
+        raise_problems("prompts", problems(given))
+        reader = Reader(given)
+        self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
+        self.bos: str | None = given["bos"]
+
+    def read(self, path: str | Path, format: str = "chat", most: int | None = None) -> list[Prompt]:
+        """The prompts of a file's records in order, of the first `most` of them."""
+        records = open_records(format, Path(path), asks=True)
+        count = len(records) if most is None else min(most, len(records))
+        return [self(records[number]) for number in range(count)]
+
+    def __call__(self, record: Record) -> Prompt:
+        """The prompt of a conversation. Reads the headers of its pictures."""
+        asked, last = record.messages, record.messages[-1]
+        if record.branches:
+            raise InvalidSample(
+                f"{record.name}: a question must be without branches, and there are {len(record.branches)}; write a record for each"
+            )
+        if last.role == DOCUMENT:
+            raise InvalidSample(
+                f"{record.name}: a document of texts asks nothing; give messages with a question"
+            )
+        answer = None
+        if last.role == "assistant":
+            asked = asked[:-1]
+            answer = "".join(part for part in last.parts if isinstance(part, str))
+        if not asked:
+            raise InvalidSample(f"{record.name}: there is no question before the answer; give one")
+        whole = replace(record, messages=(*asked, Message("assistant", (_ANSWER,))))
+        layouts = [self.pictures.layout(p.read(), p.name) for p in record.pictures]
+        sample = sample_of(whole, layouts, self.tokens, self.pictures, self._until, bos=self.bos)
+        if not len(sample.tokens):
+            raise InvalidSample(f"{record.name}: the prompt has no tokens; ask something")
+        return Prompt(record.name, sample.tokens, sample.pictures, sample.layouts, answer)
+
+    def of(self, text: str, pictures: Sequence[Path]) -> Prompt:
+        """The prompt of one question: pictures in order, then the text."""
+        given = tuple(Picture(str(path), path) for path in pictures)
+        parts = (*range(len(given)), *([text] if text else []))
+        return self(Record("the prompt", (Message("user", parts),), given))
+
+    def media(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Media by name of the pictures of all prompts, row by row (N, ...); without any, of no entries. Decodes pictures."""
+        parts = [self.pictures.nothing()]
+        for prompt in prompts:
+            for picture, layout in zip(prompt.pictures, prompt.layouts):
+                parts.append(self.pictures.media(picture.read(), layout, picture.name))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of new tokens, up to the end token."""
+        found, end = list(ids), self.tokens.eos_id
+        return self.tokens.decode(found[: found.index(end)] if end in found else found)
+
+    def _until(self, record: Record) -> Iterator[Piece]:
+        """The pieces of a conversation up to its last answer."""
+        last = sum(m.role == "assistant" for m in record.messages) - 1
+        for piece in self.template(record):
+            if piece.answer == last:
+                return
+            yield piece

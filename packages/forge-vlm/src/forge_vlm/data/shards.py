@@ -1,0 +1,267 @@
+"""Rows with pictures of files that are read from front to back: V shards, each with windows of its own.
+
+V   virtual shards        P   pieces of the files        N   instances of a call
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_vlm._config import is_size, raise_problems
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.fit import fit_problems
+from forge_vlm.data.options import problems
+from forge_vlm.data.packing import PACKING_VERSION, order_of, plan_rows
+from forge_vlm.data.pieces import STREAMED, Pieces
+from forge_vlm.data.reader import Reader
+from forge_vlm.data.sample import Sample, check_labels
+from forge_vlm.data.stream import arrays_of, too_long
+
+__all__ = ["PictureShards", "StreamedConversations"]
+
+_VERSION = 1  # part of every fingerprint: raise it when a row would change
+_RECORD_BITS = 32  # of a place: turn << 32 | record, so that it rises while the shard is read
+_MOST = {"virtual_shards": 1 << 16, "shuffle_window": 1 << 20}
+
+
+class StreamedConversations:
+    """Conversations of `.tar` files or JSON lines that are read while a run trains, without an index of all records.
+
+        talks = StreamedConversations("shards/", options_of("shards/", {"format": "webdataset", ...}))
+        loader = Loader(talks.stream(seq_len=2048, seed=0), global_batch=16)
+
+    Options are those of `Conversations`, all given but `cache`. Opening reads sizes and ends of files, and tokenizes
+    one window for the check of its labels. Raises ValueError for options, InvalidSample for files.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        options: dict[str, Any],
+        virtual_shards: int = 16,
+        shuffle_window: int = 256,
+    ) -> None:
+        given = {"virtual_shards": virtual_shards, "shuffle_window": shuffle_window}
+        raise_problems("source", [*problems(options), *_problems(options, given)])
+        self.path, self.reader = path, Reader(options)
+        self.pieces = Pieces(options["format"], Path(path), virtual_shards)
+        self.vocab_size: int | None = self.reader.tokens.vocab_size
+        self.tokenizer: dict[str, Any] | None = self.reader.tokens.spec
+        self.max_token_id = self.reader.tokens.vocab_size - 1
+        self._sizes = given
+
+    def stream(self, seq_len: int, seed: int = 0) -> PictureShards:
+        """Rows of `seq_len` in the order of `seed`."""
+        return PictureShards(self.pieces, self.reader, seq_len, seed, **self._sizes)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Digests of the ends of the files and of the options."""
+        return {**self.pieces.fingerprint(), "options": _digest(self.reader.identity)}
+
+
+def _problems(options: Mapping[str, Any], given: Mapping[str, int]) -> Iterator[str]:
+    if options["format"] not in STREAMED:
+        yield (
+            f"format {options['format']!r:.40} must be one of {', '.join(STREAMED)} with streaming; remove streaming, or "
+            "prepare the files"
+        )
+    for name, value in given.items():
+        if not is_size(value, _MOST[name]):
+            yield f"{name} {value!r:.40} must be a whole number from 1 to {_MOST[name]}; leave it out"
+
+
+class PictureShards:
+    """The endless stream of rows of pieces without an index: instance i is row `i // V` of shard `i % V`.
+
+    Pieces are dealt out to V = min(virtual_shards, P) shards by the seed. A shard reads its pieces in another order in each
+    of its epochs, and takes `shuffle_window` samples at a time, which are packed by themselves and whose rows are shuffled;
+    so rows depend on files, options and seed alone. An epoch is one of a shard. `len` raises TypeError.
+
+    A row costs its pictures within the window that was read last, and forward the windows up to it, tokenized;
+    `load_places` says where to begin. A shard that this process reads holds an index of one piece, and the tokens of one
+    window; pictures of a tar are read with their row, those in lines of JSON are held with their window.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        reader: Reader,
+        seq_len: int,
+        seed: int = 0,
+        *,
+        virtual_shards: int = 16,
+        shuffle_window: int = 256,
+    ) -> None:
+        self.pieces, self.reader = pieces, reader
+        self.seq_len, self.seed, self.shuffle_window = seq_len, seed, shuffle_window
+        self.num_shards = min(virtual_shards, len(pieces))
+        self.left_out = 0  # samples that this process did not take, as too long or damaged
+        self._order = order_of(len(pieces), _seed(seed, "pieces"), 0)
+        self._lock = threading.Lock()  # a thread that read ahead may still read when another begins
+        self.load_places(np.zeros((self.num_shards, 2), np.int64))
+
+    def __len__(self) -> int:
+        raise TypeError(
+            "rows of a streaming source with pictures are known when they are read; give a number of instances, or prepare "
+            "the files"
+        )
+
+    def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:
+        """The shard (N,) of each instance."""
+        shards: np.ndarray = np.asarray(instance_ids, np.int64) % self.num_shards
+        return shards
+
+    def load_places(self, table: np.ndarray) -> None:
+        """Begin each shard at its place (V, 2); rows before are read from the start."""
+        with self._lock:
+            self._table = np.array(table, np.int64)
+            self._shards: dict[int, _Shard] = {}
+
+    def arrays(self, instance_ids: np.ndarray) -> dict[str, Any]:
+        """As `arrays_of`, and `shard_places` (N, 3): the place of each row's window."""
+        ids = np.asarray(instance_ids, np.int64)
+        places = np.zeros((len(ids), 3), np.int64)
+        rows: list[list[Sample]] = [[] for _ in ids]
+        with self._lock:
+            for i in np.argsort(ids, kind="stable"):
+                row, shard = divmod(int(ids[i]), self.num_shards)
+                window = self._window(shard, row)
+                rows[i] = window.rows[row - window.first]
+                places[i] = shard, window.first, window.place
+        options = self.reader.identity
+        found = arrays_of(rows, self.seq_len, self.reader, options["positions"], weighted=True)
+        return {**found, "shard_places": places}
+
+    def model_problems(self, model: Any, where: str) -> list[str]:
+        """As `fit_problems`, of the rows' options."""
+        return fit_problems(self.reader.identity, self.reader.image_id, model, where)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Everything that determines the rows; a resume compares it."""
+        return {
+            **{f"source.{key}": value for key, value in self.pieces.fingerprint().items()},
+            "source.options": _digest(self.reader.identity),
+            "packing.version": PACKING_VERSION,
+            "packing.seq_len": self.seq_len,
+            "stream.version": _VERSION,
+            "stream.virtual_shards": self.num_shards,
+            "stream.shuffle_window": self.shuffle_window,
+            "order.seed": self.seed,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_shards": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def _window(self, shard: int, row: int) -> _Window:
+        """The window of a shard that has a row."""
+        if shard not in self._shards or row < self._shards[shard].window.first:
+            first, place = map(int, self._table[shard])
+            if row < first:  # before what was loaded
+                first = place = 0
+            self._shards[shard] = _Shard(self._windows(shard, first, place))
+        try:
+            return self._shards[shard].window_of(row)
+        except BaseException:
+            del self._shards[shard]  # its generator has ended; another begins at the same place
+            raise
+
+    def _windows(self, shard: int, first: int, place: int) -> Iterator[_Window]:
+        """The windows of a shard, from the one on that begins at `place` and has row `first`; without end."""
+        pieces = self._order[shard :: self.num_shards]
+        turn, record = place >> _RECORD_BITS, place & ((1 << _RECORD_BITS) - 1)
+        while True:  # an epoch of the shard, or the rest of one
+            whole, before = turn % len(pieces) == 0 and record == 0, first
+            samples = self._samples(shard, pieces, turn, record)
+            while batch := list(islice(samples, self.shuffle_window)):
+                window = self._pack(shard, first, batch)
+                yield window
+                first += len(window.rows)
+            if whole and first == before:
+                raise InvalidSample(
+                    f"shard {shard} of {self.num_shards} must hold samples of at most {self.seq_len} tokens, and its pieces "
+                    "have none; remove empty files, raise seq_len, or use fewer virtual_shards"
+                )
+            turn, record = (turn // len(pieces) + 1) * len(pieces), 0
+
+    def _samples(
+        self, shard: int, pieces: np.ndarray, turn: int, record: int
+    ) -> Iterator[tuple[int, Sample]]:
+        """(place, sample) from a place to the end of its epoch."""
+        epoch = turn // len(pieces)
+        order = order_of(len(pieces), _seed(self.seed, f"shard {shard}"), epoch)
+        for k in range(turn, (epoch + 1) * len(pieces)):
+            records = self.pieces.open(int(pieces[order[k % len(pieces)]]))
+            for number in range(record, len(records)):
+                found = records[number]
+                sample, good = self.reader.sample(found)
+                if sample.branches is not None:
+                    raise InvalidSample(
+                        f"{found.name} has branches, which streaming does not read; prepare the files, or write a record for "
+                        "each answer"
+                    )
+                if not good and self.reader.corrupt == "skip":
+                    self._leave_out(f"{found.name} has a picture that is missing or damaged")
+                elif len(sample.tokens) <= self.seq_len:
+                    yield k << _RECORD_BITS | number, sample
+                elif self.reader.identity["too_long"] == "raise":
+                    raise too_long(found.name, len(sample.tokens), self.seq_len, 0)
+                else:
+                    self._leave_out(f"{found.name} has more tokens than seq_len {self.seq_len}")
+            record = 0
+
+    def _pack(self, shard: int, first: int, batch: list[tuple[int, Sample]]) -> _Window:
+        """The rows of some samples, shuffled."""
+        place, samples = batch[0][0], [sample for _, sample in batch]
+        if first == 0:
+            check_labels(*(np.concatenate([s[i] for s in samples]) for i in (0, 1)))
+        lengths = np.array([len(sample.tokens) for sample in samples])
+        rows = plan_rows(lengths, self.seq_len, self.reader.identity["pack"])
+        order = order_of(len(rows), _seed(self.seed, f"window {shard}"), place)
+        return _Window(first, place, [[samples[i] for i in rows[row]] for row in order])
+
+    def _leave_out(self, why: str) -> None:
+        if not self.left_out:
+            print(f"data: {why}, and it is left out; others are counted", file=sys.stderr)
+        self.left_out += 1
+
+
+class _Window:
+    """Rows that were packed together: the first one's number in the shard, and where their samples begin."""
+
+    def __init__(self, first: int, place: int, rows: list[list[Sample]]) -> None:
+        self.first, self.place, self.rows = first, place, rows
+
+
+class _Shard:
+    """The window of a shard that was read last, and those behind it."""
+
+    def __init__(self, windows: Iterator[_Window]) -> None:
+        self._windows = windows
+        self.window = next(windows)
+
+    def window_of(self, row: int) -> _Window:
+        while row >= self.window.first + len(self.window.rows):
+            self.window = next(self._windows)
+        return self.window
+
+
+def _seed(seed: int, name: str) -> int:
+    """A seed of its own for each use."""
+    digest = hashlib.sha256(f"forge-vlm shards:{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _digest(options: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,156 @@
+"""Conversations with pictures as a source of data: files of any format, a template, rows.
+
+As an entry point of `forge.sources` it is named `vlm` in a configuration, with the arguments of `Conversations` as options.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_vlm._config import raise_problems
+from forge_vlm.data.formats import open_records
+from forge_vlm.data.lengths import cached, entry_of
+from forge_vlm.data.options import problems
+from forge_vlm.data.prepared import Prepared, is_prepared
+from forge_vlm.data.reader import Reader
+from forge_vlm.data.sample import Sample
+from forge_vlm.data.samples import CountedSamples
+from forge_vlm.data.shards import StreamedConversations
+
+__all__ = ["Conversations", "open_source", "options_of"]
+
+Source = CountedSamples | StreamedConversations
+
+
+class Conversations(CountedSamples):
+    """Conversations with pictures of a path, as rows.
+
+        talks = Conversations("talks.jsonl", resolution={"fixed": {"size": 224}}, tokens_per_tile=256)
+        loader = Loader(talks.stream(seq_len=2048, seed=0), global_batch=16)
+
+    format: chat, llava, coco, folder, videos, parquet, dataset, webdataset. tokenizer: "byte" or a tokenizer.json; its tokens `eos`
+    (by default that of the template) and `image` end an answer and stand for a picture, and `bos`, if given, begins each
+    sample. template: plain, vicuna, chatml, or "tokenizer" for that of the tokenizer's folder, by transformers.
+
+    resolution: the keys of a `ResolutionConfig`, and `mean` that of the encoder. tokens_per_tile is what its adapter gives;
+    under "budget" patches are of patch_size, merge and patch_time of an encoder of patches.
+
+    video: the keys of a `VideoConfig`: a video is its frames, each a picture of its own behind the text of its time. PyAV
+    reads them (`forge-vlm[video]`); opening reads each video once.
+
+    weigh: token, sample, sqrt, message. positions: sequential, text_preserving, mrope. bidirectional: that of the model, whose
+    ids of what sees ahead are then in the rows. Branches of a record are one sample, with `branch_ids` in all rows. pack: several samples share a
+    row;
+    none is cut. too_long: a sample longer than a row ends the run or is left out. corrupt: a picture that cannot be decoded
+    ends the run ("raise"), or is a blank one and its sample not learnt ("mask"); "skip" leaves out samples whose picture is
+    missing or has no header when it opens, and masks those whose pixels are damaged. image_masks: rows have masks of
+    pixels, 0 in pictures that are blank because of damage, for encoders that take them.
+
+    Opening reads the files, tokenizes every record and reads the header of every picture (of a resolution fixed only with
+    "skip"); it holds 16 bytes a sample. Of more than a thousand records lengths are kept in `cache`, a folder (default:
+    $FORGE_CACHE, or ~/.cache/forge/tokens). Raises ValueError for options, InvalidSample for files.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        format: str = "chat",
+        tokenizer: str = "byte",
+        eos: str | None = None,
+        bos: str | None = None,
+        image: str = "<image>",
+        template: str = "chatml",
+        resolution: Mapping[str, Any] | None = None,
+        mean: Sequence[float] = (0.5, 0.5, 0.5),
+        tokens_per_tile: int | None = None,
+        patch_size: int = 16,
+        merge: int = 2,
+        patch_time: int = 2,
+        weigh: str = "token",
+        positions: str = "sequential",
+        bidirectional: str = "none",
+        pack: bool = True,
+        video: Mapping[str, Any] | None = None,
+        corrupt: str = "raise",
+        too_long: str = "raise",
+        image_masks: bool = False,
+        cache: str | None = None,
+    ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "path", "cache")}
+        options.pop("__class__", None)
+        raise_problems("source", problems(options))
+        self.path = str(path)
+        self.records = open_records(format, Path(path))
+        self.reader = Reader(options)
+        self.vocab_size = self.reader.tokens.vocab_size
+        self.tokenizer = self.reader.tokens.spec
+        self.image_id = self.reader.image_id
+        content = self.records.fingerprint()
+        self._entry = entry_of(cache, content, self.reader.identity)
+        counted = cached(self._entry, self.records, self.reader, self.path)
+        super().__init__(self.reader, self.reader.identity, counted, content)
+
+    def sample(self, number: int) -> Sample:
+        """A sample that rows name, from its record."""
+        return self.reader.sample(self.records[int(self.kept[number])])[0]
+
+    def name_of(self, number: int) -> str:
+        """The name of its record."""
+        return self.records[int(self.kept[number])].name
+
+    def forget(self) -> None:
+        """Remove what the cache has of this source."""
+        self._entry.unlink(missing_ok=True)
+
+
+def options_of(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of `Conversations`, with defaults for those that are not given; ValueError for others."""
+    try:
+        bound = inspect.signature(Conversations).bind(path, **options)
+    except TypeError as error:
+        known = ", ".join([*inspect.signature(Conversations).parameters][1:])
+        raise ValueError(f"options of the source vlm: {error}; the options are {known}") from None
+    bound.apply_defaults()
+    found = dict(bound.arguments)
+    del found["path"]
+    return found
+
+
+def open_source(config: Any, **options: Any) -> Source:
+    """The source of a configuration, whose `path` names files or a folder that `prepare` wrote; see `Conversations` for the
+    options. `streaming` reads large files front to back while a run goes on (`StreamedConversations`)."""
+    if not getattr(config, "path", None):
+        raise ValueError(
+            "a source of conversations with pictures needs path; give that of its files"
+        )
+    if getattr(config, "split", "train") != "train":
+        raise ValueError(
+            f"split {config.split!r} of conversations with pictures is not known, as their files have one part; give the path "
+            "of held-out files, without split"
+        )
+    path = str(config.path)
+    streamed = {n: options.pop(n) for n in ("virtual_shards", "shuffle_window") if n in options}
+    streaming = options.pop("streaming", False)
+    if streamed and not streaming:
+        name, value = next(iter(streamed.items()))
+        raise ValueError(
+            f"option {name} {value!r:.40} is read by streaming alone; set streaming = true or remove it"
+        )
+    if is_prepared(path):
+        if streaming:
+            raise ValueError(
+                f"streaming of {path} is not needed, which is prepared and mapped into memory; remove streaming"
+            )
+        return Prepared(path, **options)
+    complete = options_of(path, options)
+    if streaming:
+        if complete.pop("cache") is not None:
+            raise ValueError(
+                f"cache {options['cache']!r:.80} keeps nothing of a streaming source; remove it"
+            )
+        return StreamedConversations(path, complete, **streamed)
+    return Conversations(path, **options)

@@ -1,0 +1,176 @@
+"""Pieces of a conversation to ids; text of users never becomes a special token.
+
+T   tokens of a conversation
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.templates import Piece
+
+__all__ = ["ByteTokens", "JsonTokens", "Tokens", "open_tokenizer"]
+
+_MOST_KNOWN = 4096  # texts of pictures whose ids are held
+
+
+class Tokens(Protocol):
+    """Ids of pieces; `spec` is plain data from which forge_data's `load_tokenizer` makes the tokenizer of their text."""
+
+    vocab_size: int
+    eos_id: int
+    image_id: int
+    image: str
+    fingerprint: str
+    spec: dict[str, Any] | None
+
+    def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, number of the piece of each), both (T,) int64. Text of a picture holds the placeholder `image`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens, and ids that are none of its own, are left out."""
+        ...
+
+
+class ByteTokens:
+    """UTF-8 bytes 0 to 255, 256 the end, 257 the place of a picture. Other special tokens are their text."""
+
+    vocab_size, eos_id, image_id, image = 258, 256, 257, "<image>"
+    fingerprint = "bytes"
+    spec: dict[str, Any] | None = None
+
+    def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        """As `Tokens.encode`."""
+        return _joined([self._alone(piece) for piece in pieces])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As `Tokens.decode`; bytes that are no UTF-8 become the replacement character."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def _alone(self, piece: Piece) -> list[int]:
+        if piece.kind == "end":
+            return [self.eos_id]
+        if piece.kind != "image":
+            return list(piece.text.encode())
+        first, *rest = (list(text.encode()) for text in piece.text.split(self.image))
+        return [*first, *(i for text in rest for i in (self.image_id, *text))]
+
+
+class JsonTokens:
+    """A `tokenizer.json`, with the names of its end token and of its mark of pictures.
+
+    A conversation is encoded as one text, as its model's own processor does. Where text of a user has the name of a
+    special token, each piece is encoded by itself, and the name is text like any other. Raises ValueError where the file,
+    the library or a name is missing.
+    """
+
+    def __init__(self, path: str | Path, eos: str, image: str) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError(
+                f"tokenizer {path} needs the tokenizers library; pip install 'forge-vlm[data]'"
+            ) from None
+        path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        try:
+            content = path.read_bytes()
+            self._tokenizer: Any = Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises plain exceptions
+            raise ValueError(
+                f"tokenizer {path} must be a tokenizer.json or its folder ({error}); correct the path"
+            ) from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.path, self.eos, self.image = path, eos, image
+        self.eos_id, self.image_id = self._id(eos), self._id(image)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special}
+        self._special |= {self.eos_id, self.image_id}
+        self._specials = np.array(sorted(self._special))
+        self._ids_of: dict[str, list[int]] = {}
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())  # ids may have holes
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.spec: dict[str, Any] | None = {
+            "name": "json",
+            "path": str(path.resolve()),
+            "eos": eos,
+            "fingerprint": self.fingerprint,
+        }
+
+    def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        """As `Tokens.encode`; InvalidSample for text that becomes the mark of pictures or the end token all the same."""
+        texts = [self.eos if p.kind == "end" else p.text for p in pieces]
+        own = [
+            None
+            if p.kind == "text"
+            else self._known(t)
+            if p.kind in ("image", "template")
+            else [self._id(t)]
+            for p, t in zip(pieces, texts)
+        ]
+        self._tokenizer.encode_special_tokens = False
+        found = self._tokenizer.encode("".join(texts), add_special_tokens=False)
+        ids = np.array(found.ids, np.int64)
+        spans = np.array(found.offsets, np.int64).reshape(-1, 2)  # (T, 2), in characters
+        last = np.maximum(spans[:, 0], spans[:, 1] - 1)
+        owners = np.searchsorted(np.cumsum([len(t) for t in texts]), last, side="right")
+        owners = np.minimum(owners, len(texts) - 1)
+        special = np.isin(ids, self._specials)
+        wanted = [(n, i) for n, known in enumerate(own) for i in known or () if i in self._special]
+        if [*zip(owners[special].tolist(), ids[special].tolist())] == wanted:
+            return ids, owners
+        return _joined([self._text(t) if k is None else k for t, k in zip(texts, own)])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As `Tokens.decode`."""
+        kept = [i for i in ids if i < self.vocab_size and i not in self._special]
+        return str(self._tokenizer.decode(kept))
+
+    def _text(self, text: str) -> list[int]:
+        """Ids of text of a user by itself."""
+        self._tokenizer.encode_special_tokens = True
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # a token that was added without being special is found in any text
+        held = {self.image_id: self.image, self.eos_id: self.eos}.keys() & set(ids)
+        if held:
+            raise InvalidSample(
+                f"text {text!r:.80} holds {self.image if self.image_id in held else self.eos!r}, a token that its "
+                "tokenizer reads in any text; declare it special there, or take it out of the text"
+            )
+        return ids
+
+    def _known(self, text: str) -> list[int]:
+        """Ids of what stands for a picture, or of a template, by themselves."""
+        if text not in self._ids_of:
+            self._tokenizer.encode_special_tokens = False
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if len(self._ids_of) >= _MOST_KNOWN:
+                self._ids_of.clear()
+            self._ids_of[text] = ids
+        return self._ids_of[text]
+
+    def _id(self, name: str) -> int:
+        found: int | None = self._tokenizer.token_to_id(name)
+        if found is None:
+            raise ValueError(
+                f"tokenizer {self.path} has no token {name!r}, which the template, eos, bos or image names; name one that "
+                "it has"
+            )
+        return found
+
+
+def _joined(each: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.array([i for part in each for i in part], np.int64)
+    return ids, np.repeat(np.arange(len(each)), [len(part) for part in each])
+
+
+def open_tokenizer(name: str, eos: str, image: str) -> Tokens:
+    """ "byte", or the path of a tokenizer.json or of its folder."""
+    return ByteTokens() if name == "byte" else JsonTokens(name, eos, image)

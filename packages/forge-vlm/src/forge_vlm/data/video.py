@@ -1,0 +1,236 @@
+"""Clips of video as frames among the text of a record; PyAV reads them (`forge-vlm[video]`).
+
+F   frames of a clip        H, W   pixels of a frame
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.records import Message, Picture, Record, Span, Video
+from forge_vlm.data.sampling import VideoConfig, at_rate, best, score_of, spread
+
+__all__ = ["Clip", "Frame", "expanded"]
+
+_THUMBNAIL = 64
+
+
+@dataclass(frozen=True)
+class Frame(Picture):
+    """A frame of a clip; the first that is read decodes all that were chosen of it."""
+
+    clip: Clip | None = None
+    place: int = 0
+    problem: str = ""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(H, W), as it is shown; None where the clip could not be opened."""
+        return None if self.clip is None else self.clip.size
+
+    def read(self) -> bytes:
+        """A picture without losses; InvalidSample where the clip is damaged."""
+        if self.clip is None:
+            raise InvalidSample(self.problem)
+        return self.clip.frame(self.place)
+
+    def release(self) -> None:
+        """Drop the decoded frames of the clip."""
+        if self.clip is not None:
+            self.clip.release()
+
+
+class Clip:
+    """A file of video: when its frames are shown, and pixels of some.
+
+    Opening reads the file once for the times of its packets, and decodes its first frame. Frames are chosen by `choose`.
+    Decoding goes forward, and from one key frame to a later one where frames between are not wanted. Chosen frames are held
+    until `release`. Raises InvalidSample where the file cannot be read, and ValueError without PyAV.
+    """
+
+    def __init__(self, video: Picture) -> None:
+        self.name = video.name
+        own = video.content
+        self._content = video.read() if isinstance(own, Span) else own
+        self._chosen = np.zeros(0, np.int64)
+        self._frames: list[bytes] = []
+        stamps, keys = [], []
+        with self._opened() as container:
+            stream = container.streams.video[0]
+            self._base = stream.time_base
+            for packet in container.demux(stream):
+                if packet.pts is not None and not packet.is_corrupt:
+                    stamps.append(packet.pts)
+                    if packet.is_keyframe:
+                        keys.append(packet.pts)
+        if not stamps:
+            raise self._damaged("it has no frame with a time")
+        self._stamps, self._keys = np.unique(stamps), np.unique(keys)
+        #: Seconds (F,) at which frames are shown, from 0.
+        self.times = (self._stamps - self._stamps[0]) * float(self._base)
+        first = next(self._decoded(self._stamps[:1]))
+        self.size: tuple[int, int] = first.shape[:2]
+
+    def choose(self, config: VideoConfig) -> np.ndarray:
+        """Numbers of the frames that are taken, ascending. "top_k" decodes all candidates, and holds a thumbnail of each."""
+        candidates = at_rate(self.times, config.fps)
+        if config.sampling == "first_last":
+            candidates = np.unique(np.append(candidates, len(self.times) - 1))
+        if config.sampling == "top_k" and len(candidates) > config.max_frames:
+            scores = score_of(config.score)(self._thumbnails(candidates))
+            if np.shape(scores) != candidates.shape:
+                raise ValueError(
+                    f"video.score {config.score!r} must give {len(candidates)} numbers, one for each thumbnail, and gave "
+                    f"the shape {np.shape(scores)}; correct it"
+                )
+            taken = best(np.asarray(scores), config.max_frames)
+        else:
+            ends = config.sampling == "first_last"
+            taken = spread(len(candidates), config.max_frames, ends=ends)
+        self._chosen, self._frames = candidates[taken], []
+        return self._chosen
+
+    def frame(self, place: int) -> bytes:
+        """A chosen frame as a file of a picture without losses."""
+        if not self._frames:
+            self._frames = [_bitmap(f) for f in self._decoded(self._stamps[self._chosen])]
+        return self._frames[place]
+
+    def release(self) -> None:
+        """Drop the frames that were decoded; they are decoded again when one is asked for."""
+        self._frames = []
+
+    def _thumbnails(self, numbers: np.ndarray) -> np.ndarray:
+        from PIL import Image
+
+        size = (_THUMBNAIL, _THUMBNAIL)
+        frames = self._decoded(self._stamps[numbers])
+        return np.stack([np.asarray(Image.fromarray(frame).resize(size)) for frame in frames])
+
+    def _decoded(self, stamps: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
+        """Pixels (H, W, 3) of the frames of ascending stamps; InvalidSample where one is missing."""
+        left = [int(stamp) for stamp in stamps]
+        # containers that seek by other times (AVI) land behind what was asked for: then all is decoded
+        for frames in (self._from_keys, self._from_start):
+            with self._opened() as container:
+                for frame in frames(container, left):
+                    if frame.pts == left[0]:
+                        left.pop(0)
+                        yield _upright(frame)
+                    if not left:
+                        return
+        seconds = (left[0] - int(self._stamps[0])) * float(self._base)
+        raise self._damaged(f"no frame at {seconds:.2f} s")
+
+    def _from_keys(self, container: Any, left: list[int]) -> Iterator[Any]:
+        """Frames behind the key frames of those that are `left`, until one is missing."""
+        stream = container.streams.video[0]
+        while left:
+            key, wanted = self._key_of(left[0]), len(left)
+            if key > 0:
+                container.seek(int(self._keys[key]), stream=stream)
+            for frame in self._frames_of(container, stream):
+                yield frame
+                if left and self._key_of(left[0]) != key:
+                    break
+            if len(left) == wanted:
+                return
+
+    def _from_start(self, container: Any, left: list[int]) -> Iterator[Any]:
+        return self._frames_of(container, container.streams.video[0])
+
+    def _key_of(self, stamp: int) -> int:
+        """Number of the key frame that decoding a frame begins at; at most 0 for the first."""
+        return int(np.searchsorted(self._keys, stamp, side="right")) - 1
+
+    def _frames_of(self, container: Any, stream: Any) -> Iterator[Any]:
+        import av
+
+        try:
+            yield from container.decode(stream)
+        except (av.error.FFmpegError, OSError) as error:
+            raise self._damaged(str(error)) from None
+
+    def _opened(self) -> Any:
+        try:
+            import av
+        except ImportError:
+            raise ValueError(
+                "videos need PyAV, which is not installed; pip install 'forge-vlm[video]'"
+            ) from None
+        content = self._content
+        try:
+            opened = av.open(io.BytesIO(content) if isinstance(content, bytes) else str(content))
+        except (av.error.FFmpegError, OSError) as error:
+            raise self._damaged(str(error)) from None
+        if not opened.streams.video:
+            opened.close()
+            raise self._damaged("it has no stream of video")
+        return opened
+
+    def _damaged(self, words: str) -> InvalidSample:
+        return InvalidSample(
+            f"{self.name} cannot be decoded as video ({words:.100}); restore it, or set corrupt = 'mask' or 'skip'"
+        )
+
+
+def expanded(record: Record, config: VideoConfig, *, keep: bool) -> tuple[Record, bool]:
+    """A record whose videos are frames, each behind its time, and whether all could be opened.
+
+    With `keep` a damaged video is one frame that cannot be read; without, InvalidSample is raised.
+    """
+    if not any(isinstance(picture, Video) for picture in record.pictures):
+        return record, True
+    pictures: list[Picture] = []
+    places: list[tuple[str | int, ...]] = []
+    good = True
+    for picture in record.pictures:
+        found: list[tuple[str, Picture]] = [("", picture)]
+        if isinstance(picture, Video):
+            try:
+                found = _frames(picture, config)
+            except InvalidSample as error:
+                if not keep:
+                    raise
+                found, good = [("", Frame(picture.name, b"", problem=str(error)))], False
+        parts: list[str | int] = []
+        for text, frame in found:
+            parts += [text, len(pictures)] if text else [len(pictures)]
+            pictures.append(frame)
+        places.append(tuple(parts))
+    messages = tuple(replace(m, parts=tuple(_placed(m, places))) for m in record.messages)
+    return replace(record, messages=messages, pictures=tuple(pictures)), good
+
+
+def _placed(message: Message, places: Sequence[tuple[str | int, ...]]) -> Iterator[str | int]:
+    for part in message.parts:
+        yield from (part,) if isinstance(part, str) else places[part]
+
+
+def _frames(video: Video, config: VideoConfig) -> list[tuple[str, Picture]]:
+    clip = Clip(video)
+    found: list[tuple[str, Picture]] = []
+    for place, number in enumerate(clip.choose(config)):
+        text = f"<{clip.times[number]:.1f} seconds>" if config.timestamps else ""
+        found.append((text, Frame(f"{video.name}, frame {number}", b"", clip, place)))
+    return found
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """Pixels (H, W, 3), turned as the file says it is to be shown."""
+    pixels: np.ndarray = frame.to_ndarray(format="rgb24")
+    return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))
+
+
+def _bitmap(pixels: np.ndarray) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "BMP")
+    return file.getvalue()

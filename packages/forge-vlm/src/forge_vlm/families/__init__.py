@@ -1,0 +1,39 @@
+"""Vision-language families of Hugging Face: names of tensors and keys of configurations, as data.
+
+`FAMILIES` has them by `model_type`, in the form of `forge_core.families.Family`; their configs are `VLMConfig`s.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_core.families import Family
+from forge_vlm.families.internvl import INTERNVL
+from forge_vlm.families.llava import LLAVA
+from forge_vlm.families.mllama import MLLAMA
+from forge_vlm.families.qwen3_vl import QWEN3_VL
+from forge_vlm.families.smolvlm import IDEFICS3, SMOLVLM
+
+__all__ = [
+    "FAMILIES",
+    "IDEFICS3",
+    "INTERNVL",
+    "LLAVA",
+    "MLLAMA",
+    "QWEN3_VL",
+    "SMOLVLM",
+    "find_family",
+]
+
+FAMILIES = {
+    family.name: family for family in (LLAVA, IDEFICS3, SMOLVLM, INTERNVL, MLLAMA, QWEN3_VL)
+}
+
+
+def find_family(hf: Mapping[str, Any]) -> Family:
+    """The family of a `config.json` as a dict, by its model_type; ValueError for one that is not held."""
+    name = hf.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    raise ValueError(
+        f"model_type {name!r:.80} is no vision-language model that can be held; use one of {', '.join(FAMILIES)}"
+    )

@@ -1,0 +1,120 @@
+"""The decoder of Chameleon (Chameleon team 2024, arXiv 2405.09818): text and discrete image tokens in one stream.
+
+Shapes: B rows, S tokens, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_core import Attention, Init, TransformerConfig
+from forge_core.families import LLAMA, Family
+from forge_vlm.config import VLMConfig
+from forge_vlm.families.keys import Row
+from forge_vlm.modalities import ModalityConfig
+from forge_vlm.vision import VisionConfig
+
+__all__ = ["CHAMELEON", "ChameleonAttention", "HeadLayerNorm"]
+
+_EPS = 1e-5  # whatever the config's norm_eps is
+_IMAGE = "IMGIMG"  # what names of image tokens begin with
+#: Keys that say nothing about the decoder: those of its image tokeniser, and of training.
+_OWN = (
+    *("vq_config", "vocabulary_map", "swin_norm", "model_parallel_size", "image_token_id"),
+    *("attention_dropout", "tokenizer_class"),
+)
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm over the width of a head, with weights of each head: (..., H, D) -> (..., H, D)."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, width))
+        self.bias = nn.Parameter(torch.zeros(heads, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=_EPS) * self.weight + self.bias
+
+    def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
+        """Ones and zeros."""
+        return {"weight": Init("constant", 1.0), "bias": Init("constant", 0.0)}
+
+
+class ChameleonAttention(Attention):
+    """Attention with a `HeadLayerNorm` on queries and on keys, as `mixer` of a config by its import path.
+
+    TransformerConfig(vocab_size=256, mixer="forge_vlm.families.chameleon:ChameleonAttention")
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__(config)
+        if config.qk_norm:
+            raise ValueError("qk_norm true stands beside the norms of Chameleon's own; remove it")
+        self.norms_heads = True
+        norms: Any = [
+            HeadLayerNorm(heads, self.head_dim)
+            for heads in (config.num_heads, config.resolved_num_kv_heads)
+        ]
+        self.q_norm, self.k_norm = norms
+
+    def parallel_roles(self) -> dict[str, Any]:
+        """Whole on each rank: weights of the norms differ by head."""
+        return {"*": "opaque"}
+
+
+def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
+    decoder = {k: v for k, v in hf.items() if k not in _OWN} | {"model_type": "llama"}
+    try:
+        text = LLAMA.config_from_hf(decoder)
+    except ValueError as error:
+        raise ValueError(str(error).replace("llama: ", "chameleon: ")) from error
+    images = sorted(i for n, i in hf.get("vocabulary_map", {}).items() if n.startswith(_IMAGE))
+    if not images or images != list(range(images[0], images[0] + len(images))):
+        raise ValueError(
+            f"chameleon: vocabulary_map must give image tokens, which begin with {_IMAGE}, one range of ids, and gives "
+            f"{len(images)} from {images[:1]} to {images[-1:]}; give a complete config.json"
+        )
+    own = {
+        "mixer": "forge_vlm.families.chameleon:ChameleonAttention",
+        "block": "post_norm" if hf.get("swin_norm", False) else "pre_norm",
+        "vision": VisionConfig("none"),
+        "modalities": {"image": ModalityConfig(images[0], len(images), discrete=True)},
+    }
+    return VLMConfig(**{**vars(text), **own})
+
+
+def _to_hf(config: TransformerConfig) -> dict[str, Any]:
+    raise ValueError(
+        "chameleon: a folder of transformers holds the tokeniser of images, which is no part of this model; write Forge's "
+        "own format, or copy weights by CHAMELEON.rows_of(config)"
+    )
+
+
+def _rows(config: TransformerConfig) -> tuple[Row, ...]:
+    norms = [
+        (f"model.layers.{{i}}.self_attn.{n}_norm.{kind}", f"layers.{{i}}.mixer.{n}_norm.{kind}", ())
+        for n in "qk"
+        for kind in ("weight", "bias")
+    ]
+    behind = config.block == "post_norm"
+    renamed = {"mixer_norm": "mixer_post_norm", "feed_forward_norm": "feed_forward_post_norm"}
+    rows = []
+    for theirs, ours, ops in LLAMA.rows_of(config):
+        assert isinstance(ours, str)
+        stem, _, kind = ours.rpartition(".")
+        head, _, name = stem.rpartition(".")
+        moved = f"{head}.{renamed[name]}.{kind}" if behind and name in renamed else ours
+        rows.append((theirs, moved, ops))
+    return (*rows, *norms)
+
+
+#: Read alone, and not among `FAMILIES`: tensors below `model.vqmodel` are those of the image tokeniser, which gives the
+#: tokens of an image (`model.get_image_tokens` of transformers). Logits are those of transformers but for image tokens,
+#: which it sets to the least number, so that it writes text alone.
+CHAMELEON = Family("chameleon", (), _from_hf, _to_hf, _rows)

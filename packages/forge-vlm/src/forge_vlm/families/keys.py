@@ -1,0 +1,117 @@
+"""Keys and names that vision-language models of Hugging Face share."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from forge_core import TransformerConfig
+from forge_core.families import FAMILIES, Family, find_family
+from forge_vlm.config import VLMConfig
+from forge_vlm.vision import VisionConfig, build_encoder
+
+Row = tuple[str, str | tuple[str, ...], tuple[tuple[Any, ...], ...]]
+
+# Keys that transformers writes into every config.json; none of them enters the forward pass.
+_HARMLESS = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "ignore_index",
+        "image_seq_length",
+        "model_type",
+        "pad_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "vocab_size",
+    ]
+)
+#: Keys of vision configs that change nothing in evaluation without dropout, or stand for training.
+_VISION_HARMLESS = _HARMLESS | {"initializer_factor", "initializer_range", "projection_dim"}
+# What transformers assumes where an older file leaves keys out.
+_TEXT_DEFAULTS = {
+    "llama": {
+        **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048},
+    }
+}
+
+
+def check_keys(hf: Mapping[str, Any], model_type: str, reads: tuple[str, ...]) -> None:
+    """ValueError with a line for each key that is not known: it may change what the model computes."""
+    unknown = [
+        f"{model_type}: {key} {reprlib.repr(value)} is unknown and may change what the model computes; remove it if it "
+        "does not"
+        for key, value in hf.items()
+        if key not in _HARMLESS and key not in reads and value is not None
+    ]
+    missing = [
+        f"{model_type}: {key} must be a table; give a complete config.json"
+        for key in ("text_config", "vision_config")
+        if not isinstance(hf.get(key), Mapping)
+    ]
+    if missing or unknown:
+        raise ValueError("\n".join(missing + unknown))
+
+
+def text_config(hf: Mapping[str, Any], model_type: str) -> tuple[Family, TransformerConfig]:
+    """The decoder of `text_config`, and its family."""
+    keys = dict(hf["text_config"])
+    given = {**_TEXT_DEFAULTS.get(str(keys.get("model_type")), {}), **keys}
+    try:
+        family = find_family(given)
+        return family, family.config_from_hf(given)
+    except ValueError as error:
+        lines = str(error).splitlines()
+        raise ValueError(
+            "\n".join(f"{model_type}: text_config: {line}" for line in lines)
+        ) from error
+
+
+def vision_from_hf(hf: Mapping[str, Any], **options: Any) -> VisionConfig:
+    """An encoder of transformers from `vision_config`."""
+    keys = {k: v for k, v in hf["vision_config"].items() if k not in _VISION_HARMLESS}
+    model_type = hf["vision_config"].get("model_type")
+    return VisionConfig("transformers", transformers={"model_type": model_type, **keys}, **options)
+
+
+def text_rows(family: Family, config: VLMConfig, prefix: str, head: str) -> tuple[Row, ...]:
+    """Rows of the decoder's tensors: those of its family, `model.` as `prefix` and the head as `head`."""
+
+    def named(pattern: str) -> str:
+        if pattern.startswith("lm_head."):
+            return head + pattern.removeprefix("lm_head.")
+        return prefix + pattern.removeprefix("model.")
+
+    return tuple(
+        (named(theirs) if isinstance(theirs, str) else tuple(map(named, theirs)), ours, ops)
+        for theirs, ours, ops in family.rows_of(config)
+    )
+
+
+def encoder_rows(config: VLMConfig, prefix: str) -> tuple[Row, ...]:
+    """Rows of the encoder's tensors, which have the names of transformers; builds it on the meta device."""
+    with torch.device("meta"):
+        names = build_encoder(config.vision).model.state_dict()
+    return tuple((prefix + name, f"vision.model.{name}", ()) for name in names)
+
+
+def family_of(config: VLMConfig, names: tuple[str, ...]) -> Family:
+    """The family of text models, of `names`, that holds the decoder; ValueError with what keeps it from the first."""
+    problems = []
+    for name in names:
+        try:
+            FAMILIES[name].config_to_hf(config)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            return FAMILIES[name]
+    raise ValueError(problems[0])

@@ -1,0 +1,112 @@
+"""LLaVA 1 and 1.5 as Hugging Face stores them: CLIP or SigLIP, two linear layers, a decoder of a text family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_core import TransformerConfig
+from forge_core.families import Family
+from forge_vlm.adapters import AdapterConfig, MLPConfig
+from forge_vlm.config import VLMConfig
+from forge_vlm.families.keys import (
+    Row,
+    check_keys,
+    encoder_rows,
+    family_of,
+    text_config,
+    text_rows,
+    vision_from_hf,
+)
+from forge_vlm.modalities import ModalityConfig
+
+_READS = (
+    *("text_config", "vision_config", "image_token_index", "image_token_id", "tie_word_embeddings"),
+    *("projector_hidden_act", "multimodal_projector_bias"),
+    *("vision_feature_layer", "vision_feature_select_strategy"),
+)
+_TEXT = ("llama", "mistral", "qwen2", "qwen3")
+_FEATURES = {"default": "patch", "full": "cls_patch"}
+
+
+def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
+    check_keys(hf, "llava", _READS)
+    _, text = text_config(hf, "llava")
+    layers = hf.get("vision_feature_layer", -2)
+    strategy = hf.get("vision_feature_select_strategy", "default")
+    if strategy not in _FEATURES:
+        raise ValueError(
+            f"llava: vision_feature_select_strategy {strategy!r} must be 'default' or 'full'; correct it"
+        )
+    if hf.get("projector_hidden_act", "gelu") != "gelu":
+        raise ValueError(
+            f"llava: projector_hidden_act {hf['projector_hidden_act']!r} must be 'gelu'; use another model"
+        )
+    vision = vision_from_hf(
+        hf,
+        select_layer=(layers,) if isinstance(layers, int) else tuple(layers),
+        select_feature=_FEATURES[strategy],
+    )
+    image = hf.get("image_token_index", hf.get("image_token_id", 32000))
+    bias = bool(hf.get("multimodal_projector_bias", True))
+    return VLMConfig(
+        **vars(text),
+        vision=vision,
+        adapter=AdapterConfig("mlp", mlp=MLPConfig(bias=bias)),
+        modalities={"image": ModalityConfig(first_id=image)},
+    )
+
+
+def _to_hf(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, VLMConfig)
+    problems = [
+        f"llava: {key} {value!r} must be {wanted!r} in this family; choose another family"
+        for key, value, wanted in (
+            ("fusion.name", config.fusion.name, "joint_decoder"),
+            ("vision.name", config.vision.name, "transformers"),
+            ("adapter.name", config.adapter.name, "mlp"),
+            ("adapter.mlp.hidden_dim", config.adapter.mlp.hidden_dim, None),
+            ("positions", config.positions, "sequential"),
+            ("modalities", sorted(config.modalities), ["image"]),
+        )
+        if value != wanted
+    ]
+    if not config.vision.select_layer:
+        problems.append(
+            "llava: vision.select_layer () must name a hidden state in this family; choose another family"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    layers = config.vision.select_layer
+    return {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": family_of(config, _TEXT).config_to_hf(config),
+        "vision_config": dict(config.vision.transformers),
+        "image_token_index": config.modalities["image"].first_id,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": config.adapter.mlp.bias,
+        "vision_feature_layer": layers[0] if len(layers) == 1 else list(layers),
+        "vision_feature_select_strategy": {v: k for k, v in _FEATURES.items()}[
+            config.vision.select_feature
+        ],
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def _rows(config: TransformerConfig) -> tuple[Row, ...]:
+    assert isinstance(config, VLMConfig)
+    text = family_of(config, _TEXT)
+    projector = tuple(
+        (f"multi_modal_projector.{layer}.{kind}", f"adapter.{layer}.{kind}", ())
+        for layer in ("linear_1", "linear_2")
+        for kind in (("weight", "bias") if config.adapter.mlp.bias else ("weight",))
+    )
+    return (
+        *text_rows(text, config, "language_model.model.", "language_model.lm_head."),
+        *encoder_rows(config, "vision_tower."),
+        *projector,
+    )
+
+
+LLAVA = Family("llava", (), _from_hf, _to_hf, _rows)

@@ -1,0 +1,185 @@
+"""Options of the fusions that part tokens by modality, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge_core.model import BLOCK_NAMES, GATED, UNGATED
+from forge_vlm._config import is_finite, is_size, raise_problems, setting, size_problems
+
+__all__ = [
+    "PARTING",
+    "MixtureOfTransformersConfig",
+    "MoMaConfig",
+    "fusion_problems",
+    "groups_of",
+    "refuse_split_rows",
+]
+
+TEXT = "text"
+PARTING = ("mixture_of_transformers", "moma")  #: Fusions whose blocks read modality ids.
+ROUTERS = ("token_choice", "expert_choice", "auxiliary_router")
+SCOPES = ("sequence", "micro_batch")
+
+
+_SHARE = {"help": "modalities that use what another has, such as video = 'image'"}
+
+
+@dataclass(frozen=True)
+class MixtureOfTransformersConfig:
+    """Weights of each modality, of all but attention itself (Liang et al. 2024, arXiv 2411.04996).
+
+    MixtureOfTransformersConfig(share={"video": "image"})   # two towers: text's, and one for both
+    """
+
+    share: dict[str, str] = field(default_factory=dict, hash=False, metadata=_SHARE)
+
+
+@dataclass(frozen=True)
+class MoMaConfig:
+    """Feed-forwards of experts in groups, one group for each modality (Lin et al. 2024, arXiv 2407.21770).
+
+    "token_choice": each token takes its `top_k` experts by softmax. "expert_choice": each expert takes the tokens of
+    its modality with the largest sigmoid gates, for training alone. "auxiliary_router": trained like it, with a small
+    predictor of its choice beside it, which then chooses for each token by itself.
+    """
+
+    router: Literal["token_choice", "expert_choice", "auxiliary_router"] = setting(
+        "token_choice", "who chooses in a group: token_choice, expert_choice, auxiliary_router"
+    )
+    num_experts: int = setting(4, "experts of each group that `experts` does not name")
+    experts: dict[str, int] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "experts of a modality's group, by its name; text is that of text"},
+    )
+    hidden_dim: int | None = setting(
+        None, "width inside an expert; empty: that of the feed-forward that they replace"
+    )
+    top_k: int = setting(2, "experts of a token, by token choice")
+    normalize: bool = setting(
+        True, "gates of a token are divided by their sum, so that copies of one expert are it"
+    )
+    capacity_factor: float = setting(
+        1.0,
+        "experts of a token on average, where experts choose: each takes this share of n / experts",
+    )
+    scope: Literal["sequence", "micro_batch"] = setting(
+        "sequence", "among which tokens an expert chooses: each document's, or the micro-batch's"
+    )
+    gumbel_noise: float = setting(
+        0.0, "factor of the noise on the gates' logits while experts choose (upcycling: 1)"
+    )
+    balance_loss: float = setting(
+        0.01, "coefficient of the load balancing loss of each group, by token choice"
+    )
+    auxiliary_dim: int = setting(64, "width inside the auxiliary routers")
+    share: dict[str, str] = field(default_factory=dict, hash=False, metadata=_SHARE)
+
+    def __post_init__(self) -> None:
+        raise_problems("moma", _moma_problems(self))
+
+
+#: Fields that a router does not read.
+_OF_CHOICE = ("capacity_factor", "scope", "gumbel_noise")
+_FOREIGN = {
+    "token_choice": (*_OF_CHOICE, "auxiliary_dim"),
+    "expert_choice": ("top_k", "balance_loss", "auxiliary_dim"),
+    "auxiliary_router": ("top_k", "balance_loss"),
+}
+
+
+def _moma_problems(c: MoMaConfig) -> Iterator[str]:
+    if c.router not in ROUTERS:
+        yield f"router {c.router!r} must be one of {', '.join(ROUTERS)}; use token_choice"
+        return
+    sizes = {"num_experts": 2**12, "hidden_dim": 2**24, "top_k": 2**12, "auxiliary_dim": 2**16}
+    wrong = list(size_problems(c, sizes))
+    yield from wrong
+    for name, number in c.experts.items():
+        if not is_size(number, 2**12):
+            yield f"experts.{name} {number!r} must be a whole number from 1 to 4096; give one"
+    for key in _FOREIGN[c.router]:
+        if getattr(c, key) != getattr(MoMaConfig, key):
+            yield f"{key} {getattr(c, key)!r} is not read by router {c.router!r}; remove it"
+    if c.scope not in SCOPES:
+        yield f"scope {c.scope!r} must be one of {', '.join(SCOPES)}; use sequence"
+    for key in ("gumbel_noise", "balance_loss"):
+        if not (is_finite(getattr(c, key)) and getattr(c, key) >= 0.0):
+            yield f"{key} {getattr(c, key)!r} must be a finite number, 0 or more; use 0 for none"
+    if not (is_finite(c.capacity_factor) and c.capacity_factor > 0.0):
+        yield f"capacity_factor {c.capacity_factor!r} must be a finite number above 0; use 1"
+    if c.router == "token_choice" and not wrong:
+        yield from _top_k_problems(c)
+
+
+def _top_k_problems(c: MoMaConfig) -> Iterator[str]:
+    counts = {"num_experts": c.num_experts} | {f"experts.{n}": e for n, e in c.experts.items()}
+    for name, number in counts.items():
+        if is_size(number, 2**12) and 1 < number < c.top_k:
+            yield f"top_k {c.top_k} must be at most {name} {number}; lower it, or give more experts"
+    if c.top_k == 1 and c.normalize and max(counts.values()) > 1:
+        yield (
+            "top_k 1 with normalize makes every gate 1, and a router without a gradient learns nothing; set "
+            "normalize = false, or top_k = 2"
+        )
+
+
+def groups_of(names: list[str], share: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Names of the groups, text first, and the group of each modality (text among them)."""
+    owner = {name: share.get(name, name) for name in (TEXT, *sorted(names))}
+    return tuple(name for name in owner if owner[name] == name), owner
+
+
+def fusion_problems(c: Any) -> Iterator[str]:
+    """Sentences about the fusion of a VLMConfig, and what it asks of the decoder."""
+    name = c.fusion.name
+    if name not in PARTING:
+        return
+    options = getattr(c.fusion, name)
+    yield from _name_problems(name, list(c.modalities), options.share)
+    if name == "moma":
+        known = set(groups_of(list(c.modalities), options.share)[0])
+        for group in sorted(set(options.experts) - known):
+            yield f"fusion.moma.experts.{group} must be one of {', '.join(sorted(known))}; correct it"
+    else:
+        asked = {"mixer": ("attention",), "block": BLOCK_NAMES, "feed_forward": (*GATED, *UNGATED)}
+        for key, allowed in asked.items():
+            if getattr(c, key) not in allowed:
+                yield (
+                    f"{key} {getattr(c, key)!r} must be {', '.join(allowed)} with fusion {name!r}, which runs its parts "
+                    "on rows of one modality; use one"
+                )
+        if c.attention.sinks:
+            yield f"attention.sinks true is not computed by fusion {name!r}; use sinks = false"
+    if name == "moma" and c.feed_forward not in (*GATED, *UNGATED):
+        yield (
+            f"feed_forward {c.feed_forward!r} must be built in with fusion 'moma', whose experts have its shape; use "
+            "swiglu"
+        )
+
+
+def _name_problems(table: str, names: list[str], share: Mapping[str, str]) -> Iterator[str]:
+    for name in names:
+        if name == TEXT or not name.isidentifier():
+            yield (
+                f"modalities.{name} must be a word other than 'text' with fusion {table!r}, which names weights by it; "
+                "rename it"
+            )
+    for name, other in share.items():
+        if name not in names or other not in (TEXT, *names) or other in share:
+            yield (
+                f"fusion.{table}.share {{{name!r}: {other!r}}} must lead from one of the modalities {', '.join(names)} "
+                "to 'text' or one that shares with none; correct it"
+            )
+
+
+def refuse_split_rows(fusion: Any) -> None:
+    """ValueError for a FusionConfig whose experts choose among all tokens of a row, where ranks hold parts of rows."""
+    if fusion.name == "moma" and fusion.moma.router != "token_choice":
+        raise ValueError(
+            f"fusion.moma.router {fusion.moma.router!r} chooses among the tokens of whole rows, of which each rank of cp has "
+            "a part; use cp = 1, or token_choice"
+        )

@@ -1,0 +1,86 @@
+"""Which tokens of a forward see ahead where its caller does not say, and what cannot be masked.
+
+Shapes: B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from forge_core import KVCache
+from forge_vlm.mask import RowMask
+from forge_vlm.plan import SPAN_INPUTS, SequencePlan
+
+__all__ = ["check_branches", "masked", "planned_spans", "refuse_split_mask"]
+
+
+def planned_spans(
+    name: str,
+    tokens: Tensor,
+    plan: Callable[[], SequencePlan] | None,
+    cache: KVCache | None,
+) -> Tensor | None:
+    """Ids (B, S) of the spans by `name` of tokens that come without, from the `plan` of tokens with images; None where
+    all is causal.
+
+    The first tokens of a cache are a prefix, later ones are causal. Raises ValueError where tokens and images do not tell.
+    """
+    past, several = 0 if cache is None else cache.length, tokens.size(1) > 1
+    if past and (plan is not None or (name == "prefix_lm" and several)):
+        raise ValueError(
+            f"with bidirectional {name!r} all tokens that see ahead must be the first of a cache, and it holds {past}; give "
+            "images, and a prefix whole, in the first call (no prefill_chunk)"
+        )
+    if past:
+        return None
+    if name == "prefix_lm" and cache is not None:
+        return torch.zeros(tokens.shape[:2], dtype=torch.int64)
+    if name == "prefix_lm" or (plan is not None and name == "clip") or tokens.is_floating_point():
+        raise ValueError(
+            f"{SPAN_INPUTS[name]} must be given with bidirectional {name!r}, as these tokens do not tell which of them see ahead; give "
+            "SequencePlan.spans, or data with the option bidirectional"
+        )
+    return None if plan is None else plan().spans(name)
+
+
+def check_branches(branch_ids: Tensor, here: Tensor | None, cache: KVCache | None) -> None:
+    """ValueError for branches beside a cache, and for images of blocks of cross-attention (`here`, (B, S) bool) in a
+    branch, of which others would count them."""
+    if cache is not None:
+        raise ValueError(
+            "branch_ids must be left out with a cache, whose rows grow at one end; give a row for each branch"
+        )
+    if here is not None and here.device.type == "cpu" and bool((here & (branch_ids > 0)).any()):
+        raise ValueError(
+            "images of fusion.name 'cross_attention' must stand in what branches share, and a branch has one; move it "
+            "there, or use joint_decoder"
+        )
+
+
+def masked(
+    layers: nn.ModuleDict,
+    document_ids: Tensor | None,
+    branch_ids: Tensor | None,
+    span_ids: Tensor | None,
+) -> RowMask | None:
+    """The mask of ids (B, S), None where there is nothing to mask; ValueError for blocks whose mixer computes none."""
+    mask = RowMask.of(document_ids, branch_ids, span_ids)
+    for key, block in layers.items() if mask is not None else ():
+        takes = any(hasattr(module, "attend") for module in block.modules())
+        if not takes and not key.startswith("cross_"):
+            raise ValueError(
+                f"layers.{key} has no attention that takes a mask, which branches and tokens that see ahead need; use "
+                "mixer 'attention' or 'mla'"
+            )
+    return mask
+
+
+def refuse_split_mask(mask: RowMask | None) -> None:
+    """ValueError for a mask of rows of which ranks hold parts."""
+    if mask is not None:
+        raise ValueError(
+            "branches, and tokens that see ahead, must have whole rows on a rank, and cp cuts them; use cp = 1"
+        )

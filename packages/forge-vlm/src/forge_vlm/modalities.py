@@ -1,0 +1,86 @@
+"""Which token ids stand for media, as plain data.
+
+Shapes: B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forge_vlm._config import is_size, raise_problems, setting
+
+__all__ = ["ModalityConfig", "learnt", "modality_ids", "numbers", "numbers_by_id"]
+
+
+@dataclass(frozen=True)
+class ModalityConfig:
+    """Token ids of a modality: a placeholder that features of an encoder replace, or a range of discrete tokens.
+
+    ModalityConfig(first_id=151655)                                  # a placeholder
+    ModalityConfig(first_id=4, num_ids=8192, discrete=True)          # images as tokens (Chameleon)
+    """
+
+    first_id: int = setting(0, "the token id, or the first of a range of discrete ones")
+    num_ids: int = setting(1, "how many ids; above 1 they are discrete tokens")
+    discrete: bool = setting(
+        False,
+        "the ids are tokens of their own, embedded and learnt like text; else features replace them",
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("modality", _problems(self))
+
+
+def _problems(c: ModalityConfig) -> Iterator[str]:
+    if isinstance(c.first_id, bool) or not isinstance(c.first_id, int) or c.first_id < 0:
+        yield f"first_id {c.first_id!r} must be a token id, 0 or more; give the placeholder's"
+    if not is_size(c.num_ids, 2**31):
+        yield f"num_ids {c.num_ids!r} must be a whole number, at least 1; use 1 for a placeholder"
+    elif c.num_ids > 1 and not c.discrete:
+        yield f"num_ids {c.num_ids} must be 1 for a placeholder; set discrete = true, or use 1"
+
+
+def numbers(modalities: Mapping[str, ModalityConfig]) -> dict[str, int]:
+    """The number of each modality, from 1, by name: the order of declaration does not enter."""
+    return {name: number for number, name in enumerate(sorted(modalities), 1)}
+
+
+def learnt(modalities: Mapping[str, ModalityConfig]) -> tuple[int, ...]:
+    """The numbers of text and of discrete modalities, whose tokens are targets of the loss."""
+    return (0, *(n for name, n in numbers(modalities).items() if modalities[name].discrete))
+
+
+def numbers_by_id(modalities: Mapping[str, ModalityConfig]) -> dict[int, int]:
+    """The number of each token id that is not text, for `SequencePlan.of`."""
+    return {
+        modalities[name].first_id + i: number
+        for name, number in numbers(modalities).items()
+        for i in range(modalities[name].num_ids)
+    }
+
+
+def modality_ids(
+    tokens: Tensor,
+    document_ids: Tensor | None,
+    modalities: Mapping[str, ModalityConfig],
+    only: Collection[str] | None = None,
+) -> Tensor:
+    """(B, S) int64 on the device of tokens: -1 padding, 0 text, others by `numbers`. No host sync.
+
+    Of modalities that are not among `only`, if that is given, tokens are text.
+    """
+    found = torch.zeros_like(tokens)
+    for name, number in numbers(modalities).items():
+        if only is not None and name not in only:
+            continue
+        first = modalities[name].first_id
+        found = found.masked_fill(
+            (tokens >= first) & (tokens < first + modalities[name].num_ids), number
+        )
+    if document_ids is None:
+        return found
+    return found.masked_fill(document_ids.to(tokens.device, non_blocking=True) < 0, -1)

@@ -1,0 +1,404 @@
+"""A decoder with eyes: features of images enter the stream of a transformer.
+
+Shapes: B rows, S tokens of a row, D width of the stream, M tokens of all media.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from forge_core import KVCache, Transformer, initialise
+from forge_core.flops import spared_flops
+from forge_vlm.adapters import build_adapter
+from forge_vlm.config import VLMConfig
+from forge_vlm.fusion.build import ExpertFactory, fusion_parts
+from forge_vlm.fusion.config import PARTING, refuse_split_rows
+from forge_vlm.fusion.cross_attention import CrossAttentionBlock, with_cross_blocks
+from forge_vlm.fusion.seen import Seen, check_images, images_of_rows, seen_images
+from forge_vlm.masked import check_branches, masked, planned_spans, refuse_split_mask
+from forge_vlm.modalities import modality_ids
+from forge_vlm.place import check_places, place
+from forge_vlm.plan import SequencePlan
+from forge_vlm.positions import VLMCache, grids_of, plan_of
+from forge_vlm.vision.build import build_encoder
+from forge_vlm.vision.features import Features
+from forge_vlm.vision.pixels import values_of
+from forge_vlm.work import ImageWork, work_of_media
+
+__all__ = ["VLM", "VLMCache"]
+
+Factory = Callable[[int], nn.Module]
+
+
+class VLM(Transformer):
+    """A `Transformer` whose tokens may be those of images.
+
+        model = VLM(VLMConfig(vocab_size=256, modalities={"image": ModalityConfig(first_id=255)}))
+        logits = model(tokens, images=images)           # (B, S) int64, (N, 3, H, W) -> (B, S, V)
+
+    Everything that a Transformer has is here under the same name (parameters, generation, roles, stages), so weights
+    of a text model are this model's, and `vision` and `adapter` are further children. Where tokens hold
+    placeholders, the features of the images of all rows, in order, take the place of their embeddings. With the fusion
+    cross_attention a placeholder stands for a whole image and keeps its embedding, and further layers "cross_i" before
+    the text's layers "i" read the features.
+    """
+
+    config: VLMConfig
+    #: This rank's part of a tensor (B, S, ...), set where embeddings are made for a part of the tokens alone
+    #: (sequence parallelism).
+    token_part: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(
+        self,
+        config: VLMConfig,
+        mixer: Factory | None = None,
+        feed_forward: Factory | None = None,
+        block: Factory | None = None,
+        experts: ExpertFactory | None = None,
+    ) -> None:
+        given = {"mixer": mixer, "feed_forward": feed_forward, "block": block}
+        super().__init__(config, **fusion_parts(config, given, experts))
+        self.vision: Any = build_encoder(config.vision)
+        if config.input_only_ids:
+            self.embedding = nn.Embedding(config.vocab_size + config.input_only_ids, config.dim)
+        self.cross = config.fusion.name == "cross_attention"
+        if self.cross:
+            self.layers = with_cross_blocks(self.layers, config, config.fusion.cross_attention)
+        self.adapter: Any = None
+        if self.vision is not None:
+            self.adapter = build_adapter(config.adapter, self.vision.width, config.dim)
+        self._count_image_tokens()
+        if not self.embedding.weight.is_meta:
+            initialise(self, seed=0, strict=False)  # again, with the parts that came behind
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        after_embedding: Callable[[Tensor], Tensor] | None = None,
+        row_document_ids: Tensor | None = None,
+        branch_ids: Tensor | None = None,
+        then: Callable[..., Tensor] | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        """Logits (B, S, V), as `Transformer.forward`, which the other keywords go to.
+
+        The media of the encoder (`images`: (N, 3, H, W), uint8 or normalised floats, or an object with such `values`
+        for all rows) may be missing or have no entries: then tokens are text alone, and the logits are the text
+        model's, bit by bit. With no entries the encoder runs once all the same, on zeros, so that ranks of one job
+        call it equally often. `after_embedding` takes the whole stream (B, S, D), and what goes along with it; then
+        document_ids are of this rank's tokens, and row_document_ids (B, S) those of whole rows.
+
+        positions are taken as they are. Without them they are those of `config.positions`; where there are images and
+        it is not "sequential", a plan of tokens and images gives them, for one host sync where tokens lie on an
+        accelerator: give those of a `SequencePlan` made with the batch to save it. Behind cached tokens they go on at
+        the largest of the row + 1.
+
+        branch_ids (B, S), on the host, are 0 where the branches of a document share and a branch's number elsewhere: its
+        tokens see what is shared and their own branch, and positions go on from what is shared. Which tokens see ahead
+        (`config.bidirectional`) is told by (B, S) ids of the name `config.span_input`; without it a plan of tokens and
+        images tells, but for a clip, and the first tokens of a cache are a prefix.
+
+        Raises ValueError where placeholders and tokens of images differ in number, seen where tokens are on the CPU or
+        a plan is made.
+        """
+        span_ids = rest.pop(self.config.span_input, None) if self.config.span_input else None
+        media = {name: rest.pop(name) for name in self._media_names if name in rest}
+        documents = document_ids if row_document_ids is None else row_document_ids
+        if branch_ids is not None:
+            check_branches(branch_ids, self._placeholders(tokens) if self.cross else None, cache)
+        if span_ids is None and self.config.span_input is not None:
+            drawn = partial(self._plan, tokens, documents, media) if self._has(media) else None
+            span_ids = planned_spans(self.config.bidirectional, tokens, drawn, cache)
+        rest["mask"] = mask = masked(self.layers, documents, branch_ids, span_ids)
+        if tokens.is_floating_point():  # a stage of a pipeline behind the first
+            rest.setdefault(
+                "modality_ids", self._ids_of_stream(rest.get("token_ids"), document_ids)
+            )
+            planned = self.config.positions != "sequential" or branch_ids is not None
+            if positions is None and cache is None and planned:
+                raise ValueError(
+                    f"positions of a stream of floats must be given with positions {self.config.positions!r} or branches, "
+                    "which follow from its tokens and images; give those of a SequencePlan with the batch"
+                )
+            return super().forward(tokens, positions, document_ids, cache=cache, then=then, **rest)
+        rest.pop("token_ids", None)  # which later stages of a pipeline need
+        if positions is None:
+            positions = self._positions(tokens, document_ids, cache, media, branch_ids)
+        stream = self.embed(tokens)
+        layers: tuple[Tensor, ...] = ()
+        seen: Seen | None = None
+        if self.cross:
+            seen = self._seen(tokens, documents, media, cache)
+            if seen is not None and self.token_part is not None:
+                seen = seen.cut(self.token_part)
+        elif media:
+            stream, layers = self._with_media(stream, tokens, media)
+        if after_embedding is not None:  # positions and document ids are those of this rank already
+            whole = tokens.size(1)
+            stream, tokens = after_embedding(stream), after_embedding(tokens)
+            if tokens.size(1) < whole:
+                refuse_split_rows(self.config.fusion)
+                refuse_split_mask(mask)
+            layers = tuple(after_embedding(layer) for layer in layers)
+            seen = None if seen is None else seen.cut(after_embedding)
+        out = super().forward(
+            stream,
+            positions,
+            document_ids,
+            cache=cache,
+            token_ids=tokens,
+            modality_ids=self._modality_ids(tokens, document_ids, placed=bool(media)),
+            layer_features=layers,
+            media=seen,
+            then=then,
+            **rest,
+        )
+        if isinstance(cache, VLMCache):
+            cache.advance(positions, document_ids)
+        return out
+
+    def _modality_ids(self, tokens: Tensor, document_ids: Tensor | None, *, placed: bool) -> Tensor:
+        """Modalities (B, S); a placeholder is a token of text where media were not `placed`."""
+        only = self.config.modalities if placed else self.config.discrete
+        return modality_ids(tokens, document_ids, self.config.modalities, only)
+
+    def _ids_of_stream(
+        self, token_ids: Tensor | None, document_ids: Tensor | None
+    ) -> Tensor | None:
+        """Modalities of a stream's tokens (B, S); ValueError where a fusion parts tokens by them and they are unknown."""
+        if token_ids is not None:
+            return self._modality_ids(token_ids, document_ids, placed=True)
+        if self.reads_token_ids:
+            raise ValueError(
+                f"a stream of floats without token_ids has no modalities, by which fusion {self.config.fusion.name!r} "
+                "parts tokens; give token_ids"
+            )
+        return None
+
+    def _positions(
+        self,
+        tokens: Tensor,
+        document_ids: Tensor | None,
+        cache: KVCache | None,
+        media: dict[str, Any],
+        branch_ids: Tensor | None = None,
+    ) -> Tensor | None:
+        """Positions of `config.positions`; None for one position a token, which the model counts itself."""
+        name, found = self.config.positions, None
+        if branch_ids is not None or (name != "sequential" and self._has(media)):
+            plan = self._plan(tokens, document_ids, media, branch_ids)
+            found = plan.positions(name).to(tokens.device, non_blocking=True)
+        if isinstance(cache, VLMCache):
+            found = cache.continued(found, tokens, document_ids)
+        return found
+
+    def _has(self, media: dict[str, Any]) -> bool:
+        return bool(media) and len(values_of(media[self._media_names[0]])) > 0
+
+    def _plan(
+        self,
+        tokens: Tensor,
+        document_ids: Tensor | None,
+        media: dict[str, Any],
+        branch_ids: Tensor | None = None,
+    ) -> SequencePlan:
+        """Of tokens and the images that are given with them."""
+        places: list[int] = []
+        grids: list[tuple[int, int, int]] = []
+        if not self.cross and self._has(media):
+            places = [m.first_id for m in self.config.placeholders.values()]
+            grids = grids_of(self.vision, media, self.config.positions, tokens, places)
+        return plan_of(tokens, document_ids, places, grids, branch_ids)
+
+    def _with_media(
+        self, stream: Tensor, tokens: Tensor, media: dict[str, Any]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The stream with features at the placeholders, and what is added behind the first blocks, (B, S, D) each."""
+        features, given = self._features(media, stream.device)
+        flat = self.adapter(features).flatten(0, 1)  # (M, D)
+        here = self._placeholders(tokens)
+        if tokens.device.type == "cpu":
+            check_places(here, len(flat) if given else 0)
+        other = [f.size(-1) for f in features.layers if f.size(-1) != stream.size(-1)]
+        if other:
+            raise ValueError(
+                f"features for the first blocks must have the stream's width {stream.size(-1)}, and the encoder's have "
+                f"{other[0]}; change vision.transformers.out_hidden_size, or dim"
+            )
+        nothing = torch.zeros_like(stream)
+        layers = tuple(place(nothing, f, here, self.token_part) for f in features.layers)
+        if len(layers) > len(self.layers):
+            raise ValueError(
+                f"features of {len(layers)} layers of the encoder are added behind the first blocks, and this stage "
+                f"of a pipeline has {len(self.layers)}; use fewer stages"
+            )
+        return place(stream, flat, here, self.token_part), layers
+
+    def _seen(
+        self,
+        tokens: Tensor,
+        document_ids: Tensor | None,
+        media: dict[str, Any],
+        cache: KVCache | None,
+    ) -> Seen | None:
+        """What each token sees for the blocks of cross-attention; None where there is no image at all."""
+        if not media:
+            if not isinstance(cache, VLMCache) or cache.seen is None:
+                return None
+            seen = cache.seen.still(tokens, document_ids, cache.history.last_id)
+            cache.seen = seen.newest()
+            return seen
+        if cache is not None and (cache.length or not isinstance(cache, VLMCache)):
+            raise ValueError(
+                f"images with a cache of {cache.length} tokens must come with its first tokens; give those of all turns in "
+                "the first call, with model.new_cache()"
+            )
+        features, given = self._features(media, tokens.device)
+        here, sees = self._placeholders(tokens), self.config.fusion.cross_attention.sees
+        check_images(here, features, given, document_ids)
+        first, stop = seen_images(here, document_ids, sees)
+        images = media[self._media_names[0]]
+        rows, ids = images_of_rows(self.adapter(features), here, features.valid, images)
+        seen = Seen(rows, ids, first, stop)
+        if isinstance(cache, VLMCache):
+            cache.seen = seen.newest()
+        return seen
+
+    def _features(self, media: dict[str, Any], device: torch.device) -> tuple[Features, int]:
+        """Features of the images, and how many images are given; of a dummy where there is none."""
+        given = len(values_of(media[self._media_names[0]]))
+        return self._encode(media if given else self.vision.dummy(device)), given
+
+    def _placeholders(self, tokens: Tensor) -> Tensor:
+        """(B, S) bool: True where a token stands for features."""
+        here = torch.zeros_like(tokens, dtype=torch.bool)
+        for modality in self.config.placeholders.values():
+            here = here | (tokens == modality.first_id)
+        return here
+
+    @property
+    def reads_token_ids(self) -> bool:
+        """Whether blocks read the modality of each token, for which stages of a pipeline need token ids."""
+        return self.config.fusion.name in PARTING
+
+    @property
+    def _media_names(self) -> tuple[str, ...]:
+        """What the encoder takes, with what it may do without behind."""
+        if self.vision is None:
+            return ()
+        return (*self.vision.extra_inputs, *self.optional_inputs)
+
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        """Names of the media that forward takes, and of the function that splits the stream over ranks, but in a stage
+        without the encoder; and of the ids of what sees ahead."""
+        media = () if self.vision is None else (*self.vision.extra_inputs, "after_embedding")
+        return (*media, *self.mask_inputs[1:])
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        """Names of media that the encoder takes and does without."""
+        return () if self.vision is None else tuple(getattr(self.vision, "optional_inputs", ()))
+
+    @property
+    def mask_inputs(self) -> tuple[str, ...]:
+        """Names of ids of whole rows by which tokens see each other, for all stages of a pipeline; those that are no
+        `extra_inputs` may be missing."""
+        spans = self.config.span_input
+        return ("branch_ids",) if spans is None else ("branch_ids", spans)
+
+    @property
+    def host_inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of what forward reads on the host."""
+        media = getattr(self.vision, "host_inputs", ())
+        return (*Transformer.host_inputs, *self.mask_inputs, *media)
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        """The encoder and the adapter are in the first stage; cross-attention would need their features in all."""
+        parts = super().pipeline_parts()
+        if self.cross:
+            words = "has images in every block, and stages send the stream alone"
+            parts["refused"] = f"fusion.name {self.config.fusion.name!r} {words}"
+        if self.config.vision.name == "none":
+            return parts
+        return {**parts, "first": ("vision", "adapter", *parts["first"])}
+
+    def sharding_units(self) -> list[nn.Module]:
+        """Blocks of the encoder, if it names them (`blocks()`): the root need not hold them while the decoder runs."""
+        blocks = getattr(self._modules.get("vision"), "blocks", None)
+        return [] if blocks is None else list(blocks())
+
+    def parallel_roles(self) -> dict[str, Any]:
+        """The encoder and the adapter are whole on each rank; their gradients are sums where ranks place features at
+        their own tokens alone."""
+        own = {} if self.adapter is None else {"vision.*": "sequence", "adapter.*": "sequence"}
+        return {**super().parallel_roles(), **own}
+
+    def image_work(self) -> ImageWork | None:
+        """What one image costs, as `images_per_row` of them do in each row; None without an encoder, or where that does
+        not say it."""
+        if self.vision is None:
+            return None
+        return work_of_media(self.vision, self.adapter, self.config.pixels_per_image)
+
+    def _count_image_tokens(self) -> None:
+        """Tell blocks of cross-attention how many tokens of images a row has, as FLOPs count them."""
+        work = self.image_work() if self.cross else None
+        for block in self.layers.values():
+            if work is not None and isinstance(block, CrossAttentionBlock):
+                mixer: Any = block.mixer
+                mixer.image_tokens = self.config.images_per_row * work.tokens
+
+    def first_flops_per_token(self, seq_len: int) -> tuple[float, float]:
+        """FLOPs of a token's part of the images in a row of `seq_len`: forward, and backward that is not computed."""
+        work = self.image_work()
+        if work is None:
+            return 0.0, 0.0
+        share = self.config.images_per_row / seq_len
+        return share * work.flops, share * work.spared
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs for one token, as those of the transformer, with its part of `images_per_row` images."""
+        return super().flops_per_token(seq_len) + self.first_flops_per_token(seq_len)[0]
+
+    def spared_flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of the backward that frozen matrices spare one token."""
+        text = [m for name, m in self.named_children() if name not in ("vision", "adapter")]
+        own = sum(spared_flops(part, seq_len) for part in text)
+        return own + self.first_flops_per_token(seq_len)[1]
+
+    def plan_forward(self, tokens: Tensor) -> Tensor:
+        """`forward` with `images_per_row` images in each row, for fake tensors; see `planned`."""
+        from forge_vlm.planned import plan_forward  # the planner's alone
+
+        return plan_forward(self, tokens)
+
+    def _encode(self, media: dict[str, Any]) -> Features:
+        """Features of the encoder; one that nothing trains keeps no activations."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._vision_is_frozen()):
+            features: Features = self.vision(**media)
+        return features
+
+    def _vision_is_frozen(self) -> bool:
+        return not any(p.requires_grad for p in self.vision.parameters())
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all parts; an encoder that nothing trains stays in eval mode."""
+        super().train(mode)
+        if self._modules.get("vision") is not None and self._vision_is_frozen():
+            self.vision.eval()
+        return self
+
+    def new_cache(self, max_length: int) -> KVCache:
+        """An empty cache for rows of up to `max_length` tokens; raises as the transformer's."""
+        super().new_cache(max_length)
+        return VLMCache(max_length)

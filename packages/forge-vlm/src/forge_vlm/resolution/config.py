@@ -1,0 +1,137 @@
+"""Configuration of resolutions, validated when made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forge_vlm._config import foreign_table, raise_problems, setting, size_problems
+
+__all__ = [
+    "AspectTilesConfig",
+    "BudgetConfig",
+    "FixedConfig",
+    "ResolutionConfig",
+    "TilesConfig",
+]
+
+FILTERS = ("bilinear", "bicubic", "lanczos")
+FITS = ("pad", "stretch", "crop")
+LONGEST = 4096  # of Idefics3's and SmolVLM's images
+_FILTER_HELP = "how pixels are resampled: bilinear, bicubic, or lanczos"
+
+
+def _table_problems(c: object, sizes: dict[str, int]) -> Iterator[str]:
+    yield from size_problems(c, sizes)
+    for key, names in (("filter", FILTERS), ("fit", FITS)):
+        value = getattr(c, key, names[0])
+        if value not in names:
+            yield f"{key} {value!r} must be one of {', '.join(names)}; choose one"
+
+
+def _aspect_problems(c: AspectTilesConfig) -> Iterator[str]:
+    wrong = list(_table_problems(c, {"tile_size": 2**14, "min_tiles": 1024, "max_tiles": 1024}))
+    yield from wrong
+    if not wrong and c.min_tiles > c.max_tiles:
+        yield f"min_tiles {c.min_tiles} must be at most max_tiles {c.max_tiles}; lower it"
+
+
+def _budget_problems(c: BudgetConfig) -> Iterator[str]:
+    sizes = {"multiple": 2**14, "min_pixels": 2**40, "max_pixels": 2**40}
+    wrong = list(_table_problems(c, sizes))
+    yield from wrong
+    if not wrong and c.min_pixels > c.max_pixels:
+        yield f"min_pixels {c.min_pixels} must be at most max_pixels {c.max_pixels}; lower it"
+    if not wrong and c.max_pixels < c.multiple**2:
+        yield f"max_pixels {c.max_pixels} must hold one square of multiple {c.multiple}; raise it"
+
+
+@dataclass(frozen=True)
+class FixedConfig:
+    """A square: padded to one with the mean colour (LLaVA-1.5), stretched (SigLIP), or cropped at its centre (CLIP)."""
+
+    size: int = setting(336, "height and width of an image, in pixels")
+    fit: Literal["pad", "stretch", "crop"] = setting(
+        "pad", "pad the shorter side with the mean colour, stretch it, or crop the longer side"
+    )
+    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("bicubic", _FILTER_HELP)
+
+    def __post_init__(self) -> None:
+        raise_problems("fixed", _table_problems(self, {"size": 2**14}))
+
+
+@dataclass(frozen=True)
+class TilesConfig:
+    """Squares row by row, then the whole image as one of them (Idefics3, SmolVLM); text says row and column of each."""
+
+    tile_size: int = setting(512, "height and width of a tile, in pixels")
+    longest_edge: int = setting(
+        2048, "the longer side of an image before it is cut, in pixels: smaller ones grow to it"
+    )
+    split: bool = setting(True, "cut the image; otherwise it is one square")
+    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("lanczos", _FILTER_HELP)
+
+    def __post_init__(self) -> None:
+        sizes = {"tile_size": 2**14, "longest_edge": LONGEST}
+        raise_problems("tiles", _table_problems(self, sizes))
+
+
+@dataclass(frozen=True)
+class AspectTilesConfig:
+    """The grid of squares whose aspect is nearest to the image's, and the whole image behind them (InternVL)."""
+
+    tile_size: int = setting(448, "height and width of a tile, in pixels")
+    min_tiles: int = setting(1, "the least number of tiles, the whole image not counted")
+    max_tiles: int = setting(12, "the largest number of tiles, the whole image not counted")
+    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("bicubic", _FILTER_HELP)
+
+    def __post_init__(self) -> None:
+        raise_problems("aspect_tiles", _aspect_problems(self))
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """The image's own aspect, in whole windows of patches, with a number of pixels between two bounds (Qwen2-VL)."""
+
+    multiple: int = setting(
+        32, "sides are multiples of it: the side of a patch times the patches merged"
+    )
+    min_pixels: int = setting(65536, "smaller images grow to it")
+    max_pixels: int = setting(1048576, "larger images shrink to it")
+    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("bicubic", _FILTER_HELP)
+
+    def __post_init__(self) -> None:
+        raise_problems("budget", _budget_problems(self))
+
+
+TABLES = ("fixed", "tiles", "aspect_tiles", "budget")
+
+
+@dataclass(frozen=True)
+class ResolutionConfig:
+    """What size images have when they reach the encoder, by name; the options stand in the table of that name.
+
+    ResolutionConfig("tiles", tiles=TilesConfig(tile_size=384, longest_edge=1536))
+    """
+
+    name: Literal["fixed", "tiles", "aspect_tiles", "budget"] = setting(
+        "fixed",
+        "fixed (one square), tiles (Idefics3, SmolVLM), aspect_tiles (InternVL), or budget (own aspect, Qwen2-VL)",
+    )
+    fixed: FixedConfig = field(default=FixedConfig(), metadata={"help": "the resolution fixed"})
+    tiles: TilesConfig = field(default=TilesConfig(), metadata={"help": "the resolution tiles"})
+    aspect_tiles: AspectTilesConfig = field(
+        default=AspectTilesConfig(), metadata={"help": "the resolution aspect_tiles"}
+    )
+    budget: BudgetConfig = field(default=BudgetConfig(), metadata={"help": "the resolution budget"})
+
+    def __post_init__(self) -> None:
+        raise_problems("resolution", _problems(self))
+
+
+def _problems(c: ResolutionConfig) -> Iterator[str]:
+    if c.name not in TABLES:
+        yield f"name {c.name!r} must be one of {', '.join(TABLES)}; use fixed for one square"
+    for table in TABLES:
+        yield from foreign_table(c, table, table)

@@ -1,0 +1,63 @@
+"""Pictures as objects of pillow and as tensors: the only part of resolutions that needs pillow.
+
+Shapes: N tiles, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["picture_of", "resized", "size_of", "tensor_of"]
+
+
+def size_of(picture: Any) -> tuple[int, int]:
+    """Height and width."""
+    return picture.height, picture.width
+
+
+def picture_of(image: Any) -> Any:
+    """An RGB image of pillow from another of pillow, or from (H, W, 3) uint8 of numpy or torch.
+
+    What is transparent becomes white. Raises ValueError for anything else, and where pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError("images need pillow; install 'forge-vlm[images]'") from error
+    if isinstance(image, Image.Image):
+        return _opaque(image)
+    shape, dtype = tuple(getattr(image, "shape", ())), str(getattr(image, "dtype", type(image)))
+    if len(shape) != 3 or shape[2] != 3 or 0 in shape or dtype.rpartition(".")[2] != "uint8":
+        raise ValueError(
+            f"an image of shape {shape} and {dtype} must be (height, width, 3) of uint8, or one of pillow; convert it"
+        )
+    return Image.fromarray(image.numpy() if isinstance(image, Tensor) else image)
+
+
+def _opaque(picture: Any) -> Any:
+    from PIL import Image
+
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def resized(picture: Any, height: int, width: int, filter: str) -> Any:
+    """The picture at another size, resampled by the filter of that name."""
+    from PIL import Image
+
+    if size_of(picture) == (height, width):
+        return picture
+    return picture.resize((width, height), Image.Resampling[filter.upper()])
+
+
+def tensor_of(pictures: Sequence[Any]) -> Tensor:
+    """Pictures of one size as (N, 3, H, W) uint8."""
+    height, width = size_of(pictures[0])
+    rows = [torch.frombuffer(bytearray(p.tobytes()), dtype=torch.uint8) for p in pictures]
+    return torch.stack(rows).view(-1, height, width, 3).permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,17 @@
+"""Vision encoders: a plain ViT, those of transformers, and what they offer to adapters."""
+
+from forge_vlm.vision.build import build_encoder, check_encoder
+from forge_vlm.vision.config import VisionConfig, ViTConfig
+from forge_vlm.vision.features import Features
+from forge_vlm.vision.patches import cut_patches
+from forge_vlm.vision.vit import ViT
+
+__all__ = [
+    "Features",
+    "ViT",
+    "ViTConfig",
+    "VisionConfig",
+    "build_encoder",
+    "check_encoder",
+    "cut_patches",
+]

@@ -1,0 +1,152 @@
+"""Configuration of vision encoders, validated when made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge_vlm._config import foreign_table, is_finite, raise_problems, setting, size_problems
+
+__all__ = ["PATCH_MODELS", "ViTConfig", "VisionConfig"]
+
+#: Encoders of transformers that take images of any sizes, as patches.
+PATCH_MODELS = ("qwen3_vl_vision", "qwen3_vl_moe_vision")
+NAMES = ("vit", "transformers", "none")
+_HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+#: Mean and deviation of the pixels that the published encoders were trained on, by model_type.
+_TRAINED_ON = {
+    "clip_vision_model": _CLIP,
+    "mllama_vision_model": _CLIP,
+    "pixtral": _CLIP,
+    "aimv2_vision_model": _CLIP,
+    "siglip_vision_model": _HALF,
+    "siglip2_vision_model": _HALF,
+    "idefics3_vision": _HALF,
+    "smolvlm_vision": _HALF,
+    "qwen3_vl_vision": _HALF,
+    "qwen3_vl_moe_vision": _HALF,
+    "vit": _HALF,
+    "internvl_vision": _IMAGENET,
+    "dinov2": _IMAGENET,
+    "dinov2_with_registers": _IMAGENET,
+    "dinov3_vit": _IMAGENET,
+}
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """A plain vision transformer on images of one size: `ViTConfig(image_size=32, patch_size=8, dim=64)`."""
+
+    image_size: int = setting(32, "height and width of an image, in pixels")
+    patch_size: int = setting(8, "height and width of a patch, in pixels")
+    dim: int = setting(64, "width of its stream")
+    num_layers: int = setting(2, "number of blocks")
+    num_heads: int = setting(4, "heads of each attention")
+    hidden_dim: int | None = setting(None, "width inside the feed-forward; empty: 4 dim")
+
+    def __post_init__(self) -> None:
+        raise_problems("vit", _vit_problems(self))
+
+    @property
+    def side(self) -> int:
+        """Patches in a row, and in a column."""
+        return self.image_size // self.patch_size
+
+
+def _vit_problems(c: ViTConfig) -> Iterator[str]:
+    sizes = {"image_size": 2**14, "patch_size": 2**14, "dim": 2**16, "num_layers": 2**10}
+    wrong = list(size_problems(c, {**sizes, "num_heads": 2**10, "hidden_dim": 2**20}))
+    yield from wrong
+    if not wrong and c.image_size % c.patch_size:
+        yield f"patch_size {c.patch_size} must divide image_size {c.image_size}; change one"
+    if not wrong and c.dim % c.num_heads:
+        yield f"num_heads {c.num_heads} must divide dim {c.dim}; change one"
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A vision encoder by name: "vit", "transformers" (any vision model of its AutoModel), or `module:attr`; or "none",
+    for images that are discrete tokens.
+
+        VisionConfig("transformers", transformers={"model_type": "siglip_vision_model"})
+
+    Features are those of the hidden states `select_layer` (0: embeddings, -1: behind the last block), side by side,
+    or without it what the encoder gives at its end. "patch" leaves a class token and registers out.
+    """
+
+    name: str = setting(
+        "vit",
+        "vit, transformers, the import path of an encoder, or none where images are discrete tokens",
+    )
+    vit: ViTConfig = field(default=ViTConfig(), metadata={"help": "sizes of the encoder vit"})
+    transformers: dict[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "vision_config of transformers: model_type and its keys"},
+    )
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "keyword arguments of an encoder by import path"},
+    )
+    select_layer: tuple[int, ...] = setting(
+        (), "hidden states that are the features, side by side; empty: the encoder's last"
+    )
+    select_feature: Literal["patch", "cls_patch"] = setting(
+        "cls_patch",
+        "patch leaves out a class token and registers in front; cls_patch takes all tokens",
+    )
+    mean: tuple[float, ...] = setting(
+        (),
+        "subtracted from each channel of 8-bit images, divided by 255 before; empty: what model_type was trained with",
+    )
+    std: tuple[float, ...] = setting(
+        (), "each channel of 8-bit images is divided by; empty: what model_type was trained with"
+    )
+
+    def __post_init__(self) -> None:
+        raise_problems("vision", _vision_problems(self))
+
+    @property
+    def pixels(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation of 8-bit images: those given, else what the kind of encoder was trained with."""
+        known = _TRAINED_ON.get(str(self.transformers.get("model_type")), _HALF)
+        return self.mean or known[0], self.std or known[1]
+
+
+def _vision_problems(c: VisionConfig) -> Iterator[str]:
+    if c.name not in NAMES and ":" not in c.name:
+        yield f"name {c.name!r} must be {', '.join(NAMES)} or module:attr; use vit"
+    yield from foreign_table(c, "vit", "vit")
+    if c.transformers and c.name != "transformers":
+        yield f"transformers is the table of name 'transformers', and name is {c.name!r}; remove it"
+    if c.name == "transformers" and not isinstance(c.transformers.get("model_type"), str):
+        yield (
+            "transformers.model_type must name a vision model; use 'clip_vision_model' or 'siglip_vision_model'"
+        )
+    if c.name == "none":
+        yield from _keys_of_no_encoder(c)
+    if c.options and ":" not in c.name:
+        yield f"options are those of an encoder by import path, and name is {c.name!r}; remove them"
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in c.select_layer):
+        yield f"select_layer {list(c.select_layer)} must be whole numbers; use [-2]"
+    if c.select_feature not in ("patch", "cls_patch"):
+        yield f"select_feature {c.select_feature!r} must be 'patch' or 'cls_patch'; use 'cls_patch'"
+    for key in ("mean", "std"):
+        value = getattr(c, key)
+        kind = c.transformers.get("model_type")
+        if not value and kind and kind not in _TRAINED_ON:
+            yield f"{key} of a {kind!r} is not known here; give image_{key} of its preprocessor_config.json"
+        elif value and (
+            len(value) != 3 or not all(is_finite(v) and (key == "mean" or v > 0) for v in value)
+        ):
+            yield f"{key} {list(value)} must be three finite numbers{', above 0' if key == 'std' else ''}; use 0.5"
+
+
+def _keys_of_no_encoder(c: VisionConfig) -> Iterator[str]:
+    for key in ("select_layer", "select_feature", "mean", "std"):
+        if getattr(c, key) != getattr(VisionConfig, key):
+            yield f"{key} {getattr(c, key)!r} is not read by name 'none', which has no encoder; remove it"

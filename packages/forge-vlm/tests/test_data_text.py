@@ -1,0 +1,292 @@
+"""Text of conversations: templates, special tokens, weights of messages, documents."""
+
+import base64
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+np = pytest.importorskip("numpy")
+Image = pytest.importorskip("PIL.Image")
+tokenizers = pytest.importorskip("tokenizers")
+
+from forge_vlm.data import Conversations, InvalidSample, check_labels  # noqa: E402
+
+SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
+OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=3)
+SYSTEM = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions."
+)
+
+
+def png(color=(9, 9, 9)):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), color).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A byte-level BPE with merges, as those of most models."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIALS,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = [SYSTEM, " USER: what is this? ASSISTANT: a red square", "user\nassistant\nsystem\n"]
+    tokenizer.train_from_iterator(text * 20, trainer)
+    path = str(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+    tokenizer.save(path)
+    return tokenizer, path
+
+
+def talks(folder, messages, **options):
+    image = {"type": "image", "base64": base64.b64encode(png()).decode()}
+    for message in messages:
+        if isinstance(message["content"], list):
+            message["content"] = [
+                image if part is None else {"type": "text", "text": part}
+                for part in message["content"]
+            ]
+    (folder / "t.jsonl").write_text(json.dumps({"messages": messages}))
+    return Conversations(folder / "t.jsonl", **{**OPTIONS, **options})
+
+
+def turns():
+    return [
+        {"role": "user", "content": [None, "\nwhat is this?"]},
+        {"role": "assistant", "content": "a red square"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "é yes"},
+    ]
+
+
+VICUNA = (
+    f"{SYSTEM} USER: <image>\nwhat is this? ASSISTANT: a red square</s>"
+    "USER: sure? ASSISTANT: é yes</s>"
+)
+CHATML = (
+    "<|im_start|>user\n<image>\nwhat is this?<|im_end|>\n<|im_start|>assistant\na red square<|im_end|>\n"
+    "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\né yes<|im_end|>\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "end"),
+    [
+        ("vicuna", f"<s>{VICUNA}", "</s>"),
+        ("chatml", f"<s>{CHATML}", "<|im_end|>"),
+        ("plain", "<s><image>a red square</s>é yes</s>", "</s>"),
+    ],
+)
+def test_ids_are_those_of_the_whole_text(template, text, end, made, tmp_path):
+    """What a model's own processor gives: one text, encoded once, the mark repeated for each token of the picture."""
+    tokenizer, path = made
+    sample = talks(tmp_path, turns(), tokenizer=path, template=template, bos="<s>").sample(0)
+    wanted = tokenizer.encode(text).ids
+    place = wanted.index(3)
+    assert sample.tokens.tolist() == [*wanted[:place], 3, 3, 3, *wanted[place + 1 :]]
+    learnt = sample.labels[sample.labels >= 0].tolist()
+    answers = " a red square{} é yes{}" if template == "vicuna" else "a red square{}é yes{}"
+    assert tokenizer.decode(learnt, skip_special_tokens=False) == answers.format(end, end)
+    if template == "plain":
+        assert sample.labels[3] >= 0  # the picture's last token predicts the first of the answer
+
+
+@pytest.mark.parametrize("template", ["vicuna", "chatml", "plain"])
+@pytest.mark.parametrize("mark", ["<image>", "</s>", "<|im_end|>", "<|im_start|>system\n"])
+def test_marks_in_text_are_text(template, mark, made, tmp_path):
+    """Neither questions nor answers can hold a picture, an end, or another role."""
+    tokenizer, path = made
+    options = {"tokenizer": path, "template": template}
+    clean = talks(tmp_path, turns(), **options).sample(0)
+    messages = turns()
+    messages[0]["content"][1] += mark
+    messages[1]["content"] = f"a {mark} b"
+    sample = talks(tmp_path, messages, **options).sample(0)
+    for special in range(len(SPECIALS)):
+        assert (sample.tokens == special).sum() == (clean.tokens == special).sum()
+    assert mark in tokenizer.decode(
+        [i for i in sample.labels.tolist() if i >= 0], skip_special_tokens=True
+    )
+
+
+def test_a_token_that_any_text_becomes_is_refused(tmp_path, made):
+    content = json.loads(Path(made[1]).read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] != "<image>"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    messages = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(InvalidSample, match=r"record 0: text '<image>' holds '<image>'"):
+        talks(tmp_path, messages, tokenizer=str(other), template="vicuna")
+    sample = talks(tmp_path, turns(), tokenizer=str(other), template="vicuna").sample(0)
+    assert (sample.tokens == 3).sum() == 3
+
+
+def test_a_name_that_the_tokenizer_does_not_have(made, tmp_path):
+    for options in ({"image": "<picture>"}, {"eos": "<end>"}, {"bos": "<begin>"}):
+        with pytest.raises(ValueError, match=f"has no token '{next(iter(options.values()))}'"):
+            talks(tmp_path, turns(), tokenizer=made[1], **options)
+
+
+def test_a_message_of_weight_0_is_not_learnt(tmp_path):
+    messages = turns()
+    messages[1]["weight"], messages[3]["weight"] = 0, 0.5
+    source = talks(tmp_path, messages)
+    sample = source.sample(0)
+    learnt = sample.labels >= 0
+    assert bytes(sample.labels[learnt].tolist()[:-1]).decode() == "é yes"
+    assert set(sample.weights[learnt]) == {0.5}
+    assert "weights" in source.stream(300).arrays(np.arange(1))
+    assert "weights" not in talks(tmp_path, turns()).stream(300).arrays(np.arange(1))
+    messages = turns()
+    messages[1]["weight"] = -1
+    with pytest.raises(InvalidSample, match="weight -1 of a message must be a finite number"):
+        talks(tmp_path, messages)
+
+
+def test_F68_labels_that_copy_are_refused(tmp_path):
+    """Unshifted labels are the tokens themselves."""
+    tokens = np.arange(20)
+    with pytest.raises(InvalidSample, match="20 of 20 labels are the token of their own position"):
+        check_labels(tokens, tokens)
+    check_labels(tokens, np.where(tokens < 18, tokens + 1, tokens))
+    check_labels(tokens, np.full(20, -100))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a" * 99}]
+    with pytest.raises(InvalidSample, match="98 of 100 labels"):
+        talks(tmp_path, messages)
+
+
+def test_documents_with_pictures_among_their_text(tmp_path):
+    """Interleaved: all text is learnt, pictures stand where null does, whatever the template."""
+    members = {
+        "json": json.dumps({"texts": ["one ", None, "two", None, None, "three"]}).encode(),
+        "0.png": png((1, 0, 0)),
+        "1.png": png((2, 0, 0)),
+        "2.png": png((3, 0, 0)),
+    }
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for ending, content in members.items():
+            member = tarfile.TarInfo(f"d.{ending}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    source = Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+    sample = source.sample(0)
+    image = [257] * 3
+    assert sample.tokens.tolist() == [*b"one ", *image, *b"two", *image * 2, *b"three", 256]
+    learnt = sample.labels[sample.labels >= 0].tolist()
+    assert learnt == [*b"ne two", *b"three", 256]
+    arrays = source.stream(40).arrays(np.arange(1))
+    assert arrays["images"].values[:, 0, 0, 0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"texts": ["a", None]}, "null for each of 0 pictures, and have 1"),
+        ({"texts": [None]}, "texts must be a list with a text"),
+        ({"caption": "a"}, "a caption must be that of one picture, and there are 0"),
+        ({"other": "a"}, "a caption must be that of one picture"),
+        ([], "a caption must be that of one picture"),
+    ],
+)
+def test_wrong_members_of_a_tar_are_named(value, words, tmp_path):
+    content = json.dumps(value).encode()
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        member = tarfile.TarInfo("d.json")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(InvalidSample, match=words):
+        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+
+
+def test_a_packed_tar_is_refused(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w:gz"):
+        pass
+    with pytest.raises(InvalidSample, match="cannot be read as tar without compression"):
+        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{% if p.type == 'image' %}"
+    "<s><image><unk>{% else %}{{ p.text FILTER }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+def folder_of(made, folder, template):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=made[1], eos_token="<|im_end|>", additional_special_tokens=SPECIALS
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("cut", ["", "| trim"])
+def test_the_template_of_a_tokenizer(cut, made, tmp_path):
+    """Ids are those of apply_chat_template, the mark repeated; marks in text are text."""
+    own = folder_of(made, tmp_path / "model", TEMPLATE.replace("FILTER", cut))
+    options = {"tokenizer": str(tmp_path / "model"), "template": "tokenizer"}
+    messages = turns()
+    messages[2]["content"] = " sure? "
+    rendered = [
+        {
+            "role": m["role"],
+            "content": [
+                {"type": "image"} if p is None else {"type": "text", "text": p}
+                for p in m["content"]
+            ]
+            if isinstance(m["content"], list)
+            else [{"type": "text", "text": m["content"]}],
+        }
+        for m in messages
+    ]
+    wanted = own.apply_chat_template(rendered, return_dict=True)["input_ids"]
+    sample = talks(tmp_path, messages, **options).sample(0)
+    place = wanted.index(3)
+    assert sample.tokens.tolist() == [*wanted[:place], 3, 3, 3, *wanted[place + 1 :]]
+    learnt = [i for i in sample.labels.tolist() if i >= 0]
+    assert (
+        made[0].decode(learnt, skip_special_tokens=False) == "a red square<|im_end|>é yes<|im_end|>"
+    )
+    messages = turns()
+    messages[0]["content"][1] += "<image><|im_end|>"
+    marked = talks(tmp_path, messages, **options).sample(0)
+    for special in range(len(SPECIALS)):
+        assert (marked.tokens == special).sum() == (sample.tokens == special).sum()
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "words"),
+    [
+        (TEMPLATE.replace("FILTER", "| upper"), {}, "changes the text of a message"),
+        (TEMPLATE.replace("FILTER", ""), {"eos": "</s>"}, "must begin with eos '</s>'"),
+        (TEMPLATE.replace("FILTER", "").replace("<image>", ""), {}, "leaves a picture out"),
+        (TEMPLATE.replace("FILTER", "").replace("<unk>", "<image>"), {}, "more often than"),
+        ("{{ raise_exception('no') }}", {}, r"does not take it \(no\)"),
+        ("a", {}, r"gives texts \[\] of 4"),
+    ],
+)
+def test_templates_that_do_not_fit_are_refused(template, options, words, made, tmp_path):
+    folder_of(made, tmp_path / "model", template)
+    options = {"tokenizer": str(tmp_path / "model"), "template": "tokenizer", **options}
+    with pytest.raises(InvalidSample, match=words):
+        talks(tmp_path, turns(), **options)
+
+
+def test_a_tokenizer_without_a_template_is_refused(made, tmp_path):
+    folder_of(made, tmp_path / "model", None)
+    options = {"template": "tokenizer"}
+    with pytest.raises(ValueError, match="has no chat template"):
+        talks(tmp_path, turns(), tokenizer=str(tmp_path / "model"), **options)
+    with pytest.raises(ValueError, match=r"must be a folder with tokenizer\.json"):
+        talks(tmp_path, turns(), tokenizer=made[1], **options)

@@ -1,0 +1,140 @@
+"""InternVL of transformers, from the same weights: logits, training, folders both ways."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_core import cross_entropy
+from forge_vlm import VLM
+from forge_vlm.families import INTERNVL
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hf_folders import distance, renamed, saved
+
+transformers = pytest.importorskip("transformers")
+IMAGE = 127
+
+
+def theirs_of(text="qwen2", layer=-1, tied=False, **vision):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    encoder = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.InternVLConfig(
+        vision_config=dict(encoder, image_size=[16, 16], patch_size=[4, 4], **vision),
+        text_config=dict(sizes, **heads, model_type=text, tie_word_embeddings=tied),
+        image_token_id=IMAGE,
+        image_seq_length=4,
+        vision_feature_layer=layer,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.InternVLForConditionalGeneration(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    return model
+
+
+def ours_of(theirs, folder):
+    hf, tensors = saved(theirs, folder)
+    config = INTERNVL.config_from_hf(hf)
+    model = VLM(config)
+    model.load_state_dict(renamed(INTERNVL.rows_of(config), tensors, 2))
+    return model
+
+
+def batch():
+    """Tokens (2, 14) and the tiles of both rows (3, 3, 16, 16)."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 120, (2, 14), generator=generator)
+    tokens[0, 2:6] = tokens[1, 1:5] = tokens[1, 7:11] = IMAGE
+    return tokens, torch.randn(3, 3, 16, 16, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tied": True},
+        {"text": "llama", "layer": -2},
+        {"text": "qwen3"},
+        {"use_mean_pooling": False, "use_qk_norm": True, "norm_type": "rms_norm"},
+    ],
+)
+def test_logits_are_those_of_transformers(options, tmp_path):
+    theirs = theirs_of(**options).eval()
+    ours, (tokens, tiles) = ours_of(theirs, tmp_path).eval(), batch()
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
+        found, other = ours(tokens, images=tiles), ours(tokens, images=tiles.flip(0))
+    assert distance(found, wanted) < 1e-5
+    assert distance(other, wanted) > 1e-3  # the images have a say
+
+
+def test_twenty_steps_are_those_of_transformers(tmp_path):
+    theirs = theirs_of()
+    ours, (tokens, tiles) = ours_of(theirs, tmp_path), batch()
+    labels = torch.full_like(tokens, -100)
+    labels[:, :-1] = torch.where(tokens[:, 1:] == IMAGE, -100, tokens[:, 1:])
+    given = torch.where(tokens == IMAGE, -100, tokens)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (ours, theirs)]
+    for _ in range(20):
+        found = cross_entropy(ours(tokens, images=tiles), labels).mean
+        wanted = theirs(input_ids=tokens, labels=given, pixel_values=tiles).loss
+        assert abs(float(found.detach() - wanted.detach())) < 1e-5 * float(wanted.detach())
+        for loss, optimizer in zip((found, wanted), optimizers):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
+        assert distance(ours(tokens, images=tiles), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"text": "llama", "layer": -2}])
+def test_a_written_folder_opens_in_transformers(options, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    theirs = theirs_of(**options).eval()
+    ours, folder = ours_of(theirs, tmp_path / "theirs").eval(), tmp_path / "ours"
+    folder.mkdir()
+    tensors = renamed(INTERNVL.rows_of(ours.config), ours.state_dict(), 2, back=True)
+    tensors = {key: value.contiguous() for key, value in tensors.items()}
+    safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(INTERNVL.config_to_hf(ours.config)))
+    kind = transformers.InternVLForConditionalGeneration
+    opened, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    tokens, tiles = batch()
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
+        found = opened.eval()(input_ids=tokens, pixel_values=tiles).logits
+    assert torch.equal(found, wanted)
+
+
+def test_another_model_is_no_internvl(tmp_path):
+    """Features of two layers, and SigLIP's, have no keys in its file."""
+    config = ours_of(theirs_of(), tmp_path).config
+    for change, words in (
+        ({"select_layer": (-1, -2)}, r"vision.select_layer \(-1, -2\) must be \(-1,\)"),
+        ({"transformers": {"model_type": "siglip_vision_model"}}, "must be 'internvl_vision'"),
+    ):
+        other = dataclasses.replace(config, vision=dataclasses.replace(config.vision, **change))
+        with pytest.raises(ValueError, match=words):
+            INTERNVL.config_to_hf(other)
+
+
+def test_what_changes_the_function_is_refused(tmp_path):
+    theirs = theirs_of()
+    theirs.config.save_pretrained(tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    for change, words in (
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act 'relu' must be 'gelu'"),
+        ({"downsample_ratio": 0.3}, "downsample_ratio 0.3 must be one over a whole number"),
+        ({"vision_feature_layer": [-1, -2]}, "vision_feature_layer .* must be one layer"),
+        ({"ps_version": "v1"}, "ps_version 'v1' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            INTERNVL.config_from_hf({**hf, **change})

@@ -1,0 +1,127 @@
+"""The joint decoder: features of images are tokens of the stream."""
+
+import pytest
+import torch
+
+from forge_core import SamplingConfig, Transformer, generate
+from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
+from forge_vlm.vision import ViTConfig
+
+IMAGE = 63
+SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=2, max_seq_len=32)
+
+
+def config(**options):
+    vit = ViTConfig(image_size=8, patch_size=4, dim=8, num_layers=1, num_heads=2)
+    return VLMConfig(
+        **SIZES,
+        vision=VisionConfig(vit=vit),
+        modalities={"image": ModalityConfig(first_id=IMAGE)},
+        **options,
+    )
+
+
+def rows():
+    tokens = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    tokens[0, 2:6] = IMAGE
+    tokens[1, 1:5] = tokens[1, 7:11] = IMAGE
+    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return tokens, images
+
+
+def test_without_images_the_logits_are_those_of_the_text_model():
+    model, text = VLM(config()), Transformer(config())
+    text.load_state_dict({n: v for n, v in model.state_dict().items() if n in text.state_dict()})
+    tokens = torch.randint(1, 60, (2, 12))
+    wanted = text(tokens)
+    assert torch.equal(model(tokens), wanted)
+    out = model(tokens, images=torch.zeros(0, 3, 8, 8))
+    assert torch.equal(out, wanted)
+    out.sum().backward()  # the encoder ran: its gradients are there, and zero
+    assert all(float(p.grad.abs().max()) == 0.0 for p in model.vision.parameters())
+
+
+def test_an_image_moves_what_comes_behind_it_and_nothing_before():
+    model, (tokens, images) = VLM(config()).eval(), rows()
+    before, after = model(tokens, images=images), model(tokens, images=images.flip(-1))
+    moved = (before - after).abs().amax(-1) > 0
+    assert not moved[:, :1].any()
+    assert not moved[0, 1]
+    assert moved[0, 6:].all()
+    assert moved[1, 5:].all()
+
+
+def test_rows_take_their_images_in_order():
+    """Each row alone with its images gives what the batch gives."""
+    model, (tokens, images) = VLM(config()).eval(), rows()
+    both = model(tokens, images=images)
+    for row, own in ((0, images[:1]), (1, images[1:])):
+        alone = model(tokens[row : row + 1], images=own)
+        torch.testing.assert_close(alone, both[row : row + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_bytes_of_images_are_normalised():
+    model, (tokens, _) = VLM(config()).eval(), rows()
+    images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    wanted = model(tokens, images=(images.float() / 255 - 0.5) / 0.5)
+    torch.testing.assert_close(model(tokens, images=images), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_another_number_of_tokens_than_placeholders_is_refused():
+    model, (tokens, images) = VLM(config()), rows()
+    with pytest.raises(ValueError, match=r"hold 12 placeholders of media, and .* have 8 tokens"):
+        model(tokens, images=images[:2])
+    with pytest.raises(ValueError, match=r"hold 12 placeholders of media, and .* have 0 tokens"):
+        model(tokens, images=images[:0])
+
+
+def test_generation_encodes_once_and_equals_a_whole_forward():
+    model, (tokens, images) = VLM(config()).eval(), rows()
+    with (
+        torch.no_grad()
+    ):  # no new token is a placeholder, which would want an image in the whole forward
+        model.lm_head.weight[IMAGE] = -10 * model.lm_head.weight.mean(0)
+    calls = []
+    model.vision.register_forward_hook(lambda *a: calls.append(1))
+    prompts = [tokens[0, :8], tokens[1]]
+    new = generate(model, prompts, 6, SamplingConfig(temperature=0.0), extras={"images": images})
+    assert len(calls) == 1
+    for row, own in ((0, images[:1]), (1, images[1:])):
+        whole = prompts[row]
+        for step in range(6):
+            with torch.no_grad():
+                chosen = model(whole[None], images=own)[0, -1].argmax()
+            assert chosen == new[row, step]
+            whole = torch.cat([whole, chosen[None]])
+
+
+def test_a_frozen_encoder_stays_in_eval_mode_and_keeps_no_activations():
+    model, (tokens, images) = VLM(config()), rows()
+    model.vision.requires_grad_(False)
+    model.train()
+    assert model.training
+    assert not model.vision.training
+    model(tokens, images=images).sum().backward()
+    assert all(p.grad is None for p in model.vision.parameters())
+    assert all(p.grad is not None for p in model.adapter.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"positions": "mrope"}, "positions 'mrope' must go with mrope None"),
+        ({"modalities": {}}, "must name the placeholder of images"),
+        (
+            {"modalities": {"image": ModalityConfig()}},
+            "first_id 0 must be above 0, as rows are padded",
+        ),
+        ({"modalities": {"image": ModalityConfig(64)}}, "first_id 64 must be below vocab_size 64"),
+        (
+            {"modalities": {"a": ModalityConfig(3, 4, True), "b": ModalityConfig(5)}},
+            "modalities.a and modalities.b must not share ids",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        VLMConfig(**{**SIZES, "modalities": {"image": ModalityConfig(IMAGE)}, **options})

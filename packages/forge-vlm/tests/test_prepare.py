@@ -1,0 +1,359 @@
+"""A prepared folder and kept lengths: the rows of the files themselves, complete or not at all, opened without reading."""
+
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+np = pytest.importorskip("numpy")
+Image = pytest.importorskip("PIL.Image")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from data_files import OPTIONS, chat, llava, png, webdataset  # noqa: E402
+
+from forge_vlm.data import Conversations, InvalidSample, open_source  # noqa: E402
+from forge_vlm.data import lengths as lengths_module  # noqa: E402
+from forge_vlm.data import prepare as prepare_module  # noqa: E402
+from forge_vlm.data.command import main  # noqa: E402
+from forge_vlm.data.prepare import prepare  # noqa: E402
+from forge_vlm.data.prepared import Prepared, verify  # noqa: E402
+from forge_vlm.data.source import options_of  # noqa: E402
+
+
+def talks_of(folder, count=10):
+    """Conversations of 0 to 2 pictures of one colour that is their number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i in range(count):
+        parts = [{"type": "text", "text": "see"}]
+        for j in range(i % 3):
+            Image.new("RGB", (8, 8), (i, j, 0)).save(folder / f"{i}-{j}.png")
+            parts.append({"type": "image", "image": f"{i}-{j}.png"})
+        answer = {"role": "assistant", "content": "x" * (1 + i % 7), "weight": 1 + i % 2}
+        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}, answer]}))
+    (folder / "talks.jsonl").write_text("\n".join(lines))
+    return folder / "talks.jsonl"
+
+
+def same_rows(one, other, seq_len=800):
+    """All arrays and media of an epoch, and what a resume compares."""
+    first, second = (source.stream(seq_len, seed=3) for source in (one, other))
+    assert first.fingerprint() == second.fingerprint()
+    assert first.remarks == second.remarks
+    wanted, found = (s.arrays(np.arange(len(s))) for s in (first, second))
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        if hasattr(value, "row_offsets"):
+            assert torch.equal(value.values, found[name].values), name
+            assert torch.equal(value.row_offsets, found[name].row_offsets), name
+        else:
+            assert (value == found[name]).all(), name
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    monkeypatch.setattr(prepare_module, "UNIT", 3)
+
+
+def prepared(path, output, workers=1, pictures="copy", **options):
+    given = options_of(str(path), {**OPTIONS, **options})
+    return prepare(path, output, given, workers=workers, pictures=pictures)
+
+
+@pytest.mark.parametrize("pictures", ["copy", "name"])
+def test_a_prepared_folder_has_the_rows_of_its_files(tmp_path, pictures):
+    path = talks_of(tmp_path / "a")
+    about = prepared(path, tmp_path / "out", pictures=pictures, weigh="sqrt")
+    same_rows(Conversations(path, weigh="sqrt", **OPTIONS), Prepared(tmp_path / "out"))
+    assert (about["samples"], about["counts"]["pictures"]) == (10, 9)
+    assert not (tmp_path / "out.parts").exists()
+    assert verify(tmp_path / "out") == about
+    if pictures == "copy":  # it stands alone
+        for file in (tmp_path / "a").iterdir():
+            file.unlink()
+        Prepared(tmp_path / "out").stream(400).arrays(np.arange(1))
+
+
+@pytest.mark.parametrize("name", ["llava", "webdataset", "tiles", "budget"])
+def test_formats_and_resolutions(tmp_path, name):
+    options = {**OPTIONS, "format": name if name in ("llava", "webdataset") else "chat"}
+    path = {"llava": llava, "webdataset": webdataset}.get(name, chat)(tmp_path)
+    if name == "tiles":
+        options["resolution"] = {"name": "tiles", "tiles": {"tile_size": 8, "longest_edge": 16}}
+    if name == "budget":
+        options |= {"tokens_per_tile": None, "patch_size": 2, "positions": "sequential"}
+        budget = {"multiple": 4, "min_pixels": 16, "max_pixels": 256}
+        options["resolution"] = {"name": "budget", "budget": budget}
+    prepare(path, tmp_path / "out", options_of(str(path), options))
+    same_rows(Conversations(path, **options), Prepared(tmp_path / "out"))
+
+
+def test_branches_of_a_record(tmp_path):
+    ask = {"role": "user", "content": "name two"}
+    answers = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
+    record = {"messages": [ask], "branches": answers}
+    plain = {"messages": [ask, *answers[0]]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(plain)}\n")
+    assert prepared(tmp_path / "a.jsonl", tmp_path / "out")["branched"]
+    source = Conversations(tmp_path / "a.jsonl", **OPTIONS)
+    assert source.stream(400).arrays(np.arange(1))["branch_ids"].max() == 2
+    same_rows(source, Prepared(tmp_path / "out"))
+
+
+def test_frames_of_a_video(tmp_path):
+    av = pytest.importorskip("av")
+    with av.open(tmp_path / "clip.mkv", "w") as container:
+        stream = container.add_stream("ffv1", rate=4)
+        stream.width = stream.height = 16
+        stream.pix_fmt = "bgr0"
+        for i in range(8):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 20 * i, np.uint8), "rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    part = {"type": "video", "video": "clip.mkv"}
+    talk = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "it grows"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    prepared(tmp_path / "a.jsonl", tmp_path / "out", video={"fps": 2.0})
+    (source := Conversations(tmp_path / "a.jsonl", video={"fps": 2.0}, **OPTIONS)).stream(400)
+    same_rows(source, Prepared(tmp_path / "out"))
+    assert len(Prepared(tmp_path / "out").sample(0).pictures) == 4
+    assert source.sample(0).clips == Prepared(tmp_path / "out").sample(0).clips
+
+
+@pytest.mark.parametrize("corrupt", ["mask", "skip", "raise"])
+def test_damaged_pictures_are_counted_by_cause(tmp_path, corrupt):
+    path = talks_of(tmp_path / "a")
+    (tmp_path / "a/1-0.png").unlink()
+    (tmp_path / "a/2-1.png").write_bytes((tmp_path / "a/2-1.png").read_bytes()[:45])
+    if corrupt == "raise":
+        with pytest.raises(InvalidSample, match=r"1-0\.png"):
+            prepared(path, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return
+    about = prepared(path, tmp_path / "out", corrupt=corrupt)
+    counts = about["counts"]
+    assert (counts["missing"], counts["damaged"]) == (1, 1)
+    if corrupt == "mask":
+        assert (counts["masked"], about["samples"]) == (2, 10)
+        same_rows(Conversations(path, corrupt="mask", **OPTIONS), Prepared(tmp_path / "out"))
+    else:
+        assert (counts["left_out"], about["samples"]) == (2, 8)
+        stream = Prepared(tmp_path / "out").stream(400)
+        assert "2 of 10 samples are left out" in stream.remarks[0]
+        assert (stream.arrays(np.arange(len(stream)))["labels"] != -100).any()
+
+
+def test_workers_write_the_same_bytes(tmp_path):
+    path = talks_of(tmp_path / "a")
+    one, two = prepared(path, tmp_path / "one"), prepared(path, tmp_path / "two", workers=2)
+    assert one == two
+
+
+def killed(command, where, name, after):
+    """Run a command in a process of its own that is killed in the call of `where.name` behind the first `after`."""
+    pid = os.fork()
+    if not pid:
+        real, left = getattr(where, name), [after]
+
+        def call(*arguments, **keywords):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **keywords)
+
+        setattr(where, name, call)
+        try:
+            main(command)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def command_of(path, out):
+    options = ("tokens_per_tile=4", "resolution.fixed.size=8")
+    flags = [flag for option in options for flag in ("--option", option)]
+    return ["prepare", str(path), "--output", str(out), *flags]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "after", "units"),
+    [
+        (prepare_module, "_write_unit", 0, 0),
+        (prepare_module, "_write_unit", 2, 2),
+        (os, "fsync", 1, 1),
+        (os, "fsync", 6, 4),
+        (json, "dump", 0, 4),
+        (prepare_module, "_replace", 0, 4),
+    ],
+)
+def test_a_kill_leaves_nothing_and_the_same_command_goes_on(tmp_path, where, name, after, units):
+    path, out = talks_of(tmp_path / "a"), tmp_path / "out"
+    command = command_of(path, out)
+    killed(command, where, name, after)
+    assert not out.exists()
+    assert len([*(tmp_path / "out.parts").glob("unit-*")]) == units
+    assert main(command) == 0
+    same_rows(Conversations(path, **OPTIONS), Prepared(out))
+    assert main(command) == 78  # it is there
+    assert main([*command, "--overwrite"]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out"]
+
+
+def test_units_of_another_plan_are_not_taken(tmp_path):
+    path, out = talks_of(tmp_path / "a"), tmp_path / "out"
+    killed(command_of(path, out), prepare_module, "_replace", 0)
+    assert main([*command_of(path, out), "--option", "template=plain"]) == 0
+    same_rows(Conversations(path, template="plain", **OPTIONS), Prepared(out))
+
+
+def test_a_source_of_a_job_is_prepared_and_opened_by_its_name(tmp_path, capsys):
+    path = talks_of(tmp_path / "a")
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'[data.sources.talks]\nname = "vlm"\npath = "{path}"\n[data.sources.talks.options]\n'
+        "tokens_per_tile = 4\nresolution = { fixed = { size = 8 } }\n"
+    )
+    assert main(["prepare", str(job), "--output", str(tmp_path / "out")]) == 0
+    assert "10 samples of 10 records" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+    class Config:
+        path = str(tmp_path / "out")
+
+    source = open_source(Config(), positions="text_preserving", **OPTIONS)
+    wanted = Conversations(path, positions="text_preserving", **OPTIONS)
+    same_rows(wanted, source)
+    with pytest.raises(ValueError, match="template 'vicuna' must be 'chatml'"):
+        open_source(Config(), template="vicuna")
+    with pytest.raises(ValueError, match=r"streaming of .* is not needed"):
+        open_source(Config(), streaming=True)
+
+
+def test_a_damaged_folder_is_named(tmp_path):
+    prepared(talks_of(tmp_path / "a"), tmp_path / "out")
+    media = tmp_path / "out/media.bin"
+    content = media.read_bytes()
+    media.write_bytes(content[:-1])
+    with pytest.raises(InvalidSample, match=r"media\.bin must have"):
+        Prepared(tmp_path / "out")
+    media.write_bytes(content[:-1] + b"x")
+    assert main(["verify", str(tmp_path / "out")]) == 65
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--option", "a"], "must be KEY=VALUE"),
+        (["--option", "streaming=true"], "options of the source vlm"),
+        (["--source", "x"], "names a table of a job"),
+        (["--workers", "0"], "workers 0 must be"),
+        (["--option", "eos=1", "--option", "eos.a=1"], "give one of both"),
+    ],
+)
+def test_wrong_arguments_are_said(tmp_path, arguments, words, capsys):
+    path = talks_of(tmp_path / "a")
+    out = ["--output", str(tmp_path / "out")]
+    assert main(["prepare", str(path), *out, *arguments]) == 78
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_opening_reads_no_media_and_a_worker_gets_no_copy(tmp_path):
+    prepared(talks_of(tmp_path / "a"), tmp_path / "out")
+    source = Prepared(tmp_path / "out", pack=False)
+    assert isinstance(source._columns["tokens"], np.memmap)
+    assert len(pickle.dumps(source)) < 1000
+    again = pickle.loads(pickle.dumps(source))
+    same_rows(source, again)
+
+
+# ---- lengths of files that are not prepared
+
+
+def counted(path, monkeypatch, tmp_path, **options):
+    """A source, and how many records were tokenized when it opened."""
+    monkeypatch.setattr(lengths_module, "SMALL", 0)
+    read = []
+    real = lengths_module.count
+    monkeypatch.setattr(lengths_module, "count", lambda *a: read.append(1) or real(*a))
+    source = Conversations(path, cache=str(tmp_path / "cache"), **{**OPTIONS, **options})
+    monkeypatch.setattr(lengths_module, "count", real)
+    return source, len(read)
+
+
+def test_lengths_are_found_once(tmp_path, monkeypatch):
+    path = talks_of(tmp_path / "a")
+    first, times = counted(path, monkeypatch, tmp_path)
+    second, again = counted(path, monkeypatch, tmp_path)
+    assert (times, again) == (1, 0)
+    same_rows(first, second)
+    assert counted(path, monkeypatch, tmp_path, weigh="sqrt")[1] == 1  # other options
+    path.write_text(path.read_text().replace("see", "saw"))
+    assert counted(path, monkeypatch, tmp_path)[1] == 1  # another content
+    for file in (tmp_path / "cache").glob("*.npz"):
+        file.write_bytes(b"damaged")
+    assert counted(path, monkeypatch, tmp_path)[1] == 1
+
+
+def test_a_picture_that_is_restored_is_counted_again(tmp_path, monkeypatch):
+    path = talks_of(tmp_path / "a")
+    content = (tmp_path / "a/1-0.png").read_bytes()
+    (tmp_path / "a/1-0.png").unlink()
+    source, _ = counted(path, monkeypatch, tmp_path, corrupt="skip")
+    assert len(source.lengths) == 9
+    assert counted(path, monkeypatch, tmp_path, corrupt="skip")[1] == 0
+    (tmp_path / "a/1-0.png").write_bytes(content)
+    source, times = counted(path, monkeypatch, tmp_path, corrupt="skip")
+    assert (times, len(source.lengths)) == (1, 10)
+
+
+def test_a_picture_of_another_size_removes_what_was_kept(tmp_path, monkeypatch):
+    path = talks_of(tmp_path / "a")
+    tiles = {"resolution": {"name": "tiles", "tiles": {"tile_size": 8, "longest_edge": 32}}}
+    counted(path, monkeypatch, tmp_path, **tiles)
+    (tmp_path / "a/1-0.png").write_bytes(png("red", (8, 32)))
+    source, times = counted(path, monkeypatch, tmp_path, **tiles)
+    assert times == 0
+    stream = source.stream(4000)
+    with pytest.raises(InvalidSample, match="start again"):
+        stream.arrays(np.arange(len(stream)))
+    assert counted(path, monkeypatch, tmp_path, **tiles)[1] == 1
+
+
+def test_of_several_processes_one_finds_lengths_and_others_wait(tmp_path, monkeypatch):
+    path, counts = talks_of(tmp_path / "a"), tmp_path / "counts"
+    real = lengths_module.count
+
+    def slow(*arguments):
+        with counts.open("a") as file:
+            file.write("x")
+        time.sleep(0.3)
+        return real(*arguments)
+
+    monkeypatch.setattr(lengths_module, "count", slow)
+    monkeypatch.setattr(lengths_module, "SMALL", 0)
+    pids = []
+    for _ in range(3):
+        pids.append(os.fork())
+        if not pids[-1]:
+            try:
+                talks = Conversations(path, cache=str(tmp_path / "cache"), **OPTIONS)
+                os._exit(len(talks.lengths))
+            finally:
+                os._exit(1)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [10] * 3
+    assert counts.read_text() == "x"
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, capfd):
+    path = talks_of(tmp_path / "a")
+    (tmp_path / "cache").write_text("a file")
+    _, times = counted(path, monkeypatch, tmp_path)
+    assert times == 1
+    assert "cannot be kept in" in capfd.readouterr().err
