@@ -153,9 +153,11 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     from forge_resilience.alerts import FOLLOWED
     from forge_resilience.supervise import run_guarded, supervise
     from forge_train.trainer.alerts import alerts
+    from forge_train.trainer.build import tokenize
     from forge_train.trainer.run_directory import RunDirectory
 
     _refuse_layout(job, nproc)
+    tokenize(job.config)  # here, where no watch takes a long start for a hang
     command = [sys.executable, "-m", "forge_train", "run", *args]
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
     paths = RunDirectory(job.config.run.dir)
@@ -188,9 +190,9 @@ def explain(args: list[str]) -> int:
     """Print the resolved configuration of CONFIG: each value and where it came from.
 
     With `--nproc N` also what keeps N processes from running it, the layout that they get, and what their
-    number costs, and with `--plot FILE` a picture of learning rates and batch over the run.
+    number costs; where phases of the data begin; and with `--plot FILE` a picture of learning rates and batch over the run.
     """
-    from forge_train.config.describe import print_explanation
+    from forge_train.config.describe import planned_rows, print_explanation, unread_sources
     from forge_train.config.resolve import resolve
 
     nproc, rest = _nproc(args)
@@ -201,10 +203,15 @@ def explain(args: list[str]) -> int:
 
         check_picture(picture)
     job = resolve(layers)
-    lines: list[str] = []
+    lines = [*unread_sources(job.config.data), *planned_rows(job.config.data)]
     if nproc is not None:
-        job, lines = _on_processes(job, nproc)
+        job, of_layout = _on_processes(job, nproc)
+        lines += of_layout
     print_explanation(job, Console())
+    if job.config.data.phases:
+        from forge_train.report.planned import phase_lines
+
+        lines += phase_lines(job.config)
     if picture is not None:
         plan = planned(job.config)
         draw(plan, picture)

@@ -41,6 +41,7 @@ _PACKAGES = (
     "forge_data",
     "forge_ckpt",
     "forge_resilience",
+    "forge_vlm",
 )
 
 

@@ -12,14 +12,15 @@ from torch import nn
 from forge_ckpt import Store
 from forge_ckpt.stage_state import tensor_names
 from forge_core import initialise
-from forge_core.lora import lora, merge
+from forge_core.lora import merge
 from forge_data import Tokenizer, load_tokenizer
 from forge_parallel import materialise, store_parameters
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
+from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, StateError, config_errors, refuse
 from forge_train.hf.folder import read_model
-from forge_train.trainer.adapters import frozen_names
+from forge_train.trainer.adapters import add_lora, frozen_names
 from forge_train.trainer.build import build_model, run_tokenizer
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.run_directory import RunDirectory
@@ -44,13 +45,28 @@ def load_job(
 def load_trained(
     run_dir: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, Tokenizer, int]:
-    """(model in eval mode with fp32 weights, tokenizer, step) of a run's newest good checkpoint.
+    """(model, tokenizer, step) of a run's newest good checkpoint, otherwise as `load_model`."""
+    model, config, step = load_model(run_dir, device)
+    return model, run_tokenizer(config), step
+
+
+def load_model(
+    run_dir: str | Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, JobConfig, int]:
+    """(model in eval mode with fp32 weights, configuration, step) of a run's newest good checkpoint.
 
     Adapters are added to the weights. Reads only: a run that is still training is not disturbed.
     Raises ConfigError when `run_dir`
     is no run or its checkpoints are of another model, StateError when none of them can be used.
     """
     paths = RunDirectory(run_dir)
+    if paths.imported.exists() and not paths.config.exists():
+        raise ConfigError(
+            [
+                f"{run_dir} is an import that no run has trained; generate from the folder that was imported, or train "
+                f"first: forge-train run JOB.toml --run.dir {run_dir}"
+            ]
+        )
     if not paths.config.exists():
         raise ConfigError(
             [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
@@ -60,13 +76,15 @@ def load_trained(
     model = build_model(config.model, config.init_seed)
     store_parameters(model, config.parallel.param_dtype)
     adapters = config.lora.adapters
+    frozen = set[str]()
     if adapters is not None:
-        lora(model, adapters, base_dtype=None)
+        add_lora(model, config.lora, base_dtype=None)
+        frozen = frozen_names(model)
     model = materialise(model, torch.device(device))
     refuse(base_problems(config, paths))
     state, base = {"model": model}, None
     if adapters is not None:
-        base = FrozenBase(paths.base, model, tensor_names(model), frozen_names(model))
+        base = FrozenBase(paths.base, model, tensor_names(model), frozen)
         state = base.objects()
     # buffers that a checkpoint need not hold
     built_in = config.model.is_built_in
@@ -86,7 +104,7 @@ def load_trained(
     if base is not None:
         base.load()
         merge(model)
-    return model.eval(), run_tokenizer(config), step
+    return model.eval(), config, step
 
 
 def load_folder(

@@ -144,8 +144,12 @@ def _space(
     frozen = {"bf16": 2, "fp32": 4}[config.lora.base_dtype] if config.lora.rank else None
     moments = _state_bytes(config, averages)
     storage = Storage(weights=weight, gradients=weight, moments=moments, frozen=frozen)
+
+    def refuses(parallel: ParallelConfig) -> list[str]:
+        return layout_problems(replace(config, parallel=parallel), gpus, per_node)
+
     return SearchSpace(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
-                per_node, (config.train.micro_batch,), storage=storage)  # fmt: skip
+                per_node, (config.train.micro_batch,), storage=storage, refuses=refuses)  # fmt: skip
 
 
 def _machine(config: JobConfig, flags: PlanFlags) -> tuple[Hardware, int]:

@@ -110,7 +110,11 @@ def _paths(job: ResolvedJob | None) -> tuple[list[str], list[str]]:
         return read, []
     sources = [*job.config.data.sources.values(), job.config.data.validation]
     read += [
-        os.path.abspath(source.path) for source in sources if source is not None and source.path
+        os.path.abspath(source.path)
+        for source in sources
+        if source is not None and source.path
+        # a name of the hub is no path
+        if source.name != "huggingface" or os.path.exists(source.path)
     ]
     run_dir = Path(job.config.run.dir).absolute()
     written = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())

@@ -6,12 +6,28 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from forge_data import DataConfig, InvalidData, open_header
+from forge_data.kinds import CACHED, is_streamed
+from forge_data.packing_config import PackingConfig
+from forge_data.packing_plan import plan_rows
+from forge_data.phases import stretches
 from forge_train.config.resolve import ResolvedJob
-from forge_train.config.structure import dotted_fields, section_types, type_name
+from forge_train.config.structure import (
+    BUILT_IN_MODELS,
+    dotted_fields,
+    section_types,
+    type_name,
+)
+from forge_train.errors import DataError
+
+#: Kinds that make their own rows, whatever the packing is.
+_OWN_ROWS = ("chat",)
+_PLANNED_AT_ONCE = 1 << 18  # documents, in half a second
 
 
 class KeyRow(NamedTuple):
@@ -22,10 +38,14 @@ class KeyRow(NamedTuple):
 
 
 def key_rows() -> Iterator[KeyRow]:
-    """One row per configuration key; `<name>` stands for a name that the user chooses."""
+    """One row per configuration key, of all of our models; `<name>` stands for a name that the user chooses."""
+    seen = set()
     for section, table in section_types({}).items():
-        for key, kind, item in dotted_fields(table, section):
-            yield KeyRow(key, type_name(kind), _default(item), item.metadata.get("help", ""))
+        tables = list(BUILT_IN_MODELS.values()) if section == "model" else [table]
+        for key, kind, item in (row for t in tables for row in dotted_fields(t, section)):
+            if key not in seen:
+                seen.add(key)
+                yield KeyRow(key, type_name(kind), _default(item), item.metadata.get("help", ""))
 
 
 def print_keys(console: Console) -> None:
@@ -47,6 +67,47 @@ def print_explanation(job: ResolvedJob, console: Console) -> None:
         style = "dim" if origin == "default" else None
         table.add_row(key, _show(value), origin, style=style)
     console.print(table)
+
+
+def unread_sources(data: DataConfig) -> Iterator[str]:
+    """A line for each source that a run tokenizes: its tokens, if the cache has them."""
+    for name, source in data.sources.items():
+        if is_streamed(source):
+            yield f"data.sources.{name}: its tokens are not counted, as it is read while the run trains"
+        elif source.name in CACHED:
+            known = open_header(source).num_tokens
+            said = "its tokens are not counted before `forge-train run` tokenizes it"
+            yield f"data.sources.{name}: {said if known is None else f'{known:,} tokens, in the cache'}"
+
+
+def planned_rows(data: DataConfig) -> Iterator[str]:
+    """A line for each source and length of rows that `data.packing` plans: rows, padding and cut documents, where a plan of
+    its documents takes a second at most. None for a packing without plan."""
+    if data.packing.name == "concatenate":
+        return
+    for name, source in data.sources.items():
+        header = open_header(source)
+        if source.name in _OWN_ROWS or is_streamed(source) or hasattr(header, "stream"):
+            continue
+        for seq_len in sorted({stretch.seq_len for stretch in stretches(data)}):
+            try:
+                rows = _rows_of(header, seq_len, data.packing)
+            except InvalidData as error:  # files without digests are read for their documents
+                raise DataError([f"data.sources.{name}: {error}"]) from error
+            yield f"data.sources.{name}: {data.packing.name}, {rows}"
+
+
+def _rows_of(source: Any, seq_len: int, packing: PackingConfig) -> str:
+    if not hasattr(source, "documents"):
+        return f"rows of {seq_len} tokens are planned when `forge-train run` has tokenized it"
+    if source.num_documents > _PLANNED_AT_ONCE:
+        return f"rows of {seq_len} tokens are planned by `forge-train run` for {source.num_documents:,} documents"
+    lengths = np.diff(np.append(source.documents, source.num_tokens))
+    plan = plan_rows(lengths, seq_len, packing.name, packing.window)
+    return (
+        f"{plan.num_rows:,} rows of {seq_len} tokens, {1 - plan.utilisation:.2%} of them padding, "
+        f"{plan.num_cut:,} documents cut"
+    )
 
 
 def keys_as_markdown() -> str:

@@ -90,7 +90,9 @@ def training_options(section: BuiltInModelConfig) -> dict[str, Any]:
 
 
 def _default(section: BuiltInModelConfig) -> BuiltInModelConfig:
-    return type(section)(vocab_size=section.vocab_size)
+    modalities = getattr(section, "modalities", None)  # a model with images must name one
+    needed = {} if modalities is None else {"modalities": modalities, "vision": section.vision}  # type: ignore[attr-defined]
+    return type(section)(vocab_size=section.vocab_size, **needed)
 
 
 def write_table(path: Path, table: dict[str, Any], comment: str) -> None:

@@ -21,6 +21,7 @@ NAMED_TABLES: dict[str, tuple[str, Any]] = {
     "optimizer.groups": ("patterns", ["*"]),
     "train.stages": ("start_step", 1),
     "model.layer_types": ("window", 512),
+    "model.modalities": ("first_id", 32000),
     "metrics.sinks": ("name", "tensorboard"),
     "callbacks": ("name", "my_lab.hooks:Mine"),
 }
@@ -98,12 +99,15 @@ class Layers:
                 self._drop(key)
 
     def _drop(self, dotted: str) -> str:
-        """Remove a key; the origin of its value."""
+        """Remove a key, and tables below a section that it leaves empty; the origin of its value."""
         *parents, last = dotted.split(".")
-        table: Any = self.values
+        tables: list[Any] = [self.values]
         for parent in parents:
-            table = table.get(parent, {}) if isinstance(table, dict) else {}
-        table.pop(last, None)
+            tables.append(tables[-1].get(parent, {}) if isinstance(tables[-1], dict) else {})
+        tables[-1].pop(last, None)
+        for depth in range(len(parents) - 1, 0, -1):
+            if not tables[depth + 1]:
+                tables[depth].pop(parents[depth], None)
         return self.origins.pop(dotted, "")
 
 

@@ -22,6 +22,11 @@ class LoRASection:
     patterns: tuple[str, ...] = _field(
         LoRAConfig().patterns, "names of linear layers that get an adapter, as in fnmatch"
     )
+    whole: tuple[str, ...] = _field(
+        (),
+        "names of weights that are trained themselves beside the adapters, as in fnmatch: 'adapter.*' of a model with "
+        "images",
+    )
     base_dtype: Literal["bf16", "fp32"] = _field(
         "bf16", "of the frozen weights, in memory and on disk; fp32 keeps what they were, exactly"
     )

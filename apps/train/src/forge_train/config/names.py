@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from forge_core import build_schedule
 from forge_core.model import check_parts
 from forge_core.optim import (
     check_optimizer,
@@ -19,10 +18,13 @@ from forge_core.optim import (
 from forge_moe.routers import find_rule
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
+from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError
 from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.callbacks import find_callbacks
 from forge_train.trainer.objective import find_loss, find_objective
+from forge_vlm.adapters import check_adapter
+from forge_vlm.vision import check_encoder
 
 
 def name_problems(config: JobConfig) -> list[str]:
@@ -34,7 +36,7 @@ def name_problems(config: JobConfig) -> list[str]:
     """
     return [
         *_model_problems(config),
-        *_refusal(find_loss, config.train),
+        *_refusal(find_loss, config),
         *_refusal(find_objective, config.train),
         *_refusal(find_sinks, config.metrics),
         *_optimizer_problems(config),
@@ -47,6 +49,9 @@ def _model_problems(config: JobConfig) -> list[str]:
     model = config.model
     if isinstance(model, BuiltInModelConfig):
         parts = _refusal(check_parts, model)
+        if isinstance(model, VLMModelConfig):
+            parts += _refusal(check_encoder, model.vision)
+            parts += _refusal(check_adapter, model.adapter)
         if not model.moe.num_experts:
             return parts
         return [*parts, *_refusal(find_rule, model.moe.router, key="model.moe.")]
@@ -77,7 +82,7 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
 
 def _schedule_problems(config: JobConfig) -> list[str]:
     # imported here: half a second, which other refusals do not need
-    from forge_train.trainer.build import build_trained, total_steps
+    from forge_train.trainer.build import build_trained, run_schedule, total_steps
 
     by_size = config.train.tokens_per_parameter is not None
     unknown = _refusal(check_schedule, config.schedule)
@@ -85,7 +90,7 @@ def _schedule_problems(config: JobConfig) -> list[str]:
     if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown
     model = build_trained(config) if by_size else None
-    return _refusal(build_schedule, config.schedule, total_steps(config, model))
+    return _refusal(run_schedule, config, total_steps(config, model))
 
 
 def _refusal(check: Callable[..., Any], *args: Any, key: str = "") -> list[str]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import tomlkit
 
-from forge_data import DataConfig, SourceConfig, load_tokenizer, open_source
+from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
 from forge_data.protocols import Source
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
+from forge_train.config.exact_match import KINDS as NO_SPLITS
 from forge_train.config.imported import DEFAULT_DIR, over_table, with_import
 from forge_train.config.init import hf_folder, source_problems
 from forge_train.config.layers import Layers, flatten
@@ -23,8 +24,13 @@ from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
+from forge_train.config.vlm import chosen_by_experts, exact_match_problems
 from forge_train.errors import ConfigError, DataError, refuse
 
+#: Keys of a training source that its validation split does not take over.
+_OF_TRAINING = tuple(
+    f"huggingface.{key}" for key in ("split", "streaming", "virtual_shards", "shuffle_window")
+)
 #: Optimizers that write weights in bf16 with stochastic rounding.
 _ROUNDING = ("adamw", "lion", "muon")
 
@@ -60,7 +66,7 @@ class ResolvedJob:
 def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     """Check everything that can be checked without starting anything.
 
-    Opens the sources (headers only); with `with_data` False they may be missing. Raises ConfigError with all
+    Opens the sources (headers only: nothing is tokenized); with `with_data` False they may be missing. Raises ConfigError with all
     problems of all sections and of their combination, or DataError when the data cannot be opened or does not
     fit the model.
     """
@@ -72,6 +78,8 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
         data_problems = _derive(layers, data)
         data_problems = data_problems if with_data else []
         built, problems = structure(layers.values)
+        if not data_problems:
+            problems = [_vocabulary_of(p, data) for p in problems]
         if data_problems and not [p for p in problems if "vocab_size" not in p]:
             raise DataError(data_problems)
         problems = [p for p in problems if not (data_problems and "vocab_size" in p)]
@@ -82,6 +90,16 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     job = ResolvedJob(JobConfig(**built), dict(layers.origins))
     _check_combination(job.config, with_data)
     return job
+
+
+def _vocabulary_of(problem: str, data: DataConfig) -> str:
+    """The problem of a vocabulary that was not given, with the source that has none."""
+    if not problem.startswith("model.vocab_size is missing"):
+        return problem
+    return (
+        f"model.vocab_size must be given, as data.sources.{next(iter(data.sources))} has ids and no vocabulary; set that of "
+        "its tokenizer (GPT-2: 50257)"
+    )
 
 
 def _with_weights(layers: Layers) -> Layers:
@@ -107,8 +125,10 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
         if isinstance(model, dict) and "vocab_size" not in model and source.vocab_size is not None:
             layers.set("model.vocab_size", source.vocab_size, f"derived from data.sources.{name}")
     evaluation = layers.values.get("eval", {})
+    splits = [config for config in data.sources.values() if config.name not in NO_SPLITS]
     if (
         data.validation is None
+        and len(splits) == len(data.sources)
         and isinstance(evaluation, dict)
         and evaluation.get("every_steps") != 0
     ):
@@ -116,10 +136,14 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
         for item in dataclasses.fields(SourceConfig):
             value = "validation" if item.name == "split" else getattr(config, item.name)
-            if value is not None:
-                layers.set(
-                    f"data.validation.{item.name}", value, f"derived from data.sources.{name}"
-                )
+            values = (
+                flatten(_plain(value), f"{item.name}.")
+                if dataclasses.is_dataclass(value)
+                else [(item.name, value)]
+            )
+            for key, leaf in values:
+                if leaf is not None and key not in _OF_TRAINING:
+                    layers.set(f"data.validation.{key}", leaf, f"derived from data.sources.{name}")
     return problems
 
 
@@ -138,8 +162,20 @@ def _section_problems(config: JobConfig) -> list[str]:
     if limit is not None and config.data.seq_len > limit:
         problems.append(
             f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
-            f"set model.max_seq_len = {config.data.seq_len}"
+            f"use {limit}, or set model.max_seq_len = {config.data.seq_len}"
         )
+    micro = config.train.micro_batch
+    for name, phase in config.data.phases.items():
+        if limit is not None and phase.seq_len is not None and phase.seq_len > limit:
+            problems.append(
+                f"data.phases.{name}.seq_len {phase.seq_len} must be at most model.max_seq_len {limit}; use "
+                f"{limit}, or set model.max_seq_len = {phase.seq_len}"
+            )
+        if micro and phase.global_batch is not None and phase.global_batch % micro:
+            problems.append(
+                f"data.phases.{name}.global_batch {phase.global_batch} must be divisible by train.micro_batch {micro}; "
+                f"use {max(1, phase.global_batch // micro) * micro}"
+            )
     mtp = getattr(config.model, "mtp", None)
     if mtp is not None and mtp.num_modules and config.train.objective is not None:
         problems.append(
@@ -181,6 +217,12 @@ def _section_problems(config: JobConfig) -> list[str]:
             f"checkpoint.best {config.checkpoint.best!r} needs data.validation, which is not given; give "
             "[data.validation] or leave checkpoint.best out"
         )
+    if config.eval.every_steps and chosen_by_experts(config.model):
+        problems.append(
+            "model.fusion.moma.router 'expert_choice' chooses among later tokens, too, and cannot evaluate; set "
+            "eval.every_steps = 0, or router = 'auxiliary_router'"
+        )
+    problems += exact_match_problems(config)
     resilience = config.resilience
     actions = (resilience.nonfinite.action, resilience.spike.action)
     if resilience.rollback != RollbackConfig() and "rollback" not in actions:
@@ -210,6 +252,8 @@ def _generation_problems(config: JobConfig) -> list[str]:
             "model.moe.router 'expert_choice' chooses among all tokens of a row and cannot generate, and "
             + fix
         )
+    if chosen_by_experts(config.model):
+        problems.append("model.fusion.moma.router 'expert_choice' cannot generate, and " + fix)
     spec = getattr(config.model, "attention", None)
     if spec and spec.mask != "causal":
         problems.append(
@@ -228,7 +272,7 @@ def _check_data(config: JobConfig) -> None:
         key = f"data.sources.{name}"
         source = _open(key, table, problems)
         if source is not None:
-            problems += _vocabulary_problems(key, source, config.model.vocab_size)
+            problems += _vocabulary_problems(key, source, config.model)
             problems += _tokenizer_problems(key, source, config)
             problems += _sample_problems(key, source, config)
             if source.tokenizer is not None:
@@ -252,7 +296,7 @@ def _check_data(config: JobConfig) -> None:
         fix = "; or set eval.every_steps = 0"
         source = _open("data.validation", validation, problems, fix)
         if source is not None:
-            problems += _vocabulary_problems("data.validation", source, config.model.vocab_size)
+            problems += _vocabulary_problems("data.validation", source, config.model)
             problems += _tokenizer_problems("data.validation", source, config)
     if problems:
         raise DataError(problems)
@@ -261,18 +305,24 @@ def _check_data(config: JobConfig) -> None:
 def _open(key: str, table: SourceConfig, problems: list[str], fix: str = "") -> Any:
     """The source of a table; None if it cannot be opened, with the problem added to the list."""
     try:
-        return open_source(table)
+        return open_header(table)
     except (ValueError, OSError) as error:
         problems.append(f"{key}: {_sentence(error)}{fix}")
         return None
 
 
-def _vocabulary_problems(key: str, source: Source, vocab_size: int) -> list[str]:
-    if source.max_token_id < vocab_size:
+def _vocabulary_problems(key: str, source: Source, model: Any) -> list[str]:
+    vocab_size, beyond = model.vocab_size, getattr(model, "input_only_ids", 0)
+    try:
+        highest = source.max_token_id  # files without a sidecar are read for it
+    except (ValueError, OSError) as error:
+        return [f"{key}: {_sentence(error)}"]
+    if highest < vocab_size + beyond:
         return []
+    and_more = f" and model.input_only_ids {beyond}" if beyond else ""
     return [
-        f"{key}: token id {source.max_token_id} must be below model.vocab_size {vocab_size}; set "
-        f"model.vocab_size = {max(source.max_token_id + 1, source.vocab_size or 0)} or prepare the data with "
+        f"{key}: token id {highest} must be below model.vocab_size {vocab_size}{and_more}; set "
+        f"model.vocab_size = {max(highest + 1, source.vocab_size or 0)} or prepare the data with "
         "the model's tokenizer"
     ]
 

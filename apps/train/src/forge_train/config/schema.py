@@ -18,6 +18,7 @@ from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
 from forge_resilience.supervise import WatchConfig
+from forge_train.config.exact_match import ExactMatchConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
@@ -74,7 +75,7 @@ class BuiltInModelConfig(TransformerConfig):
 
     name: str = _field(
         "transformer",
-        "'transformer', an entry point of forge.models, or an import path 'my_lab.model:build'",
+        "'transformer', 'vlm' (with images), an entry point of forge.models, or an import path 'my_lab.model:build'",
     )
     moe: MoESection = field(
         default_factory=MoESection, metadata={"help": "which feed-forwards are mixtures of experts"}
@@ -134,7 +135,7 @@ class ImportedModelConfig:
                 []
                 if good
                 else [
-                    f"name {self.name!r} must be 'transformer', an entry point of {MODELS_GROUP} or "
+                    f"name {self.name!r} must be 'transformer', 'vlm', an entry point of {MODELS_GROUP} or "
                     "'package.module:attr'"
                 ]
             )
@@ -256,12 +257,16 @@ def _clip_problems(c: TrainConfig) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Validation loss on data.validation."""
+    """Validation loss on data.validation, and answers to questions with pictures."""
 
     every_steps: int = _field(
         100, "steps between evaluations; one more follows the last step; 0: never"
     )
     sequences: int = _field(64, "sequences of data.validation per evaluation, always the same ones")
+    exact_match: ExactMatchConfig = field(
+        default_factory=ExactMatchConfig,
+        metadata={"help": "questions that the model answers at each evaluation: eval/exact_match"},
+    )
 
     def __post_init__(self) -> None:
         _require(

@@ -18,6 +18,13 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from forge_train.config.init import InitConfig
 from forge_train.config.schema import BuiltInModelConfig, ImportedModelConfig, JobConfig
+from forge_train.config.vlm import VLMModelConfig
+
+#: The [model] tables of our own models, by name.
+BUILT_IN_MODELS: dict[str, type[BuiltInModelConfig]] = {
+    "transformer": BuiltInModelConfig,
+    "vlm": VLMModelConfig,
+}
 
 
 def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -58,7 +65,8 @@ def section_types(values: Mapping[str, Any]) -> dict[str, Any]:
     hints = dict(get_type_hints(JobConfig))
     model = values.get("model", {})
     name = model.get("name", "transformer") if isinstance(model, dict) else "transformer"
-    hints["model"] = BuiltInModelConfig if name == "transformer" else ImportedModelConfig
+    known = isinstance(name, str) and name in BUILT_IN_MODELS
+    hints["model"] = BUILT_IN_MODELS[name] if known else ImportedModelConfig
     return hints
 
 
@@ -196,7 +204,11 @@ def _number_or_text(value: Any, kind: Any) -> Any:
 
 
 def _is_optional(kind: Any) -> bool:
-    return get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
+    return _is_union(kind) and type(None) in get_args(kind)
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
 
 
 def _is(origin: Any) -> Callable[[Any], bool]:
@@ -215,7 +227,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(_is(Literal), _literal)
     converter.register_structure_hook_func(_is(tuple), _tuple)
     converter.register_structure_hook_func(
-        lambda k: set(get_args(k)) == {int, str}, _number_or_text
+        lambda k: _is_union(k) and set(get_args(k)) == {int, str}, _number_or_text
     )
     converter.register_structure_hook_func(_is_optional, _optional)
     as_toml = make_dict_structure_fn(InitConfig, converter, from_=override(rename="from"))

@@ -5,18 +5,47 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge_ckpt.hf import fill_tensor
+from forge_core import initialise
 from forge_parallel import materialise
 from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError
 from forge_train.trainer.build import build_model
 
 #: Largest difference over the largest logit in fp32: rounding gives 1e-6, another function over 1e-2.
 BOUND = 1e-3
+_LONGEST = 1024  #: tokens of a row with an image, which may be 576 of them
+
+
+def _with_images(
+    model: nn.Module, section: BuiltInModelConfig, tokens: Tensor, model_type: str
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Tokens with an image in each row, and the images for Forge's model and for transformers'; of encoders that take
+    more than images of one size, tokens of text alone."""
+    if not isinstance(section, VLMModelConfig):
+        return tokens, {}, {}
+    place = next(iter(section.placeholders.values())).first_id
+    tokens = torch.where(tokens == place, (place + 1) % section.vocab_size, tokens)
+    vision, adapter = cast(Any, model.vision), cast(Any, model.adapter)
+    if tuple(vision.extra_inputs) != ("images",) or section.fusion.name != "joint_decoder":
+        return tokens, {}, {}
+    one = vision.dummy("cpu")["images"]  # (1, 3, H, W)
+    shape = (len(tokens), *one.shape[1:])
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    features: Tensor = adapter(vision(images=images))  # (N, T, D)
+    if features.size(1) + 1 >= tokens.size(1):
+        raise ConfigError(
+            [f"--check: an image of {features.size(1)} tokens must fit into rows of {tokens.size(1)}; leave --check out"]
+        )  # fmt: skip
+    tokens[:, 1 : 1 + features.size(1)] = place
+    tiled = model_type in ("idefics3", "smolvlm")  # one tile of each image
+    return tokens, {"images": images}, {"pixel_values": images[:, None] if tiled else images}
 
 
 def compare(
@@ -39,25 +68,28 @@ def compare(
             ]
         ) from error
     transformers.utils.logging.disable_progress_bar()
+    kind = "ImageTextToText" if isinstance(section, VLMModelConfig) else "CausalLM"
     try:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
+        loader = getattr(transformers, f"AutoModelFor{kind}")
+        theirs = loader.from_pretrained(folder, dtype=torch.float32).eval()
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise ConfigError([f"{folder}: transformers cannot load it: {error}"]) from error
     model = materialise(build_model(section, 0), torch.device("cpu")).eval()
+    if isinstance(section, VLMModelConfig):
+        initialise(model, 0)  # buffers of its encoder, which files do not hold
     state = model.state_dict()
     for name, tensor in tensors:
         fill_tensor(name, state[name], tensor)
-    shape = (2, min(64, section.max_seq_len))
+    shape = (2, min(_LONGEST if kind == "ImageTextToText" else 64, section.max_seq_len))
     tokens = torch.randint(section.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = theirs(tokens).logits
-        difference = float((model(tokens) - wanted).abs().max())
+        tokens, images, pixels = _with_images(model, section, tokens, theirs.config.model_type)
+        wanted = theirs(tokens, **pixels).logits
+        difference = float((model(tokens, **images) - wanted).abs().max())
     relative = difference / max(float(wanted.abs().max()), 1e-30)
     line = (
         f"check: largest difference of logits {difference:.2e}, {relative:.2e} of the largest "
-        f"({shape[0]} x {shape[1]} tokens, fp32)"
+        f"({shape[0]} x {shape[1]} tokens{', an image in each row' if images else ''}, fp32)"
     )
     if not relative <= BOUND:  # nan too
         raise JobError(

@@ -17,13 +17,14 @@ from torch import Tensor
 from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import read_json, save_hf
 from forge_core.lora import LoRAConfig
-from forge_data import DataConfig, load_tokenizer, open_source
+from forge_data import DataConfig, load_tokenizer, open_header
 from forge_train.config.files import read_toml
 from forge_train.config.imported import FILES, NAME, training_options
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
 from forge_train.config.tokenizer import gives_same_ids, tokenizer_in
+from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.hf.adapters import MergedTensors, peft_files
 from forge_train.hf.compare import compare
@@ -76,12 +77,10 @@ def export_run(
     the weights.
     """
     run, checkpoint = _find(source, step)
-    section, data, lora = _sections(run)
-    if adapter and check:
-        raise ConfigError(
-            ["--check compares whole models, and --adapter writes none; leave one out"]
-        )
+    section, data, low_rank = _sections(run)
+    lora = None if low_rank is None else low_rank.adapters
     if adapter:
+        _refuse_adapter(section, low_rank, check)
         return _export_adapter(run, checkpoint, out, section, lora, family, _DTYPES[dtype])
     remark = None
     kept = run.path / FILES
@@ -102,7 +101,7 @@ def export_run(
                 remark = (
                     remark or "the tokenizer written is that of the data, not that of the weights"
                 )
-            hf = {**same, **hf, **{key: same[key] for key in _TOKENS if key in same}}
+            hf = {**_merged(same, hf), **{key: same[key] for key in _TOKENS if key in same}}
     hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
     files |= {
         "config.json": _json(hf),
@@ -123,6 +122,37 @@ def export_run(
         if check:
             print(compare(section, _weights(weights, _DTYPES[dtype]), out))
     return 0
+
+
+def _refuse_adapter(section: BuiltInModelConfig, low_rank: LoRASection | None, check: bool) -> None:
+    """ConfigError for what a folder of peft cannot hold."""
+    if low_rank is not None and low_rank.whole:
+        raise ConfigError(
+            [f"--adapter writes low-rank matrices alone, and lora.whole {list(low_rank.whole)} are trained too; leave "
+             "--adapter out"]
+        )  # fmt: skip
+    if check:
+        raise ConfigError(
+            ["--check compares whole models, and --adapter writes none; leave one out"]
+        )
+    if isinstance(section, VLMModelConfig):
+        raise ConfigError(
+            ["--adapter: peft knows the layers of a model with images by other names than its files have; leave --adapter "
+             "out, which writes the merged model"]
+        )  # fmt: skip
+
+
+def _merged(original: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """`written` over the original, and so its tables of parts (text_config) of the same kind."""
+    parts = {
+        key: {**original[key], **value}
+        for key, value in written.items()
+        if isinstance(value, dict)
+        and isinstance(original.get(key), dict)
+        and "model_type" in value
+        and original[key].get("model_type") == value["model_type"]
+    }
+    return {**original, **written, **parts}
 
 
 def _export_adapter(
@@ -196,7 +226,7 @@ def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
 
 def _sections(
     run: RunDirectory,
-) -> tuple[BuiltInModelConfig, DataConfig | None, LoRAConfig | None]:
+) -> tuple[BuiltInModelConfig, DataConfig | None, LoRASection | None]:
     """[model], [data] and [lora] of the run, or [model] of an import that nothing has trained yet."""
     path = next((p for p in (run.config, run.path / NAME) if p.exists()), None)
     if path is None:
@@ -219,8 +249,7 @@ def _sections(
             [f"model.name {section.name!r} must be 'transformer': families hold the built-in model; write rows "
              "of your own and use forge_ckpt.hf.save_hf"]
         )  # fmt: skip
-    lora: LoRASection | None = built.get("lora")
-    return section, built.get("data"), None if lora is None else lora.adapters
+    return section, built.get("data"), built.get("lora")
 
 
 def _has_other_tokenizer(run: RunDirectory, data: DataConfig | None) -> bool:
@@ -231,7 +260,7 @@ def _has_other_tokenizer(run: RunDirectory, data: DataConfig | None) -> bool:
         return False
     source = next(iter(data.sources.values()))
     try:
-        spec = open_source(source).tokenizer
+        spec = open_header(source).tokenizer
     except (ValueError, OSError, ImportError):
         return bool(read_toml(run.config).get("init", {}).get("other_tokenizer", False))
     return spec is not None and not gives_same_ids(spec, path)
@@ -243,7 +272,7 @@ def _tokenizer_of(
     """Files of the tokenizer of the data, and a remark where there are none; sets the end token in `hf`."""
     try:
         sources = [] if data is None else list(data.sources.values())
-        spec = open_source(sources[0]).tokenizer if sources else None
+        spec = open_header(sources[0]).tokenizer if sources else None
         tokenizer = load_tokenizer(spec or {})
     except (ValueError, OSError, ImportError) as error:
         return {}, f"no tokenizer is written: {error}"

@@ -15,6 +15,8 @@ from forge_moe.config import MoEConfig, MoEOptions
 from forge_train.config.experts import MoESection
 from forge_train.config.imported import TRAINING_KEYS
 from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.vlm import VLMModelConfig
+from forge_vlm import families as images
 
 #: Fields that another parametrization becomes in the standard one.
 _OF_MUP = ("residual_scale", "logits_scale", "attention.scale")
@@ -27,6 +29,8 @@ _BY_HAND = "write rows of your own and use forge_ckpt.hf.save_hf"
 
 def section_from_hf(hf: Mapping[str, Any]) -> BuiltInModelConfig:
     """[model] of a `config.json` as a dict; ValueError with a line for each key that cannot be held."""
+    if hf.get("model_type") in list(images.FAMILIES):  # of any value, a list too
+        return VLMModelConfig(**vars(images.find_family(hf).config_from_hf(hf)))
     decoder = decoders.find_family(hf)
     config = decoder.config_from_hf(hf)
     block = experts.FAMILIES.get(decoder.name)
@@ -50,6 +54,8 @@ def section_to_hf(section: BuiltInModelConfig, family: str) -> dict[str, Any]:
 def _write(section: BuiltInModelConfig, family: str) -> tuple[dict[str, Any], list[str]]:
     """The keys of `config.json`, and a sentence without a fix for each option that the family cannot hold."""
     plain = _without_training(section).as_standard()
+    if isinstance(section, VLMModelConfig):
+        return _write_vlm(section, plain, family)
     block, layers, moe = experts.FAMILIES.get(family), plain.moe_layers, plain.moe
     parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("", lambda: decoders.FAMILIES[family].config_to_hf(plain))
@@ -68,6 +74,18 @@ def _write(section: BuiltInModelConfig, family: str) -> tuple[dict[str, Any], li
         except ValueError as error:
             misfits += [_misfit(section, family, table, line) for line in str(error).splitlines()]
     return written, misfits
+
+
+def _write_vlm(
+    section: VLMModelConfig, plain: BuiltInModelConfig, family: str
+) -> tuple[dict[str, Any], list[str]]:
+    """`_write` of a model with images, whose families have no mixtures of experts."""
+    if section.moe.num_experts:
+        return {}, [f"model.moe.num_experts {section.moe.num_experts} must be 0 in this family"]
+    try:
+        return images.FAMILIES[family].config_to_hf(plain), []
+    except ValueError as error:
+        return {}, [_misfit(section, family, "", line) for line in str(error).splitlines()]
 
 
 def _misfit(section: BuiltInModelConfig, family: str, table: str, line: str) -> str:
@@ -90,7 +108,9 @@ def _misfit(section: BuiltInModelConfig, family: str, table: str, line: str) -> 
 
 
 def rows_of(section: BuiltInModelConfig, family: str) -> tuple[Row, ...]:
-    """The rows of all tensors of the model: those of the decoder and those of its experts."""
+    """The rows of all tensors of the model: those of the decoder and those of its experts, or of its encoder."""
+    if isinstance(section, VLMModelConfig):
+        return images.FAMILIES[family].rows_of(section)
     block = experts.FAMILIES.get(family)
     rows = decoders.FAMILIES[family].rows_of(section)
     return rows if block is None else rows + block.rows(_layer_config(section))
@@ -101,7 +121,7 @@ def find_family(section: BuiltInModelConfig, wanted: str | None) -> str:
 
     Raises ValueError with what keeps the model from it, or from the family that comes nearest.
     """
-    names = list(decoders.FAMILIES)
+    names = list(images.FAMILIES if isinstance(section, VLMModelConfig) else decoders.FAMILIES)
     if wanted is not None and wanted not in names:
         raise ValueError(f"family {wanted!r} is unknown; use one of {', '.join(names)}")
     misfits = {name: _write(section, name)[1] for name in names}

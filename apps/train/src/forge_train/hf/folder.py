@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from forge_ckpt.hf import HFTensors, load_hf, read_json
+from forge_ckpt.hf import HFFolder, HFTensors, Row, load_hf, read_json
 from forge_train.config.imported import FILES, NAME, TRAINING_KEYS, table_of, write_table
 from forge_train.config.layers import Layers
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
+from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.hf.families import rows_of, section_from_hf
 
@@ -30,8 +31,11 @@ _KEPT = (
         "*.tiktoken",
     ),
     *("LICENSE*", "spiece.model"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 _MAX_BYTES = 2**28
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_TOWER = "vision_tower."
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,38 @@ class HFModel:
     def tensors(self) -> HFTensors:
         """The weights under Forge's names; ConfigError for what the family's map cannot hold."""
         with config_errors():
-            rows = rows_of(self.section, self.family)
-            return HFTensors(self.path, rows, _ignored(self.section, self.hf))
+            rows = self._rows()
+            return HFTensors(self.path, rows, _ignored(self.section, self.hf, rows))
 
     def load(self, model: nn.Module) -> None:
         """Fill a model of this section in place; ConfigError for tensors that do not fit."""
         with config_errors():
-            rows = rows_of(self.section, self.family)
-            load_hf(self.path, rows, model, ignore=_ignored(self.section, self.hf))
+            rows = self._rows()
+            load_hf(self.path, rows, model, ignore=_ignored(self.section, self.hf, rows))
+
+    def _rows(self) -> Sequence[Row]:
+        """The rows of the family, under the names that its files have: transformers 4 wrote a vision tower's with a
+        `vision_model.` in them."""
+        rows = rows_of(self.section, self.family)
+        if not isinstance(self.section, VLMModelConfig):
+            return rows
+        names = HFFolder(self.path).entries
+        heads = {hf for hf, _, _ in rows if isinstance(hf, str)}
+        older = _TOWER + "vision_model."
+        if not any(name.startswith(older) for name in names) or any(
+            h.startswith(older) for h in heads
+        ):
+            return rows
+        return [
+            (
+                hf.replace(_TOWER, older, 1)
+                if isinstance(hf, str) and hf.startswith(_TOWER)
+                else hf,
+                ours,
+                ops,
+            )
+            for hf, ours, ops in rows
+        ]
 
     def layer(self) -> dict[str, Any]:
         """{"model": table}, as a file of TOML would hold it."""
@@ -85,12 +113,27 @@ def read_model(folder: Path) -> HFModel:
     """The model that `config.json` describes; ConfigError with a line for each key that cannot be held."""
     with config_errors():
         hf = read_json(folder / "config.json")
-        section = section_from_hf(hf)
+        section = _with_pixels(section_from_hf(hf), folder)
         model = HFModel(folder, hf, section, table_of(section, _sidecar(folder / SIDECAR)))
         _, problems = structure(model.layer())
         # the only part of the table that is not ours is the sidecar's
         refuse([f"{folder / SIDECAR}: {p}" for p in problems if p.startswith("model")])
         return model
+
+
+def _with_pixels(section: BuiltInModelConfig, folder: Path) -> BuiltInModelConfig:
+    """A model with images, whose 8-bit ones are normalised as the folder's own processor does, where it has one."""
+    path = next((p for name in _PROCESSORS if (p := folder / name).is_file()), None)
+    if not isinstance(section, VLMModelConfig) or path is None:
+        return section
+    table = read_json(path)
+    table = table.get("image_processor", table)
+    given: dict[str, Any] = {
+        ours: tuple(table[theirs])
+        for ours, theirs in (("mean", "image_mean"), ("std", "image_std"))
+        if isinstance(table.get(theirs), list)
+    }
+    return replace(section, vision=replace(section.vision, **given))
 
 
 def left_out(ignored: Sequence[str]) -> str:
@@ -99,14 +142,19 @@ def left_out(ignored: Sequence[str]) -> str:
     return f"left out, as the model does not use them: {names} ({len(ignored)})"
 
 
-def _ignored(section: BuiltInModelConfig, hf: dict[str, Any]) -> list[str]:
+def _ignored(section: BuiltInModelConfig, hf: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Patterns of tensors that transformers does not load either: they change no logits."""
     extra = hf.get("num_nextn_predict_layers")
     count = extra if type(extra) is int and 0 < extra < 64 else 0
     layers = range(section.num_layers, section.num_layers + count)
     return [
         "*.rotary_emb.inv_freq",
-        *(["lm_head.weight"] if section.tie_embeddings else []),
+        *(
+            str(head)
+            for head, ours, _ in rows
+            if ours == "lm_head.weight" and section.tie_embeddings
+        ),
+        *(["*.position_ids"] if isinstance(section, VLMModelConfig) else []),
         *(f"model.layers.{layer}.*" for layer in layers),  # multi-token prediction
     ]
 

@@ -24,8 +24,8 @@ class MetricRows:
 
     The host reads the numbers of a row one step later, so it does not wait for steps that are still queued.
 
-    flops_per_token  of the model
-    columns          functions from further numbers of a row, by their name, to columns
+    flops      from the tokens so far to the operations for them
+    columns    functions from further numbers of a row, by their name, to columns
     """
 
     def __init__(
@@ -34,13 +34,14 @@ class MetricRows:
         device: torch.device,
         world_size: int,
         total_steps: int,
-        flops_per_token: float,
+        flops: Callable[[int], float],
         columns: Mapping[str, Columns],
     ) -> None:
         self.meter = Meter()
         self._device, self._world_size, self._total_steps = device, world_size, total_steps
-        self._flops_per_token, self._columns = flops_per_token, columns
+        self._flops, self._columns = flops, columns
         self._compiled = config.parallel.compile
+        self._asks = config.eval.exact_match.path is not None
         # `peak_flops` knows bf16 alone
         bf16 = config.parallel.precision == "bf16"
         self._peak = peak_flops(device, torch.bfloat16) if bf16 else None
@@ -89,6 +90,8 @@ class MetricRows:
         self, meter: Meter, seconds: float, progress: Progress, lr: float, digest: str
     ) -> dict[str, Any]:
         rate = meter.tokens / seconds
+        flops = self._flops(progress.tokens)
+        speed = (flops - self._flops(progress.tokens - meter.tokens)) / seconds
         peak = None if self._peak is None else self._peak * self._world_size
         row = {
             "step": progress.step,
@@ -98,8 +101,8 @@ class MetricRows:
             "lr": lr,
             "tokens": progress.tokens,
             "tokens_per_second": rate,
-            "flops": self._flops_per_token * progress.tokens,
-            "mfu": None if peak is None else rate * self._flops_per_token / peak,
+            "flops": flops,
+            "mfu": None if peak is None else speed / peak,
             "data_wait_seconds": meter.wait_seconds,
             "memory_bytes": memory_bytes(self._device),
             "seconds": progress.seconds,
@@ -107,7 +110,9 @@ class MetricRows:
             "instances": digest,
             "skipped_steps": 0,
         }
-        return row | ({"recompiled": recompilations()["recompiled"]} if self._compiled else {})
+        asked = {"eval/exact_match": None} if self._asks else {}
+        compiled = {"recompiled": recompilations()["recompiled"]} if self._compiled else {}
+        return row | asked | compiled
 
 
 def _finite(number: float) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from forge_resilience import read_events
 from forge_resilience.goodput import Goodput, goodput, read_ledger
 from forge_train.errors import ConfigError
+from forge_train.metrics.sinks import read_rows
 from forge_train.trainer.run_directory import RunDirectory
 
 
@@ -26,7 +27,20 @@ def run_goodput(run_dir: str | Path) -> Goodput:
     return goodput(read_ledger(read_events(paths.events), last_sign))
 
 
+def data_wait_seconds(run_dir: str | Path) -> float | None:
+    """Seconds that rank 0's steps waited for data, over the rows of a run; None without a row."""
+    path = RunDirectory(run_dir).metrics
+    rows = read_rows(path) if path.exists() else []
+    waits = [row["data_wait_seconds"] for row in rows if row.get("data_wait_seconds") is not None]
+    return sum(waits) if waits else None
+
+
 def print_report(run_dir: Path, as_json: bool) -> None:
     """The report of a run on stdout, for a person or as one JSON object."""
-    found = run_goodput(run_dir)
-    print(json.dumps(asdict(found)) if as_json else "\n".join(found.lines()))
+    found, waited = run_goodput(run_dir), data_wait_seconds(run_dir)
+    if as_json:
+        print(json.dumps({**asdict(found), "data_wait_seconds": waited}))
+        return
+    print("\n".join(found.lines()))
+    if waited is not None:
+        print(f"of the steps {waited:.3f} s were waiting for data")

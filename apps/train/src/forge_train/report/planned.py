@@ -6,11 +6,11 @@ import itertools
 from pathlib import Path
 from typing import NamedTuple
 
-from forge_core import build_schedule
 from forge_core.optim import multipliers_at
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
-from forge_train.trainer.build import build_trained, total_steps
+from forge_train.trainer.build import build_trained, run_schedule, total_steps
+from forge_train.trainer.course import Course
 
 _POINTS = 2000
 _FORMATS = (".png", ".svg", ".pdf")
@@ -31,29 +31,39 @@ def planned(config: JobConfig) -> Planned:
     rollbacks that lower the rate are not foreseen. Builds the model where the length
     of the run depends on its size. Raises ConfigError as the run would.
     """
-    by_size = config.train.tokens_per_parameter is not None
-    total = total_steps(config, build_trained(config) if by_size else None)
+    total, course = _length(config), Course(config)
     with config_errors():
-        factor = build_schedule(config.schedule, total)
-    steps = _steps(config, total)
-    tokens = config.train.global_batch * config.data.seq_len
+        factor = run_schedule(config, total)
+    steps = _steps(config, course, total)
     rates: dict[str, list[float]] = {}
+    tokens = []
     for step in steps:
-        rate = config.optimizer.lr * factor(step) * config.data.lr_multiplier((step - 1) * tokens)
+        stretch, before, own = course.at_step(step)
+        tokens.append(own)
+        scheduled = course.scheduled(step, before + own)
+        rate = config.optimizer.lr * factor(scheduled) * stretch.lr_multiplier
         multipliers = multipliers_at(config.optimizer, config.train.stages, step)
         for group, multiplier in {"others": 1.0, **multipliers}.items():
             rates.setdefault(group, []).append(rate * multiplier)
-    return Planned(steps, rates, [tokens] * len(steps))
+    return Planned(steps, rates, tokens)
 
 
-def _steps(config: JobConfig, total: int) -> list[int]:
+def phase_lines(config: JobConfig) -> list[str]:
+    """A line for each phase of the data: where it begins, and what is new."""
+    return Course(config).lines(_length(config))
+
+
+def _length(config: JobConfig) -> int:
+    by_size = config.train.tokens_per_parameter is not None
+    return total_steps(config, build_trained(config) if by_size else None)
+
+
+def _steps(config: JobConfig, course: Course, total: int) -> list[int]:
     """Every step of a short run; of a long one some, with those on both sides of each edge."""
     edges = [1, total, config.schedule.warmup_steps, config.schedule.warmup_steps + 1]
     edges += [total - (config.schedule.wsd.decay_steps or 0)]
-    tokens = config.train.global_batch * config.data.seq_len
-    for phase in config.data.phases.values():
-        first = -(-phase.start_tokens // tokens) + 1
-        edges += [first - 1, first]
+    for point in course.points[1:]:
+        edges += [point.steps - 1, point.steps, point.steps + 1]
     for stage in config.train.stages.values():
         edges += [stage.start_step - 1, stage.start_step]
     some = range(1, total + 1, -(-total // _POINTS))

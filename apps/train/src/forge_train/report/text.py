@@ -17,7 +17,10 @@ from forge_data import Tokenizer
 from forge_parallel import select_device
 from forge_train.errors import ConfigError
 from forge_train.jobs import load_folder, load_trained
+from forge_train.report.pictures import Asked, answer_pictures, conversations_in
 from forge_train.trainer.run_directory import RunDirectory
+
+_NEW_TOKENS = 400  # that are written if no number is asked for, and the model has room for them
 
 
 def continuation(
@@ -66,16 +69,28 @@ def stream_text(
         tyro.conf.arg(help="folder of a run, or of Hugging Face (config.json, tokenizer.json)"),
     ],
     /,
-    prompt: Annotated[str, tyro.conf.arg(help="text to continue")] = "",
+    prompt: Annotated[
+        str, tyro.conf.arg(help="text to continue, or the question about --image")
+    ] = "",
+    image: Annotated[
+        tuple[Path, ...],
+        tyro.conf.arg(help="pictures of a question, before its text, for a model with images"),
+    ] = (),
     prompts: Annotated[
         Path | None,
         tyro.conf.arg(
             help="file of texts to continue, one a line, or objects with a key prompt (.jsonl); writes an object "
-            "with prompt and text for each"
+            "with prompt and text for each; or .jsonl of conversations with pictures (messages, or LLaVA's "
+            "conversations), whose last answer is written anew"
         ),
     ] = None,
     rows: Annotated[int, tyro.conf.arg(help="prompts of the file that are continued at once")] = 8,
-    max_new_tokens: Annotated[int, tyro.conf.arg(help="tokens to write")] = 400,
+    max_new_tokens: Annotated[
+        int | None,
+        tyro.conf.arg(
+            help=f"tokens to write; left out, {_NEW_TOKENS}, or as many as the model has room for"
+        ),
+    ] = None,
     temperature: Annotated[float, tyro.conf.arg(help="0: the most likely token each time")] = 0.8,
     top_k: Annotated[int | None, tyro.conf.arg(help="sample from the k most likely tokens")] = None,
     top_p: Annotated[
@@ -102,13 +117,27 @@ def stream_text(
     try:
         sampling = SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         chosen = select_device(device)
-        texts = None if prompts is None else read_prompts(prompts)
+        talks = None if prompts is None else conversations_in(prompts)
+        texts = None if prompts is None or talks else read_prompts(prompts)
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
-    if texts is not None and prompt:
-        raise ConfigError(["--prompt and --prompts are both given; leave one out"])
+    if prompts is not None and (prompt or image):
+        raise ConfigError(
+            [f"--{'prompt' if prompt else 'image'} and --prompts are both given; leave one out"]
+        )
+    if talks or image:
+        if prefill_chunk is not None:
+            raise ConfigError(
+                [
+                    f"--prefill_chunk {prefill_chunk} must be left out with pictures, which belong to whole prompts"
+                ]
+            )
+        asked = Asked(prompt, image, prompts, talks)
+        return answer_pictures(source, asked, sampling, max_new_tokens, rows, chosen)
     model, tokenizer = _load(source, chosen)
     try:
+        if max_new_tokens is None:
+            max_new_tokens = _room(model, tokenizer, [prompt] if texts is None else texts)
         if texts is not None:
             continued = continue_all(
                 model, tokenizer, texts, sampling, max_new_tokens, prefill_chunk, rows
@@ -138,6 +167,21 @@ def _load(source: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
         model, tokenizer, step = load_trained(source, device)
         print(f"{source} at step {step}", file=sys.stderr)
     return model, tokenizer
+
+
+def _room(model: nn.Module, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
+    """New tokens where no number was asked for: what the model's max_seq_len leaves of 400, which is then said."""
+    longest = getattr(getattr(model, "config", None), "max_seq_len", None)
+    used = max((len(_ids(tokenizer, text)) for text in texts), default=0)
+    if longest is None or used + _NEW_TOKENS <= longest:
+        return _NEW_TOKENS
+    if used < longest:  # else it is refused
+        print(
+            f"at most {longest - used} new tokens: max_seq_len {longest} less a prompt of {used}; "
+            "--max_new_tokens N asks for fewer",
+            file=sys.stderr,
+        )
+    return max(1, longest - used)
 
 
 def read_prompts(path: Path) -> list[str]:

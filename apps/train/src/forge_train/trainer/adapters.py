@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
 import torch
 from torch import nn
 
-from forge_core.lora import adapter_names, lora
+from forge_core.lora import lora
 from forge_core.optim import match_groups
+from forge_train.config.lora import LoRASection
 from forge_train.config.schema import JobConfig
 from forge_train.errors import config_errors
 
@@ -19,13 +24,40 @@ def add_adapters(model: nn.Module, config: JobConfig) -> None:
     if adapters is None:
         return
     with config_errors():
-        lora(model, adapters, _DTYPES[config.lora.base_dtype])
+        add_lora(model, config.lora, _DTYPES[config.lora.base_dtype])
         _refuse_frozen_groups(model, config)
+
+
+def add_lora(model: nn.Module, section: LoRASection, base_dtype: torch.dtype | None) -> None:
+    """`lora`, and the weights of `section.whole` trained as they were; ValueError for a pattern that matches none."""
+    before = {name: (p, p.data) for name, p in model.named_parameters()}
+    whole = _whole_names(list(before), section.whole)
+    assert section.adapters is not None
+    layers = lora(model, section.adapters, base_dtype)
+    both = sorted(whole & {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")})
+    if both:
+        raise ValueError(
+            f"lora.whole matches {both[0]}, whose layer has an adapter by lora.patterns; leave it out of one of them"
+        )
+    for name in whole:
+        parameter, value = before[name]
+        parameter.data = value
+        parameter.requires_grad_(True)
+
+
+def _whole_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if idle:
+        near = ", ".join(difflib.get_close_matches(idle[0], names, n=3, cutoff=0.0))
+        raise ValueError(
+            f"lora.whole {idle[0]!r} must match a weight, and matches none; the nearest names are {near}"
+        )
+    return {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
 
 
 def _refuse_frozen_groups(model: nn.Module, config: JobConfig) -> None:
     """ValueError for a group without an adapter: its rate would change nothing."""
-    trained = set(adapter_names(model))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     owners = match_groups(model, config.optimizer.groups)
     idle = set(config.optimizer.groups) - {owners.get(name) for name in trained}
     if idle:
@@ -39,6 +71,6 @@ def _refuse_frozen_groups(model: nn.Module, config: JobConfig) -> None:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that are no adapter's, all of a tied one."""
-    adapters = set(adapter_names(model))
-    return {n for n, _ in model.named_parameters(remove_duplicate=False)} - adapters
+    """Names of the parameters that [lora] freezes, all of a tied one; asked before groups freeze others."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}

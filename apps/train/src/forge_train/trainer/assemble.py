@@ -66,7 +66,9 @@ def assemble(
             config.parallel,
             meshes,
             seq_len=config.data.seq_len,
-            recompute_contexts=recompute_contexts if num_experts else None,
+            recompute_contexts=recompute_contexts
+            if num_experts or config.parallel.ep > 1
+            else None,
             report=report,
         )
         # an imported model keeps the values of its builder where it declares no table of its own

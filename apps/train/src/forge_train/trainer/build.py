@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy
 import torch
 from torch import nn
 
-from forge_core import Transformer, flops_per_token, parameter_count
+from forge_core import Transformer, build_schedule, flops_per_token, parameter_count
 from forge_core.model import check_init_tables
 from forge_core.optim import (
     check_parameters,
@@ -19,25 +22,35 @@ from forge_core.optim import (
     stage_problems,
 )
 from forge_data import (
+    Batch,
+    InvalidData,
     Loader,
     SourceConfig,
     Stream,
     Tokenizer,
     load_tokenizer,
+    open_header,
     open_source,
     open_stream,
     open_training,
 )
+from forge_data.kinds import CACHED
 from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
-from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.config.vlm import VLMModelConfig
+from forge_train.errors import ConfigError, DataError, config_errors, refuse
 from forge_train.trainer.adapters import add_adapters
-from forge_train.trainer.experts import feed_forward_factory
+from forge_train.trainer.course import Course
+from forge_train.trainer.experts import feed_forward_factory, group_expert_factory
+from forge_train.trainer.fitting_data import GuardedLoader, fitting_problems
 from forge_train.trainer.layout import micro_batches
+from forge_vlm import VLM
+
+_VALIDATION = "data.validation"
 
 
 def build_model(section: ModelSection, seed: int) -> nn.Module:
@@ -67,8 +80,14 @@ def build_trained(config: JobConfig) -> nn.Module:
 
 def _build_transformer(section: BuiltInModelConfig) -> nn.Module:
     """On the meta device. Checks that a user's parts declare initial values and operations."""
+    feed_forward = feed_forward_factory(section)
     with torch.device("meta"):
-        model = Transformer(section, feed_forward=feed_forward_factory(section))
+        if isinstance(section, VLMModelConfig):
+            model: Transformer = VLM(
+                section, feed_forward=feed_forward, experts=group_expert_factory(section)
+            )
+        else:
+            model = Transformer(section, feed_forward=feed_forward)
     check_init_tables(model)
     flops_per_token(model, 1)
     return model
@@ -109,7 +128,12 @@ def total_steps(config: JobConfig, model: nn.Module | None) -> int:
     if tokens is None:
         assert model is not None
         tokens = math.ceil((config.train.tokens_per_parameter or 0) * parameter_count(model))
-    return max(1, math.ceil(tokens / (config.train.global_batch * config.data.seq_len)))
+    return Course(config).steps_of(tokens)
+
+
+def run_schedule(config: JobConfig, total_steps: int) -> Callable[[int], float]:
+    """The schedule of the learning rate, of what `Course.scheduled` counts. ValueError for one that does not fit."""
+    return build_schedule(config.schedule, Course(config).scheduled_steps(total_steps))
 
 
 def freeze_groups(model: nn.Module, config: JobConfig) -> None:
@@ -132,36 +156,106 @@ def open_data(
 ) -> tuple[Loader, Stream | None]:
     """The loader of this rank's micro-batches, and the validation rows if the run has any.
 
-    ConfigError where they lack extras that the model takes.
+    ConfigError where they lack extras that the model takes, DataError for what is damaged.
     """
     division = micro_batches(config, layout)
-    with config_errors():
+    tokenize(config)
+    key = f"data.sources.{next(iter(config.data.sources))}"
+    with _data_errors(key if len(config.data.sources) == 1 else "data.sources"):
         loader = _loader(config, layout.coordinates(rank)["batch"], division)
         refuse(_end_problems(config, loader.stream, total_steps(config, model)))
         refuse(extra_problems(model, loader.filler(0), layout, "[data]"))
-    stream = _validation_stream(config)
+        refuse(_axes_problems(config, loader.filler(0), "[data]"))
+    with _data_errors(_VALIDATION):
+        stream = _validation_stream(config)
     if stream is not None:
-        with config_errors():
+        with _data_errors(_VALIDATION):
             sample = Loader(stream, 1).filler(0)
         refuse(extra_problems(model, sample, layout, "[data.validation]"))
+        refuse(_axes_problems(config, sample, "[data.validation]"))
+    refuse(fitting_problems(config, model, loader.stream, stream))
     return loader, stream
+
+
+def _axes_problems(config: JobConfig, batch: Batch, data: str) -> list[str]:
+    """A sentence on rows whose positions have three axes and a model whose have one; text has one in any model."""
+    if batch.positions.dim() == 2 or not isinstance(config.model, BuiltInModelConfig):
+        return []
+    if config.model.mrope is not None:
+        return []
+    return [
+        f"model.mrope: rows of {data} have positions of three axes, and the model one; set model.positions = 'mrope' and "
+        "[model.mrope], or have the source give one"
+    ]
+
+
+@contextmanager
+def _data_errors(key: str) -> Iterator[None]:
+    """`config_errors`, and what is wrong with the data of `key` as a DataError."""
+    with config_errors():
+        try:
+            yield
+        except InvalidData as error:
+            raise DataError([f"{key}: {error}"]) from error
+
+
+def tokenize(config: JobConfig) -> None:
+    """Tokenize what the run reads and is not in a cache yet: long before ranks wait for one another. DataError with all
+    problems, also of sources that have no rows of data.seq_len or that of a phase."""
+    tables: dict[str, SourceConfig] = {
+        f"data.sources.{name}": s for name, s in config.data.sources.items()
+    }
+    if config.data.validation is not None and config.eval.every_steps:
+        tables[_VALIDATION] = config.data.validation
+    tables = {key: table for key, table in tables.items() if table.name in CACHED}
+    for ask in (_missing, _unfit):  # all is looked at before the first is tokenized for hours
+        problems = [
+            f"{key}: {line}" for key, table in tables.items() for line in ask(key, table, config)
+        ]
+        if problems:
+            raise DataError(problems)
+
+
+def _missing(key: str, table: SourceConfig, config: JobConfig) -> Iterator[str]:
+    """What a source lacks, as far as can be seen without reading its text."""
+    try:
+        open_header(table, check=True)
+    except (ValueError, OSError) as error:
+        fix = "; or set eval.every_steps = 0" if key == _VALIDATION else ""
+        yield f"{error}{fix}"
+
+
+def _unfit(key: str, table: SourceConfig, config: JobConfig) -> Iterator[str]:
+    """What is wrong with a source's text, or with its rows."""
+    try:
+        ask = getattr(open_source(table), "row_problems", None)
+    except (ValueError, OSError) as error:
+        yield str(error)
+        return
+    if ask is None:
+        return
+    training = {stretch.seq_len for stretch in Course(config).stretches}
+    for length in [config.data.seq_len] if key == _VALIDATION else sorted(training):
+        yield from ask(length)
 
 
 def _end_problems(config: JobConfig, stream: Stream, steps: int) -> list[str]:
     """Why a stream that ends is too short for so many steps."""
-    end, batch = getattr(stream, "end", None), config.train.global_batch
-    if end is None or steps * batch <= end:
+    end, course = getattr(stream, "end", None), Course(config)
+    if end is None or course.rows_of(steps) <= end:
         return []
+    last = bisect_right(range(1, steps + 1), end, key=course.rows_of)  # whole steps before the end
     return [
-        f"data.sources: max_epochs end the data after {end} rows, in step {end // batch + 1}, and the run has {steps} steps "
-        f"of {batch}; raise one, leave one out, or train {end // batch} steps"
+        f"data.sources: max_epochs end the data after {end} rows, in step {last + 1}, and the run has {steps} steps "
+        f"with {course.rows_of(steps)} rows; raise one, leave one out, or train {last} steps"
     ]
 
 
 def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
     """Shuffled batches of the training source: the micro-batches of one reader."""
     stream = open_training(config.data, config.data_seed)
-    return Loader(
+    kind = GuardedLoader if isinstance(config.model, VLMModelConfig) else Loader
+    return kind(
         stream,
         division.global_batch,
         reader,
@@ -169,6 +263,10 @@ def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
         config.data.num_workers,
         micro_batch=division.size,
         num_micro_batches=division.count,
+        prefetch=config.data.prefetch,
+        worker_timeout_seconds=config.data.worker_timeout_seconds,
+        worker_restarts=config.data.worker_restarts,
+        accept_change=config.data.accept_change,
     )
 
 
@@ -176,7 +274,7 @@ def _validation_stream(config: JobConfig) -> Stream | None:
     """Validation rows in an order that does not depend on the run's seed."""
     if config.data.validation is None or config.eval.every_steps == 0:
         return None
-    return open_stream(config.data.validation, config.data.seq_len)
+    return open_stream(config.data.validation, config.data.seq_len, packing=config.data.packing)
 
 
 def run_tokenizer(config: JobConfig) -> Tokenizer:
@@ -185,7 +283,7 @@ def run_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def tokenizer_of(source: SourceConfig) -> Tokenizer:
-    spec = open_source(source).tokenizer
+    spec = open_header(source).tokenizer
     if spec is None:
         raise ValueError(f"source {source.path!r} has no tokenizer; prepare it with forge-data")
     return load_tokenizer(spec)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from forge_moe.hooks import num_experts_by_layer, whole_batch_options
+from forge_moe.sorted_experts import sorted_experts_by_name
 from forge_parallel.axes import find_roles
 from forge_parallel.check_model import facts_of
 from forge_parallel.config import Layout
@@ -57,8 +58,16 @@ def _layout_problems(model: nn.Module, config: JobConfig, layout: Layout) -> lis
     known = replace(
         facts,
         seq_len=config.data.seq_len,
-        num_experts=min(num_experts_by_layer(model).values(), default=0),
+        num_experts=_num_experts(model, layout),
         whole_batch=whole_batch_options(model),
         names=_NAMES,
     )
     return problems(config.parallel, layout, known)
+
+
+def _num_experts(model: nn.Module, layout: Layout) -> int:
+    """Experts of the mixture that has fewest; those of modalities are a mixture for `ep` alone, as no axis cuts their tokens."""
+    found = [*num_experts_by_layer(model).values()]
+    if layout.ep > 1:
+        found += [m.config.num_experts for m in sorted_experts_by_name(model).values()]
+    return min(found, default=0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from forge_ckpt import RNGState, Store
@@ -57,6 +58,17 @@ def checkpoint_state(
     return state
 
 
+def share_places(loader: Loader, meshes: Meshes) -> None:
+    """Make the loader's state that of all ranks, before a save; one all-reduce if its stream is read in shards."""
+
+    def maximum(table: Any) -> Any:
+        dist.all_reduce(torch.from_numpy(table), dist.ReduceOp.MAX, group=meshes.host_group)
+        return table
+
+    if meshes.host_group is not None:
+        loader.share_places(maximum)
+
+
 class _AsImported:
     """A model that takes weights in fp32, as an import writes them, where it stores them in bf16."""
 
@@ -84,7 +96,8 @@ class Checkpoints:
     last_step: the step of the newest checkpoint that was loaded or saved, or is being saved, -1 without one.
     committed: the newest step that this rank knows to be committed. wants_retry: whether a failed save must be
     made good now; the first in a row in the next step, those after it when the next save is due. With a `base` the frozen
-    weights are saved before the first checkpoint, and the checkpoints hold the rest of the model.
+    weights are saved before the first checkpoint, and the checkpoints hold the rest of the model. `tokens(cursor, windows)`
+    says how many a run has seen at a cursor.
     """
 
     def __init__(
@@ -92,7 +105,7 @@ class Checkpoints:
         store: Store,
         config: CheckpointConfig,
         state: dict[str, Any],
-        seq_len: int,
+        tokens: Callable[[int, Sequence[Sequence[int]]], int],
         base: FrozenBase | None = None,
     ) -> None:
         self.last_step = -1
@@ -101,7 +114,7 @@ class Checkpoints:
         self._failures = 0
         self.wants_retry = False
         self._store, self._config = store, config
-        self._state, self._seq_len, self._base = state, seq_len, base
+        self._state, self._tokens, self._base = state, tokens, base
         if base is not None:
             rest = {name: value for name, value in state.items() if name != "model"}
             self._state = rest | base.objects()
@@ -212,8 +225,15 @@ class Checkpoints:
         progress, cursor = saved["progress"], saved["loader"]["cursor"]
         if progress["step"] != step:
             raise ValueError(f"progress.step {progress['step']} is not that of step {step}")
-        tokens = cursor * self._seq_len
-        if progress["tokens"] != tokens:
-            raise ValueError(
-                f"progress.tokens {progress['tokens']} are not the {tokens} of loader.cursor {cursor}"
-            )
+        tokens = self._tokens(cursor, saved["loader"].get("skipped", ()))
+        if progress["tokens"] == tokens:
+            return
+        # not damage, so nothing may be set aside for it
+        if saved["loader"]["fingerprint"] != self._state["loader"].stream.fingerprint():
+            raise StateError(
+                [f"data.phases: the run has seen {progress['tokens']:,} tokens in {cursor:,} rows, which are {tokens:,} in these "
+                 "phases; phases that have begun must keep their rows: restore them, or begin a run with init.from"]
+            )  # fmt: skip
+        raise ValueError(
+            f"progress.tokens {progress['tokens']} are not the {tokens} of loader.cursor {cursor}"
+        )

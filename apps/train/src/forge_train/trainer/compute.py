@@ -24,10 +24,11 @@ from forge_train.config.schema import JobConfig
 from forge_train.trainer.objective import (
     FUSED,
     Objective,
+    all_sums,
     find_loss,
     loss_terms,
+    shown_sources,
     term_names,
-    with_terms,
 )
 
 
@@ -44,7 +45,8 @@ def make_compute(
     sharded_loss = None
     if function is not None:
         ids = ids_of_cut_logits(model)
-        sharded_loss = partial(_on_part_of_vocabulary, function, meshes, ids, terms)
+        sources = len(shown_sources(config))
+        sharded_loss = partial(_on_part_of_vocabulary, function, meshes, ids, terms, sources)
     mtp = getattr(config.model, "mtp", None)  # an imported model has none
     if objective is not None:
         whole = partial(_on_local_tokens, objective, meshes)
@@ -55,9 +57,10 @@ def make_compute(
         micro_batch=division.size,
         num_micro_batches=division.count,
         seq_len=config.data.seq_len,
-        loss=find_loss(train),
+        loss=find_loss(config),
         sharded_loss=sharded_loss,
-        num_sums=1 + len(term_names(terms)),
+        num_sums=1 + len(term_names(terms)) + 2 * len(shown_sources(config)),
+        by_source=bool(shown_sources(config)),
         ahead=0 if mtp is None else mtp.num_modules,
         ahead_weight=0.0 if mtp is None else mtp.weight,
         in_head=train.loss == FUSED,
@@ -80,13 +83,15 @@ def _on_part_of_vocabulary(
     meshes: Meshes,
     ids: int | None,
     terms: dict[str, float],
+    num_sources: int,
     *given: Any,
+    sources: Tensor | None = None,
     **head: float,
 ) -> Tensor:
     """`token_cross_entropy` or `inside_head` with a part of the logits or the weight."""
     *parts, labels, weights = given
     found = function(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms, **head)
-    return with_terms(found, terms)
+    return all_sums(found, labels, weights, terms, sources, num_sources)
 
 
 def _on_local_tokens(

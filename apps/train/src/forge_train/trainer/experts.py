@@ -9,11 +9,15 @@ from typing import Any
 from torch import nn
 
 from forge_core.model import build_feed_forward
-from forge_moe import MoE, expert_parallelize
+from forge_moe import MoE, MoEConfig, SortedExperts, expert_parallelize
 from forge_moe.hooks import MoEHooks
 from forge_parallel import Meshes, find_world
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
+from forge_train.config.vlm import VLMModelConfig
+
+#: Feed-forwards whose experts are stacks, which `parallel.ep` shards.
+EXPERT_ACTIVATIONS = ("swiglu", "gelu")
 
 
 def feed_forward_factory(config: BuiltInModelConfig) -> Callable[[int], nn.Module] | None:
@@ -29,8 +33,30 @@ def feed_forward_factory(config: BuiltInModelConfig) -> Callable[[int], nn.Modul
     return make
 
 
+def group_expert_factory(config: VLMModelConfig) -> Callable[[str, int], nn.Module] | None:
+    """Makes the experts of MoMa's groups; None for other fusions, and for activations that forge_moe does not have."""
+    if config.fusion.name != "moma" or config.feed_forward not in EXPERT_ACTIVATIONS:
+        return None
+    hidden = config.fusion.moma.hidden_dim or config.resolved_hidden_dim
+
+    def make(group: str, num: int) -> nn.Module:
+        return SortedExperts(
+            MoEConfig(
+                dim=config.dim,
+                hidden_dim=hidden,
+                num_experts=num,
+                top_k=1,  # the router is not its own
+                normalize="before_top_k",
+                activation=config.feed_forward,  # type: ignore[arg-type]
+                bias=config.feed_forward_bias,
+            )
+        )
+
+    return make
+
+
 def shard_experts(model: nn.Module, job: JobConfig, meshes: Meshes) -> None:
-    """Shard the experts of every MoE layer over the ranks of `parallel.ep`; nothing without it. Collective."""
+    """Shard the experts of every MoE layer and of every group of MoMa over the ranks of `parallel.ep`; nothing without it. Collective."""
     if job.parallel.ep == 1:
         return
     # an imported model may have MoE layers too; it has no [model.moe], so the defaults hold

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from forge_train.config.init import (
     source_problems,
 )
 from forge_train.config.resolve import ResolvedJob
+from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import (
     ConfigError,
     DataError,
@@ -45,6 +47,7 @@ from forge_train.errors import (
 from forge_train.hf.folder import HFModel, left_out, read_model
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
+from forge_vlm.fusion import PARTING
 
 #: The objects of a checkpoint that a run goes on with, beside weights and moments; each callback has one, too.
 _CURSOR = ("loader", "progress", "rng")
@@ -200,7 +203,11 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         there = saved.below("model")
         if base is not None:
             there |= _below(base, saved.read_object("base")["digest"])
-        weights = _match(init, without if base is None else here, there, source, changed)
+        taken = without if base is None else here
+        if _begins_from_text(job, changed):
+            weights = _match_text(job, taken, there, changed)
+        else:
+            weights = _match(init, taken, there, source, changed)
         if "cursor" in init.keep:
             loader.load_checks(saved.read_object("loader"))
             refuse(_length(init, saved.step, total_steps))
@@ -291,6 +298,58 @@ def _match(
             for key in keys
         ]
     raise ConfigError(problems)
+
+
+#: Keys of [model] that a text model does not have.
+_OF_IMAGES = {f.name for f in fields(VLMModelConfig)} - {f.name for f in fields(BuiltInModelConfig)}
+
+
+def _begins_from_text(job: ResolvedJob, changed: Mapping[str, list[Any]]) -> bool:
+    """Whether a model with images takes all weights of a text model."""
+    names = changed.get("model.name")
+    return names == ["transformer", "vlm"] and not job.config.init.patterns
+
+
+def _match_text(
+    job: ResolvedJob,
+    here: Mapping[str, Tensor],
+    there: Mapping[str, Tensor],
+    changed: Mapping[str, list[Any]],
+) -> WeightsReport:
+    """What a model with images takes of a text model: all of it. What the text model has not begins fresh.
+
+    ConfigError for a text model of other keys, for weights that nothing would use, and for fusions whose parts begin
+    as copies of text's.
+    """
+    init, fusion = job.config.init, job.config.model.fusion.name  # type: ignore[union-attr]
+    name, fix = (
+        f"init.from {init.from_!r}",
+        "init.patterns = ['*'] takes the weights that both have",
+    )
+    keys = [k for k in changed if k.startswith("model.") and is_fixed(k) and k != "model.name"]
+    other = [k for k in keys if k.split(".")[1] not in _OF_IMAGES]
+    problems = [
+        f"{key} was {changed[key][0]!r} in the text model of {name} and is now {changed[key][1]!r}; set it back, or "
+        "name those that fit in init.patterns"
+        for key in other
+    ]
+    if fusion in PARTING:
+        problems.append(
+            f"model.fusion.name {fusion!r} has parts that begin as copies of the text model's, and {name} makes none; use "
+            "forge_vlm.warm_start.warm_start on a whole model, or init.patterns = ['*'] for fresh ones"
+        )
+    try:
+        report = match_weights(here, there, ("*",))
+    except ValueError as error:
+        problems += [f"{name}: {line.strip()}" for line in str(error).splitlines()]
+    else:
+        if report.unused:
+            problems.append(
+                f"{name} has weights of text that nothing here would use: {_some(report.unused)}; build the same text "
+                f"model, or {fix}"
+            )
+    refuse(problems)
+    return report
 
 
 def _missing(init: InitConfig, source: Source, saved: Sequence[str]) -> list[str]:

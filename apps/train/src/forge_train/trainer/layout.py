@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +12,10 @@ from forge_parallel.config import Layout
 from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
+from forge_train.config.vlm import VLMModelConfig
+from forge_train.trainer.course import Course
+from forge_train.trainer.experts import EXPERT_ACTIVATIONS
+from forge_vlm.fusion import PARTING, groups_of
 
 #: Keys of the runner by the names that they have in rules.
 NAMES = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)} | {
@@ -28,7 +33,13 @@ def layout_problems(
         layout = config.parallel.axes(world_size, ranks_per_node)
     except ValueError as error:
         return [str(error)]
-    own = [*_objective(config), *_optimizer(config)]
+    own = [
+        *_images(config, layout),
+        *_answers(config, layout),
+        *_objective(config),
+        *_optimizer(config),
+        *_phases(config, layout),
+    ]
     return own + problems(config.parallel, layout, _facts(config, layout))
 
 
@@ -49,6 +60,78 @@ def remarks(config: JobConfig, layout: Layout) -> list[str]:
             "together, so the balance loss depends on their number; global_batch_lagged does not"
         )
     return lines
+
+
+def _phases(config: JobConfig, layout: Layout) -> list[str]:
+    """Problems of the rows and batches of phases."""
+    course, found = Course(config), []
+    if course.changes_batch and config.parallel.pp > 1:
+        return [
+            f"data.phases with another seq_len or global_batch must go without parallel.pp {config.parallel.pp}, whose "
+            "pipeline has fixed shapes; use pp = 1, or a run of its own for the phase, with init.from"
+        ]
+    for stretch in course.stretches[1:] if course.changes_batch else ():
+        here = course.config_of(stretch)
+        wrong = problems(config.parallel, layout, _facts(here, layout))
+        found += [f"data.phases.{stretch.name}: {problem}" for problem in wrong]
+    return found
+
+
+def _images(config: JobConfig, layout: Layout) -> Iterator[str]:
+    """Axes that a fusion cannot be computed on."""
+    if not isinstance(config.model, VLMModelConfig):
+        return
+    fusion = config.model.fusion
+    if config.model.bidirectional != "none" and layout.cp > 1:
+        yield (
+            f"parallel.cp {layout.cp} cuts the rows whose tokens see each other ahead by model.bidirectional "
+            f"{config.model.bidirectional!r}; use cp = 1, or 'none'"
+        )
+    if layout.ep > 1 and fusion.name in PARTING:
+        yield from _experts_of_groups(config.model, layout)
+    if fusion.name == "moma" and fusion.moma.router != "token_choice" and layout.cp > 1:
+        yield (
+            f"parallel.cp {layout.cp} cuts the rows among whose tokens the experts of model.fusion.moma.router "
+            f"{fusion.moma.router!r} choose; use cp = 1, or token_choice"
+        )
+
+
+def _answers(config: JobConfig, layout: Layout) -> Iterator[str]:
+    """Axes on which no rank can write answers by itself."""
+    cut = [f"{axis} {n}" for axis in ("tp", "cp", "pp") if (n := getattr(layout, axis)) > 1]
+    if cut and config.eval.exact_match.path is not None:
+        yield (
+            f"eval.exact_match.path generates, and with parallel.{', parallel.'.join(cut)} no rank can run the model by "
+            "itself; use data ranks (dp_shard, dp_replicate) or ep, or ask its checkpoints with forge-train generate"
+        )
+
+
+def _experts_of_groups(model: VLMModelConfig, layout: Layout) -> Iterator[str]:
+    """Why ranks cannot share the experts of modalities."""
+    fusion, ep = model.fusion, f"parallel.ep {layout.ep}"
+    if fusion.name != "moma":
+        yield (
+            f"{ep} must be 1 with model.fusion.name {fusion.name!r}, whose weights of a modality are no experts; use "
+            "data ranks (dp_shard, dp_replicate), or the fusion moma"
+        )
+        return
+    if layout.tp > 1:
+        yield (
+            f"{ep} with model.fusion.name 'moma' must go without parallel.tp {layout.tp}, whose ranks would send the "
+            "experts of a modality the same tokens; use tp = 1, or ep = 1"
+        )
+    if model.feed_forward not in EXPERT_ACTIVATIONS:
+        yield (
+            f"{ep} must go with model.feed_forward {' or '.join(EXPERT_ACTIVATIONS)}, and experts of modalities by "
+            f"{model.feed_forward!r} are no stacks; use ep = 1"
+        )
+    for group in groups_of(list(model.modalities), fusion.moma.share)[0]:
+        num = fusion.moma.experts.get(group, fusion.moma.num_experts)
+        if num % layout.ep:
+            yield (
+                f"{ep} must divide the {num} experts of modality {group!r} of model.fusion.moma; use ep = 1, or "
+                f"{-(-num // layout.ep) * layout.ep} experts"
+            )
 
 
 def _objective(config: JobConfig) -> list[str]:
@@ -90,7 +173,7 @@ def _facts(config: JobConfig, layout: Layout) -> Facts:
         micro_batch=parts.size,
         num_micro_batches=parts.count,
         # an imported model tells once it is built
-        num_experts=None if moe is None else moe.num_experts,
+        num_experts=None if moe is None or _by_modality(config) else moe.num_experts,
         names=NAMES,
     )
     return (
@@ -98,6 +181,11 @@ def _facts(config: JobConfig, layout: Layout) -> Facts:
         if isinstance(config.model, BuiltInModelConfig)
         else known
     )
+
+
+def _by_modality(config: JobConfig) -> bool:
+    """Whether the experts are those of modalities, which have rules of their own."""
+    return isinstance(config.model, VLMModelConfig) and config.model.fusion.name in PARTING
 
 
 def _of_model(model: BuiltInModelConfig) -> dict[str, Any]:

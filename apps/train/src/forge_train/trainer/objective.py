@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from forge_core import TokenLoss, cross_entropy, fused_cross_entropy
 from forge_core.registry import Registry
 from forge_data import Batch
+from forge_data.batch import IGNORE
 from forge_parallel.axes import VocabLoss
 from forge_train.config.schema import JobConfig, TrainConfig
 from forge_train.errors import ConfigError
@@ -21,28 +23,57 @@ Loss = Callable[..., Tensor]
 
 
 def token_cross_entropy(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, **terms: Any
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    sources: Tensor | None = None,
+    num_sources: int = 0,
+    **terms: Any,
 ) -> Tensor:
-    """Sum of the weighted cross-entropies of (B, S) labels, 0-dim fp32; with terms as `with_terms`."""
-    return with_terms(cross_entropy(logits, labels, weights=weights, **terms), terms)
+    """Sum of the weighted cross-entropies of (B, S) labels, 0-dim fp32; with terms or sources as `all_sums`."""
+    found = cross_entropy(logits, labels, weights=weights, **terms)
+    return all_sums(found, labels, weights, terms, sources, num_sources)
 
 
 def inside_head(
-    x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, **terms: Any
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    sources: Tensor | None = None,
+    num_sources: int = 0,
+    **terms: Any,
 ) -> Tensor:
     """The same of the stream (B, S, D) and the head's weight (V, D), without all logits."""
-    return with_terms(fused_cross_entropy(x, weight, labels, weights=weights, **terms), terms)
+    found = fused_cross_entropy(x, weight, labels, weights=weights, **terms)
+    return all_sums(found, labels, weights, terms, sources, num_sources)
 
 
-def with_terms(loss: TokenLoss | VocabLoss, terms: Mapping[str, float]) -> Tensor:
-    """The sum of a loss, 0-dim; with terms (k,): the plain cross-entropy, whose gradient is that of the whole sum,
-    and the terms that are switched on, in the order of `term_names`, as numbers."""
+def all_sums(
+    loss: TokenLoss | VocabLoss,
+    labels: Tensor,
+    weights: Tensor | None,
+    terms: Mapping[str, float],
+    sources: Tensor | None,
+    num_sources: int,
+) -> Tensor:
+    """The sum of a loss, 0-dim; with terms or sources (k,): the plain cross-entropy, whose gradient is that of the
+    whole sum, then as numbers the terms that are switched on, in the order of `term_names`, the cross-entropy of the
+    labels of each source, and what these weigh."""
     names = term_names(terms)
-    if not names:
+    if not names and sources is None:
         return loss.sum
     trained, plain = loss.sum.detach(), loss.cross_entropy
     shown = {"z_loss": loss.z_loss, "label_smoothing": trained - loss.z_loss - plain}
-    return torch.stack([plain + (loss.sum - trained), *(shown[name] for name in names)])
+    sums = [plain + (loss.sum - trained), *(shown[name] for name in names)]
+    if sources is not None:
+        valid = labels != IGNORE
+        weighing = valid.to(plain.dtype) if weights is None else weights.where(valid, 0.0)
+        of_source = [sources == number for number in range(num_sources)]
+        for values in (loss.token_losses, weighing.to(plain.dtype)):
+            # a sum for each: adding by index has no order on a GPU
+            sums += [values.where(chosen, 0.0).sum() for chosen in of_source]
+    return torch.stack(sums)
 
 
 def term_names(terms: Mapping[str, float]) -> tuple[str, ...]:
@@ -61,16 +92,30 @@ LOSSES = Registry(
 OBJECTIVES = Registry("train.objective", "forge.objectives", ("model", "batch"), {})
 
 
-def find_loss(config: TrainConfig) -> Loss:
+def find_loss(config: JobConfig) -> Loss:
     """`loss(logits (B, S, V), labels (B, S), weights (B, S) or None) -> 0-dim sum`, with its options bound; for
     `FUSED` with the stream and the head's weight in place of logits. A built-in one may give further sums, (k,),
-    which are the columns of `loss_columns`.
+    which are the columns of `loss_columns`, and takes `sources` where there are `shown_sources`.
 
     ValueError for an unknown name, and for options that the loss does not take.
     """
-    found = LOSSES.checked(config.loss, config.loss_options)
-    options = config.loss_options or loss_terms(config)
+    train = config.train
+    found = LOSSES.checked(train.loss, train.loss_options)
+    options = train.loss_options or own_keywords(config)
     return partial(found, **options) if options else found
+
+
+def own_keywords(config: JobConfig) -> dict[str, Any]:
+    """Keywords of the built-in loss of a job; none for another."""
+    shown = len(shown_sources(config))
+    return loss_terms(config.train) | ({"num_sources": shown} if shown else {})
+
+
+def shown_sources(config: JobConfig) -> tuple[str, ...]:
+    """The sources whose losses are columns: those of a mixture, by number, where the loss is built in."""
+    names = tuple(config.data.sources)
+    built_in = config.train.objective is None and config.train.loss in LOSSES.built_in
+    return names if built_in and len(names) > 1 else ()
 
 
 def loss_terms(config: TrainConfig) -> dict[str, float]:
@@ -80,11 +125,23 @@ def loss_terms(config: TrainConfig) -> dict[str, float]:
 
 def loss_columns(config: JobConfig) -> Callable[[Sequence[float]], dict[str, float]]:
     """From the sums behind the first, over all ranks, to columns: `loss.<term>`, which the gradient contains and
-    the column `loss` does not. `loss.mtp` is the mean loss of tokens further ahead, without its weight."""
+    the column `loss` does not; `loss.source.<name>`, the mean of the labels of a source, nan for a step without any;
+    and `loss.mtp`, the mean of tokens further ahead, without its weight."""
     mtp = getattr(config.model, "mtp", None)
     ahead = ("mtp",) if mtp is not None and mtp.num_modules else ()
-    names = (*term_names(loss_terms(config.train)), *ahead)
-    return lambda others: {f"loss.{name}": value for name, value in zip(names, others)}
+    terms, sources = term_names(loss_terms(config.train)), shown_sources(config)
+
+    def columns(others: Sequence[float]) -> dict[str, float]:
+        values = iter(others)
+        found = dict(zip(terms, values))
+        losses = [next(values) for _ in sources]
+        weigh = [next(values) for _ in sources]
+        means = [loss / weight if weight else math.nan for loss, weight in zip(losses, weigh)]
+        found |= {f"source.{name}": mean for name, mean in zip(sources, means)}
+        found |= zip(ahead, values)
+        return {f"loss.{name}": value for name, value in found.items()}
+
+    return columns
 
 
 class Objective:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge_data import Loader
-from forge_train.config.schema import JobConfig
+from forge_train.trainer.course import Course
 from forge_train.trainer.progress import Progress
 
 
 def instances_of_steps(
-    loader: Loader, config: JobConfig, progress: Progress, first: int, last: int
+    loader: Loader, course: Course, progress: Progress, first: int, last: int
 ) -> tuple[int, int]:
     """The first and last instance of steps `first` to `last`, up to the last one that is counted."""
-    global_batch, end = config.train.global_batch, progress.tokens // config.data.seq_len
-    start = max(0, end - (progress.step - first + 1) * global_batch)
-    ids = loader.ids(start, end - (progress.step - last) * global_batch)
+    windows, step = loader.skipped, progress.step
+    end = course.cursor(progress.tokens, windows)  # the loader may be a step ahead
+    start = course.steps_back(end, step - first + 1, windows, loader.began)
+    ids = loader.ids(start, course.steps_back(end, step - last, windows, loader.began))
     return int(ids[0]), int(ids[-1])
 
 

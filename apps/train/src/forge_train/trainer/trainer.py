@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 
 from forge_ckpt import SaveEvent, Store
-from forge_core import build_schedule, flops_per_token
+from forge_core import flops_per_token
 from forge_core.optim import set_lr
 from forge_data import Batch
+from forge_data.differences import difference_lines
+from forge_data.packing import packing_report
 from forge_parallel import (
     Meshes,
     clip_grads_,
@@ -25,7 +28,7 @@ from forge_parallel import (
     reshard,
     select_device,
 )
-from forge_parallel.compute import evaluate
+from forge_parallel.compute import Compute
 from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote
 from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.policy import Outcome
@@ -43,10 +46,19 @@ from forge_train.trainer.adapters import frozen_names
 from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.auto_layout import describe_placement, with_layout
-from forge_train.trainer.build import build_trained, freeze_groups, open_data, total_steps
+from forge_train.trainer.build import (
+    build_trained,
+    freeze_groups,
+    open_data,
+    run_schedule,
+    total_steps,
+)
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
-from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state
+from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, share_places
+from forge_train.trainer.compute import make_compute
+from forge_train.trainer.course import Course
+from forge_train.trainer.exact_match import COLUMN, ExactMatch
 from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.health import HealthPolicy
@@ -54,13 +66,15 @@ from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import life_fields
 from forge_train.trainer.numerics import Numerics, Rollback, refuse_without_checkpoint
 from forge_train.trainer.objective import loss_columns
+from forge_train.trainer.phases import Phases
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
 from forge_train.trainer.replicas import ReplicaPolicy
 from forge_train.trainer.rollback import instances_of_steps, skip_windows
+from forge_train.trainer.routing import RoutingSteps
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
-from forge_train.trainer.validation import share_of_rows
+from forge_train.trainer.validation import validation_loss
 from forge_train.trainer.vote import PendingCount, fault_code
 
 
@@ -107,15 +121,19 @@ class Trainer:
         self.model = build_trained(config)
         self._frozen = frozen_names(self.model) if config.lora.rank else set[str]()
         refuse(model_problems(self.model, config, layout))
+        self.course = Course(config)
         self.total_steps = total_steps(config, self.model)
         freeze_groups(self.model, config)
         with config_errors():
-            self.schedule = build_schedule(config.schedule, self.total_steps)
-        self.flops_per_token = flops_per_token(self.model, config.data.seq_len)
+            self.schedule = run_schedule(config, self.total_steps)
         self._reasons = [*reasons, *remarks(config, layout)]
         self._placement = describe_placement(config.parallel, world, self.model)
+        self._flops = [flops_per_token(self.model, s.seq_len) for s in self.course.stretches]
         self.division = micro_batches(config, layout)
         self.loader, self.validation = open_data(config, self.model, layout, world.rank)
+        self.exact_match = ExactMatch.of(config)
+        self._data_remarks = list(getattr(self.loader.stream, "remarks", ()))
+        self.loader.on_event = self._record_data
         refuse(base_problems(config, self.paths))
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
         self.numerics = Numerics(config.resilience, self._record)
@@ -123,10 +141,12 @@ class Trainer:
         self.val_loss: float | None = None
         self.agreement = Agreement()
         self._meshes: Meshes | None = None
+        self._copies: torch.cuda.Stream | None = None
         self._stop = StopSignal()
         self._decision = Decision(())
         self._save_requested = False
         self._last_evaluated = -1
+        self._evaluates = self.validation is not None or self.exact_match is not None
         self._at_evaluation_point = False
 
     @property
@@ -160,6 +180,11 @@ class Trainer:
             yield
         finally:
             self._switch("train")
+
+    @property
+    def compute(self) -> Compute:
+        """Forward and backward of the rows of this phase."""
+        return self.phases.compute
 
     def _switch(self, point: str) -> None:
         """Call the optimizer's `eval` or `train`, if it trains at other weights than those to evaluate."""
@@ -266,7 +291,7 @@ class Trainer:
         at, rollbacks = self.progress.step, self.numerics.policy.rollbacks + 1
         before = self.config.resilience.rollback.batches_before
         found = instances_of_steps(
-            self.loader, self.config, self.progress, bad.first - before, bad.last
+            self.loader, self.course, self.progress, bad.first - before, bad.last
         )
         windows = [*self.loader.skipped, found]
         known = len(self.checkpoints.set_aside)
@@ -312,13 +337,31 @@ class Trainer:
             self.model, self.config, self.meshes, self.division, self.agreement, report
         )
         self.model, self.tensor_names = parts.model, parts.tensor_names
-        self.compute, self.objective = parts.compute, parts.objective
+        self.objective = parts.objective
+        if self.device.type == "cuda":  # batches move beside the kernels of the step before
+            self._copies = torch.cuda.Stream(self.device)
         self.optimizer, self.masks_update = parts.optimizer, parts.masks_update
         self.stages, self.moe = parts.stages, parts.moe
+        self.phases = self._begin_phases(parts.compute)
+        self.routing = RoutingSteps(self.model, self.config.run.seed, self.meshes)
         self.replicas = ReplicaPolicy(
             self.config.resilience.replicas, self.model, self.optimizer, self.meshes, self._record
         )
         seed_rank(self.config.run.seed, self.meshes)
+
+    def _begin_phases(self, compute: Compute) -> Phases:
+        config, meshes = self.config, self.meshes
+        layout = config.parallel.axes(meshes.world_size)
+        return Phases(
+            self.course,
+            self.loader,
+            self.division,
+            compute,
+            lambda job, division: make_compute(self.model, job, meshes, division, self.objective),
+            lambda job: micro_batches(job, layout),
+            self.moe,
+            self._record,
+        )
 
     def _resume(self, store: Store, changes: dict[str, list[Any]]) -> None:
         """Load the newest good checkpoint, and open the files of this life of the run. Collective."""
@@ -347,6 +390,10 @@ class Trainer:
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
                 _print_line(f"layout: {line}")
+            for line in self._data_remarks:
+                _print_line(f"data: {line}")
+            for line in difference_lines(self.loader.changed):
+                _print_line(f"data: {line}, accepted")
             for line in [] if fork is None else fork.lines():
                 _print_line(f"init: {line}")
             if fork is None and self._frozen and not step and self.config.model.is_built_in:
@@ -362,6 +409,13 @@ class Trainer:
         }
         if self.meshes.world_size > 1:
             event |= {"layout": self._placement, "reasons": self._reasons}
+        if self._data_remarks:
+            event["data"] = self._data_remarks
+        if self.loader.changed:
+            event["data_changed"] = self.loader.changed
+        packing = packing_report(self.loader.stream)
+        if packing:
+            event["packing"] = packing
         if fork is not None:
             self._record("fork", step=step, **fork.event())
             self._record("start", **event, seconds=seconds)
@@ -395,21 +449,23 @@ class Trainer:
             self.meshes,
         )
         config, base = self.config, self._frozen_base()
-        return Checkpoints(store, config.checkpoint, state, config.data.seq_len, base)
+        return Checkpoints(store, config.checkpoint, state, self.course.tokens, base)
 
     # ---- the life of a batch
 
     def train_step(self) -> None:
         """One optimizer step on one global batch. No device synchronisation here."""
         self.replicas.before_forward(self.progress.step)
-        step = self.progress.step + 1  # counted from 1
+        step, start = self.progress.step + 1, self.loader.cursor  # steps are counted from 1
+        self.phases.enter(step)
         self.heartbeat.enter("data", step)
         with self.rows.meter.waiting():
             batch, fault = self._next_batch()
         self.heartbeat.enter("step")
         self._enter_stage(step)
-        lr = self.config.optimizer.lr * self.schedule(step)
-        lr *= self.config.data.lr_multiplier(self.progress.tokens) * self.numerics.policy.lr_factor
+        self.routing.begin(step, self.phases.division)
+        tokens = (self.loader.cursor - start) * self.phases.stretch.seq_len  # filler is not data
+        lr = self._learning_rate(step, self.progress.tokens + tokens)
         self.checkpoints.listen()
         share = self._forward_backward(batch, fault)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
@@ -425,7 +481,6 @@ class Trainer:
         self.optimizer.zero_grad()
         # after the update: hooks may run the model, which leaves weights gathered for the next forward
         self._send_row()
-        tokens = self.config.train.global_batch * self.config.data.seq_len  # filler is not data
         self.progress.step += 1
         self.progress.tokens += tokens
         self.rows.meter.count(tokens)
@@ -439,18 +494,31 @@ class Trainer:
             }
             self.rows.begin(self.progress, lr, batch.digest, numbers)
 
+    def _learning_rate(self, step: int, tokens: int) -> float:
+        """That of step `step`, with `tokens` in all, before the factors of groups."""
+        factor = self.schedule(self.course.scheduled(step, tokens))
+        return (
+            self.config.optimizer.lr
+            * factor
+            * (self.phases.stretch.lr_multiplier * self.numerics.policy.lr_factor)
+        )
+
     def _next_batch(self) -> tuple[Batch, Exception | None]:
         """This rank's share; filler and the error if it cannot be read, which the vote tells the others."""
         try:
-            return next(self.loader), None
+            batch = next(self.loader)
+            if self._copies is not None:
+                batch = batch.staged(self._copies, self.compute.host_names(batch))
+            return batch, None
         except Exception as error:
-            return self.loader.filler(self.division.size), error
+            return self.loader.filler(self.loader.micro_batch), error
 
     def _enter_stage(self, step: int) -> None:
         """Freeze and thaw parameters as [train.stages] says, before the forward of `step`."""
         change = self.stages.enter(step)
         if change is not None:
             follow_requires_grad(self.model)
+            self.model.train()  # again: an encoder that nothing trains any more stays in eval mode
             name, multipliers = change
             self._record("stage", step=step, name=name, lr_multipliers=multipliers)
 
@@ -520,27 +588,27 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         """At the interval and at the last step; such a step has a row in any case."""
         last = self.progress.step == self.total_steps
-        return last or (self.validation is not None and self._due(self.config.eval.every_steps))
+        return last or (self._evaluates and self._due(self.config.eval.every_steps))
 
     def _evaluate(self) -> None:
-        if self.validation is None or self._last_evaluated == self.progress.step:
+        if not self._evaluates or self._last_evaluated == self.progress.step:
             return
         self.heartbeat.enter("evaluate")
-        with self.rows.meter.paused() as pause:
-            sequences, rows_at_once = self.config.eval.sequences, self.compute.rows_at_once
-            parts = share_of_rows(
-                self.validation, sequences, rows_at_once, self.meshes, self.agreement
-            )
-            gather = self.agreement.exchange
-            with self.evaluation_point():
-                self.val_loss = evaluate(self.compute, parts, self._count, gather)
+        found: dict[str, float] = {}
+        with self.rows.meter.paused() as pause, self.evaluation_point():
+            if self.validation is not None:
+                compute, sequences = self.phases.evaluates, self.config.eval.sequences
+                found["val_loss"] = self.val_loss = validation_loss(
+                    self.validation, sequences, compute, self._count, self.agreement
+                )
+            if self.exact_match is not None:
+                found[COLUMN] = self.exact_match(self.model, self.meshes, self.agreement)
         self.moe.forget()
         self._last_evaluated = self.progress.step
-        self.rows.update(val_loss=self.val_loss)
-        self._record(
-            "evaluation", step=self.progress.step, val_loss=self.val_loss, seconds=pause.seconds
-        )
-        self._call("on_evaluation", "validation", self.val_loss)
+        self.rows.update(**found)
+        self._record("evaluation", step=self.progress.step, **found, seconds=pause.seconds)
+        if self.val_loss is not None:
+            self._call("on_evaluation", "validation", self.val_loss)
 
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
@@ -558,6 +626,7 @@ class Trainer:
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
         with self.rows.meter.paused() as pause:
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
+            share_places(self.loader, self.meshes)
             with self.evaluation_point():
                 self.checkpoints.save(step, wait, metrics)
             if wait:
@@ -590,7 +659,7 @@ class Trainer:
             self.device,
             self.meshes.world_size,
             self.total_steps,
-            self.flops_per_token,
+            partial(self.course.flops, per_token=self._flops),
             columns,
         )
 
@@ -612,6 +681,12 @@ class Trainer:
 
     def _record(self, event: str, **fields: Any) -> None:
         self.recorder.record(event, **fields)
+
+    def _record_data(self, event: str, **fields: Any) -> None:
+        """An event of the loader; of another rank than 0, which keeps the journal, a line on stderr."""
+        if self.meshes.rank:
+            print(f"forge-train: rank {self.meshes.rank}: {event} {fields}", file=sys.stderr)
+        self._record(event, step=self.progress.step, rank=self.meshes.rank, **fields)
 
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import forge_data
 from forge_data import Batch, Stream, batch_of
 from forge_parallel import Meshes
+from forge_parallel.compute import Compute, evaluate
 from forge_resilience import Agreement
 from forge_train.errors import DataError, run_on_all_ranks
+
+
+def validation_loss(
+    stream: Stream,
+    sequences: int,
+    compute: Compute,
+    count: Callable[[Batch], float],
+    agreement: Agreement,
+) -> float:
+    """The mean loss of the first `sequences` rows in nats per label, the same bits on every rank. Collective."""
+    parts = share_of_rows(stream, sequences, compute.rows_at_once, compute.meshes, agreement)
+    return evaluate(compute, parts, count, agreement.exchange)
 
 
 def share_of_rows(

@@ -1,0 +1,70 @@
+"""Whether the rows of sources are what a model takes, and whether their labels are to be learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+from torch import nn
+
+from forge_data import Batch, InvalidData, Loader
+from forge_data.mixed_stream import MixedStream
+from forge_data.phased_stream import parts_of
+from forge_data.protocols import Stream
+from forge_train.config.schema import JobConfig
+from forge_vlm.data import InvalidSample, check_labels
+from forge_vlm.plan import IGNORE
+
+__all__ = ["GuardedLoader", "fitting_problems"]
+
+_ENOUGH = 64  # labels before they are judged: fewer may be copies by chance
+
+
+def fitting_problems(
+    config: JobConfig, model: nn.Module, stream: Stream, validation: Stream | None
+) -> list[str]:
+    """Sentences of streams that know of models (`model_problems(model, where)`), with the table of their options."""
+    found: dict[str, None] = {}
+    for where, own in _streams(config, stream, validation):
+        ask = getattr(own, "model_problems", None)
+        found |= dict.fromkeys(ask(model, where) if ask is not None else ())
+    return list(found)
+
+
+def _streams(
+    config: JobConfig, stream: Stream, validation: Stream | None
+) -> Iterator[tuple[str, Any]]:
+    for part in parts_of(stream):
+        own = part.stream
+        streams = own.streams if isinstance(own, MixedStream) else (own,)
+        for name, each in zip(config.data.sources, streams):
+            yield f"data.sources.{name}.options", each
+    if validation is not None:
+        yield "data.validation.options", validation
+
+
+class GuardedLoader(Loader):
+    """A Loader whose first rows are judged: InvalidData where over 90 % of 64 labels or more are the tokens of their own
+    positions, which a model would learn to copy. Rows of text have the labels of their packing, and need no guard; those of
+    sources with pictures have their own."""
+
+    _seen: list[tuple[numpy.ndarray, numpy.ndarray]] | None = None  # None behind the judgement
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._seen = []
+
+    def __next__(self) -> Batch:
+        batch = super().__next__()
+        if self._seen is not None:
+            valid = batch.labels != IGNORE
+            self._seen.append((batch.tokens[valid].numpy(), batch.labels[valid].numpy()))
+            tokens, labels = map(numpy.concatenate, zip(*self._seen))
+            if len(labels) >= _ENOUGH:
+                self._seen = None
+                try:
+                    check_labels(tokens, labels)
+                except InvalidSample as error:
+                    raise InvalidData(f"data.sources: {error}") from error
+        return batch

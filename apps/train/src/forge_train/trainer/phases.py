@@ -1,0 +1,60 @@
+"""A run goes from phase to phase of its data: batches, the forward and backward, and router losses follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from forge_data import Loader
+from forge_moe.hooks import MoEHooks
+from forge_parallel.compute import Compute
+from forge_parallel.micro_batches import MicroBatches
+from forge_train.config.schema import JobConfig
+from forge_train.trainer.course import Course
+
+
+class Phases:
+    """What changes between the stretches of a course. Every rank calls `enter` before it reads a batch.
+
+    stretch     that of the step
+    division    of its batches
+    compute     of its rows; `evaluates` is that of the first stretch, so that all evaluations compute alike
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        loader: Loader,
+        division: MicroBatches,
+        compute: Compute,
+        make: Callable[[JobConfig, MicroBatches], Compute],
+        divide: Callable[[JobConfig], MicroBatches],
+        moe: MoEHooks,
+        record: Callable[..., None],
+    ) -> None:
+        self.stretch, self.division = course.stretches[0], division
+        self.compute = self.evaluates = compute
+        self._course, self._loader = course, loader
+        self._make, self._divide, self._moe, self._record = make, divide, moe, record
+
+    def enter(self, step: int) -> None:
+        """Go to the stretch of the next instance, before step `step`; an event says what is new. No communication."""
+        before, stretch = self.stretch, self._course.at(self._loader.next_instance)
+        if stretch.name == before.name:
+            return
+        self.stretch = stretch
+        shape = {"seq_len": stretch.seq_len, "global_batch": self._course.batch_of(stretch)}
+        if shape != {"seq_len": before.seq_len, "global_batch": self._course.batch_of(before)}:
+            self._change(self._course.config_of(stretch))
+        fields: dict[str, Any] = {
+            "name": stretch.name,
+            **shape,
+            "instance": self._loader.next_instance,
+        }
+        self._record("phase", step=step, **fields, lr_multiplier=stretch.lr_multiplier)
+
+    def _change(self, config: JobConfig) -> None:
+        self.division = division = self._divide(config)
+        self._loader.rebatch(division.global_batch, division.size, division.count)
+        self.compute = self._make(config, division)
+        self._moe.set_share(division.size / division.global_batch)
