@@ -30,8 +30,9 @@ from forge_parallel import clip_grads_, global_grad_norm, make_meshes, paralleli
 from forge_parallel.axes import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients
 from forge_train import load_job
-from forge_train.trainer.build import build_model
+from forge_train.trainer.build import build_model, freeze_groups
 from forge_train.trainer.experts import shard_experts
+from forge_vlm import model as places
 
 PRESETS = Path(__file__).parents[1] / "configs" / "presets"
 
@@ -84,6 +85,7 @@ def _step(config: Any, world: int, rank: int) -> dict[str, Any]:
     meshes = make_meshes(parallel)  # outside of the fake mode: meshes hold real numbers
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = build_model(config.model, config.run.seed)
+    freeze_groups(model, config)
     with fake:
         _without_values(model)
         shard_experts(model, SimpleNamespace(model=config.model, parallel=parallel), meshes)  # type: ignore[arg-type]
@@ -97,7 +99,8 @@ def _step(config: Any, world: int, rank: int) -> dict[str, Any]:
         norm, _ = global_grad_norm(parameters)
         clip_grads_(parameters, norm, config.train.max_grad_norm)
         optimizer.step()
-        missing = [n for n, p in model.named_parameters() if p.grad is None]
+        missing = [n for n, p in model.named_parameters()
+                   if p.grad is None and p.requires_grad]  # fmt: skip
     assert loss.shape == ()
     assert not missing, f"no gradient: {missing[:3]}"
     held = sum(_local(p).numel() for p in parameters)
@@ -116,7 +119,7 @@ def _forward_backward(model: nn.Module, config: Any, parallel: Any, meshes: Any)
     shape = (micro * count, config.data.seq_len // parallel.cp)
     tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     if parallel.pp == 1:
-        total = loss(model(tokens, positions=positions), labels)
+        total = loss(model(tokens, positions=positions, **_images(model, len(tokens))), labels)
         total.backward()
         return total
     pipeline = Pipeline(model, parallel, meshes, num_micro_batches=count, micro_batch=micro,
@@ -125,6 +128,18 @@ def _forward_backward(model: nn.Module, config: Any, parallel: Any, meshes: Any)
     total = pipeline.step(tokens, labels, loss, positions=positions)
     sync_tied_gradients(model, meshes)
     return total
+
+
+def _images(model: Any, rows: int) -> dict[str, Any]:
+    """As many images as the model counts in so many rows; whether tokens have places for them is a value."""
+    if getattr(model, "vision", None) is None:
+        return {}
+    places.check_places = lambda here, num_features: None  # type: ignore[attr-defined]
+    config = model.config
+    found: dict[str, Any] = model.vision.media_of(
+        rows * config.images_per_row, config.pixels_per_image, "cpu"
+    )
+    return found
 
 
 def _skip_vote(pipeline: Any) -> None:

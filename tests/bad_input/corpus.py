@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import hashlib
+import importlib
 import json
 import os
 import shutil
+import struct
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +47,12 @@ def warm_up() -> None:
     from forge_data import SourceConfig, open_source
     from forge_train.config.flags import parse_flags
 
+    with contextlib.suppress(
+        ImportError
+    ):  # only cases of streamed sets and of conversations need them
+        importlib.import_module("datasets")
+        with tempfile.TemporaryDirectory() as folder:
+            conversation("", '{"messages": [{"role": "user", "content": "a"}]}').call(Path(folder))
     parse_flags({"data": {"sources": {"text": {}}}}, [], "warm", "")
     open_source(SourceConfig())
 
@@ -163,6 +174,114 @@ def data_job(folder: Path, path: Path, *more: str) -> Args:
     return ["run", job, *more]
 
 
+def text_job(table: str) -> Callable[[Path], Args]:
+    """A run on a text file with more keys in its table."""
+
+    def build(folder: Path) -> Args:
+        (folder / "notes.txt").write_text("some words to read\n" * 9)
+        args = data_job(folder, folder / "notes.txt")
+        job = Path(args[1])
+        text = job.read_text().replace('name = "tokens"', f'name = "text"\n{table}')
+        job.write_text(text.replace("FOLDER", str(folder)))
+        return args
+
+    return build
+
+
+def file_of(
+    kind: str, name: str, content: Callable[[], bytes], table: str = "", *more: str
+) -> Callable[[Path], Args]:
+    """A source of a kind that is read as it is, from a file (or a folder of one) with this content."""
+
+    def build(folder: Path) -> Args:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content())
+        given = path.parent if kind == "huggingface" else path
+        args = data_job(folder, given, *more)
+        job = Path(args[1])
+        own = table or (
+            f'{kind}.cache = "{folder / "cache"}"' if kind in ("text", "huggingface") else ""
+        )
+        new = f'name = "{kind}"\n{own}'
+        job.write_text(job.read_text().replace('name = "tokens"', new))
+        return args
+
+    return build
+
+
+def streamed_job(lines: str, table: str = "", more: str = "") -> Callable[[Path], Args]:
+    """A run that reads a folder of JSON lines while it trains."""
+
+    def build(folder: Path) -> Args:
+        (folder / "set").mkdir()
+        if lines:
+            (folder / "set" / "train.jsonl").write_text(lines)
+        args = data_job(folder, folder / "set")
+        job = Path(args[1])
+        streaming = f'name = "huggingface"\nhuggingface = {{streaming = true{table}}}'
+        job.write_text(job.read_text().replace('name = "tokens"', streaming) + more)
+        return args
+
+    return build
+
+
+def parquet(column: str = "text", values: Sequence[object] = ("some words", "to read")) -> bytes:
+    """The bytes of a parquet file of one column."""
+    import pyarrow
+    from pyarrow import parquet
+
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({column: list(values)}), sink)
+    found: bytes = sink.getvalue().to_pybytes()
+    return found
+
+
+def flipped(content: bytes, at: int | None = None) -> bytes:
+    """The content with a byte changed, by default in its middle."""
+    at = len(content) // 2 if at is None else at
+    return content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :]
+
+
+def zstd(content: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(content)
+
+
+def llm_c(magic: int, count: int) -> bytes:
+    """A header of llm.c and 8 ids."""
+    return struct.pack("<256i", magic, 1, count, *[0] * 253) + struct.pack("<8H", *range(8))
+
+
+def megatron(
+    *more: str, at: int | None = None, value: int = 0, form: str = "Q", cut: int = 0
+) -> Callable[[Path], Args]:
+    """An indexed set of two sequences of four ids, with a number of its index changed, or tokens cut off."""
+
+    def build(folder: Path) -> Args:
+        tokens = struct.pack("<8H", *range(8))
+        (folder / "text.bin").write_bytes(tokens[: len(tokens) - cut])
+        head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
+        index = bytearray(head + struct.pack("<iiqqqqq", 4, 4, 0, 8, 0, 1, 2))
+        if at is not None:
+            struct.pack_into(f"<{form}", index, at, value)
+        return file_of("megatron", "text.idx", lambda: bytes(index), "", *more)(folder)
+
+    return build
+
+
+def npy(values: Sequence[object], dtype: str = "<u2") -> bytes:
+    """The bytes of a .npy file."""
+    import io
+
+    import numpy
+
+    sink = io.BytesIO()
+    numpy.save(sink, numpy.array(values, dtype), allow_pickle=True)
+    return sink.getvalue()
+
+
 def truncated(folder: Path) -> Args:
     path = token_file(folder)
     tokens = path / "tokens.bin"
@@ -244,6 +363,22 @@ def _hf(key: str, value: object, *says: str) -> Call:
         return LLAMA.config_from_hf({**_HF, key: value})
 
     return Call(f"{key} = {value!r:.20}", read, says or (key,))
+
+
+def conversation(name: str, line: str, *says: str) -> Call:
+    """A file of conversations with this line."""
+
+    def read(folder: Path) -> None:
+        from forge_data import SourceConfig, open_source
+        from forge_data.kinds import ChatConfig
+        from forge_testing.chats import save_tokenizer
+
+        (folder / "talks.jsonl").write_text(line + "\n")
+        save_tokenizer(folder / "tokenizer")
+        chat = ChatConfig(tokenizer=str(folder / "tokenizer"), cache=str(folder / "cache"))
+        open_source(SourceConfig("chat", str(folder / "talks.jsonl"), chat=chat))
+
+    return Call(name, read, says)
 
 
 def resealed(change: Callable[[dict], object]) -> Callable[[Path], Args]:
@@ -459,6 +594,27 @@ CASES: dict[str, list[Case | Call]] = {
     "Data": [
         Case("missing data path", lambda f: data_job(f, f / "nowhere"), DATA, ("nowhere",)),
         Case("truncated token file", truncated, DATA, ("tokens.bin", "bytes")),
+        Case("a key of another kind of source", text_job('huggingface = {split = "test"}'), CONFIG,
+             ("data.sources.text", "huggingface.split 'test'", "name is 'text'")),
+        Case("a tokenizer of text that is not there", text_job('text = {tokenizer = "FOLDER/none.json"}'), DATA,
+             ("data.sources.text", "none.json must be a JSON file")),
+        Case("a tokenizer of text that is text", text_job('text = {tokenizer = "FOLDER/notes.txt"}'), DATA,
+             ("data.sources.text", "notes.txt must be a JSON file of the tokenizers library")),
+        Case("text without a held-out part", lambda f: [*text_job("")(f), "--eval.every_steps", "6"], DATA,
+             ("data.validation", "must hold train/ and validation/", "text.validation_every")),
+        Case("a streamed set without files", streamed_job(""), DATA, ("set must be a set that datasets can load",)),
+        Case("a streamed set without the column", streamed_job('{"story": "a"}\n'), DATA,
+             ("train.jsonl must have a column 'text', and has story",)),
+        Case("a streamed column of numbers", streamed_job('{"text": 1}\n'), DATA,
+             ("train.jsonl column 'text' must hold text, and holds int64",)),
+        Case("a streamed row of nothing", streamed_job('{"text": null}\n'), DATA, ("train.jsonl row 0 has no 'text'",)),
+        Case("streamed text that is blank", streamed_job('{"text": " "}\n'), DATA, ("every row is empty",)),
+        Case("a streamed file that is torn", streamed_job('{"text": "a"}\n{"text": "b'), DATA,
+             ("train.jsonl must be readable behind row 0, and is not",)),
+        Case("a slice of a streamed set", streamed_job('{"text": "a"}\n', ', split = "train[:9]"'), CONFIG,
+             ("huggingface: split 'train[:9]'", "whole split when streaming")),
+        Case("longer rows of a streamed set", streamed_job('{"text": "a"}\n', more="[data.phases.long]\nstart_instance = 9\nseq_len = 64\n"),
+             CONFIG, ("phases.long.seq_len 64", "streams and cannot begin anew")),
         Case("F41 raw file without dtype", raw_without_dtype, DATA, ("raw.bin", "dtype")),
         Case("F49 vocabulary too small", vocabulary, DATA, ("model.vocab_size 64", "must be below")),
         Case("a sidecar of lists 20,000 deep", sidecar("[" * 20_000), DATA, ("tokens",)),
@@ -475,6 +631,62 @@ CASES: dict[str, list[Case | Call]] = {
              ("documents.bin",)),
         Case("a flipped bit in the tokens", rewritten("tokens.bin", lambda b: bytes([b[0] ^ 1]) + b[1:]), DATA,
              ("tokens.bin",)),
+        conversation("a conversation of pirates", '{"messages": [{"role": "pirate", "content": "a"}]}',
+                     "line 1 message 0 has role 'pirate'"),
+        conversation("a conversation without messages", '{"messages": []}', "line 1 must have at least one message"),
+        conversation("a conversation of pictures", '{"messages": [{"role": "user", "content": [1]}]}',
+                     "line 1 message 0 has a list as content"),
+        conversation("a conversation that ends in the middle", '{"messages": [{"role": "user"', "line 1 must be JSON"),
+        Case("a parquet file without its end", file_of("text", "a.parquet", lambda: parquet()[:-9]), DATA,
+             ("data.sources.text", "a.parquet")),
+        Case("a parquet file of other columns", file_of("text", "a.parquet", lambda: parquet("words")), DATA,
+             ("a.parquet", "text", "words")),
+        Case("a parquet file of numbers", file_of("text", "a.parquet", lambda: parquet(values=[1, 2])), DATA,
+             ("a.parquet", "text")),
+        Case("text of gzip that ends in the middle", file_of("text", "a.txt.gz", lambda: gzip.compress(b"words " * 99)[:-9]),
+             DATA, ("a.txt.gz",)),
+        Case("text of zstd that is none", file_of("text", "a.txt.zst", lambda: b"words"), DATA, ("a.txt.zst",)),
+        Case("a set of datasets without text", file_of("huggingface", "set/a.parquet", lambda: parquet("words")), DATA,
+             ("data.sources.text", "text", "words")),
+        Case("a streamed set without its end", file_of("huggingface", "set/a.parquet", lambda: parquet()[:-9],
+                                                       "huggingface = {streaming = true}"), DATA, ("must be a set that datasets can load",)),
+        Case("a streamed set without text", file_of("huggingface", "set/a.parquet", lambda: parquet("words"),
+                                                    "huggingface = {streaming = true}"), DATA, ("text", "words")),
+        Case("a .npy of objects", file_of("npy", "a.npy", lambda: npy(["a", None], "O")), DATA, ("a.npy",)),
+        Case("a .npy of floats", file_of("npy", "a.npy", lambda: npy([1.5], "<f4")), DATA, ("a.npy",)),
+        Case("a .npy cut in its header", file_of("npy", "a.npy", lambda: npy([1, 2])[:40]), DATA, ("a.npy",)),
+        Case("an index of Megatron without magic", file_of("megatron", "a.idx", lambda: bytes(40)), DATA, ("a",)),
+        Case("an odd number of bytes for nanoGPT", file_of("nanogpt", "a.bin", lambda: bytes(7)), DATA, ("a.bin",)),
+        Case("F49 ids of nanoGPT over the vocabulary", file_of("nanogpt", "a.bin", lambda: b"\xff\xff" * 400, "",
+                                                               "--model.vocab_size", "300"), DATA, ("65535",)),
+        Case("text of gzip with a flipped byte", file_of("text", "a.txt.gz", lambda: flipped(gzip.compress(b"words " * 99))), DATA,
+             ("a.txt.gz",)),
+        Case("text of zstd that ends in the middle", file_of("text", "a.txt.zst", lambda: zstd(b"words " * 99)[:-9]), DATA,
+             ("a.txt.zst", "truncated")),
+        Case("a parquet file with a flipped byte", file_of("text", "a.parquet", lambda: flipped(parquet(), 20)), DATA,
+             ("a.parquet", "cannot be read in row group 0")),
+        Case("a parquet file with a null", file_of("text", "a.parquet", lambda: parquet(values=["a", None])), DATA,
+             ("a.parquet row 1 has null",)),
+        Case("text that is UTF-16", file_of("text", "a.txt", lambda: "words".encode("utf-16")), DATA, ("a.txt must be UTF-8",)),
+        Case("JSON that is one list", file_of("text", "a.json", lambda: b'[{"text": "words"}]'), DATA,
+             ("a.json line 1 is a list", "one object a line")),
+        Case("an index of Megatron with a pointer outside", megatron(at=50, value=2**62), DATA, ("text.idx", "sequence 1 begins at byte")),
+        Case("an index of Megatron of floats", megatron(at=17, value=6, form="B"), DATA, ("text.idx", "type of integers")),
+        Case("an index of Megatron with a huge count", megatron(at=18, value=2**62), DATA, ("text.idx",)),
+        Case("tokens of Megatron that end early", megatron(cut=2), DATA, ("text.bin has 14 bytes", "truncated")),
+        Case("F49 ids of Megatron over the vocabulary", megatron("--model.vocab_size", "5"), DATA, ("token id 7", "below")),
+        Case("a shard of llm.c that ends early", file_of("nanogpt", "a.bin", lambda: llm_c(20240520, 9)), DATA,
+             ("a.bin", "its header says 9 ids", "truncated")),
+        Case("a shard of llm.c of another magic", file_of("nanogpt", "a.bin", lambda: llm_c(20240521, 8)), DATA,
+             ("a.bin", "magic 20240521")),
+        Case("ids of nanoGPT without their end", file_of("nanogpt", "a.bin", lambda: bytes(800), "nanogpt = {eos_id = 9}",
+             "--model.vocab_size", "300", "--sample.max_new_tokens", "0"), DATA, ("a.bin", "eos_id 9", "no token is")),
+        Case("ids of nanoGPT without a vocabulary", file_of("nanogpt", "a.bin", lambda: bytes(800)), CONFIG,
+             ("model.vocab_size must be given", "data.sources.text")),
+        Case("a .npy of negative ids", file_of("npy", "a.npy", lambda: npy([3, -7], "<i4"), "", "--model.vocab_size", "300"), DATA,
+             ("a.npy holds id -7",)),
+        Case("F49 ids of a .npy over the vocabulary", file_of("npy", "a.npy", lambda: npy([3, 900]), "", "--model.vocab_size", "300"),
+             DATA, ("token id 900",)),
         Case("data changed under a run", changed_data, DATA, ("other data", "source.num_tokens: checkpoint")),
     ],
     "A config.json of transformers": [

@@ -47,8 +47,9 @@ def tell(warm: WarmProcess, case: Case | Call, folder: Path) -> Called:
 
 
 def message(told: Called) -> str:
-    """stderr in one line, without the frames that tyro draws."""
-    return re.sub(r"[\s│╭╮╰╯─]+", " ", told.err).strip()
+    """stderr in one line, without the frames that tyro draws, nor what the cache tells before."""
+    said = "\n".join(x for x in told.err.splitlines() if not x.startswith("forge-data: tokenizing"))
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", said).strip()
 
 
 def row(case: Case | Call, told: Called, folder: Path) -> str:

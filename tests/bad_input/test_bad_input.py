@@ -78,10 +78,17 @@ def test_all_problems_come_in_one_message(tmp_path: Path, warm: WarmProcess) -> 
 def test_help_lists_every_key(tmp_path: Path, warm: WarmProcess) -> None:
     from forge_train.config.describe import key_rows
 
-    for args in (["--help"], ["run", "--help"]):
-        shown = warm.call("forge_train.cli:main", args, folder=tmp_path)
-        assert shown.code == 0
-        for row in key_rows():
-            key = row.key.replace("<name>", "NAME") if args[0] == "run" else row.key
-            if row.type != "table" and "model.args" not in key:
-                assert key in re.sub(r"\n\s*│?\s*", "", shown.out) or key in shown.out, key
+    def shown(*args: str) -> str:
+        said = warm.call("forge_train.cli:main", list(args), folder=tmp_path)
+        assert said.code == 0, said.err
+        return said.out + re.sub(r"\n\s*│?\s*", "", said.out)  # tyro folds long keys
+
+    (tmp_path / "vlm.toml").write_text('[model]\nname = "vlm"\n')
+    rows = [row for row in key_rows() if row.type != "table" and "model.args" not in row.key]
+    keys = [row.key for row in rows]
+    flags = [key.replace("<name>", "NAME") for key in keys]
+    said = shown("--help")
+    assert [key for key in keys if key not in said] == []
+    # A flag exists for the model that a job names, so its help is that job's.
+    said = shown("run", "--help") + shown("run", "vlm.toml", "--help")
+    assert [flag for flag in flags if flag not in said] == []

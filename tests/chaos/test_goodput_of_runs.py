@@ -41,7 +41,8 @@ def test_report_tells_where_the_seconds_went(disturbed: Path) -> None:
     assert 0 < found["ettr"] < 1
     resumed = [e for e in events if e["event"] == "resume"]
     assert resumed[0]["step"] + resumed[0]["steps_lost"] == resumed[0]["reached"]["step"] >= 60
-    assert resumed[0]["seconds_lost"] > 0
+    # on a busy machine a save may be committed just before the kill
+    assert (resumed[0]["seconds_lost"] > 0) == (resumed[0]["steps_lost"] > 0)
     assert resumed[1]["steps_lost"] == resumed[1]["seconds_lost"] == 0  # of a stop nothing is lost
     assert first["began"] < resumed[0]["began"] < resumed[1]["began"]
     table = forge_train("report", disturbed, "--text")

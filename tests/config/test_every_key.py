@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
@@ -30,11 +33,13 @@ from forge_parallel.pipeline import Pipeline, stages_of
 from forge_resilience.heartbeat import Beat
 from forge_resilience.slurm import JobFacts, batch_script
 from forge_resilience.supervise import Watch, supervise
-from forge_testing import run_on_ranks, write_job
+from forge_testing import run_on_ranks, vlm_jobs, write_job
+from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.disk import Disk
 from forge_testing.probes import wrong_products
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
+from forge_train.config.exact_match import ExactMatchConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
@@ -60,6 +65,10 @@ def shapes(t: Trainer) -> Any:
     return {n: tuple(p.shape) for n, p in t.model.named_parameters()}
 
 
+def operations(t: Trainer) -> Any:
+    return t._flops
+
+
 def dtypes(t: Trainer) -> Any:
     return {n: p.dtype for n, p in t.model.named_parameters()}
 
@@ -71,6 +80,15 @@ def logits(t: Trainer) -> Any:
         torch.nn.init.uniform_(p, 0.1, 1.0, generator=torch.Generator().manual_seed(p.numel()))
     with torch.no_grad():
         return t.model(torch.arange(200)[None]).double().sum().item()
+
+
+def seen(t: Trainer) -> Any:
+    """The loss of the first batch with images, or why there is none."""
+    t._materialise()
+    try:
+        return float(t.compute.losses(next(t.loader)))
+    except ValueError as error:
+        return str(error)
 
 
 def initial(t: Trainer) -> Any:
@@ -85,6 +103,39 @@ def of_source(t: Trainer) -> Any:
 
 def rows(t: Trainer) -> Any:
     return next(t.loader).tokens.tolist()
+
+
+def read_ahead(t: Trainer) -> Any:
+    """The instances are the same, and the kind of what read them."""
+    ids = next(t.loader).instance_ids.tolist()
+    kind = type(t.loader._ahead).__name__
+    t.loader.close()
+    return ids, kind
+
+
+def survives_a_dead_worker(t: Trainer) -> Any:
+    """A data worker that is killed, as for lack of memory."""
+
+    class Kill(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.progress.step == 1:
+                os.kill(trainer.loader._ahead._workers[0].pid, signal.SIGKILL)
+
+    t.callbacks.append(Kill())
+    try:
+        code = t.fit().exit_code
+    except JobError as error:
+        code = error.exit_code
+    return code, [e["cause"] for e in read_run(t.paths.path).events if "data_w" in e["event"]]
+
+
+def goes_on_with_another_seed(t: Trainer) -> Any:
+    state = t.loader.state_dict() | {"fingerprint": {"order.seed": -1}}
+    try:
+        t.loader.load_state_dict(state)
+    except ValueError:
+        return "refused"
+    return sorted(t.loader.changed)
 
 
 def trained(t: Trainer) -> Any:
@@ -289,6 +340,131 @@ WIDTHS = {
 }
 
 MOE = {"model.moe.num_experts": 4, "model.num_layers": 2}
+VLM = {
+    "model.name": "vlm",
+    "model.dim": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.init_std": 0.2,
+    "model.vision.vit.image_size": 8,
+    "model.vision.vit.patch_size": 4,
+    "model.vision.vit.dim": 16,
+    "model.vision.vit.num_layers": 1,
+    "model.vision.vit.num_heads": 2,
+    "model.modalities.image.first_id": 2,
+    "data.sources.<name>.name": "forge_testing.pictures:Squares",
+    "data.seq_len": 8,
+    "eval.every_steps": 0,
+    "sample.max_new_tokens": 0,
+}
+FLAT = {
+    **{k: v for k, v in VLM.items() if ".vit." not in k},
+    "model.vision.name": "forge_testing.pictures:Flat",
+}
+CLIP = {
+    **FLAT,
+    "model.vision.name": "transformers",
+    "model.vision.transformers": vlm_jobs.CLIP,
+    "model.vision.select_feature": "patch",
+}
+AXES = {
+    **VLM,
+    "data.sources.<name>.options": {"axes": 3},
+    "model.dim": 32,
+    "model.positions": "mrope",
+    "model.mrope.sections": [4, 2, 2],
+}
+TOWERS = {**VLM, "model.fusion.name": "mixture_of_transformers"}
+DRAWN = {"model.modalities.<name>.first_id": 1, "model.modalities.<name>.discrete": True}
+VIDEO = {"model.modalities.video.first_id": 9}
+MOMA = {**VLM, "model.fusion.name": "moma"}
+CHOOSING = {**MOMA, "model.fusion.moma.router": "expert_choice"}
+SHUFFLE = {**VLM, "model.adapter.name": "pixel_shuffle", "model.vision.vit.patch_size": 2}
+CROSS = {**VLM, "model.num_layers": 2, "model.fusion.name": "cross_attention"}
+ADAPTERS = {"resampler": {"model.adapter.resampler.num_latents": 4}}
+VISION = "forge_testing.pictures"
+SIGHT = {
+    "model.vision.name": Probe(
+        "forge_testing.pictures:Flat", shapes, {**FLAT, "model.vision.name": "vit"}
+    ),
+    **{
+        f"model.vision.vit.{key}": Probe(other, shapes, VLM)
+        for key, other in (
+            ("image_size", 12),
+            ("patch_size", 2),
+            ("dim", 8),
+            ("num_layers", 2),
+            ("hidden_dim", 24),
+        )
+    },
+    "model.vision.vit.num_heads": Probe(4, seen, VLM),
+    "model.vision.transformers": Probe({**vlm_jobs.CLIP, "num_hidden_layers": 1}, shapes, CLIP),
+    "model.vision.options": Probe({"width": 12}, shapes, FLAT),
+    "model.vision.select_layer": Probe([0], seen, VLM),
+    "model.vision.select_feature": Probe("cls_patch", seen, CLIP),
+    "model.vision.mean": Probe([0.1, 0.5, 0.5], seen, VLM),
+    "model.vision.std": Probe([0.1, 0.5, 0.5], seen, VLM),
+    "model.adapter.name": Probe("linear", shapes, VLM),
+    "model.adapter.mlp.hidden_dim": Probe(24, shapes, VLM),
+    "model.adapter.mlp.bias": Probe(False, shapes, VLM),
+    "model.adapter.pixel_shuffle.factor": Probe(1, shapes, SHUFFLE),
+    "model.adapter.pixel_shuffle.bias": Probe(True, shapes, SHUFFLE),
+    **{
+        f"model.adapter.{name}.{key}": Probe(
+            other, look, {**SHUFFLE, "model.adapter.name": name, **ADAPTERS.get(name, {})}
+        )
+        for name, key, other, look in (
+            ("average_pool", "factor", 1, seen),
+            ("average_pool", "bias", False, shapes),
+            ("attentional_pool", "factor", 1, seen),
+            ("attentional_pool", "num_heads", 2, seen),
+            ("pixel_shuffle_mlp", "factor", 1, shapes),
+            ("resampler", "num_latents", 8, shapes),
+            ("resampler", "num_layers", 1, shapes),
+            ("resampler", "num_heads", 2, seen),
+            ("resampler", "hidden_dim", 24, shapes),
+        )
+    },
+    **{
+        f"model.fusion.cross_attention.{key}": Probe(other, look, CROSS)
+        for key, other, look in (
+            ("every_n_layers", 1, shapes),
+            ("layers", [0], shapes),
+            ("qk_norm", True, shapes),
+        )
+    },
+    "model.input_only_ids": Probe(4, shapes, VLM),
+    "model.images_per_row": Probe(2, operations, VLM),
+    "model.adapter.options": Probe(
+        {"factor": 2.0}, seen, {**VLM, "model.adapter.name": f"{VISION}:Scaled"}
+    ),
+    "model.fusion.name": Probe("mixture_of_transformers", shapes, VLM),
+    "model.fusion.mixture_of_transformers.share": Probe(
+        {"video": "image"}, shapes, {**TOWERS, **VIDEO}
+    ),
+    "model.fusion.moma.router": Probe("auxiliary_router", shapes, MOMA),
+    "model.fusion.moma.num_experts": Probe(3, shapes, MOMA),
+    "model.fusion.moma.experts": Probe({"image": 2}, shapes, MOMA),
+    "model.fusion.moma.hidden_dim": Probe(24, shapes, MOMA),
+    "model.fusion.moma.top_k": Probe(3, seen, MOMA),
+    "model.fusion.moma.normalize": Probe(False, seen, MOMA),
+    "model.fusion.moma.balance_loss": Probe(0.5, trained, MOMA),
+    "model.fusion.moma.share": Probe({"video": "image"}, shapes, {**MOMA, **VIDEO}),
+    "model.fusion.moma.capacity_factor": Probe(3.0, trained, CHOOSING),
+    "model.fusion.moma.scope": Probe("micro_batch", trained, CHOOSING),
+    "model.fusion.moma.gumbel_noise": Probe(1.0, trained, CHOOSING),
+    "model.fusion.moma.auxiliary_dim": Probe(
+        24, shapes, {**MOMA, "model.fusion.moma.router": "auxiliary_router"}
+    ),
+    "model.modalities.<name>.first_id": Probe(7, seen, {**TOWERS, **DRAWN}),
+    "model.modalities.<name>.num_ids": Probe(
+        4, seen, {**TOWERS, **DRAWN, "model.modalities.<name>.first_id": 3}
+    ),
+    "model.modalities.<name>.discrete": Probe(False, seen, {**TOWERS, **DRAWN}),
+    "model.mrope.sections": Probe([2, 3, 3], seen, {**AXES, "model.mrope.layout": "chunked"}),
+    "model.mrope.layout": Probe("chunked", seen, AXES),
+}
+
 GROUPS = {**MOE, "model.moe.num_experts": 8, "model.moe.num_groups": 4, "model.moe.top_groups": 2}
 CLAMPED = {**MOE, "model.moe.activation": "clamped_swiglu"}
 SHARED = {**MOE, "model.moe.num_shared_experts": 1}
@@ -469,6 +645,7 @@ WATCH = {
 }
 
 PROBES: dict[str, Probe] = {
+    **SIGHT,
     **{f"resilience.watch.{key}": probe for key, probe in WATCH.items()},
     **{f"slurm.{key}": probe for key, probe in SLURM.items()},
     "resilience.save_limit_seconds": Probe(100.0, batch),
@@ -568,6 +745,7 @@ PROBES: dict[str, Probe] = {
     "lora.rank": Probe(3, shapes),
     "lora.alpha": Probe(2.0, logits, LORA),
     "lora.patterns": Probe(["*.gate_proj"], shapes, LORA),
+    "lora.whole": Probe(["norm.weight"], trained, LORA),
     "lora.base_dtype": Probe("fp32", dtypes, LORA),
     "model.mtp.num_modules": Probe(1, shapes),
     "model.mtp.weight": Probe(0.9, trained, {"model.mtp.num_modules": 1}),
@@ -578,6 +756,11 @@ PROBES: dict[str, Probe] = {
     "model.max_seq_len": Probe(4096, lambda t: t.model.config.max_seq_len),
     "data.seq_len": Probe(48, rows),
     "data.num_workers": Probe(1, lambda t: t.loader.num_workers),
+    "data.prefetch": Probe(2, lambda t: read_ahead(t)),
+    "data.worker_timeout_seconds": Probe(9.0, lambda t: t.loader.worker_timeout_seconds),
+    "data.worker_restarts": Probe(
+        0, survives_a_dead_worker, {"data.num_workers": 1, "train.steps": 6}
+    ),
     "data.sources.<name>.name": Probe(
         "forge_testing.models:Alphabet", rows, {"eval.every_steps": 0}
     ),
@@ -591,8 +774,23 @@ PROBES: dict[str, Probe] = {
     "data.sources.<name>.max_epochs": Probe(
         1, lambda t: t.loader.stream.mixture.end, {**MIXED, "data.sources.more.max_epochs": 1}
     ),
+    "data.packing.name": Probe("best_fit", rows),
+    "data.packing.first_fit.window": Probe(3, rows, {"data.packing.name": "first_fit"}),
+    "data.packing.best_fit.window": Probe(3, rows, {"data.packing.name": "best_fit"}),
+    "data.accept_change": Probe(True, goes_on_with_another_seed),
     "data.temperature": Probe(4.0, of_source, {**MIXED, "data.sources.more.weight": 9.0}),
     "data.phases.<name>.start_tokens": Probe(256, of_source, ENDING),
+    "data.phases.<name>.start_instance": Probe(
+        8,
+        of_source,
+        {
+            **MIXED,
+            "data.phases.<name>.start_instance": 2,
+            "data.phases.<name>.weights": {"more": 1},
+        },
+    ),
+    "data.phases.<name>.seq_len": Probe(16, trained, ENDING),
+    "data.phases.<name>.global_batch": Probe(6, trained, ENDING),
     "data.phases.<name>.weights": Probe({"more": 1.0}, of_source, ENDING),
     "data.phases.<name>.lr_multiplier": Probe(0.1, trained, ENDING),
     "data.validation.options": Probe(
@@ -731,10 +929,43 @@ PROBES: dict[str, Probe] = {
     "sample.max_new_tokens": Probe(3, sample),
     "sample.temperature": Probe(0.0, sample),
 }
+CHAT_KEYS = (
+    *("tokenizer", "template", "messages_field", "tools_field", "train_on", "too_long", "cache"),
+)
 #: Shown below, by tests of their own.
+#: Key -> another value, or (value, further keys of both runs). "WORDS" is the path of a tokenizer.
+KEYS_OF_KINDS: dict[str, dict[str, Any]] = {
+    "text": {
+        "tokenizer": "WORDS",
+        "eos": ("<end>", {"tokenizer": "WORDS"}),
+        "document": "line",
+        "text_field": "more",
+        "validation_every": 4,
+        "cache": "",
+    },
+    "huggingface": {
+        "tokenizer": "WORDS",
+        "eos": ("<end>", {"tokenizer": "WORDS"}),
+        "text_field": "more",
+        "split": "test",
+        "config_name": "other",
+        "streaming": True,
+        "virtual_shards": 2,
+        "shuffle_window": 9,
+        "cache": "",
+    },
+}
+BORDERS = [f"{kind}.{key}" for kind in ("nanogpt", "npy") for key in ("eos_id", "bos_id")]
 ELSEWHERE = {
     "model.args",
+    "model.fusion.cross_attention.sees",  # behind gates that begin at 0: forge_vlm's tests
+    "model.bidirectional",  # needs ids that the probe's pictures have not: tests/vlm/test_layouts.py
+    "model.pixels_per_image",  # of encoders that take images of any size: forge_vlm's tests
+    "model.positions",  # of three axes: with [model.mrope]; else where a row comes without any: forge_vlm's tests
     *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
+    *(  # tests/vlm/test_exact_match.py
+        f"eval.exact_match.{f.name}" for f in fields(ExactMatchConfig)
+    ),
     "parallel.device",
     "parallel.dp_replicate",
     "parallel.dp_shard",
@@ -761,21 +992,49 @@ ELSEWHERE = {
     "data.sources.<name>.dtype",
     "data.sources.<name>.verify",
     *(f"data.validation.{key}" for key in ("name", "path", "dtype", "split", "verify")),
+    *(f"data.sources.<name>.chat.{key}" for key in CHAT_KEYS),
+    *(f"data.validation.chat.{key}" for key in CHAT_KEYS),
+    *(f"data.{place}.{key}" for place in ("sources.<name>", "validation") for key in BORDERS),
+    *(
+        f"data.{source}.{kind}.{key}"
+        for source in ("sources.<name>", "validation")
+        for kind, keys in KEYS_OF_KINDS.items()
+        for key in keys
+    ),
 }
+
+
+def word_tokenizer(folder: Path) -> str:
+    """A JSON tokenizer of ten words, with two tokens that could end a document."""
+    library = pytest.importorskip("tokenizers")
+    words = ["<unk>", "</s>", "<end>", *"abcdefg"]
+    model = library.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "words.json"))
+    return str(folder / "words.json")
 
 
 LENGTH = {"train.tokens", "train.tokens_per_parameter"}
 
 
+def _named(key: str) -> str:
+    """Modalities may have any name but text."""
+    return key.replace("modalities.<name>", "modalities.drawn").replace("<name>", "text")
+
+
 def build(folder: Path, settings: dict[str, Any]) -> Trainer:
     folder.mkdir(exist_ok=True)
     length = {} if LENGTH & settings.keys() else {"train.steps": 3}
-    overrides = {**length, **{k.replace("<name>", "text"): v for k, v in settings.items()}}
+    overrides = {**length, **{_named(k): v for k, v in settings.items()}}
     return Trainer(load_job(write_job(folder), overrides))
 
 
 @pytest.mark.parametrize("key", PROBES)
-def test_another_value_changes_something(tmp_path: Path, key: str) -> None:
+def test_another_value_changes_something(
+    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
     probe = PROBES[key]
     try:
         before = probe.look(build(tmp_path / "a", probe.also))
@@ -1042,6 +1301,80 @@ def test_path_and_dtype_choose_the_tokens(tmp_path: Path) -> None:
     assert rows(one) != rows(two)
 
 
+@pytest.mark.parametrize("place", ["sources.<name>", "validation"])
+@pytest.mark.parametrize("key", BORDERS)
+def test_ids_between_documents_of_raw_files(tmp_path: Path, place: str, key: str) -> None:
+    kind = key.partition(".")[0]
+    ids = numpy.arange(400, dtype="<u2") % 50
+    numpy.save(tmp_path / "a.npy", ids)
+    ids.tofile(tmp_path / "a.bin")
+    settings = {
+        f"data.{place}.name": kind,
+        f"data.{place}.path": str(tmp_path / {"npy": "a.npy", "nanogpt": "a.bin"}[kind]),
+        "sample.max_new_tokens": 0,
+        "model.vocab_size": 300,
+    }
+    if place != "validation":
+        settings["eval.every_steps"] = 0
+
+    def documents(number: int, more: dict[str, Any]) -> list[int]:
+        t = build(tmp_path / str(number), {**settings, **more})
+        stream = t.validation if place == "validation" else t.loader.stream
+        return stream.source.documents.tolist()  # type: ignore[union-attr]
+
+    assert documents(1, {}) == [0]
+    first = 7 + (key.endswith("eos_id"))
+    assert documents(2, {f"data.{place}.{key}": 7}) == [0, *range(first, 400, 50)]
+
+
+def of_kind(folder: Path, source: str, kind: str, settings: dict[str, Any]) -> Any:
+    """What a run reads from a source of a kind, or why it is refused."""
+    table = f"data.{source}"
+    values = {"name": kind, "path": str(folder / kind)}
+    values |= {f"{kind}.{key}": value for key, value in settings.items()}
+    held_out = {"eval.every_steps": 0} if source != "validation" else {}
+    folder = folder / "run"
+    try:
+        trainer = build(folder, {**held_out, "sample.max_new_tokens": 0, "model.vocab_size": 300,
+                                 **{f"{table}.{key}": value for key, value in values.items()}})  # fmt: skip
+    except (ConfigError, DataError) as error:
+        return str(error)
+    stream = trainer.validation if source == "validation" else trainer.loader.stream
+    assert stream is not None
+    return stream.fingerprint()
+
+
+@pytest.mark.parametrize("source", ["sources.<name>", "validation"])
+@pytest.mark.parametrize(
+    ("kind", "key", "also"),
+    [(k, key, also) for k, keys in KEYS_OF_KINDS.items() for key, also in keys.items()],
+)
+def test_keys_of_a_kind_choose_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: str, key: str, also: Any
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    rows = {"text": ["a b", "c d", "e f", "g"] * 30, "more": ["f g", "a"] * 60}
+    one = datasets.Dataset.from_dict(rows)
+    (tmp_path / "text").mkdir()
+    one.to_json(tmp_path / "text/a.jsonl")
+    (tmp_path / "text/b.txt").write_text("a\nb\n\nc\n" * 20)
+    datasets.DatasetDict(train=one, test=one.select(range(40))).save_to_disk(
+        tmp_path / "huggingface"
+    )
+    words = word_tokenizer(tmp_path)
+    other, base = also if isinstance(also, tuple) else (also, {})
+    base = {k: words if v == "WORDS" else v for k, v in base.items()}
+    found = of_kind(tmp_path, source, kind, base)
+    assert isinstance(found, dict), found
+    other = words if other == "WORDS" else str(tmp_path / "mine") if key == "cache" else other
+    changed = of_kind(tmp_path, source, kind, {**base, key: other})
+    if key == "cache":
+        assert (tmp_path / "mine").is_dir()
+        return
+    assert changed != found
+
+
 def test_verify_decides_whether_damage_is_seen(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("words to read\n" * 400)
     prepare([tmp_path / "text.txt"], tmp_path / "tokens", document="line", validation_every=4)
@@ -1065,6 +1398,61 @@ def test_verify_decides_whether_damage_is_seen(tmp_path: Path) -> None:
     assert "first batch" in seen["touch"]
     assert "refused: data.sources." in seen["full"]
     assert all("tokens.bin block 0" in seen[mode] for mode in ("touch", "full"))
+
+
+def test_keys_of_chat_choose_what_is_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    one, two = talk("a", "b", "c", "d"), talk("the sky", "blue", "grass", "green " * 30)
+    tools = [{"type": "function"}]
+    records = [
+        {"messages": one, "other": talk("is", "no"), "tools": tools},
+        {"messages": two, "other": one},
+    ]
+    paths = {"sources.<name>": tmp_path / "talks.jsonl", "validation": tmp_path / "held.jsonl"}
+    for folder, template in (("plain", CHATML), ("headers", HEADERS)):
+        save_tokenizer(tmp_path / folder, template)
+    (tmp_path / "own.jinja").write_text(HEADERS)
+    base = {"data.seq_len": 64, "model.vocab_size": 320, "sample.max_new_tokens": 0}
+    for place, path in paths.items():
+        write_talks(
+            path, [*records, {"messages": one, "other": one}][: 2 + (place == "validation")]
+        )
+        base |= {f"data.{place}.name": "chat", f"data.{place}.path": str(path)}
+        base |= {f"data.{place}.chat.tokenizer": str(tmp_path / "headers")}
+        base |= {f"data.{place}.chat.too_long": "truncate"}
+
+    def seen(number: int, place: str, key: str, value: Any) -> str:
+        t = build(tmp_path / f"{place[0]}{number}", {**base, f"data.{place}.chat.{key}": value})
+        stream = t.validation if place == "validation" else t.loader.stream
+        assert stream is not None
+        arrays = stream.arrays(numpy.arange(2))
+        return str({name: value.tolist() for name, value in arrays.items()})
+
+    others = {
+        "tokenizer": tmp_path / "plain",
+        "template": tmp_path / "own.jinja",
+        "messages_field": "other",
+        "tools_field": "tools",
+        "train_on": "last",
+        "too_long": "skip",
+        "cache": tmp_path / "elsewhere",
+    }
+    assert set(others) == set(CHAT_KEYS)
+    for place in paths:
+        plain = seen(0, place, "train_on", "assistant")
+        for number, (key, other) in enumerate(others.items(), start=1):
+            if key == "template":  # whose tokenizer has another one
+                base[f"data.{place}.chat.tokenizer"] = str(tmp_path / "plain")
+                before = seen(100, place, "train_on", "assistant")
+                assert seen(number, place, key, str(other)) == plain != before
+                base[f"data.{place}.chat.tokenizer"] = str(tmp_path / "headers")
+            else:
+                found = seen(number, place, key, str(other))
+                kept = (tmp_path / "elsewhere").is_dir()
+                assert kept if key == "cache" else found != plain, key
 
 
 def test_validation_keys_choose_what_is_measured(tmp_path: Path) -> None:

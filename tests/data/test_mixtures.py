@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from forge_data.prepare import prepare
 from forge_testing import forge_train, kill_after_step, start
@@ -59,6 +60,93 @@ def mixed_job(folder: Path, tokens: Path) -> Path:
 
 def flat(**overrides: Any) -> dict[str, Any]:
     return QUIET | {key.replace("__", "."): value for key, value in overrides.items()}
+
+
+def losses_by_source(job: Path, step: int, weights: dict[str, Any]) -> dict[str, float]:
+    """The mean loss of each source's labels in a step, row by row, with the weights before it."""
+    trainer = Trainer(load_job(job, flat(parallel__device="cpu")))
+    for _ in range(step):
+        batch = next(trainer.loader)
+    model = trainer.model.to_empty(device="cpu")
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    found: dict[str, float] = {}
+    for number, name in enumerate(trainer.config.data.sources):
+        rows = batch.source == number
+        with torch.no_grad():
+            logits = model(batch.tokens[rows], document_ids=batch.document_ids[rows])
+        labels = batch.labels[rows].flatten()
+        if (labels >= 0).any():
+            found[name] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels))
+    return found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+}
+MTP = {"model.mtp.num_modules": 1, "train.cross_entropy.z_loss": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("loss", "more"), [("cross_entropy", {}), ("fused_cross_entropy", {}), ("cross_entropy", MTP)]
+)
+def test_the_loss_of_each_source_is_the_mean_over_its_labels(
+    tmp_path: Path, tokens: Path, loss: str, more: dict[str, Any]
+) -> None:
+    job = mixed_job(tmp_path, tokens)
+    keys = flat(train__loss=loss, parallel__precision="fp32") | more
+    before = fit_alone(job, **keys | {"train.steps": 3}).weights
+    want = losses_by_source(job, 4, before)
+    rows = fit_alone(job, **keys | {"train.steps": 4}) and read_run(tmp_path / "run").metrics
+    assert {*want} == {"text", "books", "notes"}
+    for name, value in want.items():
+        assert rows[f"loss.source.{name}"][-1] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", ["cross_entropy", "fused_cross_entropy"])
+def test_the_loss_of_each_source_is_the_same_in_any_layout(
+    tmp_path: Path, tokens: Path, layout: str, loss: str
+) -> None:
+    keys = flat(train__loss=loss, parallel__precision="fp32", train__steps=3, model__num_layers=2)
+    fit_alone(mixed_job(tmp_path / "one", tokens), **keys)
+    keys |= {f"parallel.{key}": value for key, value in LAYOUTS[layout].items()}
+    job = mixed_job(tmp_path / "many", tokens)
+    given = {key.replace(".", "__"): value for key, value in keys.items()}
+    together(fit_on_ranks(2, job, **given))
+    alone, many = (read_run(tmp_path / name / "run").metrics for name in ("one", "many"))
+    for name in ("loss", *(f"loss.source.{n}" for n in ("text", "books", "notes"))):
+        assert many[name] == pytest.approx(alone[name], rel=2e-5), name
+
+
+MOE = {"model.moe.num_experts": 4, "model.moe.width_multiplier": 0.5}
+FURTHER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
+    "accumulation": (2, {"dp_shard": 2}, {"train.micro_batch": 2}),
+    "interleaved": (2, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, {"train.micro_batch": 3}),
+    "v": (2, {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, {"train.micro_batch": 3}),
+    "ep": (2, {"ep": 2}, MOE),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("cell", FURTHER)
+def test_the_loss_of_each_source_is_the_same_in_further_layouts(
+    tmp_path: Path, tokens: Path, cell: str
+) -> None:
+    world, layout, more = FURTHER[cell]
+    keys = flat(parallel__precision="fp32", train__steps=3, model__num_layers=4) | more
+    alone = {key: value for key, value in keys.items() if key != "train.micro_batch"}
+    fit_alone(mixed_job(tmp_path / "one", tokens), **alone)
+    keys |= {f"parallel.{key}": value for key, value in layout.items()}
+    job = mixed_job(tmp_path / "many", tokens)
+    together(fit_on_ranks(world, job, **{k.replace(".", "__"): v for k, v in keys.items()}))
+    one, many = (read_run(tmp_path / name / "run").metrics for name in ("one", "many"))
+    for name in ("loss", *(f"loss.source.{n}" for n in ("text", "books", "notes"))):
+        assert many[name] == pytest.approx(one[name], rel=2e-5), name
 
 
 @pytest.mark.distributed

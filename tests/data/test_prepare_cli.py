@@ -42,7 +42,7 @@ def test_prepare_inspect_verify(text, tmp_path, capsys):
     assert forge_data("prepare", text, "--output", out, *options) == 0
     printed = capsys.readouterr()
     assert "validation: 86 tokens in 4 documents" in printed.out
-    assert printed.err.splitlines()[-1].startswith("read ")
+    assert [line.split()[0] for line in printed.err.splitlines()] == ["read", "merged"]
     assert forge_data("inspect", out) == 0
     assert "the cat sat on mat 4" in capsys.readouterr().out
     assert forge_data("verify", out) == 0
@@ -66,10 +66,10 @@ def test_F50_documents_end_with_the_tokenizers_end_token_though_its_id_is_0(text
 
 
 def test_a_json_tokenizer_sees_whole_documents(words, tmp_path, monkeypatch):
-    from forge_data.prepare import readers
+    from forge_data.prepare import text_documents
 
     (tmp_path / "a.txt").write_text("the cat sat")
-    monkeypatch.setattr(readers, "_PIECE", 2)
+    monkeypatch.setattr(text_documents, "PIECE", 2)
     assert (
         forge_data("prepare", tmp_path / "a.txt", "--output", tmp_path / "o", "--tokenizer", words)
         == 0
@@ -83,11 +83,61 @@ def test_another_end_token_may_be_named(text, words, tmp_path):
     assert TokenFiles(out).read(0, TokenFiles(out).num_tokens)[-1] == 6
 
 
+def test_shards_merge_statistics_and_duplicates(text, tmp_path, capsys):
+    out = tmp_path / "tokens"
+    text.write_text(text.read_text() * 2)
+    options = ("--document", "line", "--deduplicate", "--validation_fraction", "0.3")
+    for shard in ("1/2", "0/2"):
+        assert forge_data("prepare", text, "--output", out, *options, "--shard", shard) == 0
+    printed = capsys.readouterr().out
+    assert "shard 0/2: " in printed
+    assert "shard 1/2: " in printed
+    assert f"wrote {out}.parts" in printed
+    assert forge_data("merge", out) == 0
+    printed = capsys.readouterr().out
+    assert "duplicates dropped: 20 documents, 430 tokens" in printed
+    assert f"wrote {out}\n" in printed
+    assert {p.name for p in out.iterdir()} == {"train", "validation", "statistics.json"}
+    assert forge_data("inspect", out) == 0
+    printed = capsys.readouterr().out
+    assert "duplicates dropped: 20 documents" in printed
+    assert "tokens of a document: 0% 21, 1% 21" in printed
+    assert forge_data("merge", out) == 65
+    assert "is there already: look at it with `forge-data inspect`" in capsys.readouterr().err
+
+
+def test_on_a_terminal_there_is_a_bar_with_counts(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert forge_data("prepare", text, "--output", tmp_path / "o", "--document", "line") == 0
+    printed = capsys.readouterr().err
+    assert "merge" in printed
+    assert "20 documents, " in printed
+    assert "tokens/s" in printed
+
+
 BAD = {
+    "bad shard": (
+        78,
+        ["prepare", "text.txt", "--output", "o", "--shard", "1"],
+        "shard '1' must be I/N, such as 0/8",
+    ),
+    "shard too high": (
+        78,
+        ["prepare", "text.txt", "--output", "o", "--shard", "8/8"],
+        "with I from 0 to N-1",
+    ),
+    "merge nothing": (65, ["merge", "o"], "must hold the parts that `forge-data prepare --shard`"),
     "missing input": (
         65,
         ["prepare", "nowhere.txt", "--output", "o"],
         "must be a file or a folder",
+    ),
+    "a variable that is empty": (
+        78,
+        ["prepare", "", "--output", "o"],
+        "path '' must name something",
     ),
     "no input": (78, ["prepare", "--output", "o"], "inputs must name at least one"),
     "unknown flag": (78, ["prepare", "text.txt", "--outptu", "o"], "outptu"),
@@ -110,8 +160,26 @@ BAD = {
         "JSON",
     ),
     "unwritable": (78, ["prepare", "text.txt", "--output", "text.txt/o"], "that can be written"),
-    "inspect nothing": (65, ["inspect", "nowhere"], "is missing"),
-    "verify nothing": (65, ["verify", "nowhere"], "is missing"),
+    "inspect a file": (
+        65,
+        ["inspect", "text.txt"],
+        "must be a folder written by forge-data prepare",
+    ),
+    "verify a file": (
+        65,
+        ["verify", "text.txt"],
+        "files of other formats have no digests to compare",
+    ),
+    "inspect nothing": (
+        65,
+        ["inspect", "nowhere"],
+        "nowhere must be a folder written by forge-data prepare, and nothing",
+    ),
+    "verify nothing": (
+        65,
+        ["verify", "nowhere"],
+        "nowhere must be a folder written by forge-data prepare, and nothing",
+    ),
 }
 
 
@@ -138,6 +206,10 @@ def test_help_lists_every_option(capsys):
         "document",
         "text_field",
         "overwrite",
+        "workers",
+        "shard",
+        "deduplicate",
+        "validation_fraction",
     ):
         assert f"--{option}" in printed
 
@@ -147,6 +219,19 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["verify", "x"]) == 78
     assert "pip install 'forge-data[cli]'" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    (tmp_path / "a.txt").write_text("words")
+    assert forge_data("prepare", tmp_path / "a.txt", "--output", tmp_path / "o") == 0
+    script = "import sys; from forge_data.cli import main; sys.stdin.read(1); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "inspect", str(tmp_path / "o")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        process.stdout.close()
+        process.stdin.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, "")
 
 
 def test_the_command_as_a_process(text, tmp_path):

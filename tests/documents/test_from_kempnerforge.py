@@ -22,6 +22,12 @@ THERE = {
     "optimizer": "name lr weight_decay betas eps fused muon_momentum muon_ns_steps muon_adam_lr"
     " schedule_free_warmup_steps",
     "scheduler": "name warmup_steps decay_steps min_lr_ratio stable_steps wsd_decay_type rex_alpha",
+    "data": "dataset_path file_pattern tokenizer_path num_workers pin_memory prefetch_factor hf_dataset_name"
+    " hf_dataset_config hf_dataset_split hf_dataset_text_field hf_streaming pack_sequences datasets[].path"
+    " datasets[].weight datasets[].name datasets[].hf_name datasets[].hf_config mix_temperature"
+    " phases[].start_step phases[].dataset_weights phases[].lr_scale anneal_start_step anneal_weights",
+    "eval": "enabled interval steps dataset_path file_pattern hf_dataset_name hf_dataset_config hf_dataset_split"
+    " hf_dataset_text_field",
 }
 
 

@@ -22,6 +22,7 @@ _MOE = "packages/forge-moe/src/forge_moe"
 _PARALLEL = "packages/forge-parallel/src/forge_parallel"
 _RESILIENCE = "packages/forge-resilience/src/forge_resilience"
 _TRAIN = "apps/train/src/forge_train"
+_VLM = "packages/forge-vlm/src/forge_vlm"
 
 MISTAKES: tuple[Mistake, ...] = (
     Mistake(
@@ -50,8 +51,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "weights that train are evaluated in place of their average",
         f"{_TRAIN}/trainer/trainer.py",
-        "with self.evaluation_point():\n                self.val_loss",
-        "if self.evaluation_point():\n                self.val_loss",
+        "with self.rows.meter.paused() as pause, self.evaluation_point():",
+        "with self.rows.meter.paused() as pause:\n            self.evaluation_point()",
         (
             "tests/use/test_schedule_free.py::test_what_is_evaluated_sampled_saved_and_left_is_the_average",
         ),
@@ -75,9 +76,18 @@ MISTAKES: tuple[Mistake, ...] = (
         ),
     ),
     Mistake(
+        "a label of a conversation has the weight of the token before it",
+        f"{_DATA}/chat/rows.py",
+        "weights[start + 1 : start + length]",
+        "weights[start : start + length - 1]",
+        (
+            "packages/forge-data/tests/test_chat_source.py::test_an_epoch_has_each_conversation_once_and_whole",
+        ),
+    ),
+    Mistake(
         "a document predicts the next one",
         f"{_DATA}/packing.py",
-        "labels[begins - 1] = IGNORE",
+        "labels[row, begins - 1] = IGNORE",
         "labels[begins[begins < 0]] = IGNORE",
         (
             "packages/forge-data/tests/test_packing.py::test_F47_the_last_token_of_a_document_does_not_predict_the_next_document",
@@ -218,15 +228,15 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "the learning rate of the step before",
         f"{_TRAIN}/trainer/trainer.py",
-        "lr = self.config.optimizer.lr * self.schedule(step)",
-        "lr = self.config.optimizer.lr * self.schedule(max(step - 1, 1))",
+        "factor = self.schedule(self.course.scheduled(step, tokens))",
+        "factor = self.schedule(self.course.scheduled(max(step - 1, 1), tokens))",
         ("tests/use/test_runner_by_values.py::test_the_runner_equals_a_loop_by_hand",),
     ),
     Mistake(
         "a run of tokens is rounded down",
-        f"{_TRAIN}/trainer/build.py",
-        "return max(1, math.ceil(tokens / (",
-        "return max(1, math.floor(tokens / (",
+        f"{_TRAIN}/trainer/course.py",
+        "steps = point.steps + math.ceil((tokens - point.tokens) / of_step)",
+        "steps = point.steps + math.floor((tokens - point.tokens) / of_step)",
         ("tests/use/test_runner_by_values.py::test_the_runner_equals_a_loop_by_hand",),
     ),
     Mistake(
@@ -236,6 +246,24 @@ MISTAKES: tuple[Mistake, ...] = (
         "wide = layout.dtype",
         (
             "packages/forge-moe/tests/test_dispatch_ranks.py::test_gradients_of_a_token_from_several_ranks_are_summed_in_fp32",
+        ),
+    ),
+    Mistake(
+        "a worker that replaces another is asked for its steps in another order",
+        f"{_DATA}/workers.py",
+        "                for again in steps:\n",
+        "                for again in reversed(steps):\n",
+        (
+            "packages/forge-data/tests/test_workers.py::test_a_worker_that_dies_is_named_and_replaced_with_nothing_lost_or_repeated[SIGKILL]",
+        ),
+    ),
+    Mistake(
+        "sequences of an index are taken to follow one another",
+        f"{_DATA}/sources/megatron.py",
+        "        if wrong.size:\n",
+        "        if wrong.size > len(lengths):\n",
+        (
+            "packages/forge-data/tests/test_formats.py::test_F93_damage_is_one_line_before_a_row_is_read",
         ),
     ),
     Mistake(
@@ -449,5 +477,46 @@ MISTAKES: tuple[Mistake, ...] = (
         (
             "packages/forge-resilience/tests/test_alerts.py::test_a_command_that_fails_is_told_without_its_words",
         ),
+    ),
+    Mistake(
+        "branches of a document see each other",
+        f"{_VLM}/mask.py",
+        "together = together & ((branch == 0) | (branch == branches[row, query]))",
+        "together = together & (branch >= 0)",
+        (
+            "packages/forge-vlm/tests/test_branches.py::test_a_tree_is_its_separate_rows[joint_decoder]",
+            "packages/forge-vlm/tests/test_mask.py::test_each_backend_equals_the_reference[None-None]",
+        ),
+    ),
+    Mistake(
+        "tokens of one image do not see those behind them",
+        f"{_VLM}/mask.py",
+        "((key <= query) | ahead)",
+        "(key <= query)",
+        (
+            "packages/forge-vlm/tests/test_mask.py::test_each_backend_equals_the_reference[None-image]",
+            "packages/forge-vlm/tests/test_bidirectional.py::test_one_layer_sees_what_the_plan_says[image]",
+        ),
+    ),
+    Mistake(
+        "a window of streamed pictures begins at its last sample",
+        f"{_VLM}/data/shards.py",
+        "place, samples = batch[0][0], [",
+        "place, samples = batch[-1][0], [",
+        ("packages/forge-vlm/tests/test_shards.py::test_a_reader_begins_at_the_place_of_a_window",),
+    ),
+    Mistake(
+        "rows of a window are shuffled by how many shards a process reads",
+        f"{_VLM}/data/shards.py",
+        'order_of(len(rows), _seed(self.seed, f"window {shard}"), place)',
+        "order_of(len(rows), len(self._shards), place)",
+        ("packages/forge-vlm/tests/test_shards.py::test_rows_depend_on_seed_and_number_alone",),
+    ),
+    Mistake(
+        "units of another plan are taken",
+        f"{_VLM}/data/prepare.py",
+        "plan.read_text() != said",
+        "False",
+        ("packages/forge-vlm/tests/test_prepare.py::test_units_of_another_plan_are_not_taken",),
     ),
 )

@@ -15,13 +15,14 @@ import pytest
 from forge_parallel.plan import estimate_layout
 from forge_train import load_job
 from forge_train.config.schema import JobConfig
-from forge_train.trainer.build import build_model
+from forge_train.trainer.build import build_model, freeze_groups
 from forge_train.trainer.layout import layout_problems
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs" / "presets").glob("*.toml"))
 MODELS = sorted((ROOT / "configs" / "models").glob("*.toml"))
-NAMES = ["125m", "13b", "1b", "20m", "29b", "70b", "7b", "moe_16", "moe_64", "moe_8"]
+NAMES = ["125m", "13b", "1b", "20m", "29b", "70b", "7b", "llava_7b", "moe_16", "moe_64", "moe_8",
+         "qwen3_siglip2"]  # fmt: skip
 
 
 def gpus_of(path: Path) -> int:
@@ -43,8 +44,10 @@ def test_F85_a_preset_loads_and_fits_its_gpus(path: Path) -> None:
     config, gpus = load(path), gpus_of(path)
     per_node = min(gpus, 8)
     assert layout_problems(config, gpus, per_node) == []
+    model = build_model(config.model, 0)
+    freeze_groups(model, config)
     plan = estimate_layout(
-        build_model(config.model, 0),
+        model,
         config.parallel,
         gpus,
         global_batch=config.train.global_batch,
@@ -63,18 +66,20 @@ def test_models_have_the_sizes_of_their_names() -> None:
     billions = {p.stem: sum(q.numel() for q in build_model(load(p).model, 0).parameters()) / 1e9
                 for p in (ROOT / "configs" / "recipes").glob("*.toml")}  # fmt: skip
     want = {"20m": 0.0228, "125m": 0.124, "1b": 1.24, "7b": 8.03, "13b": 14.84, "29b": 29.2,
-            "70b": 70.55, "moe_8": 9.23, "moe_16": 17.69, "moe_64": 16.48}  # fmt: skip
+            "70b": 70.55, "moe_8": 9.23, "moe_16": 17.69, "moe_64": 16.48, "llava_7b": 7.06, "qwen3_siglip2": 2.16}  # fmt: skip
     assert billions == pytest.approx(want, rel=0.01)
 
 
 @pytest.mark.slow
 def test_presets_step_at_full_size_under_a_fake_group() -> None:
-    chosen = [f"configs/presets/{name}.toml" for name in ("7b_8gpu", "moe_64_8gpu")]
+    chosen = [
+        f"configs/presets/{name}.toml" for name in ("7b_8gpu", "moe_64_8gpu", "llava_7b_8gpu")
+    ]
     done = subprocess.run(
         [sys.executable, "scripts/step_presets.py", *chosen],
         cwd=ROOT, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["ok"] for row in rows] == [True] * 2
+    assert [row["ok"] for row in rows] == [True] * 3
     assert rows[0]["parameters"] == 8_030_261_248 // 8  # every dim 0 divides

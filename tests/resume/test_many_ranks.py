@@ -118,7 +118,8 @@ def test_a_rank_without_data_ends_all_in_the_same_step(tmp_path: Path) -> None:
     fitted = fit_on_ranks(4, make_job(tmp_path), BadDiskOnRank1)
     assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 4
     assert fitted[0].problems == fitted[1].problems
-    assert "rank 1: step 5: OSError: the disk is gone" in fitted[0].problems[0]
+    assert "rank 1: step 5: InvalidData: instance " in fitted[0].problems[0]
+    assert "raised OSError: the disk is gone" in fitted[0].problems[0]
     events = read_run(
         tmp_path / "run"
     ).events  # the save of step 4 may be committed after the fault

@@ -113,6 +113,25 @@ def test_a_poisoned_window_leaves_the_run_of_one_that_never_saw_it(
     assert events(reference, "rollback") == []
 
 
+class LeaveOutOfPhase(LeaveOut):
+    first = WINDOW[0] - BATCH
+
+
+def test_a_rollback_leaves_out_the_rows_of_a_step_of_its_phase(tmp_path: Path) -> None:
+    """From the fourth step on with twice the rows, the poisoned ones in the fifth; back to before the phase."""
+    job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
+    phase = {"start_instance": 3 * BATCH, "global_batch": 2 * BATCH, "lr_multiplier": 0.5}
+    how = {**BACK, **{f"data__phases__wide__{key}": value for key, value in phase.items()}}
+    how |= {"train__steps": 8, "model__moe__num_experts": 4, "model__moe__top_k": 2}
+    found = fit_on_ranks(2, job, **how)
+    wanted = fit_on_ranks(2, reference, LeaveOutOfPhase, **how)
+    assert_same(found, wanted, job, reference)
+    (back,) = events(job, "rollback")
+    assert (back["to_step"], back["bad_steps"]) == (3, [5, 5])
+    assert back["skipped_instances"] == [[LeaveOutOfPhase.first, WINDOW[1]]]
+    assert [(e["step"], e["name"]) for e in events(job, "phase")] == [(4, "wide")]
+
+
 MOE = {"model__moe__num_experts": 4, "model__moe__top_k": 2, "model__moe__bias_update_rate": 1e-3}
 
 

@@ -78,6 +78,26 @@ def test_texts_of_a_file_do_not_depend_on_how_many_run_at_once(
         assert rows == [{"prompt": p, "text": t} for p, t in zip(TEXTS, found[0], strict=True)]
 
 
+def test_without_a_number_texts_are_as_long_as_the_model_has_room_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = folder(tmp_path / "hf")
+    stream_text(path, prompt="one two", temperature=0.0)
+    shown = capsys.readouterr()
+    line = "at most 62 new tokens: max_seq_len 64 less a prompt of 2; --max_new_tokens N asks for fewer"
+    assert line in shown.err.splitlines()
+    stream_text(path, prompt="one two", temperature=0.0, max_new_tokens=62)
+    asked = capsys.readouterr()
+    assert asked.out == shown.out
+    assert "at most" not in asked.err
+    (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
+    stream_text(path, prompts=tmp_path / "prompts.txt", temperature=0.0)
+    assert "at most 60 new tokens: max_seq_len 64 less a prompt of 4" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="prompt of 64 tokens fills max_seq_len 64; shorten it"):
+        stream_text(path, prompt="one " * 64)
+    assert "at most" not in capsys.readouterr().err
+
+
 def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = folder(tmp_path / "hf")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
@@ -85,10 +105,17 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.Capt
         read_prompts(tmp_path / "broken.jsonl")
     with pytest.raises(ConfigError, match="leave one out"):
         stream_text(path, prompt="one", prompts=path / "config.json")
+    (tmp_path / "import").mkdir()
+    (tmp_path / "import/model.toml").touch()
+    with pytest.raises(
+        ConfigError, match="is an import that no run has trained; generate from the folder"
+    ):
+        stream_text(tmp_path / "import")
     with pytest.raises(ConfigError, match="cannot be read"):
         stream_text(path, prompts=tmp_path / "none.txt")
     with pytest.raises(
-        ConfigError, match="a prompt of 2 and 99 new tokens are longer than max_seq_len 64"
+        ConfigError,
+        match="a prompt of 2 and 99 new tokens are longer than max_seq_len 64; ask for 62 or fewer",
     ):
         stream_text(path, prompt="one two", max_new_tokens=99)
     (tmp_path / "long.txt").write_text("one\n" + "two " * 60)

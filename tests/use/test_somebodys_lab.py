@@ -185,7 +185,11 @@ def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path:
             "column = ",
             "metrics.sinks.columns.options lacks 'columns', which 'csv' has no default for",
         ),
-        ('"neighbours"', '"neighbors"', "must be 'transformer', an entry point of forge.models or"),
+        (
+            '"neighbours"',
+            '"neighbors"',
+            "must be 'transformer', 'vlm', an entry point of forge.models or",
+        ),
     ):
         job.write_text(right.replace(before, after))
         done = train(job, installed)

@@ -85,7 +85,7 @@ def together(fitted: list[Fitted]) -> dict[str, torch.Tensor]:
     """Tensors of all ranks by name; where several have one, the same bits."""
     found: dict[str, torch.Tensor] = {}
     for rank in fitted:
-        assert rank.problems == ()
+        assert rank.problems == (), rank.problems
         for name, value in rank.weights.items():
             assert torch.equal(found.setdefault(name, value), value), name
     return found

@@ -1,0 +1,249 @@
+"""Runs through phases with other rows and batches: on any number of ranks, after a kill, and as they were planned."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_data import PhaseConfig
+from forge_data.ledger import Ledger
+from forge_testing import forge_train, kill_after_step, start
+from forge_testing.runs import (
+    assert_same_bits,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    make_job,
+    saved_tensors,
+    together,
+)
+from forge_train import Callback, ConfigError, Trainer, load_job, read_run
+from forge_train.report.planned import planned
+from forge_train.trainer.course import Course
+
+#: Rows of 32 tokens, 12 a step; 6 steps and a cut one of 8 rows, then rows of 48 tokens, then 24 of them a step.
+PHASES = """
+[data.phases.long]
+start_tokens = 2560
+seq_len = 48
+lr_multiplier = 0.5
+[data.phases.wide]
+start_tokens = 4000
+global_batch = 24
+"""
+QUIET: dict[str, Any] = {
+    "metrics.console": "off",
+    "sample.max_new_tokens": 0,
+    "train.steps": 12,
+    "model.max_seq_len": 48,
+}
+FLAGS = [part for key, value in QUIET.items() for part in (f"--{key}", str(value))]
+
+
+def job_in(folder: Path) -> Path:
+    return make_job(folder, PHASES)
+
+
+def under(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace(".", "__"): value for key, value in keys.items()}
+
+
+def course_of(draw: random.Random, config: Any) -> Course:
+    """Four phases, of which some have other rows or batches."""
+    phases = {}
+    for i, begin in enumerate(sorted(draw.sample(range(1, 300), 4))):
+        keys: dict[str, Any] = {"start_instance": begin, "lr_multiplier": 0.5 + i}
+        if draw.random() < 0.6:
+            keys["seq_len"] = draw.choice([8, 16, 32])
+        if draw.random() < 0.6:
+            keys["global_batch"] = draw.choice([4, 12, 36])
+        phases[f"p{i}"] = PhaseConfig(**keys)
+    return Course(replace(config, data=replace(config.data, phases=phases)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_tokens_and_rows_are_those_of_a_walk(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    course = course_of(draw, load_job(job_in(tmp_path), QUIET).config)
+    windows = [[40, 55], [150, 151]] if draw.random() < 0.5 else []
+    ledger, cursor, tokens, cursors = Ledger(windows), 0, 0, [0]
+    borders = [b.start for a, b in pairwise(course.stretches) if a.seq_len != b.seq_len]
+    for step in range(1, 60):
+        first = int(ledger.ids([cursor])[0])
+        stretch = [s for s in course.stretches if s.start <= first][-1]
+        assert course.at(first) == stretch
+        ids = ledger.ids(range(cursor, cursor + course.batch_of(stretch)))
+        rows = min([len(ids), *(int((ids < b).sum()) for b in borders if b > first)])
+        own = rows * stretch.seq_len
+        if not windows:
+            assert course.at_step(step) == (stretch, tokens, own)
+            assert course.steps_of(tokens + 1) == course.steps_of(tokens + own) == step
+            assert course.rows_of(step) == cursor + rows
+        cursor, tokens = cursor + rows, tokens + own
+        cursors.append(cursor)
+        assert course.tokens(cursor, windows) == tokens
+        assert course.cursor(tokens, windows) == cursor
+        back = draw.randint(0, step)
+        assert course.steps_back(cursor, back, windows) == cursors[step - back]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_back_count_from_where_another_global_batch_began(tmp_path: Path, seed: int) -> None:
+    """A rollback must leave out the rows of the bad step, and of no other."""
+    draw = random.Random(seed)
+    course = course_of(draw, load_job(job_in(tmp_path), QUIET).config)
+    begin = cursor = draw.randint(1, 99)  # a step of another batch ended there
+    cursors, borders = (
+        [begin],
+        [b.start for a, b in pairwise(course.stretches) if a.seq_len != b.seq_len],
+    )
+    for step in range(1, 40):
+        rows = course.batch_of(course.at(cursor))
+        cursor += min([rows, *(border - cursor for border in borders if border > cursor)])
+        cursors.append(cursor)
+        back = draw.randint(0, step)
+        assert course.steps_back(cursor, back, begin=begin) == cursors[step - back]
+
+
+class Seen(Callback):
+    """The shape of each step's rows, the rate and the tokens."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.rates: list[float] = []
+        self.tokens: list[int] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        rows = trainer.loader.state_dict()["last_batch"]
+        self.shapes.append((rows, trainer.phases.stretch.seq_len))
+        self.rates.append(trainer.optimizer.param_groups[0]["lr"])
+        self.tokens.append(trainer.progress.tokens)
+
+
+def test_what_is_planned_is_what_the_run_does(tmp_path: Path) -> None:
+    job, seen = load_job(job_in(tmp_path), QUIET | {"schedule.name": "cosine"}), Seen()
+    Trainer(job, [seen]).fit()
+    assert seen.shapes == [(12, 32)] * 6 + [(8, 32)] + [(12, 48)] * 3 + [(24, 48)] * 2
+    plan = planned(job.config)
+    assert plan.rates["others"] == seen.rates
+    assert plan.tokens == [rows * length for rows, length in seen.shapes]
+    assert seen.tokens[-1] == sum(plan.tokens)
+    run = read_run(tmp_path / "run")
+    events = [e for e in run.events if e["event"] == "phase"]
+    assert [(e["step"], e["name"], e["seq_len"], e["global_batch"]) for e in events] == [
+        (8, "long", 48, 12),
+        (11, "wide", 48, 24),
+    ]
+    flops = [b - a for a, b in pairwise([0.0, *run.metrics["flops"]])]
+    assert flops[8] / (12 * 48) > flops[0] / (12 * 32) == pytest.approx(flops[6] / (8 * 32))
+
+
+def test_a_length_in_tokens_counts_those_of_phases(tmp_path: Path) -> None:
+    tokens = {"train.tokens": 2560 + 3 * 576 + 1152 + 1}
+    job = load_job(
+        job_in(tmp_path), {k: v for k, v in QUIET.items() if k != "train.steps"} | tokens
+    )
+    assert Trainer(job).total_steps == 12
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    [
+        (2, {}),
+        (3, {}),
+        (2, {"parallel.tp": 2}),
+        (2, {"parallel.cp": 2}),
+        (2, {"data.num_workers": 2}),
+    ],
+)
+def test_ranks_read_what_one_process_reads(
+    tmp_path: Path, world: int, keys: dict[str, Any]
+) -> None:
+    alone = fit_alone(job_in(tmp_path / "one"), **QUIET)
+    job = job_in(tmp_path / "many")
+    ranks = fit_on_ranks(world, job, **under(QUIET | keys))
+    found = together(ranks)
+    assert_same_rows(columns(job), columns(tmp_path / "one/job.toml"))
+    for name, value in alone.weights.items():
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+class BadDisk(Callback):
+    """Rank 1 cannot read the second step of the phase."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 11 and trainer.meshes.rank == 1:
+
+            def arrays(ids: Any) -> Any:
+                raise OSError("the disk is gone")
+
+            trainer.loader.stream.part_at(10**9).stream.arrays = arrays  # type: ignore[attr-defined]
+
+
+@pytest.mark.distributed
+def test_a_rank_without_data_in_a_phase_ends_all_in_the_same_step(tmp_path: Path) -> None:
+    fitted = fit_on_ranks(2, job_in(tmp_path), BadDisk, **under(QUIET))
+    assert [(f.code, f.step) for f in fitted] == [(65, 11)] * 2
+    assert "rank 1: step 12: InvalidData" in fitted[0].problems[0]
+
+
+@pytest.mark.parametrize("step", [7, 11])
+def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, step: int) -> None:
+    job = job_in(tmp_path)
+    flags = [*FLAGS, "--checkpoint.every_steps", "1", "--checkpoint.wait", "true"]
+    kill_after_step(start("run", job, *flags), tmp_path / "run/metrics.jsonl", step)
+    done = forge_train("run", job, *flags)
+    assert done.code == 0, done.err
+    fit_alone(job_in(tmp_path / "whole"), **QUIET)
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
+
+
+def test_the_start_tells_how_rows_of_each_length_are_packed(tmp_path: Path) -> None:
+    run = job_in(tmp_path)
+    fit_alone(run, **QUIET | {"train.steps": 8, "data.packing.name": "best_fit"})
+    (begun,) = [e for e in read_run(tmp_path / "run").events if e["event"] == "start"]
+    assert {*begun["packing"]} == {"data", "long.data"}
+    assert sum(line.startswith("phase long: ") for line in begun["data"]) == 1
+
+
+def test_explain_says_where_phases_begin(tmp_path: Path) -> None:
+    told = forge_train("explain", job_in(tmp_path), *FLAGS)
+    assert told.code == 0, told.err
+    assert "phase long: from step 8 (row 80, 2,560 tokens) on rate x 0.5, rows of 48" in told.out
+    assert "a new epoch of each source, step 7 before it has 8 rows" in told.out
+    assert "phase wide: from step 11 (row 116, 4,288 tokens) on rate x 1, global" in told.out
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"parallel.pp": 2, "model.num_layers": 2}, "must go without parallel.pp 2"),
+        (
+            {"model.max_seq_len": 32},
+            "phases.long.seq_len 48 must be at most model.max_seq_len 32; use 32, or set",
+        ),
+        (
+            {"train.micro_batch": 3, "data.phases.wide.global_batch": 22},
+            "must be divisible by train.micro_batch 3",
+        ),
+        (
+            {"data.phases.long.seq_len": 45, "parallel.cp": 2},
+            "data.phases.long: data.seq_len 45",
+        ),
+    ],
+)
+def test_phases_that_a_layout_cannot_run_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], words: str
+) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", **address}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        Trainer(load_job(job_in(tmp_path), QUIET | keys))

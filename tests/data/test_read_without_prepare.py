@@ -1,0 +1,184 @@
+"""Runs that read text and sets of `datasets` without a step before: equal to runs on prepared token files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forge_data import TokenFiles
+from forge_data.prepare import prepare
+from forge_testing import forge_train, kill_after_step, start
+from forge_testing.jobs import write_job
+from forge_testing.runs import (
+    assert_same_bits,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    make_job,
+    saved_tensors,
+)
+from forge_train import ConfigError, DataError
+
+TEXTS = [f"{i} bottles hang on the wall, {'and one falls ' * (i % 5)}" for i in range(400)]
+QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0}
+SOURCE = {
+    "text": 'name = "text"\npath = "{0}/notes"\ntext = {{validation_every = 9, cache = "{0}/cache"}}\n',
+    "huggingface": 'name = "huggingface"\npath = "{0}/set"\nhuggingface = {{cache = "{0}/cache"}}\n',
+    "tokens": 'name = "tokens"\npath = "{0}/prepared"\n',
+}
+
+
+def write_texts(folder: Path, texts: list[str]) -> None:
+    """The texts as JSONL in a folder, as a set with splits, and as prepared token files."""
+    (folder / "notes").mkdir(exist_ok=True)
+    held_out = [i % 9 == 8 for i in range(len(texts))]
+    for name, some in (("a", texts[:250]), ("b", texts[250:])):
+        lines = [json.dumps({"text": text}) for text in some]
+        (folder / f"notes/{name}.jsonl").write_text("\n".join(lines))
+    datasets = pytest.importorskip("datasets")
+    splits = {
+        name: datasets.Dataset.from_dict(
+            {"text": [t for t, h in zip(texts, held_out) if h == held]}
+        )
+        for name, held in (("train", False), ("validation", True))
+    }
+    datasets.DatasetDict(splits).save_to_disk(folder / "set")
+    prepare(folder / "notes", folder / "prepared", validation_every=9, overwrite=True)
+
+
+def job_of(folder: Path, data: Path, kind: str) -> Path:
+    job = make_job(folder)
+    source = SOURCE[kind].format(data)
+    job.write_text(job.read_text().replace('name = "builtin"\n', source))
+    return job
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("data")
+    write_texts(folder, TEXTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wanted(data: Path) -> Path:
+    """The run on prepared token files, never disturbed."""
+    job = job_of(data / "wanted", data, "tokens")
+    fit_alone(job, **QUIET)
+    return job
+
+
+@pytest.mark.parametrize("kind", ["text", "huggingface"])
+def test_killed_and_resumed_it_equals_the_run_on_token_files(
+    tmp_path: Path, data: Path, wanted: Path, kind: str
+) -> None:
+    job = job_of(tmp_path, data, kind)
+    flags = ["--checkpoint.wait", "true", "--sample.max_new_tokens", "0"]
+    kill_after_step(start("run", job, *flags), tmp_path / "run/metrics.jsonl", 5)
+    done = forge_train("run", job, *flags)
+    assert done.code == 0, done.err
+    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(wanted.parent / "run"))
+    assert columns(job)["val_loss"] == columns(wanted)["val_loss"]
+    if kind == "text":  # and the other way round: the identity of a run is its tokens
+        again = job_of(tmp_path, data, "tokens")
+        assert forge_train("run", again, *flags, "--train.steps", "13").code == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["text", "huggingface"])
+def test_ranks_with_an_empty_cache_write_it_once(
+    tmp_path: Path, data: Path, wanted: Path, kind: str
+) -> None:
+    job = job_of(tmp_path, data, kind)
+    job.write_text(job.read_text().replace(f"{data}/cache", f"{tmp_path}/cache"))
+    fit_on_ranks(3, job, **{k.replace(".", "__"): v for k, v in QUIET.items()})
+    assert_same_rows(columns(job), columns(wanted))
+    entries = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert len(entries) == (
+        1 if kind == "text" else 2
+    )  # both splits are in one, or each in its own
+
+
+@pytest.mark.parametrize("kind", ["text", "huggingface"])
+def test_moved_it_goes_on_and_changed_it_is_refused(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("datasets")
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    write_texts(here, TEXTS)
+    fit_alone(job_of(tmp_path, here, kind), **{**QUIET, "train.steps": 3})
+    shutil.copytree(here, there, ignore=shutil.ignore_patterns("cache"))  # other paths and times
+    shutil.rmtree(here)
+    job = job_of(tmp_path, there, kind)
+    assert fit_alone(job, **{**QUIET, "train.steps": 5}).step == 5
+    changed = ["another text", *TEXTS[1:]]
+    write_texts(there, changed)
+    with pytest.raises(
+        (ConfigError, DataError), match=r"source.tokens: checkpoint \w+\.\.\., now \w+\.\.\."
+    ):
+        fit_alone(job, **{**QUIET, "train.steps": 7})
+
+
+def test_explain_and_plan_tokenize_nothing(tmp_path: Path, data: Path) -> None:
+    for kind in ("text", "huggingface"):
+        job = job_of(tmp_path / kind, data, kind)
+        job.write_text(job.read_text().replace(f"{data}/cache", f"{tmp_path}/cache"))
+        done = forge_train("explain", job)
+        assert done.code == 0, done.err
+        assert "data.sources.text: its tokens are not counted before `forge-train run`" in done.out
+        assert forge_train("plan", job, "--gpus", "2").code == 0
+        assert not (tmp_path / "cache").exists()
+    job = job_of(tmp_path / "text", data, "text")
+    fit_alone(job, **{**QUIET, "train.steps": 1})
+    known = TokenFiles(data / "prepared").num_tokens
+    assert f"data.sources.text: {known:,} tokens, in the cache" in forge_train("explain", job).out
+
+
+def job_with(folder: Path, source: str) -> Path:
+    job = write_job(folder, "")
+    job.write_text(job.read_text().replace('name = "builtin"\n', source))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ('name = "text"\npath = "{0}/nowhere"\n', "data.sources.text: path .*nowhere must be a text file"),
+        ('name = "huggingface"\npath = "{0}/set"\nhuggingface = {{text_field = "b"}}\n', "data.sources.text: .*set must have a column 'b', and has text"),
+        ('name = "huggingface"\npath = "{0}/set/train"\nhuggingface = {{cache = "{0}/none"}}\n', "data.validation: .*train is one set without splits.*; or set eval.every_steps = 0"),
+        ('name = "text"\npath = "{0}/prepared/train/tokens.json"\n', "data.validation: path .* must hold train/ and validation/"),
+        ('name = "text"\npath = "{0}/notes"\ntext = {{tokenizer = "{0}/none"}}\n', "data.sources.text: tokenizer .*none must be a JSON file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_before_a_run_begins(
+    tmp_path: Path, data: Path, source: str, sentence: str
+) -> None:
+    job = job_with(tmp_path, source.format(data))
+    done = forge_train("run", job)
+    assert done.code == 65
+    assert re.search(sentence, done.err), done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "run").exists()
+    assert "tokenizing" not in done.err, "hours may pass before the sentence"
+
+
+def test_files_of_ids_are_told_what_they_lack(tmp_path: Path) -> None:
+    source = f'name = "nanogpt"\npath = "{tmp_path}"\nnanogpt = {{eos_id = 9}}\n'
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin").write_bytes(bytes([1, 0, 2, 0]) * 500)
+    job = job_with(tmp_path, source)
+    done = forge_train("run", job)
+    assert done.code == 78
+    assert "model.vocab_size must be given, as data.sources.text has ids and no vocab" in done.err
+    flags = ["--model.vocab_size", "10", "--sample.max_new_tokens", "0"]
+    for command in (["run", job], ["explain", job, "--data.packing.name", "best_fit"]):
+        done = forge_train(*command, *flags)
+        assert (done.code, done.out) == (65, "")
+        assert done.err.startswith("forge-train: data.sources.text: ")
+        assert "train.bin must hold its nanogpt.eos_id 9, which no token is; give" in done.err
+    assert not (tmp_path / "run").exists()

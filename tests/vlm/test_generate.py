@@ -1,0 +1,136 @@
+"""forge-train generate with pictures: of a run and of a folder of LLaVA, batched and uneven, as transformers goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.vlm.test_exact_match import colours, keys
+from tests.vlm.test_hugging_face import IMAGE, LLAVA, SIDE, save
+
+from forge_core import SamplingConfig
+from forge_testing.runs import fit_alone
+from forge_testing.vlm_jobs import write_vlm_job
+from forge_train import ConfigError
+from forge_train.report.pictures import load_asked
+from forge_train.report.text import stream_text
+from forge_vlm.answers import answer_all
+
+Image = pytest.importorskip("PIL.Image")
+tokenizers = pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    settings = keys(folder) | {"train.steps": 6, "eval.every_steps": 0, "optimizer.lr": 2e-2}
+    settings = {k: v for k, v in settings.items() if not k.startswith("eval.exact_match")}
+    fit_alone(write_vlm_job(folder), **settings)
+    return folder / "run"
+
+
+def objects(text: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_file_of_conversations_is_answered_in_any_rows(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one and two pictures, with and without an answer; those of one row are those of five."""
+    found = []
+    for answer, rows in ((True, 1), (False, 5)):
+        path = colours(tmp_path / "asks", 7, answer)
+        assert stream_text(run, prompts=path, rows=rows, max_new_tokens=8, temperature=0) == 0
+        found.append(objects(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert len(found[0]) == 7
+    assert len({row["text"] for row in found[0]}) > 1  # the pictures are looked at
+
+
+def test_one_question_of_two_pictures(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = colours(tmp_path / "asks", 7, answer=False)
+    stream_text(run, prompts=path, max_new_tokens=8, temperature=0)
+    wanted = objects(capsys.readouterr().out)[2]["text"]
+    both = (path.parent / "2-0.png", path.parent / "2-1.png")
+    stream_text(run, prompt="which", image=both, max_new_tokens=8, temperature=0)
+    assert capsys.readouterr().out == wanted + "\n"  # the template plain leaves the question out
+
+
+def test_the_encoder_runs_once_for_the_pictures_of_a_batch(run: Path, tmp_path: Path) -> None:
+    model, prompts = load_asked(run)
+    asked = prompts.read(colours(tmp_path / "asks", 7))
+    seen: list[int] = []
+    model.vision.register_forward_hook(lambda m, args, kw, out: seen.append(len(kw["images"])), with_kwargs=True)  # fmt: skip
+    texts = [*answer_all(model, prompts, asked, 6, rows=4)]
+    assert (len(texts), seen) == (7, [5, 4])
+
+
+def folder_of(path: Path) -> Path:
+    """A LLaVA with a tokenizer of letters and a processor."""
+    text = {**LLAVA["text_config"], "max_position_embeddings": 256}
+    save(path, {**LLAVA, "text_config": text})
+    ids = {"</s>": 0, "<s>": 1, "<image>": IMAGE}
+    ids |= {c: 3 + i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz :")}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["</s>", "<s>", "<image>"])
+    made.save(str(path / "tokenizer.json"))
+    processor = {
+        **{"image_mean": [0.4] * 3, "image_std": [0.3] * 3, "do_center_crop": True, "resample": 2},
+        "crop_size": {"height": SIDE, "width": SIDE},
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return path
+
+
+def test_a_folder_of_llava_answers_as_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = folder_of(tmp_path / "hf")
+    path = colours(tmp_path / "asks", 5, answer=False)
+    stream_text(folder, prompts=path, rows=3, max_new_tokens=5, temperature=0)
+    found = [row["text"] for row in objects(capsys.readouterr().out)]
+    theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
+    _, prompts = load_asked(folder)
+    wanted = []
+    for asked in prompts.read(path):
+        pixels = (prompts.media([asked])["images"].float() / 255 - 0.4) / 0.3
+        tokens = torch.from_numpy(asked.tokens)[None]
+        new = theirs.generate(
+            tokens, pixel_values=pixels, max_new_tokens=5, do_sample=False, eos_token_id=0
+        )
+        wanted.append(prompts.text(new[0, tokens.size(1) :].tolist()))
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"prompt": "x", "prompts": "talks"}, "both given"),
+        ({"image": (Path("a.png"),), "prefill_chunk": 3}, "whole prompts"),
+        ({"image": (Path("missing.png"),)}, "cannot be read"),
+        ({"image": (Path("missing.png"),), "rows": 0}, "rows 0"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(
+    run: Path, tmp_path: Path, keywords: dict[str, Any], words: str
+) -> None:
+    if "prompts" in keywords:
+        keywords = {**keywords, "prompts": colours(tmp_path)}
+    with pytest.raises(ConfigError, match=words):
+        stream_text(run, **keywords)
+
+
+def test_draws_are_those_of_the_seed(run: Path, tmp_path: Path) -> None:
+    model, prompts = load_asked(run)
+    asked = prompts.read(colours(tmp_path / "asks", 5))
+    hot = SamplingConfig(temperature=2.0, seed=3)
+    found = [[*answer_all(model, prompts, asked, 6, hot, rows)] for rows in (2, 5)]
+    assert found[0] == found[1]

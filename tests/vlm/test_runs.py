@@ -1,0 +1,277 @@
+"""model.name = "vlm" in the runner: one process, FSDP2 and HSDP, resumed, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge_core import initialise
+from forge_data import Loader
+from forge_testing.pictures import Squares
+from forge_testing.processes import forge_train
+from forge_testing.runs import (
+    assert_close,
+    assert_same_bits,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    saved_tensors,
+    together,
+)
+from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
+from forge_train import ConfigError, DataError, Trainer, load_job, load_trained
+from forge_train.report.summary import sample_text
+from forge_vlm import VLM
+
+#: Of each twelve rows the last six have no image: with two ranks one of them has none at all.
+TEXT = {"data.sources.squares.options": {"group": 12, "text": 6}}
+PARTED = {"model.fusion.name": "mixture_of_transformers"}
+CROSS = {
+    "model.fusion.name": "cross_attention",
+    "data.sources.squares.options": {"group": 12, "text": 6, "places": 1},
+}
+MOMA = {"model.fusion.name": "moma", "train.micro_batch": 3}
+GROUPS = {"model.fusion.moma.experts": {"image": 6}, "model.feed_forward_bias": True}
+CHOICE = {
+    "eval.every_steps": 0,
+    "model.fusion.moma.router": "expert_choice",
+    "model.fusion.moma.gumbel_noise": 1.0,
+}
+STAGES = {"parallel.pp": 2, "train.micro_batch": 3}
+IN_V = {"parallel.pp_schedule": "zbv_zero_bubble", "model.num_layers": 4}
+EXPERTS = {"model.moe.num_experts": 4, "model.moe.top_k": 2, "model.moe.aux_loss_weight": 0.01}
+
+
+def test_the_answer_is_learnt_from_the_picture(tmp_path: Path) -> None:
+    """Without squares the colours are even: the loss of answer and end stays above ln(4) / 2."""
+    found = {}
+    for seen in (True, False):
+        job = write_vlm_job(tmp_path / str(seen))
+        shown = {f"data.{of}.options": {"seen": seen} for of in ("sources.squares", "validation")}
+        shown |= {f"data.validation.{k}": v for k, v in {"name": "forge_testing.pictures:Squares", "split": "validation"}.items()}  # fmt: skip
+        fit_alone(job, **shown, **{"train.steps": 60, "eval.every_steps": 20})
+        found[seen] = [loss for loss in columns(job)["val_loss"] if loss is not None]
+    assert found[True][-1] < 0.1 < 0.65 < found[False][-1]
+    assert found[True] == sorted(found[True], reverse=True)
+
+
+@pytest.mark.parametrize("encoder", [{}, TRANSFORMERS], ids=["vit", "transformers"])
+def test_initial_values_are_a_function_of_the_seed(tmp_path: Path, encoder: dict[str, Any]) -> None:
+    if encoder:
+        pytest.importorskip("transformers")
+    states = []
+    for seed in (1, 1, 2):
+        trainer = Trainer(load_job(write_vlm_job(tmp_path), {**encoder, "init.seed": seed}))
+        assert all(p.is_meta for p in trainer.model.parameters())
+        trainer._materialise()
+        states.append(dict(trainer.model.state_dict()))
+    plain = VLM(trainer.config.model)
+    initialise(plain, 2)
+    assert_same_bits(states[0], states[1])
+    assert_same_bits(states[2], dict(plain.state_dict()))
+    moved = [n for n in states[0] if not torch.equal(states[0][n], states[2][n])]
+    assert {"vision", "adapter", "layers"} <= {n.partition(".")[0] for n in moved}
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(dict(trainer.model.named_buffers())[name], buffer), name
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (2, {}),
+    "replicated": (2, {"parallel.dp_replicate": 2}),
+    "hsdp": (4, {"parallel.dp_replicate": 2}),
+    "recompute": (2, {"parallel.recompute": "full"}),
+    "fused": (2, {"train.loss": "fused_cross_entropy"}),
+    "three": (3, {"train.micro_batch": 2}),
+    "tp": (2, {"parallel.tp": 2}),
+    "tp whole": (2, {"parallel.tp": 2, "parallel.sequence_parallel": False}),
+    "cp": (2, {"parallel.cp": 2}),
+    "ring": (4, {"parallel.cp": 2, "parallel.cp_exchange": "ring"}),
+    "pp": (2, {"parallel.pp": 2, "train.micro_batch": 3}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("text", [{}, TEXT], ids=["images", "text ranks"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_one_process(tmp_path: Path, layout: str, text: dict[str, Any]) -> None:
+    world, keys = LAYOUTS[layout]
+    alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
+    wanted = fit_alone(alone, **text)
+    got = together(fit_on_ranks(world, many, None, **flags({**text, **keys})))
+    assert_close(got, wanted.weights)
+    assert_same_rows(columns(many), columns(alone))
+
+
+#: Models beside that of the job, and the layouts they are tried in.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "mixture_of_transformers": (2, PARTED),
+    "moma": (2, MOMA),
+    "moma experts choose": (2, {**MOMA, **CHOICE}),
+    "mixture_of_transformers tp": (2, {**PARTED, "parallel.tp": 2}),
+    "mixture_of_transformers cp": (2, {**PARTED, "parallel.cp": 2}),
+    "mixture_of_transformers pp": (4, {**PARTED, **STAGES}),
+    "mixture_of_transformers zbv": (2, {**PARTED, **STAGES, **IN_V}),
+    "moma tp": (2, {**MOMA, "parallel.tp": 2}),
+    "moma tp whole": (2, {**MOMA, "parallel.tp": 2, "parallel.sequence_parallel": False}),
+    "moma cp": (2, {**MOMA, "parallel.cp": 2}),
+    "moma ring": (4, {**MOMA, "parallel.cp": 2, "parallel.cp_exchange": "ring"}),
+    "moma pp": (4, {**MOMA, **STAGES}),
+    "moma zbv": (2, {**MOMA, **STAGES, **IN_V}),
+    "moma ep": (2, {**MOMA, **GROUPS, "parallel.ep": 2}),
+    "moma hsdp ep": (4, {**MOMA, "parallel.ep": 2, "parallel.recompute": "full"}),
+    "moma cp ep": (2, {**MOMA, "parallel.cp": 2, "parallel.ep": 2}),
+    "moma pp ep": (4, {**MOMA, **STAGES, "parallel.ep": 2}),
+    "moma experts choose ep": (2, {**MOMA, **CHOICE, "parallel.ep": 2}),
+    "moma experts choose tp": (2, {**MOMA, **CHOICE, "parallel.tp": 2}),
+    "moma experts choose pp": (2, {**MOMA, **CHOICE, **STAGES, "parallel.recompute": "full"}),
+    "cross_attention": (2, CROSS),
+    "cross_attention tp": (2, {**CROSS, "parallel.tp": 2}),
+    "cross_attention cp": (2, {**CROSS, "parallel.cp": 2}),
+    "experts": (2, {**EXPERTS, "train.micro_batch": 6}),
+    "experts ep": (2, {**EXPERTS, "train.micro_batch": 6, "parallel.ep": 2}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models_equal_one_process(tmp_path: Path, name: str) -> None:
+    world, keys = MODELS[name]
+    alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
+    wanted = fit_alone(
+        alone,
+        **{**TEXT, **{k: v for k, v in keys.items() if not k.startswith("parallel.")}},
+    )
+    got = together(fit_on_ranks(world, many, None, **flags({**TEXT, **keys})))
+    assert_close(got, wanted.weights)
+    assert_same_rows(columns(many), columns(alone))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rows", [{"group": 24, "text": 12}, {"group": 1, "text": 1}], ids=str)
+def test_F75_steps_of_text_alone_hang_nobody(tmp_path: Path, rows: dict[str, int]) -> None:
+    """Steps without one picture on any rank, between steps of pictures and all the time."""
+    alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
+    keys = {"data.sources.squares.options": rows}
+    wanted = fit_alone(alone, **keys)
+    got = together(fit_on_ranks(2, many, None, **flags(keys)))
+    assert_close(got, wanted.weights)
+    assert_same_rows(columns(many), columns(alone))
+
+
+def test_ids_that_are_inputs_alone_are_those_of_the_data_too(tmp_path: Path) -> None:
+    job = write_vlm_job(tmp_path)
+    keys = {"model.vocab_size": 14, "model.input_only_ids": 2}
+    assert load_job(job, keys).config.model.vocab_size == 14
+    words = r"id 15 must be below model\.vocab_size 14 and model\.input_only_ids 1;"
+    with pytest.raises(DataError, match=words):
+        load_job(job, {**keys, "model.input_only_ids": 1})
+
+
+def test_a_rank_of_two_has_no_image_at_all() -> None:
+    stream = Squares(type("C", (), {"split": "train"}), group=12, text=6).stream(8, 0)
+    counts = [len(next(Loader(stream, 12, rank, 2)).extras["images"].values) for rank in (0, 1)]
+    assert counts == [6, 0]
+    assert np.all(next(Loader(stream, 12, 1, 2)).tokens.numpy() != 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("encoder", [{}, TRANSFORMERS], ids=["vit", "transformers"])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, encoder: dict[str, Any]) -> None:
+    if encoder:
+        pytest.importorskip("transformers")
+    keys = {**TEXT, **encoder, "checkpoint.every_steps": 1, "checkpoint.keep_last": 9}
+    job = write_vlm_job(tmp_path)
+    fit_on_ranks(2, job, None, **flags(keys))
+    other = tmp_path / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    shutil.copy(tmp_path / "run/config.toml", other)
+    step = "checkpoints/step-00000002"
+    shutil.copytree(tmp_path / "run" / step, other / step)
+    fit_on_ranks(2, job, None, **flags({**keys, "run.dir": str(other)}))
+    assert_same_bits(saved_tensors(other), saved_tensors(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({**PARTED, "parallel.ep": 2}, "ep 2 must be 1 with model.fusion.name 'mixture_of_t"),
+        (
+            {**MOMA, "parallel.ep": 2, "model.fusion.moma.experts": {"image": 3}},
+            "ep 2 must divide the 3 experts of modality 'image'",
+        ),
+        ({**MOMA, "parallel.ep": 2, "model.feed_forward": "relu2"}, "are no stacks; use ep = 1"),
+        ({**MOMA, **CHOICE, "parallel.cp": 2}, r"parallel\.cp 2 cuts the rows among whose tokens"),
+        ({**PARTED, "model.moe.num_experts": 4}, "moe.num_experts 4 must be 0 with fusion.n"),
+        ({**MOMA, "model.fusion.moma.router": "expert_choice"}, "cannot evaluate; set"),
+        (
+            {"data.sources.squares.options": {"axes": 3}},
+            r"rows of \[data\] have positions of three",
+        ),
+        (
+            {**CROSS, "parallel.pp": 2, "train.micro_batch": 3},
+            "has images in every block, and stages send the stream alone; use pp 1",
+        ),
+        ({"model.vision.name": "swin"}, "vision: name 'swin' must be vit"),
+        ({"model.vision.name": "my_lab:no"}, "model.vision.name: cannot import 'my_lab:no'"),
+        ({"model.adapter.name": "my_lab:no"}, "model.adapter.name: cannot import 'my_lab:no'"),
+        ({"model.vision.vit.image_sise": 3}, "did you mean model.vision.vit.image_size?"),
+        ({"model.parametrization": "mup"}, "has no rule for the rates of an encoder"),
+        (
+            {"data.sources.squares.name": "builtin", "model.vocab_size": 300},
+            "the model takes the extras images, and batches of",
+        ),
+        (
+            {**TRANSFORMERS, "model.vision.transformers": {**CLIP, "hiden_size": 3}},
+            "vision.transformers.hiden_size is no key of CLIPVisionConfig",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], words: str
+) -> None:
+    if "model.vision.transformers" in keys:
+        pytest.importorskip("transformers")
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # type: ignore[dict-item]
+    for name, value in world.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=words):
+        Trainer(load_job(write_vlm_job(tmp_path), keys))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_verbs_say_what_they_do_with_it(tmp_path: Path) -> None:
+    job = write_vlm_job(tmp_path)
+    explained = forge_train("explain", job)
+    assert explained.code == 0, explained.err
+    assert "model.vision.vit.image_size" in explained.out
+    assert "model.modalities.image.first_id" in explained.out
+    planned = forge_train("plan", job, "--gpus", "8")
+    assert planned.code == 0, planned.err
+    assert "fits" in planned.out
+
+
+class Bytes(Squares):
+    """The same rows under a tokenizer of bytes."""
+
+    vocab_size = 300
+    tokenizer = {"name": "byte"}  # noqa: RUF012 - never changed
+
+
+def test_text_alone_is_continued_at_the_end_of_a_run_and_from_its_folder(tmp_path: Path) -> None:
+    keys = {"data.sources.squares.name": f"{__name__}:Bytes", "train.steps": 1}
+    keys |= {"sample.max_new_tokens": 4, "sample.prompt": "ab"}
+    trainer = Trainer(load_job(write_vlm_job(tmp_path), keys))
+    trainer.fit()
+    assert sample_text(trainer).startswith("ab")
+    model, _, step = load_trained(tmp_path / "run")
+    assert (type(model).__name__, step) == ("VLM", 1)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
