@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from forge_testing.runs import (
 from forge_testing.vlm_jobs import CLIP, flags, write_vlm_job
 from forge_train import Callback, ConfigError, DataError
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.data.command import main
+from forge_vlm.vision import build_encoder
 
 OPTIONS: dict[str, Any] = {
     "resolution": {"fixed": {"size": 8}},
@@ -108,9 +110,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory, files: Path) -> Path:
     return job
 
 
+def prepare(job: Path, out: Path) -> None:
+    """`forge-vlm prepare` as a process of its own."""
+    command = [sys.executable, "-m", "forge_vlm", "prepare", str(job), "--output", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_prepared_job_trains_with_the_bits_of_its_files(tmp_path: Path, files: Path) -> None:
     job, out = job_of(tmp_path / "a", files), tmp_path / "out"
-    assert main(["prepare", str(job), "--output", str(out)]) == 0
+    prepare(job, out)
     fit_alone(job)
     fit_alone(job_of(tmp_path / "b", out))
     runs = [saved_tensors(tmp_path / name / "run") for name in "ab"]
@@ -123,7 +132,7 @@ def test_a_run_goes_on_from_files_with_the_folder_that_was_prepared(
     """The fingerprint is that of the files, so a resume takes the folder in their place."""
     out = tmp_path / "out"
     job = job_of(tmp_path / "a", files)
-    assert main(["prepare", str(job), "--output", str(out)]) == 0
+    prepare(job, out)
     fit_alone(job, **{"train.steps": 12})
     other = job_of(tmp_path / "b", files)
     fit_alone(other, **{"train.steps": 6, "schedule.name": "constant"})
@@ -244,9 +253,8 @@ def test_a_damaged_picture_is_masked_in_the_encoder_and_the_batch_trains(
     vision = {"model.vision.name": "transformers", "model.vision.transformers": SMOLVLM}
     keys = keys_of(path, options, **vision)
     seen: list[torch.Tensor | None] = []
-    from forge_vlm.vision.transformers import TransformersEncoder
-
-    real = TransformersEncoder.forward
+    encoder = type(build_encoder(VisionConfig("transformers", transformers=SMOLVLM)))
+    real = encoder.forward
 
     def watched(self: Any, images: Any, image_masks: Any = None) -> Any:
         seen.append(None if image_masks is None else image_masks.values)
@@ -254,7 +262,7 @@ def test_a_damaged_picture_is_masked_in_the_encoder_and_the_batch_trains(
         assert found.tokens.isfinite().all()
         return found
 
-    monkeypatch.setattr(TransformersEncoder, "forward", watched)
+    monkeypatch.setattr(encoder, "forward", watched)
     job = write_vlm_job(tmp_path)
     done = fit_alone(job, **keys)
     assert done.step == 12
