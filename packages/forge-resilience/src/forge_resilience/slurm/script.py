@@ -135,11 +135,9 @@ _SIGNALS = r"""
 # --signal=B: reaches this shell alone, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
 # kill them. A signal before the ranks start is remembered.
 stopped=''
-interrupted=0
 ranks=''
 stop() {
   stopped=$1
-  interrupted=1
   say "got $1: telling the ranks to save and leave"
   [[ -z $ranks ]] || kill -USR1 "$ranks" 2>/dev/null
 }
@@ -166,6 +164,14 @@ code_of_the_first() {  # the code of the rank that left first: srun returns the 
 """
 
 _LOOP = r"""
+exec {{stdout}}>&1
+wait_for_ranks() {{  # prints the process id of srun, and at its end its code
+  start_ranks >&"$stdout" &
+  trap '' USR1 TERM
+  printf '%s\n' "$!"
+  wait "$!"
+  printf '%s\n' "$?"
+}}
 restarts=0
 [[ ! -e $lives ]] || restarts=$(wc -l <"$lives")
 if ((restarts > {max_restarts})); then  # Slurm itself requeues after a node failure, as often as it happens
@@ -177,11 +183,12 @@ for ((attempt = 0; ; attempt++)); do
   [[ -z $stopped ]] || again "was stopped by $stopped before the ranks started"
   say "job $job, restart $restarts (${{SLURM_RESTART_COUNT:-0}} by Slurm), on $SLURM_JOB_NODELIST"
   written=$(stat --format=%s -- "$log" 2>/dev/null || echo 0)
-  # A trap runs only while bash itself waits, so srun is in the background; wait ends at each signal and is called again.
-  start_ranks &
-  ranks=$!
+  # A trap that interrupts bash's wait can lose the code of the child, so a shell without traps waits and writes it to a pipe.
+  exec {{codes}}< <(wait_for_ranks)
+  read -ru "$codes" ranks
   [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null  # it came between the lines above
-  while interrupted=0; wait "$ranks"; code=$?; ((interrupted)); do :; done
+  read -ru "$codes" code || code=137  # somebody killed the shell that waits
+  exec {{codes}}<&-
   ranks=''
   [[ $code -lt 128 ]] || code=$(code_of_the_first "$written" "$code")
   case $code in
