@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core import cross_entropy
-from forge_vlm import VLM
+from forge_core import cross_entropy, initialise
+from forge_vlm import VLM, VisionConfig
 from forge_vlm.families import INTERNVL
+from forge_vlm.vision import build_encoder
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, renamed, saved
@@ -138,3 +139,24 @@ def test_what_changes_the_function_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             INTERNVL.config_from_hf({**hf, **change})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "internvl_vision", "patch_size": [4, 4], "image_size": [16, 16]},
+        {"model_type": "internvl_vision", "layer_scale_init_value": 0.5, "image_size": [448, 448]},
+        {"model_type": "dinov2", "patch_size": 4, "image_size": 16, "layerscale_value": 0.25},
+    ],
+)
+def test_what_blocks_add_begins_as_in_transformers(keys):
+    """A random scale of a block's output would begin near zero and of any sign."""
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    own = {**sizes, **keys, **({"intermediate_size": 48} if "layerscale_value" not in keys else {})}
+    encoder = build_encoder(VisionConfig("transformers", transformers=own))
+    initialise(encoder, 0)
+    theirs = dict(encoder.model.named_parameters())
+    fresh = dict(transformers.AutoModel.from_config(encoder.model.config).named_parameters())
+    scales = [n for n in theirs if ".lambda" in n or "layer_scale" in n]
+    assert len(scales) == 4
+    assert all(torch.equal(theirs[n], fresh[n]) for n in scales)

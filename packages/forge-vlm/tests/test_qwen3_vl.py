@@ -9,6 +9,7 @@ import torch
 
 from forge_core import SamplingConfig, Transformer, generate, initialise
 from forge_vlm import VLM, AdapterConfig, VisionConfig
+from forge_vlm.data.fit import fit_problems
 from forge_vlm.vision import build_encoder, cut_patches
 from forge_vlm.vision.patches import PATCH_MODELS
 
@@ -118,6 +119,18 @@ def test_weights_begin_alike_on_the_meta_device(models):
         names = dict([*model.named_parameters(), *model.named_buffers()])
         assert all(torch.equal(names[n], b) for n, b in plain.named_buffers())
         assert all(torch.equal(names[n], p) for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("key", ["patch_size", "merge", "patch_time"])
+def test_patches_of_another_size_are_refused_before_the_first_step(models, key):
+    options = {
+        **{"positions": "mrope", "image": "<image>", "resolution": {"name": "budget"}},
+        **{"patch_size": 4, "merge": 2, "patch_time": 2},
+    }
+    assert fit_problems(options, qwen.IMAGE, models[1], "here") == []
+    other = fit_problems({**options, key: 1}, qwen.IMAGE, models[1], "here")
+    own = options[key]
+    assert other == [f"here.{key} 1 must be that of the encoder model.vision, {own}; change one"]
 
 
 def test_patches_are_those_of_its_processor(models):

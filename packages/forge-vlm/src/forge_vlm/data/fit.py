@@ -47,8 +47,10 @@ def _picture_problems(options: Mapping[str, Any], model: Any, where: str) -> Ite
     if vision is None:
         return
     if resolution.name == "budget":
-        if hasattr(vision, "merge") and options["merge"] != vision.merge:
-            yield f"{where}.merge {options['merge']} must be that of the encoder model.vision, {vision.merge}; change one"
+        for key in ("patch_size", "merge", "patch_time"):
+            own = getattr(vision, key, options[key])
+            if options[key] != own:
+                yield f"{where}.{key} {options[key]} must be that of the encoder model.vision, {own}; change one"
         return
     if getattr(vision, "extra_inputs", None) != ("images",):
         return

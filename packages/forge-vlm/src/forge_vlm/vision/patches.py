@@ -49,6 +49,7 @@ class PatchEncoder(nn.Module):
 
         self.model, self._buffers_at_start = with_buffers(lambda: AutoModel.from_config(own))
         self.width, self.merge = own.out_hidden_size, own.spatial_merge_size
+        self.patch_size, self.patch_time = own.patch_size, own.temporal_patch_size
         self.channels = own.in_channels
         self.patch_width = own.in_channels * own.temporal_patch_size * own.patch_size**2
 

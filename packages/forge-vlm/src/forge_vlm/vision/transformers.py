@@ -23,6 +23,8 @@ __all__ = ["TransformersEncoder"]
 
 #: Names of the lists in which its models have their blocks.
 _BLOCKS = ("blocks", "layer", "layers")
+#: Keys of their configs for the value that weights of a whole block begin with.
+_LAYER_SCALES = ("layer_scale_init_value", "layerscale_value")
 
 
 class TransformersEncoder(nn.Module):
@@ -74,8 +76,10 @@ class TransformersEncoder(nn.Module):
         return {"patch_attention_mask": seen}
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """Weights are normal, scales of norms one, biases zero; buffers have what transformers gives them."""
-        table = {f"model.{n}": init_of(n, p, std) for n, p in self.model.named_parameters()}
+        """Weights are normal, scales of norms one, those of blocks what the config says, biases zero; buffers have what
+        transformers gives them."""
+        own = self.model.config
+        table = {f"model.{n}": init_of(n, p, std, own) for n, p in self.model.named_parameters()}
         return table | {f"model.{n}": Init("values", b) for n, b in self._buffers_at_start.items()}
 
     def blocks(self) -> list[nn.Module]:
@@ -156,10 +160,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for found in lists if isinstance(found, nn.ModuleList) for block in found]
 
 
-def init_of(name: str, parameter: Tensor, std: float) -> Init:
-    """How a parameter of this name begins."""
+def init_of(name: str, parameter: Tensor, std: float, config: Any = None) -> Init:
+    """How a parameter of this name begins, in a model of this config of transformers."""
     if name.endswith("bias"):
         return Init("constant", 0.0)
+    if name.rpartition(".")[2].startswith("lambda"):  # what a block adds begins small (CaiT)
+        values = (getattr(config, key, None) for key in _LAYER_SCALES)
+        return Init("constant", float(next((v for v in values if v is not None), 1.0)))
     scales = parameter.dim() == 1 and name.endswith("weight")
     return Init("constant", 1.0) if scales else Init("normal", std)
 
