@@ -4,7 +4,7 @@ from forge_vlm.data.drawn import DrawnSquares
 from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.formats import FORMATS, open_records
 from forge_vlm.data.prompts import Prompt, Prompts
-from forge_vlm.data.records import Message, Picture, Record
+from forge_vlm.data.records import Caps, Message, Picture, Record
 from forge_vlm.data.sample import Sample, check_labels, sample_of
 from forge_vlm.data.source import Conversations, open_source
 from forge_vlm.data.templates import TEMPLATES, Piece
@@ -12,6 +12,7 @@ from forge_vlm.data.templates import TEMPLATES, Piece
 __all__ = [
     "FORMATS",
     "TEMPLATES",
+    "Caps",
     "Conversations",
     "DrawnSquares",
     "InvalidSample",

@@ -17,6 +17,7 @@ from typing import Any
 
 from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.records import (
+    Caps,
     Picture,
     Record,
     Records,
@@ -292,7 +293,7 @@ def _with_pictures(name: str, row: Any, pictures: list[Any], folder: Path) -> Re
         content = message["content"]
         if not isinstance(content, str):
             content = [
-                {"type": "image", "image": next(left, None)}
+                {"type": "image", "image": next(left, None), **{k: p.get(k) for k in Caps._fields}}
                 if p.get("type") == "image"
                 else {"type": "text", "text": p.get("text")}
                 for p in content

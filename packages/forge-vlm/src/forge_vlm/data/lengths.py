@@ -33,6 +33,7 @@ __all__ = ["cached", "count", "entry_of", "locked"]
 SMALL = 1000  # records up to which counting again is sooner done than looked up
 _CHECKED = 1000  # samples whose labels are compared with tokens
 _DAMAGED = "damaged"
+_COUNTED = 2  # raise it where other samples than before have another length
 
 
 def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Record]]:
@@ -69,7 +70,9 @@ def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Re
 
 def entry_of(cache: str | None, content: str, options: Mapping[str, Any]) -> Path:
     """The file of what determines the lengths: files by their digest, and options."""
-    key = json.dumps({"version": VERSION, "content": content, **options}, sort_keys=True)
+    key = json.dumps(
+        {"version": VERSION, "counted": _COUNTED, "content": content, **options}, sort_keys=True
+    )
     folder = Path(cache or os.environ.get("FORGE_CACHE") or "~/.cache/forge/tokens").expanduser()
     return folder / f"vlm-lengths-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.records import NO_CAPS, Caps
 from forge_vlm.resolution import Layout, ResolutionConfig, build_resolution
 from forge_vlm.vision.patches import cut_patches
 
@@ -41,13 +43,35 @@ class Pictures:
         time: int = 2,
     ) -> None:
         self.resolution = build_resolution(resolution, mean)
+        self._config, self._mean = resolution, mean
         self.budget = resolution.name == "budget"
         self._tokens, self._placeholder = tokens, placeholder
         self._patch_size, self._merge, self._time = patch_size, merge, time
         self._color = torch.tensor([int(255 * value) for value in mean], dtype=torch.uint8)
 
-    def layout(self, content: bytes, name: str) -> Layout:
+    def resolution_of(self, caps: Caps, name: str) -> Any:
+        """The resolution of a picture with bounds of its own; InvalidSample for those that it cannot have."""
+        own = {key: value for key, value in caps._asdict().items() if value is not None}
+        if not own:
+            return self.resolution
+        key, value = next(iter(own.items()))
+        if not self.budget:
+            raise InvalidSample(
+                f"{name}: {key} {value} means nothing when resolution.name is {self._config.name!r}; remove it, or set "
+                "resolution.name = 'budget'"
+            )
+        try:
+            budget = replace(self._config.budget, **own)
+        except ValueError as error:
+            lines = str(error).replace("budget: ", "").splitlines()
+            raise InvalidSample(
+                f"{name}: {'; '.join(lines)} (what its part leaves out is that of resolution.budget)"
+            ) from None
+        return build_resolution(replace(self._config, budget=budget), self._mean)
+
+    def layout(self, content: bytes, name: str, caps: Caps = NO_CAPS) -> Layout:
         """How a picture is cut, by its header; InvalidSample where that cannot be read."""
+        resolution = self.resolution_of(caps, name)
         image = _opened(content, name)
         from PIL.Image import Image
 
@@ -55,7 +79,8 @@ class Pictures:
             size = image.height, image.width
             # a PNG's own method would read the pixels
             upright = Image.getexif(image).get(_ORIENTATION, 1) < 5
-            return self.resolution.layout(*(size if upright else size[::-1]))
+            found: Layout = resolution.layout(*(size if upright else size[::-1]))
+            return found
         except Exception as error:
             raise _damaged(name, error) from None
 
@@ -76,13 +101,14 @@ class Pictures:
         grid = (1, side, side) if side * side == self._tokens else (1, 1, self._tokens)
         return [grid] * layout.num_tiles
 
-    def media(self, content: bytes, layout: Layout, name: str) -> Media:
+    def media(self, content: bytes, layout: Layout, name: str, caps: Caps = NO_CAPS) -> Media:
         """Media by name of a picture; InvalidSample where it cannot be decoded, or is no longer of that layout."""
+        resolution = self.resolution_of(caps, name)
         from PIL.ImageOps import exif_transpose
 
         image = _opened(content, name)
         try:
-            tiles = self.resolution(exif_transpose(image))
+            tiles = resolution(exif_transpose(image))
         except Exception as error:  # decoders of damaged files raise whatever they meet
             raise _damaged(name, error) from None
         if tiles.shape != (layout.num_tiles, 3, layout.height, layout.width):

@@ -189,7 +189,8 @@ def _join(units: list[Path], folder: Path, about: dict[str, Any]) -> dict[str, A
     """Write units one behind the other, with ends counted from the first, and the manifest."""
     folder.mkdir()
     files = {
-        name: _File(folder / f"{name}.bin") for name in (*COLUMNS, "samples", "pictures", "media")
+        name: _File(folder / f"{name}.bin")
+        for name in (*COLUMNS, "samples", "pictures", "caps", "media")
     }
     totals: Counter[str] = Counter()
     for unit in units:
@@ -215,6 +216,9 @@ def _join(units: list[Path], folder: Path, about: dict[str, Any]) -> dict[str, A
         files.pop("branches").close()
         (folder / "branches.bin").unlink()
         del columns["branches"]
+    if not totals.pop("capped"):
+        files.pop("caps").close()
+        (folder / "caps.bin").unlink()
     about |= {
         "columns": columns,
         "samples": totals.pop("samples"),

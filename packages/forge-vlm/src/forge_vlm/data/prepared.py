@@ -5,6 +5,8 @@ tokens.bin ...   a value of each token, one sample behind the other: ids (uint32
 samples.bin      int64 (samples, 3): the record, the first token behind it, the first picture behind it
 pictures.bin     int64 (pictures, FIELDS): 0 bytes or 1 a path; where these end in media.bin, and their number; the clip that
                  it is of in its sample; its layout
+caps.bin         int64 (pictures, 2): the least and the most pixels of each that its record gives, 0 for none; there is no
+                 such file where no record does
 media.bin        encoded pictures or names of their files; no byte where a picture is masked
 
 All numbers are little-endian.
@@ -24,7 +26,7 @@ from forge_vlm._config import raise_problems
 from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.options import problems
 from forge_vlm.data.reader import Decoder, identity_of, pictures_of
-from forge_vlm.data.records import Picture
+from forge_vlm.data.records import Caps, Picture
 from forge_vlm.data.sample import Sample
 from forge_vlm.data.samples import Counted, CountedSamples
 from forge_vlm.resolution import Layout
@@ -67,6 +69,9 @@ class Prepared(CountedSamples):
         ends = _mapped(folder / "samples.bin", "<i8").reshape(-1, 3)
         self._tokens, self._pictures = ends[:, 1], ends[:, 2]
         self._places = _mapped(folder / "pictures.bin", "<i8").reshape(-1, FIELDS)
+        self._caps: np.ndarray | None = None
+        if "caps.bin" in about["bytes"]:
+            self._caps = _mapped(folder / "caps.bin", "<i8").reshape(-1, 2)
         self._media = folder / "media.bin"
         self.vocab_size, self.tokenizer = about["vocab_size"], about["tokenizer"]
         self.image_id = about["image_id"]
@@ -100,7 +105,9 @@ class Prepared(CountedSamples):
             file.seek(end - size)
             content = file.read(size)
         name = f"{self.path}, picture {place}"
-        return Picture(name, content if kind == BYTES else Path(content.decode()))
+        bounds = () if self._caps is None else self._caps[place].tolist()
+        caps = Caps(*(bound or None for bound in bounds))
+        return Picture(name, content if kind == BYTES else Path(content.decode()), caps=caps)
 
     @staticmethod
     def _between(ends: np.ndarray, number: int) -> tuple[int, int]:

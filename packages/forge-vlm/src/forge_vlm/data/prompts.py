@@ -83,7 +83,7 @@ class Prompts:
         if not asked:
             raise InvalidSample(f"{record.name}: there is no question before the answer; give one")
         whole = replace(record, messages=(*asked, Message("assistant", (_ANSWER,))))
-        layouts = [self.pictures.layout(p.read(), p.name) for p in record.pictures]
+        layouts = [self.pictures.layout(p.read(), p.name, p.caps) for p in record.pictures]
         sample = sample_of(whole, layouts, self.tokens, self.pictures, self._until, bos=self.bos)
         if not len(sample.tokens):
             raise InvalidSample(f"{record.name}: the prompt has no tokens; ask something")
@@ -100,7 +100,9 @@ class Prompts:
         parts = [self.pictures.nothing()]
         for prompt in prompts:
             for picture, layout in zip(prompt.pictures, prompt.layouts):
-                parts.append(self.pictures.media(picture.read(), layout, picture.name))
+                parts.append(
+                    self.pictures.media(picture.read(), layout, picture.name, picture.caps)
+                )
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def text(self, ids: Sequence[int]) -> str:

@@ -70,7 +70,9 @@ class Decoder:
 
     def decode(self, picture: Picture, layout: Layout) -> dict[str, Tensor]:
         """Media of one picture; InvalidSample where it cannot be read or decoded."""
-        return self._with_masks(self.pictures.media(picture.read(), layout, picture.name), 1)
+        return self._with_masks(
+            self.pictures.media(picture.read(), layout, picture.name, picture.caps), 1
+        )
 
     def nothing(self) -> dict[str, Tensor]:
         """Media of no picture."""
@@ -113,12 +115,13 @@ class Reader(Decoder):
         layouts = []
         record, good = expanded(record, self._video, keep=self.corrupt != "raise")
         for picture in record.pictures:
+            self.pictures.resolution_of(picture.caps, picture.name)  # wrong bounds are no damage
             layout = self.pictures.blank_layout()
             try:
                 if self._of_header and picture.size is not None:
                     layout = self.pictures.resolution.layout(*picture.size)
                 elif self._of_header:
-                    layout = self.pictures.layout(picture.read(), picture.name)
+                    layout = self.pictures.layout(picture.read(), picture.name, picture.caps)
             except InvalidSample:
                 if self.corrupt == "raise":
                     raise

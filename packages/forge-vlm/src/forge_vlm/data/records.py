@@ -6,14 +6,15 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from forge_vlm._config import is_finite
+from forge_vlm._config import is_finite, is_size
 from forge_vlm.data.errors import InvalidSample
 
 __all__ = [
+    "Caps",
     "Message",
     "Picture",
     "Record",
@@ -34,6 +35,16 @@ _LLAVA_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 IMAGE, VIDEO = "<image>", "<video>"  # the marks of LLaVA's files
 
 
+class Caps(NamedTuple):
+    """Bounds of one picture's pixels, in place of those of resolution.budget; None: those."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+NO_CAPS = Caps()
+
+
 class Span(NamedTuple):
     """Bytes of a file."""
 
@@ -48,6 +59,7 @@ class Picture:
 
     name: str
     content: bytes | Path | Span
+    caps: Caps = field(default=NO_CAPS, kw_only=True)
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -122,8 +134,8 @@ def from_chat(name: str, value: Any, folder: Path, asks: bool = False) -> Record
     """A record of `{"messages": [{"role": ..., "content": text or parts}]}`.
 
     A part is `{"type": "text", "text": ...}`, or `{"type": "image", "image": ...}` (also "image_url", "video", "video_url")
-    of a path below `folder` or a data URI, or `"base64"` in place of "image". A message may have a `weight`. Text is text: a
-    mark of pictures in it means nothing. One that only `asks` may be without an answer. `"branches": [[message, ...], ...]`
+    of a path below `folder` or a data URI, or `"base64"` in place of "image"; beside an image `min_pixels` and `max_pixels`
+    bound its own pixels (resolution "budget"). A message may have a `weight`. Text is text: a mark of pictures in it means nothing. One that only `asks` may be without an answer. `"branches": [[message, ...], ...]`
     are several ways to go on behind the messages.
     """
     given = value if isinstance(value, Mapping) else {}
@@ -184,16 +196,35 @@ def _part(name: str, part: Any, folder: Path, pictures: list[Picture]) -> str | 
         if given is None and isinstance(part.get("base64"), str):
             given = f"data:;base64,{part['base64']}"
         given = given.get("url") if isinstance(given, Mapping) and "url" in given else given
-        pictures.append(picture_of(f"{name}, picture {len(pictures)}", given, folder))
+        found = picture_of(f"{name}, picture {len(pictures)}", given, folder)
+        pictures.append(replace(found, caps=_caps(found.name, part)))
         return len(pictures) - 1
     if kind in ("video", "video_url"):
         given = part.get(kind)
         given = given.get("url") if isinstance(given, Mapping) and "url" in given else given
-        pictures.append(video_of(f"{name}, video {len(pictures)}", given, folder))
+        video = video_of(f"{name}, video {len(pictures)}", given, folder)
+        capped = next((key for key in Caps._fields if part.get(key) is not None), None)
+        if capped:
+            raise InvalidSample(
+                f"{video.name}: {capped} {part[capped]!r:.40} is of an image, and a video has none; set resolution.budget.{capped} "
+                "of the source, which bounds each frame"
+            )
+        pictures.append(video)
         return len(pictures) - 1
     raise InvalidSample(
         f"{name}: a part of type {kind!r:.80} must be text, image or video, with a value of that name; correct it"
     )
+
+
+def _caps(name: str, part: Mapping[str, Any]) -> Caps:
+    """Those of a part of type image; a table that all parts share may give null."""
+    for key in Caps._fields:
+        value = part.get(key)
+        if value is not None and not is_size(value, 2**40):
+            raise InvalidSample(
+                f"{name}: {key} {value!r:.40} must be a whole number from 1 to {2**40}; correct it, or leave it out"
+            )
+    return Caps(*(part.get(key) for key in Caps._fields))
 
 
 def from_llava(name: str, value: Any, folder: Path, asks: bool = False) -> Record:

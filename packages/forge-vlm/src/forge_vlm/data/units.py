@@ -32,6 +32,7 @@ def make_unit(
     samples: list[Sample] = []
     ends: list[tuple[int, int, int]] = []
     places: list[tuple[int, ...]] = []
+    caps: list[tuple[int, ...]] = []
     media = bytearray()
     counts: Counter[str] = Counter()
     for number in numbers:
@@ -50,6 +51,8 @@ def make_unit(
             content = str(picture.content).encode() if named else content or b""
             media += content
             places.append((NAMED if named else BYTES, len(media), len(content), clip, *layout))
+            caps.append(tuple(bound or 0 for bound in picture.caps))
+        counts["capped"] += any(any(picture.caps) for picture in sample.pictures)
         counts["branched"] += sample.branches is not None
         if sample.branches is None:
             sample = sample._replace(branches=np.zeros(len(sample.tokens), np.int64))
@@ -69,6 +72,7 @@ def make_unit(
         **columns,
         "samples": np.array(ends, "<i8").reshape(-1, 3),
         "pictures": np.array(places, "<i8").reshape(-1, FIELDS),
+        "caps": np.array(caps, "<i8").reshape(-1, 2),
         "media": np.frombuffer(bytes(media), np.uint8),
         "counts": np.frombuffer(json.dumps(counts).encode(), np.uint8),
     }
@@ -84,7 +88,7 @@ def _content(
         cause = "damaged"
         if isinstance(picture, Frame):
             content = _smaller(content)
-        reader.decode(Picture(picture.name, content), layout)
+        reader.decode(Picture(picture.name, content, caps=picture.caps), layout)
     except InvalidSample:
         if reader.corrupt == "raise":
             raise
