@@ -65,7 +65,7 @@ def varlen_computes(window: int | None) -> bool:
     return window is None or "window_size" in _varlen_parameters()
 
 
-def varlen_causal(
+def varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -73,8 +73,9 @@ def varlen_causal(
     longest: int,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention inside each of several sequences laid end to end; CUDA, 16-bit only.
+    """Attention inside each of several sequences laid end to end, causal or full; CUDA, 16-bit only.
 
     q (T, H, D), k and v (T, Hkv, D), borders (N + 1,) int32 on the device of q -> (T, H, D). Heads
     are repeated where the installed `varlen_attn` has no `enable_gqa` (torch 2.11).
@@ -83,9 +84,9 @@ def varlen_causal(
 
     named = _varlen_parameters()
     # torch 2.11 spells it `is_causal=True`, 2.13 `window_size=(tokens to the left, to the right)`
-    left = -1 if window is None else window - 1
+    left, right = -1 if window is None else window - 1, 0 if causal else -1
     arguments: dict[str, Any] = (
-        {"window_size": (left, 0)} if "window_size" in named else {"is_causal": True}
+        {"window_size": (left, right)} if "window_size" in named else {"is_causal": causal}
     )
     if scale is not None:
         arguments["scale"] = scale

@@ -10,6 +10,7 @@ from forge_core.model.config import (
     TransformerConfig,
 )
 from forge_core.model.context import TokenContext, TokenMask, default_positions
+from forge_core.model.documents import SegmentPlan, attend_segments
 from forge_core.model.feed_forward import FeedForward, build_feed_forward
 from forge_core.model.init import Init, check_init_tables, initialise
 from forge_core.model.kv_cache import KVCache
@@ -46,11 +47,13 @@ __all__ = [
     "RMSNorm",
     "RopeScaling",
     "SandwichBlock",
+    "SegmentPlan",
     "TokenContext",
     "TokenMask",
     "Transformer",
     "TransformerConfig",
     "attend_masked",
+    "attend_segments",
     "build_block",
     "build_feed_forward",
     "build_mixer",

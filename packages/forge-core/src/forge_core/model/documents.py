@@ -1,14 +1,16 @@
 """Attention inside documents of packed rows, without a dense mask.
 
 A row is cut where the document id changes. All segments of one length go through one call of
-causal attention, so no (S, S) mask exists and no work is spent across borders.
+attention, so no (S, S) mask exists and no work is spent across borders. Documents attend causally;
+other segments (patches of images) may attend in full.
 
 Shapes: B rows, S tokens of a row, T cached and new tokens, H query heads, K key/value
 heads, D width of a head, N segments of one length L.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_core._torch_compat import not_compiled, varlen_causal, varlen_computes
-from forge_core.model.rows import PLAIN, attend_rows
+from forge_core._torch_compat import not_compiled, varlen, varlen_computes
+from forge_core.model.rows import PLAIN, attend_rows, sdpa
 from forge_core.model.spec import AttentionSpec
 
 
@@ -125,22 +127,63 @@ def within_segments(
     """
     if plan.whole_rows:
         return attend_rows(q, k, v, spec, sinks)
+    if _short(q) and not spec.needs_scores and varlen_computes(spec.window):
+        return _by_varlen(q, k, v, plan, scale=spec.scale, window=spec.window)
+    return _by_length(q, k, v, plan, partial(attend_rows, spec=spec, sinks=sinks))
+
+
+@not_compiled  # as above
+def attend_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tensor:
+    """Full attention inside the segments of a plan: q (B, S, H, D), k, v (B, S, K, D) -> like q.
+
+        plan = SegmentPlan.of_lengths([[4, 9]])         # two images of 4 and 9 patches in one row
+        seen = attend_segments(q, k, v, plan)           # q, k, v (1, 13, H, D)
+
+    Calls are those of `within_segments`; lengths are the host's, so there is no sync. ValueError for a plan of
+    another number of tokens.
+    """
     batch, size = q.shape[:2]
+    if (plan.rows, sum(plan.lengths)) != (batch, batch * size):
+        raise ValueError(
+            f"a plan of {plan.rows} rows with segments of {sum(plan.lengths)} tokens must be that of {batch} rows of "
+            f"{size}; make it of their lengths"
+        )
+    if plan.whole_rows:
+        return _attend_in_full(q, k, v)
+    if _short(q):
+        return _by_varlen(q, k, v, plan, causal=False)
+    return _by_length(q, k, v, plan, _attend_in_full)
+
+
+def _attend_in_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each token of a row sees all of it: shapes as `attend_rows`."""
+    return sdpa(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+
+def _short(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _by_varlen(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan, **options: Any) -> Tensor:
+    flat = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
+    out = varlen(*flat, plan.borders(q.device), max(plan.lengths), **options)
+    return out.unflatten(0, q.shape[:2])
+
+
+def _by_length(
+    q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan, attend: Callable[..., Tensor]
+) -> Tensor:
+    """One call of `attend` for all segments of a length, (N, L, H or K, D) each."""
+    rows = q.shape[:2]
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
-    short = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    if short and not spec.needs_scores and varlen_computes(spec.window):
-        borders, longest = plan.borders(q.device), max(plan.lengths)
-        out = varlen_causal(q, k, v, borders, longest, spec.scale, spec.window)
-        return out.unflatten(0, (batch, size))
     if plan.order is not None:
         order, inverse = plan.permutation(q.device)
         q, k, v = (_Reorder.apply(t, order, inverse) for t in (q, k, v))
     sizes = [length * count for length, count in plan.groups]
     pieces = []
     for (length, count), *parts in zip(plan.groups, *(t.split(sizes) for t in (q, k, v))):
-        q, k, v = (t.unflatten(0, (count, length)) for t in parts)  # (N, L, H or K, D)
-        pieces.append(attend_rows(q, k, v, spec, sinks).flatten(0, 1))
+        pieces.append(attend(*(t.unflatten(0, (count, length)) for t in parts)).flatten(0, 1))
     out = torch.cat(pieces)  # (B S, H, D)
     if plan.order is not None:
         out = _Reorder.apply(out, inverse, order)
-    return out.unflatten(0, (batch, size))
+    return out.unflatten(0, rows)

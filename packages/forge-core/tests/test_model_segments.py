@@ -1,0 +1,91 @@
+"""Full attention inside segments against a loop over them in float64, and the varlen call that CUDA makes."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen as torch_varlen
+from torch import Tensor
+
+from forge_core import _torch_compat
+from forge_core.model import SegmentPlan, attend_segments
+
+PLANS = {
+    "mixed": [[5, 2, 4, 1], [2, 2, 8]],
+    "one_length": [[4, 4, 4], [4, 4, 4]],
+    "whole_rows": [[12], [12]],
+    "single_tokens": [[1] * 12, [11, 1]],
+}
+
+
+def loop(q: Tensor, k: Tensor, v: Tensor, rows: list[list[int]]) -> Tensor:
+    """Softmax of each segment's scores, one segment after the other: (B, S, H, D)."""
+    k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
+    out = []
+    for row, lengths in enumerate(rows):
+        parts = zip(*(t[row].split(lengths) for t in (q, k, v)))
+        seen = []
+        for own in parts:
+            queries, keys, values = (t.transpose(0, 1) for t in own)  # (H, L, D)
+            weights = (queries @ keys.mT / q.size(-1) ** 0.5).softmax(-1)
+            seen.append((weights @ values).transpose(0, 1))
+        out.append(torch.cat(seen))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_values_and_gradients_are_those_of_a_loop(name: str) -> None:
+    torch.manual_seed(0)
+    rows = PLANS[name]
+    parts = [torch.randn(2, 12, heads, 8).double().requires_grad_() for heads in (4, 2, 2)]
+    found = attend_segments(*parts, SegmentPlan.of_lengths(rows))
+    wanted = loop(*parts, rows)
+    upstream = torch.randn_like(wanted)
+    assert (found - wanted).abs().max() < 1e-12
+    for got, reference in zip(*(torch.autograd.grad(o, parts, upstream) for o in (found, wanted))):
+        assert (got - reference).abs().max() < 1e-12
+
+
+def test_a_segment_does_not_see_another() -> None:
+    x = torch.randn(1, 9, 2, 8)
+    plan, other = SegmentPlan.of_lengths([[3, 4, 2]]), x.clone()
+    other[:, 3:7] += 1.0
+    before, after = attend_segments(x, x, x, plan), attend_segments(other, other, other, plan)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert torch.equal(before[:, 7:], after[:, 7:])
+    assert not torch.equal(before[:, 3:7], after[:, 3:7])
+
+
+def test_a_plan_of_other_rows_is_refused() -> None:
+    x = torch.zeros(1, 9, 2, 8)
+    with pytest.raises(ValueError, match=r"segments of 8 tokens .* 1 rows of 9"):
+        attend_segments(x, x, x, SegmentPlan.of_lengths([[3, 5]]))
+
+
+def of_2_11(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
+    return {"is_causal": is_causal}
+
+
+def of_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]  # fmt: skip
+    return {"window_size": window_size}
+
+
+@pytest.mark.parametrize(
+    ("installed", "full", "causal"),
+    [
+        (of_2_11, {"is_causal": False}, {"is_causal": True}),
+        (of_2_13, {"window_size": (-1, -1)}, {"window_size": (-1, 0)}),
+    ],
+    ids=["2.11", "2.13"],
+)
+def test_varlen_is_told_who_sees_whom(
+    monkeypatch: pytest.MonkeyPatch, installed: Any, full: Any, causal: Any
+) -> None:
+    monkeypatch.setattr(torch_varlen, "varlen_attn", installed)
+    monkeypatch.setattr(
+        _torch_compat, "_varlen_parameters", lambda: frozenset(inspect.signature(installed).parameters)
+    )  # fmt: skip
+    x, borders = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4], dtype=torch.int32)
+    assert _torch_compat.varlen(x, x, x, borders, 3, causal=False) == full
+    assert _torch_compat.varlen(x, x, x, borders, 3) == causal
