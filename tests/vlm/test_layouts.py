@@ -1,6 +1,6 @@
 """A decoder with pictures in every layout has the loss and gradients of one process; rows without pictures among them.
 
-"deep" has features for its first blocks (DeepStack) and positions of three axes, as Qwen3-VL; "patches" is its encoder, of pictures of several shapes; "clip" one of pictures of one size;
+"deep" has features for its first blocks (DeepStack) and positions of three axes, as Qwen3-VL; "patches" is its encoder, of pictures of several shapes, and "shapes" the native one of them; "clip" one of pictures of one size;
 "cross" is no joint decoder, but blocks of cross-attention with open gates, where one token stands for a picture. "pool" and
 "resampler" are adapters with attention. "towers", "experts" and "chosen" have weights by modality, and "words" towers for
 images that are tokens, without an encoder. In "tree" the first document of a row has two branches, which share a picture,
@@ -80,7 +80,9 @@ class Pictures:
 
     def __init__(self, kind: str = "plain") -> None:
         self.axes = kind in ("deep", "patches")
-        self.media = ("patches", "grids") if kind == "patches" else ("images",)
+        self.merge = 2 if kind == "patches" else 1
+        packed = kind in ("patches", "shapes")
+        self.media = ("patches", "grids") if packed else ("images",)
         self.masks = MASKS.get(kind, ())
         self.places = 1 if kind in ("cross", "pool") else PLACES
 
@@ -114,15 +116,21 @@ class Pictures:
         }
 
     def pictures(self, images: np.ndarray) -> dict[str, np.ndarray]:
-        """As they are, or in patches of 2 x 2 pixels: the second of a row is twice as wide as high."""
+        """As they are, or in patches that make 4 tokens: the second of a row is four times as wide as high."""
         if "images" in self.media:
             return {"images": images}
         shapes = [(1, 3, 8, 8), (1, 3, 4, 16)]
         cut = [
-            cut_patches(torch.from_numpy(image).reshape(shape), patch_size=2, time=1)
+            cut_patches(
+                torch.from_numpy(image).reshape(shape),
+                patch_size=4 // self.merge,
+                merge=self.merge,
+                time=1,
+            )
             for image, shape in zip(images, shapes)
         ]
-        none = torch.zeros(0, 12, dtype=torch.uint8), torch.zeros(0, 3, dtype=torch.int64)
+        width = 3 * (4 // self.merge) ** 2
+        none = torch.zeros(0, width, dtype=torch.uint8), torch.zeros(0, 3, dtype=torch.int64)
         patches, grids = (torch.cat(tensors).numpy() for tensors in zip(none, *cut))
         return {"patches": patches, "grids": grids}
 
@@ -159,6 +167,8 @@ def build(kind: str = "plain") -> VLM:
         )
         options = {"mrope": MRopeConfig((2, 1, 1)), "positions": "mrope"}
         options["adapter"] = AdapterConfig("none")
+    if kind == "shapes":
+        vision = VisionConfig("packed_vit", vit=VIT)
     modality = ModalityConfig(IMAGE)
     if kind in MIXTURES:
         options = {"fusion": MIXTURES[kind]}
@@ -259,6 +269,12 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [
     ("patches", 2, {"tp": 2}, 4),
     ("patches", 2, {"cp": 2}, 4),
     ("patches", 2, {"pp": 2}, 2),
+    ("shapes", 2, {}, 1),
+    ("shapes", 2, {"recompute": "full"}, 2),
+    ("shapes", 2, {"compile": True}, 2),
+    ("shapes", 2, {"tp": 2}, 4),
+    ("shapes", 2, {"cp": 2}, 4),
+    ("shapes", 2, {"pp": 2}, 2),
     ("deep", 4, {"pp": 2, "cp": 2}, 2),
     ("deep", 4, {"pp": 2, "tp": 2}, 2),
     ("cross", 2, {}, 1),

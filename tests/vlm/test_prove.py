@@ -13,7 +13,7 @@ from forge_data import Ragged
 from forge_parallel.prove import prove
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.fusion import MoMaConfig
-from forge_vlm.vision import ViTConfig
+from forge_vlm.vision import ViTConfig, cut_patches
 
 pytestmark = pytest.mark.distributed
 VOCAB, IMAGE, PLACES = 64, 63, 4
@@ -25,11 +25,11 @@ FUSIONS = {
 }
 
 
-def build(fusion: str) -> VLM:
+def build(fusion: str, encoder: str = "vit") -> VLM:
     vit = ViTConfig(image_size=8, patch_size=4, dim=16, num_layers=1, num_heads=2)
     config = VLMConfig(
         **{"vocab_size": VOCAB, "dim": 32, "num_layers": 2, "num_heads": 4, "init_std": 0.2},
-        vision=VisionConfig(vit=vit),
+        vision=VisionConfig(encoder, vit=vit),
         modalities={"image": ModalityConfig(first_id=IMAGE)},
         fusion=FUSIONS[fusion],
     )
@@ -56,6 +56,20 @@ def four(tokens: Tensor) -> dict[str, Any]:
     return pictures(tokens, PLACES)
 
 
+def shapes(tokens: Tensor) -> dict[str, Any]:
+    """The same pictures as patches; every second one is a strip."""
+    images = pictures(tokens, PLACES)["images"]
+    sizes = [(8, 8), (4, 16)]
+    cut = [
+        cut_patches(image.reshape(1, 3, *sizes[n % 2]), 4, merge=1, time=1)
+        for n, image in enumerate(images.values)
+    ]
+    none = torch.zeros(0, 48, dtype=torch.uint8), torch.zeros(0, 3, dtype=torch.int64)
+    patches, grids = (torch.cat(tensors) for tensors in zip(none, *cut))
+    offsets = images.row_offsets
+    return {"patches": Ragged(patches, PLACES * offsets), "grids": Ragged(grids, offsets)}
+
+
 def one(tokens: Tensor) -> dict[str, Any]:
     return pictures(tokens, 1)
 
@@ -71,5 +85,13 @@ def test_ranks_that_branch_have_the_gradients_of_one_process(fusion: str) -> Non
 
 def test_a_joint_decoder_is_green_in_every_layout_of_two_ranks() -> None:
     results = prove(lambda: build("joint_decoder"), media=four, vocab_size=VOCAB, worlds=[2])
+    assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
+    assert len(results) > 8
+
+
+def test_packed_pictures_of_several_shapes_are_green_in_every_layout_of_two_ranks() -> None:
+    results = prove(
+        lambda: build("joint_decoder", "packed_vit"), media=shapes, vocab_size=VOCAB, worlds=[2]
+    )
     assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
     assert len(results) > 8

@@ -39,7 +39,7 @@ def test_values_and_gradients_are_those_of_a_loop(name: str) -> None:
     torch.manual_seed(0)
     rows = PLANS[name]
     parts = [torch.randn(2, 12, heads, 8).double().requires_grad_() for heads in (4, 2, 2)]
-    found = attend_segments(*parts, SegmentPlan.of_lengths(rows))
+    found = attend_segments(*parts, plan=SegmentPlan.of_lengths(rows))
     wanted = loop(*parts, rows)
     upstream = torch.randn_like(wanted)
     assert (found - wanted).abs().max() < 1e-12

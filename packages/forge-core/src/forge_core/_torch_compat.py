@@ -21,9 +21,9 @@ def not_compiled(function: F) -> F:
     disabled: list[Any] = []
 
     @wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
-            return function(*args)
+            return function(*args, **options)
         if not disabled:
             made: Any = torch.compiler.disable(function)
             if not hasattr(made, "_torchdynamo_disable"):  # then the mark below does nothing
@@ -32,7 +32,7 @@ def not_compiled(function: F) -> F:
                     "use torch>=2.11,<2.14"
                 )
             disabled.append(made)
-        return disabled[0](*args)
+        return disabled[0](*args, **options)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
     if (

@@ -18,7 +18,7 @@ from forge_vlm.fusion.config import MixtureOfTransformersConfig, MoMaConfig, fus
 from forge_vlm.fusion.cross_config import CrossAttentionConfig
 from forge_vlm.modalities import ModalityConfig
 from forge_vlm.plan import SCOPES, SPAN_INPUTS
-from forge_vlm.vision.config import PATCH_MODELS, VisionConfig
+from forge_vlm.vision.config import VisionConfig
 
 __all__ = ["FusionConfig", "VLMConfig"]
 
@@ -93,7 +93,8 @@ class VLMConfig(TransformerConfig):
         1, "images of a row, as plans and FLOPs (MFU) count them; rows may have any number"
     )
     pixels_per_image: int | None = setting(
-        None, "their size as it is counted, where the encoder takes any; empty: 512 * 512"
+        None,
+        "their size as it is counted, where the encoder takes any; empty: 512 * 512, of packed_vit image_size * image_size",
     )
     positions: Literal["sequential", "text_preserving", "mrope"] = setting(
         "sequential", "positions of an image's tokens: sequential, text_preserving, or mrope"
@@ -165,12 +166,26 @@ def _no_encoder_problems(c: VLMConfig) -> Iterator[str]:
         yield "fusion.name 'cross_attention' must have an encoder, and vision.name is 'none'; use joint_decoder"
 
 
-def _pixel_problems(c: VLMConfig) -> Iterator[str]:
-    kind = c.vision.transformers.get("model_type")
-    if kind not in PATCH_MODELS:
+def _any_size_problems(c: VLMConfig) -> Iterator[str]:
+    name = c.adapter.name
+    if name not in ("none", "linear", "mlp") and ":" not in name:
         yield (
-            f"pixels_per_image {c.pixels_per_image!r} is not read with vision.transformers.model_type {kind!r}, whose images "
-            "have one size; remove it"
+            f"adapter.name {name!r} must be none, linear, mlp or module:attr with an encoder of images of any sizes, whose "
+            "tokens are no grid of one size; use mlp"
+        )
+    if c.fusion.name == "cross_attention":
+        yield (
+            "fusion.name 'cross_attention' must have images of one size, and this encoder packs those of any sizes; use "
+            "joint_decoder"
+        )
+
+
+def _pixel_problems(c: VLMConfig) -> Iterator[str]:
+    if not c.vision.any_size:
+        kind = c.vision.transformers.get("model_type", c.vision.name)
+        yield (
+            f"pixels_per_image {c.pixels_per_image!r} is not read with the encoder {kind!r}, whose images have one size; "
+            "remove it"
         )
     elif not is_size(c.pixels_per_image, 2**28):
         yield f"pixels_per_image {c.pixels_per_image!r} must be a whole number; use 262144"
@@ -201,6 +216,8 @@ def _problems(c: VLMConfig) -> Iterator[str]:
             yield f"modalities.{one} and modalities.{other} must not share ids; move one"
     if not (c.images_per_row == 0 or is_size(c.images_per_row, 2**16)):
         yield f"images_per_row {c.images_per_row!r} must be a whole number, 0 or more; use 1"
+    if c.vision.any_size:
+        yield from _any_size_problems(c)
     if c.pixels_per_image is not None:
         yield from _pixel_problems(c)
     if not (c.input_only_ids == 0 or is_size(c.input_only_ids, 2**20)):

@@ -165,9 +165,10 @@ def _short(q: Tensor) -> bool:
 
 
 def _by_varlen(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan, **options: Any) -> Tensor:
-    flat = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
-    out = varlen(*flat, plan.borders(q.device), max(plan.lengths), **options)
-    return out.unflatten(0, q.shape[:2])
+    rows = q.shape[:2]
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
+    out = varlen(q, k, v, plan.borders(q.device), max(plan.lengths), **options)
+    return out.unflatten(0, rows)
 
 
 def _by_length(

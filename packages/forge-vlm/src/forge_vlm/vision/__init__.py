@@ -1,13 +1,15 @@
-"""Vision encoders: a plain ViT, those of transformers, and what they offer to adapters."""
+"""Vision encoders: a plain ViT of one size or any, those of transformers, and what they offer to adapters."""
 
 from forge_vlm.vision.build import build_encoder, check_encoder
 from forge_vlm.vision.config import VisionConfig, ViTConfig
 from forge_vlm.vision.features import Features
+from forge_vlm.vision.packed import PackedViT
 from forge_vlm.vision.patches import cut_patches
 from forge_vlm.vision.vit import ViT
 
 __all__ = [
     "Features",
+    "PackedViT",
     "ViT",
     "ViTConfig",
     "VisionConfig",

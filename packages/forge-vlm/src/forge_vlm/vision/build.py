@@ -8,6 +8,7 @@ from torch import nn
 
 from forge_core.registry import Registry
 from forge_vlm.vision.config import VisionConfig
+from forge_vlm.vision.packed import PackedViT
 from forge_vlm.vision.vit import ViT
 
 __all__ = ["ENCODERS", "build_encoder", "check_encoder"]
@@ -29,7 +30,7 @@ ENCODERS = Registry(
     "model.vision.name",
     "forge.vision_encoders",
     ("config",),
-    {"vit": ViT, "transformers": _transformers},
+    {"vit": ViT, "packed_vit": PackedViT, "transformers": _transformers},
 )
 
 

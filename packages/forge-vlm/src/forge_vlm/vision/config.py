@@ -12,7 +12,7 @@ __all__ = ["PATCH_MODELS", "ViTConfig", "VisionConfig"]
 
 #: Encoders of transformers that take images of any sizes, as patches.
 PATCH_MODELS = ("qwen3_vl_vision", "qwen3_vl_moe_vision")
-NAMES = ("vit", "transformers", "none")
+NAMES = ("vit", "packed_vit", "transformers", "none")
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -38,14 +38,19 @@ _TRAINED_ON = {
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """A plain vision transformer on images of one size: `ViTConfig(image_size=32, patch_size=8, dim=64)`."""
+    """A plain vision transformer: `ViTConfig(image_size=32, patch_size=8, dim=64)`."""
 
-    image_size: int = setting(32, "height and width of an image, in pixels")
+    image_size: int = setting(
+        32,
+        "height and width of an image, in pixels; of packed_vit, which takes any, the one whose patches have positions "
+        "of their own",
+    )
     patch_size: int = setting(8, "height and width of a patch, in pixels")
     dim: int = setting(64, "width of its stream")
     num_layers: int = setting(2, "number of blocks")
     num_heads: int = setting(4, "heads of each attention")
     hidden_dim: int | None = setting(None, "width inside the feed-forward; empty: 4 dim")
+    merge: int = setting(1, "rows and columns of patches that become one token of packed_vit")
 
     def __post_init__(self) -> None:
         raise_problems("vit", _vit_problems(self))
@@ -58,7 +63,7 @@ class ViTConfig:
 
 def _vit_problems(c: ViTConfig) -> Iterator[str]:
     sizes = {"image_size": 2**14, "patch_size": 2**14, "dim": 2**16, "num_layers": 2**10}
-    wrong = list(size_problems(c, {**sizes, "num_heads": 2**10, "hidden_dim": 2**20}))
+    wrong = list(size_problems(c, {**sizes, "num_heads": 2**10, "hidden_dim": 2**20, "merge": 64}))
     yield from wrong
     if not wrong and c.image_size % c.patch_size:
         yield f"patch_size {c.patch_size} must divide image_size {c.image_size}; change one"
@@ -68,8 +73,8 @@ def _vit_problems(c: ViTConfig) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """A vision encoder by name: "vit", "transformers" (any vision model of its AutoModel), or `module:attr`; or "none",
-    for images that are discrete tokens.
+    """A vision encoder by name: "vit", "packed_vit" (the same on images of any sizes), "transformers" (any vision model of
+    its AutoModel), or `module:attr`; or "none", for images that are discrete tokens.
 
         VisionConfig("transformers", transformers={"model_type": "siglip_vision_model"})
 
@@ -79,9 +84,12 @@ class VisionConfig:
 
     name: str = setting(
         "vit",
-        "vit, transformers, the import path of an encoder, or none where images are discrete tokens",
+        "vit, packed_vit (images of any sizes), transformers, the import path of an encoder, or none where images are "
+        "discrete tokens",
     )
-    vit: ViTConfig = field(default=ViTConfig(), metadata={"help": "sizes of the encoder vit"})
+    vit: ViTConfig = field(
+        default=ViTConfig(), metadata={"help": "sizes of the encoders vit and packed_vit"}
+    )
     transformers: dict[str, Any] = field(
         default_factory=dict,
         hash=False,
@@ -111,6 +119,12 @@ class VisionConfig:
         raise_problems("vision", _vision_problems(self))
 
     @property
+    def any_size(self) -> bool:
+        """Whether it takes images of any sizes, as `patches` and `grids`."""
+        kind = self.transformers.get("model_type")
+        return self.name == "packed_vit" or kind in PATCH_MODELS
+
+    @property
     def pixels(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation of 8-bit images: those given, else what the kind of encoder was trained with."""
         known = _TRAINED_ON.get(str(self.transformers.get("model_type")), _HALF)
@@ -120,7 +134,10 @@ class VisionConfig:
 def _vision_problems(c: VisionConfig) -> Iterator[str]:
     if c.name not in NAMES and ":" not in c.name:
         yield f"name {c.name!r} must be {', '.join(NAMES)} or module:attr; use vit"
-    yield from foreign_table(c, "vit", "vit")
+    if c.name != "packed_vit":
+        yield from foreign_table(c, "vit", "vit")
+    if c.name == "vit" and c.vit.merge != 1:
+        yield f"vit.merge {c.vit.merge} is a key of name 'packed_vit', and name is 'vit'; remove one"
     if c.transformers and c.name != "transformers":
         yield f"transformers is the table of name 'transformers', and name is {c.name!r}; remove it"
     if c.name == "transformers" and not isinstance(c.transformers.get("model_type"), str):

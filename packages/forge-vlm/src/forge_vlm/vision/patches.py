@@ -5,6 +5,7 @@ Shapes: N images (or frames), P patches of all images, E numbers of a patch, M t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from forge_vlm.vision.pixels import normalised, values_of
 from forge_vlm.vision.transformers import blocks_of, build_config, init_of, with_buffers
 from forge_vlm.work import ImageWork, Part, attended, image_work
 
-__all__ = ["PATCH_MODELS", "PatchEncoder", "cut_patches"]
+__all__ = ["PATCH_MODELS", "Grid", "PatchEncoder", "checked_grids", "cut_patches"]
 
 Grid = tuple[int, int, int]
 
@@ -56,7 +57,10 @@ class PatchEncoder(nn.Module):
     def forward(self, patches: Any, grids: Any) -> Features:
         """Features of patches (P, E), with the layers behind; ValueError where the grids are not theirs."""
         values, sizes = values_of(patches), values_of(grids).cpu()
-        wanted = sum(time * rows * columns for time, rows, columns in self._checked(sizes))
+        wanted = sum(
+            time * rows * columns
+            for time, rows, columns in checked_grids(sizes.tolist(), self.merge)
+        )
         if values.shape != (wanted, self.patch_width):
             raise ValueError(
                 f"patches {tuple(values.shape)} must be {(wanted, self.patch_width)}, those of the {len(sizes)} "
@@ -71,7 +75,7 @@ class PatchEncoder(nn.Module):
         their timestamps parts."""
         return [
             (1, rows // self.merge, columns // self.merge)
-            for time, rows, columns in self._checked(values_of(grids))
+            for time, rows, columns in checked_grids(values_of(grids).tolist(), self.merge)
             for _ in range(time)
         ]
 
@@ -97,16 +101,6 @@ class PatchEncoder(nn.Module):
             "cu_seqlens": vision.get_vision_cu_seqlens(grids),  # on the host, which splits by them
             **{name: tensor.to(device, non_blocking=True) for name, tensor in moved.items()},
         }
-
-    def _checked(self, grids: Tensor) -> list[list[int]]:
-        found: list[list[int]] = grids.tolist()
-        for grid in found:
-            if min(grid) < 1 or grid[1] % self.merge or grid[2] % self.merge:
-                raise ValueError(
-                    f"grids {grid} must be (time, rows, columns) in patches, with rows and columns that "
-                    f"{self.merge} divides; resize the image"
-                )
-        return found
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
         """Weights are normal, scales of norms one, biases zero; buffers have what transformers gives them."""
@@ -153,6 +147,17 @@ class PatchEncoder(nn.Module):
             "patches": weight.new_zeros(side * side, self.patch_width, device=device),
             "grids": torch.tensor([[1, side, side]]),
         }
+
+
+def checked_grids(grids: Sequence[Sequence[int]], merge: int) -> Sequence[Sequence[int]]:
+    """The (time, rows, columns) of images as they are; ValueError where `merge` does not divide rows and columns."""
+    for grid in grids:
+        if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+            raise ValueError(
+                f"grids {list(grid)} must be (time, rows, columns) in patches, with rows and columns that "
+                f"{merge} divides; resize the image"
+            )
+    return grids
 
 
 def cut_patches(

@@ -5,6 +5,7 @@ Shapes: N images, T patches of an image, W width, H heads, D width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from forge_vlm.work import ImageWork, attended, image_work
 
 __all__ = ["ViT"]
 
+#: q, k and v (N, T, H, D) -> (N, T, H, D).
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class ViT(nn.Module):
     """Patches with learnt positions, blocks of full attention, a norm (Dosovitskiy et al. 2021, without class token).
@@ -29,7 +33,7 @@ class ViT(nn.Module):
     Images are (N, 3, H, W): uint8, or floats that are normalised already.
     """
 
-    extra_inputs = ("images",)
+    extra_inputs: tuple[str, ...] = ("images",)
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -47,11 +51,14 @@ class ViT(nn.Module):
         x = self.patches(_cut(pixels, c.patch_size))  # (N, T, W)
         # by a call, as other code than its own module may not read a weight that is sharded
         x = x + self.positions(torch.arange(c.side**2, device=x.device))
+        return Features(self.encoded(x, _of_images), c.side, c.side)
+
+    def encoded(self, x: Tensor, attend: Attend) -> Tensor:
+        """Patches (N, T, W) through the blocks, whose attention is `attend`."""
         states = [x]
         for layer in self.layers:
-            states.append(layer(states[-1]))
-        tokens = select(states, self.norm(states[-1]), self.config, front=0)
-        return Features(tokens, c.side, c.side)
+            states.append(layer(states[-1], attend))
+        return select(states, self.norm(states[-1]), self.config, front=0)
 
     def blocks(self) -> list[nn.Module]:
         """In order of depth."""
@@ -90,13 +97,17 @@ class _Block(nn.Module):
         self.qkv, self.out = nn.Linear(c.dim, 3 * c.dim), nn.Linear(c.dim, c.dim)
         self.up, self.down = nn.Linear(c.dim, hidden), nn.Linear(hidden, c.dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))  # (N, T, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.out(seen)
+        x = x + self.out(attend(*qkv.unbind(2)).flatten(2))
         fed: Tensor = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return x + fed
+
+
+def _of_images(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each patch sees all of its image."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (N, H, T, D)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def _cut(images: Tensor, size: int) -> Tensor:

@@ -1,0 +1,164 @@
+"""Jobs on files of pictures of several shapes, packed: one process, ranks, resumed, planned, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_testing.processes import forge_train
+from forge_testing.runs import (
+    assert_close,
+    assert_same_bits,
+    assert_same_rows,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    saved_tensors,
+    together,
+)
+from forge_testing.vlm_jobs import flags, write_vlm_job
+from forge_train import ConfigError, DataError, Trainer, load_job
+
+pytest.importorskip("PIL")
+#: Widths and heights of pictures; the budget keeps their aspect in 2 to 18 patches.
+SIZES = [(8, 8), (24, 12), (8, 40), (16, 8), (30, 30)]
+COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (40, 60, 240)}
+FROZEN = """
+[optimizer.groups.vision]
+patterns = ["vision.*"]
+lr_multiplier = 0.0
+"""
+SKIP = {"too_long": "skip"}
+EIGHT = {"multiple": 8, "min_pixels": 64, "max_pixels": 288}
+
+
+def packed_job(folder: Path, extra: str = "") -> Path:
+    """The job of coloured squares with the encoder of images of any sizes."""
+    job = write_vlm_job(folder, extra)
+    job.write_text(job.read_text().replace('name = "vit"', 'name = "packed_vit"'))
+    return job
+
+
+def strips(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Keys of a job on 40 pictures of a colour, which is the answer; every fourth conversation has none, every fifth two."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i in range(40):
+        name, colour = list(COLOURS.items())[i % 3]
+        parts: list[dict[str, Any]] = [{"type": "text", "text": "?"}]
+        for j in range(0 if i % 4 == 3 else 2 if i % 5 == 0 else 1):
+            Image.new("RGB", SIZES[(i + j) % 5], colour).save(folder / f"{i}-{j}.png")
+            parts.append({"type": "image", "image": f"{i}-{j}.png"})
+        answer = name if len(parts) > 1 else "none"
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}))
+    (folder / "strips.jsonl").write_text("\n".join(lines))
+    budget = {"multiple": 4, "min_pixels": 32, "max_pixels": 288}
+    patches = {"patch_size": 4, "merge": 1, "patch_time": 1, "template": "plain"}
+    resolution = {"name": "budget", "budget": budget}
+    source = {"name": "forge_vlm.data:open_source", "path": str(folder / "strips.jsonl")}
+    given = {**source, "options": {"resolution": resolution, **patches, **(options or {})}}
+    keys: dict[str, Any] = {f"data.sources.squares.{k}": v for k, v in given.items()}
+    keys |= {"data.seq_len": 48, "model.max_seq_len": 48, "eval.every_steps": 0}
+    return keys | {"model.modalities.image.first_id": 257}
+
+
+def test_the_answer_is_learnt_from_pictures_of_any_shape(tmp_path: Path) -> None:
+    job = packed_job(tmp_path)
+    fit_alone(job, **strips(tmp_path), **{"train.steps": 40})
+    losses = columns(job)["loss"]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+#: Keys of a layout of two ranks.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "recompute": {"parallel.recompute": "full"},
+    "tp": {"parallel.tp": 2},
+    "pp": {"parallel.pp": 2, "train.micro_batch": 3},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_equal_one_process(tmp_path: Path, layout: str) -> None:
+    alone, many = (packed_job(tmp_path / name) for name in ("alone", "many"))
+    keys = strips(tmp_path)
+    wanted = fit_alone(alone, **keys)
+    got = together(fit_on_ranks(2, many, None, **flags({**keys, **LAYOUTS[layout]})))
+    assert_close(got, wanted.weights)
+    mine, theirs = columns(many), columns(alone)
+    assert_same_rows(mine, theirs)
+
+
+@pytest.mark.distributed
+def test_a_frozen_encoder_stays_as_it_began(tmp_path: Path) -> None:
+    keys = strips(tmp_path) | {"train.steps": 2}
+    job = packed_job(tmp_path, FROZEN)
+    begun = Trainer(load_job(job, keys))
+    begun._materialise()
+    first = {n: p.detach().clone() for n, p in begun.model.named_parameters()}
+    got = together(fit_on_ranks(2, job, None, **flags(keys)))
+    moved = {n for n, p in first.items() if not (got[n] == p).all()}
+    assert moved
+    assert not any(n.startswith("vision.") for n in moved)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, world: int) -> None:
+    keys = {**strips(tmp_path), "checkpoint.every_steps": 1, "checkpoint.keep_last": 9}
+    job, other = packed_job(tmp_path), tmp_path / "other"
+    fit_on_ranks(world, job, None, **flags(keys))
+    (other / "checkpoints").mkdir(parents=True)
+    shutil.copy(tmp_path / "run/config.toml", other)
+    step = "checkpoints/step-00000002"
+    shutil.copytree(tmp_path / "run" / step, other / step)
+    fit_on_ranks(world, job, None, **flags({**keys, "run.dir": str(other)}))
+    assert_same_bits(saved_tensors(other), saved_tensors(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"patch_size": 2, **SKIP},
+            "patch_size 2 must be that of the encoder model.vision, 4; change one",
+        ),
+        ({"patch_time": 2}, "patch_time 2 must be that of the encoder model.vision, 1; change one"),
+        (
+            {"merge": 2, **SKIP, "resolution": {"name": "budget", "budget": EIGHT}},
+            "merge 2 must be that of the encoder model.vision, 1; change one",
+        ),
+    ],
+    ids=["patch_size", "patch_time", "merge"],
+)
+def test_patches_that_are_not_the_encoders_are_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=words):
+        Trainer(load_job(packed_job(tmp_path), strips(tmp_path, options)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_of_one_size_are_refused(tmp_path: Path) -> None:
+    """A source of `images` for an encoder of `patches`."""
+    words = "the model takes the extras patches, grids, and batches of"
+    with pytest.raises(ConfigError, match=words):
+        Trainer(load_job(packed_job(tmp_path)))
+
+
+def test_it_is_planned_at_the_size_of_the_config(tmp_path: Path) -> None:
+    job = packed_job(tmp_path)
+    sizes: tuple[tuple[str, ...], ...] = ((), ("--model.pixels_per_image", str(64 * 8**2)))
+    said = [forge_train("plan", job, "--gpus", "8", "--json", *size) for size in sizes]
+    assert [s.code for s in said] == [0, 0], said[0].err + said[1].err
+    first, larger = (json.loads(s.out) for s in said)
+    assert first["fits"]
+    assert first != larger
