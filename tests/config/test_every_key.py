@@ -961,6 +961,7 @@ ELSEWHERE = {
     "model.fusion.cross_attention.sees",  # behind gates that begin at 0: forge_vlm's tests
     "model.bidirectional",  # needs ids that the probe's pictures have not: tests/vlm/test_layouts.py
     "model.pixels_per_image",  # of encoders that take images of any size: forge_vlm's tests
+    "model.vision.vit.merge",  # of the same: forge_vlm's tests
     "model.positions",  # of three axes: with [model.mrope]; else where a row comes without any: forge_vlm's tests
     *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
     *(  # tests/vlm/test_exact_match.py
