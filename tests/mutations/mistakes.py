@@ -142,6 +142,15 @@ MISTAKES: tuple[Mistake, ...] = (
         ("packages/forge-core/tests/test_model_documents.py::test_model_equals_documents_apart",),
     ),
     Mistake(
+        "images that are packed see each other",
+        f"{_VLM}/vision/packed.py",
+        "plan = SegmentPlan.of_lengths([lengths])",
+        "plan = SegmentPlan.of_lengths([[sum(lengths)]])",
+        (
+            "packages/forge-vlm/tests/test_packed_vit.py::test_pixels_of_a_neighbour_do_not_move_an_image",
+        ),
+    ),
+    Mistake(
         "a window shows one token too many",
         f"{_CORE}/model/rows.py",
         "(ahead < window)",
