@@ -15,7 +15,7 @@ from torch import Tensor
 from forge_core.model import SegmentPlan, attend_segments
 from forge_vlm.vision.config import VisionConfig
 from forge_vlm.vision.features import Features
-from forge_vlm.vision.patches import Grid, checked_grids
+from forge_vlm.vision.patches import Grid, check_patches, checked_grids
 from forge_vlm.vision.pixels import normalised, values_of
 from forge_vlm.vision.vit import ViT
 from forge_vlm.work import ImageWork, attended, image_work
@@ -52,12 +52,7 @@ class PackedViT(ViT):
         """Features (1, M, W * merge^2) of patches (P, E); ValueError where the grids are not theirs."""
         values, frames = values_of(patches), self._frames(grids)
         lengths = [rows * columns for rows, columns in frames]
-        wanted = (sum(lengths), self.patches.in_features)
-        if values.shape != wanted:
-            raise ValueError(
-                f"patches {tuple(values.shape)} must be {wanted}, those of the {len(frames)} images of grids; "
-                "give both of the same images"
-            )
+        check_patches(values, lengths, self.patches.in_features)
         x = self.patches(self._pixels(values)) + self._positions(frames, values.device)
         plan = SegmentPlan.of_lengths([lengths])
         tokens = self.encoded(x[None], partial(attend_segments, plan=plan))  # (1, P, W)

@@ -18,7 +18,7 @@ from forge_vlm.vision.pixels import normalised, values_of
 from forge_vlm.vision.transformers import blocks_of, build_config, init_of, with_buffers
 from forge_vlm.work import ImageWork, Part, attended, image_work
 
-__all__ = ["PATCH_MODELS", "Grid", "PatchEncoder", "checked_grids", "cut_patches"]
+__all__ = ["PATCH_MODELS", "Grid", "PatchEncoder", "check_patches", "checked_grids", "cut_patches"]
 
 Grid = tuple[int, int, int]
 
@@ -57,15 +57,8 @@ class PatchEncoder(nn.Module):
     def forward(self, patches: Any, grids: Any) -> Features:
         """Features of patches (P, E), with the layers behind; ValueError where the grids are not theirs."""
         values, sizes = values_of(patches), values_of(grids).cpu()
-        wanted = sum(
-            time * rows * columns
-            for time, rows, columns in checked_grids(sizes.tolist(), self.merge)
-        )
-        if values.shape != (wanted, self.patch_width):
-            raise ValueError(
-                f"patches {tuple(values.shape)} must be {(wanted, self.patch_width)}, those of the {len(sizes)} "
-                "images of grids; give both of the same images"
-            )
+        lengths = [t * h * w for t, h, w in checked_grids(sizes.tolist(), self.merge)]
+        check_patches(values, lengths, self.patch_width)
         given = self._pixels(values)
         out = self.model(given, grid_thw=sizes, **self._places(sizes, given.device))
         return Features(out.pooler_output[None], layers=tuple(out.deepstack_features))
@@ -158,6 +151,16 @@ def checked_grids(grids: Sequence[Sequence[int]], merge: int) -> Sequence[Sequen
                 f"{merge} divides; resize the image"
             )
     return grids
+
+
+def check_patches(patches: Tensor, lengths: Sequence[int], width: int) -> None:
+    """ValueError for patches that are not (P, E = `width`), with those of images of `lengths`."""
+    wanted = (sum(lengths), width)
+    if patches.shape != wanted:
+        raise ValueError(
+            f"patches {tuple(patches.shape)} must be {wanted}, those of the {len(lengths)} images of grids; "
+            "give both of the same images"
+        )
 
 
 def cut_patches(
