@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vlm.qwen3_vl_folder import save, write_talks
+from tests.vlm.qwen3_vl_folder import IDS, save, write_talks
+from tests.vlm.test_hugging_face import JOB as LLAVA_JOB
+from tests.vlm.test_hugging_face import LLAVA, logits, opened
+from tests.vlm.test_hugging_face import save as save_llava
 
 from forge_ckpt import read_tensors
 from forge_testing.runs import (
@@ -23,7 +26,11 @@ from forge_testing.runs import (
 )
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job
+from forge_train.config.vlm import VLMModelConfig
+from forge_train.hf.exporting import export_run
+from forge_train.hf.families import modules_of
 from forge_train.jobs import load_model
+from forge_vlm import ModalityConfig
 
 pytest.importorskip("transformers")
 QWEN_JOB = """
@@ -161,3 +168,68 @@ def test_what_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Trainer(load_job(job, {**keys, "lora.patterns": [pattern]}))
+
+
+def pixels_of() -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
+    """Tokens of two pictures and text, and the media as Forge and as transformers takes them."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 250, (1, 12), generator=draw)
+    tokens[0, 2:6] = IDS["<|image_pad|>"]
+    patches, grids = torch.randn(16, 96, generator=draw), torch.tensor([[1, 4, 4]])
+    theirs = {
+        "pixel_values": patches,
+        "image_grid_thw": grids,
+        "mm_token_type_ids": (tokens == IDS["<|image_pad|>"]).int(),
+    }
+    return tokens, {"patches": patches, "grids": grids}, theirs
+
+
+def test_both_exports_are_the_trained_qwen3_vl(tmp_path: Path) -> None:
+    """Merged, and as a folder of peft on the folder that it began from."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    job, keys = job_of("qwen3_vl", tmp_path)
+    run = tmp_path / "run"
+    fit_alone(job, **keys)
+    export_run(run, tmp_path / "merged", check=True)
+    export_run(run, tmp_path / "adapter", adapter=True)
+    load = transformers.Qwen3VLForConditionalGeneration.from_pretrained
+    merged, said = load(tmp_path / "merged", output_loading_info=True)
+    assert not any(said.values()), said
+    plain, model = load(tmp_path / "hf"), load_model(run)[0]
+    tokens, ours, theirs = pixels_of()
+    with torch.no_grad():
+        wanted = model(tokens, **ours)
+        before = plain(tokens, **theirs).logits
+        both = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+        for found in (merged.eval(), both.eval()):
+            assert (found(tokens, **theirs).logits - wanted).abs().max() < 1e-5
+    assert (before - wanted).abs().max() > 1e-2
+    new = {"max_new_tokens": 5, "do_sample": False}
+    both, merged = (m.generate(input_ids=tokens, **theirs, **new) for m in (both, merged))
+    assert torch.equal(both, merged)
+
+
+def test_adapters_of_a_llava_go_to_peft(tmp_path: Path) -> None:
+    """Whose modules have other names than its files."""
+    peft = pytest.importorskip("peft")
+    theirs = save_llava(tmp_path / "hf", LLAVA)
+    path = tmp_path / "job.toml"
+    path.write_text(LLAVA_JOB.replace("RUN", str(tmp_path / "run")))
+    layers = ["layers.*.v_proj", "layers.*.o_proj", "vision.model.encoder.layers.0.*", "adapter.*"]
+    layers += ["!*.*norm*", "!*.mlp", "!*.self_attn", "!*.*_fn"]
+    keys = {"lora.patterns": layers, "optimizer.lr": 0.1}
+    fit_alone(path, **{**LORA, **keys, "init.from": str(tmp_path / "hf"), "train.steps": 4})
+    export_run(tmp_path / "run", tmp_path / "merged")
+    export_run(tmp_path / "run", tmp_path / "adapter", adapter=True)
+    merged = opened(tmp_path / "merged")
+    before = logits(theirs, "pixel_values")
+    both = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    wanted = logits(merged, "pixel_values")
+    assert (logits(both, "pixel_values") - wanted).abs().max() < 1e-5
+    assert (before - wanted).abs().max() > 1e-3
+
+
+def test_a_family_whose_modules_are_unknown_is_refused() -> None:
+    section = VLMModelConfig(vocab_size=8, modalities={"image": ModalityConfig(first_id=3)})
+    with pytest.raises(ValueError, match="--adapter: family 'smolvlm' must be one of llava, qwen3"):
+        modules_of(section, "smolvlm")

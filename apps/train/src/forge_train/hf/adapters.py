@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,15 @@ class MergedTensors:
 
 
 def peft_files(
-    tensors: MergedTensors, rows: Sequence[Row], config: LoRAConfig, base: str | None
+    tensors: MergedTensors,
+    rows: Sequence[Row],
+    config: LoRAConfig,
+    base: str | None,
+    module: Callable[[str], str],
 ) -> tuple[dict[str, bytes], list[Row]]:
     """(files, rows) of a folder that peft loads onto the base model: what is beside the matrices, and their names.
 
-    `base` names that model, if it is known. Raises ValueError for an adapter of a layer whose weight is a part of
+    `base` names that model, if it is known; `module` says what it calls a tensor of the family's files. Raises ValueError for an adapter of a layer whose weight is a part of
     another tensor in the family.
     """
     there = {layer: hf_name(rows, f"{layer}.weight") for layer in sorted(tensors.layers)}
@@ -85,7 +89,7 @@ def peft_files(
             f"--adapter: {', '.join(fused[:3])} must have a weight of their own in the family, and are parts of fused "
             "tensors there; leave --adapter out to write the merged model"
         )
-    targets = {layer: str(name).removesuffix(".weight") for layer, name in there.items()}
+    targets = {layer: module(str(name)).removesuffix(".weight") for layer, name in there.items()}
     settings: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

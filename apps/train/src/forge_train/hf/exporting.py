@@ -24,11 +24,10 @@ from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
 from forge_train.config.tokenizer import gives_same_ids, tokenizer_in
-from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.hf.adapters import MergedTensors, peft_files
 from forge_train.hf.compare import compare
-from forge_train.hf.families import find_family, rows_of, section_to_hf
+from forge_train.hf.families import find_family, modules_of, rows_of, section_to_hf
 from forge_train.hf.folder import SIDECAR
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
@@ -80,7 +79,7 @@ def export_run(
     section, data, low_rank = _sections(run)
     lora = None if low_rank is None else low_rank.adapters
     if adapter:
-        _refuse_adapter(section, low_rank, check)
+        _refuse_adapter(low_rank, check)
         return _export_adapter(run, checkpoint, out, section, lora, family, _DTYPES[dtype])
     remark = None
     kept = run.path / FILES
@@ -124,7 +123,7 @@ def export_run(
     return 0
 
 
-def _refuse_adapter(section: BuiltInModelConfig, low_rank: LoRASection | None, check: bool) -> None:
+def _refuse_adapter(low_rank: LoRASection | None, check: bool) -> None:
     """ConfigError for what a folder of peft cannot hold."""
     if low_rank is not None and low_rank.whole:
         raise ConfigError(
@@ -135,11 +134,6 @@ def _refuse_adapter(section: BuiltInModelConfig, low_rank: LoRASection | None, c
         raise ConfigError(
             ["--check compares whole models, and --adapter writes none; leave one out"]
         )
-    if isinstance(section, VLMModelConfig):
-        raise ConfigError(
-            ["--adapter: peft knows the layers of a model with images by other names than its files have; leave --adapter "
-             "out, which writes the merged model"]
-        )  # fmt: skip
 
 
 def _merged(original: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +164,8 @@ def _export_adapter(
     with store_errors(checkpoint, JobError), config_errors():
         name = find_family(section, family or _original(run).get("model_type"))
         with MergedTensors(checkpoint, run.base, lora.scale) as tensors:
-            files, rows = peft_files(tensors, rows_of(section, name), lora, _base_folder(run))
+            names, base = rows_of(section, name), _base_folder(run)
+            files, rows = peft_files(tensors, names, lora, base, modules_of(section, name))
             save_hf(out, rows, tensors.factors(), dtype=dtype, files=files, stem="adapter_model")
     print(f"exported the adapters of {checkpoint} to {out}: {name}, rank {lora.rank}")
     return 0

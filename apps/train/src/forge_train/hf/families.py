@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -114,6 +115,18 @@ def rows_of(section: BuiltInModelConfig, family: str) -> tuple[Row, ...]:
     block = experts.FAMILIES.get(family)
     rows = decoders.FAMILIES[family].rows_of(section)
     return rows if block is None else rows + block.rows(_layer_config(section))
+
+
+def modules_of(section: BuiltInModelConfig, family: str) -> Callable[[str], str]:
+    """What says the names of modules by those of tensors; ValueError for a family with images whose modules are unknown."""
+    if not isinstance(section, VLMModelConfig):
+        return str  # files of text models have the names of modules
+    if family not in images.MODULES:
+        raise ValueError(
+            f"--adapter: family {family!r} must be one of {', '.join(images.MODULES)}, whose modules peft is known to "
+            "find; leave --adapter out, which writes the merged model"
+        )
+    return partial(images.module_name, family)
 
 
 def find_family(section: BuiltInModelConfig, wanted: str | None) -> str:

@@ -10,6 +10,7 @@ from forge_core.families import Family
 from forge_vlm.families.internvl import INTERNVL
 from forge_vlm.families.llava import LLAVA
 from forge_vlm.families.mllama import MLLAMA
+from forge_vlm.families.modules import MODULES, module_name
 from forge_vlm.families.qwen3_vl import QWEN3_VL
 from forge_vlm.families.smolvlm import IDEFICS3, SMOLVLM
 
@@ -19,9 +20,11 @@ __all__ = [
     "INTERNVL",
     "LLAVA",
     "MLLAMA",
+    "MODULES",
     "QWEN3_VL",
     "SMOLVLM",
     "find_family",
+    "module_name",
 ]
 
 FAMILIES = {
