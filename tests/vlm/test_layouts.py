@@ -370,7 +370,7 @@ def units_of_encoder(kind: str, dtype: torch.dtype) -> tuple[list[bool], set[str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "clip"])
+@pytest.mark.parametrize("kind", ["plain", "clip", "shapes"])
 def test_a_frozen_encoder_is_sharded_by_block_in_its_dtype(kind: str, dtype: torch.dtype) -> None:
     """And the root does not hold it while the decoder runs."""
     for seen, dtypes, gradient in run_on_ranks(2, units_of_encoder, kind, dtype):

@@ -154,6 +154,13 @@ def test_pictures_of_one_size_are_refused(tmp_path: Path) -> None:
         Trainer(load_job(packed_job(tmp_path)))
 
 
+def test_a_flag_makes_it_of_a_vit_and_keeps_its_sizes(tmp_path: Path) -> None:
+    keys = {"model.vision.name": "packed_vit", "model.vision.vit.merge": 2}
+    config = load_job(write_vlm_job(tmp_path), keys).config
+    assert config.model.vision == load_job(packed_job(tmp_path), keys).config.model.vision
+    assert config.model.vision.vit.patch_size == 4
+
+
 def test_it_is_planned_at_the_size_of_the_config(tmp_path: Path) -> None:
     job = packed_job(tmp_path)
     sizes: tuple[tuple[str, ...], ...] = ((), ("--model.pixels_per_image", str(64 * 8**2)))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge_core import initialise
+from forge_core import SamplingConfig, generate, initialise
 from forge_vlm import VLM, AdapterConfig, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import PackedViT, ViTConfig, build_encoder, cut_patches
 
@@ -191,7 +191,7 @@ def model_of(**options):
     given = {"vision": VisionConfig("packed_vit", vit=VIT), **options}
     places = {"image": ModalityConfig(first_id=IMAGE)}
     sizes = dict(vocab_size=64, dim=16, num_layers=2, num_heads=2, max_seq_len=64)
-    return VLM(VLMConfig(**sizes, **given, modalities=places))
+    return VLM(VLMConfig(**{**sizes, **given}, modalities=places))
 
 
 def rows_of(grids):
@@ -207,6 +207,22 @@ def test_a_decoder_reads_images_of_several_shapes(adapter):
         both = model(rows_of(grids), **media(cut))
         alone = [model(rows_of([g]), **media([c])) for g, c in zip(grids, cut)]
     torch.testing.assert_close(both, torch.cat(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_generation_encodes_once_and_equals_a_whole_forward():
+    model, grids = model_of(vocab_size=80, init_std=0.2).eval(), [(2, 6), (8, 2)]
+    with torch.no_grad():  # no new token is a placeholder, which would want an image
+        model.lm_head.weight[IMAGE] = -10 * model.lm_head.weight.mean(0)
+    prompts = [[1, *[IMAGE] * rows * columns, 5] for rows, columns in grids]
+    cut, calls = pictures(grids, dtype=torch.float32), []
+    model.vision.register_forward_hook(lambda *_: calls.append(1))
+    greedy = SamplingConfig(temperature=0.0)
+    new = generate(model, prompts, 5, greedy, extras=media(cut))
+    assert len(calls) == 1
+    for prompt, own, answer in zip(prompts, cut, new.tolist()):
+        with torch.no_grad():
+            whole = model(torch.tensor([[*prompt, *answer[:-1]]]), **media([own]))
+        assert whole[0, len(prompt) - 1 :].argmax(-1).tolist() == answer
 
 
 def test_a_frozen_encoder_keeps_no_activations():

@@ -25,6 +25,8 @@ NAMED_TABLES: dict[str, tuple[str, Any]] = {
     "metrics.sinks": ("name", "tensorboard"),
     "callbacks": ("name", "my_lab.hooks:Mine"),
 }
+#: Names that have one table of options, which stays when one takes the other's place.
+_ONE_TABLE = {"model.vision.name": ("vit", "packed_vit")}
 _MAX_FILES = 16
 
 
@@ -53,7 +55,9 @@ class Layers:
             for other in [k for k in self.origins if k.startswith("model.")]:
                 if self.origins[other] != origin:
                     self._drop(other)
-        if self.at(dotted) not in (None, value):
+        before = self.at(dotted)
+        alike = _ONE_TABLE.get(dotted, ())
+        if before not in (None, value) and not (before in alike and value in alike):
             self._drop_options(dotted, origin)
         *parents, last = dotted.split(".")
         table = self.values
