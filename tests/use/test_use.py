@@ -18,13 +18,13 @@ from forge_testing.models import Counting
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 
 ROOT = Path(__file__).parents[2]
-#: Names files of a user's own; tests/data/test_chat_forge.py runs it on some.
-OWN_FILES = "chat.toml"
+#: Name files of a user's own; tests/data/test_chat_forge.py and tests/vlm/test_recipe_qwen3_vl.py run them on some.
+OWN_FILES = ("chat.toml", "qwen3_vl.toml")
 SHIPPED = [
     path
     for folder in ("apps/train/configs", "examples")
     for path in sorted((ROOT / folder).glob("**/*.toml"))
-    if path.name != OWN_FILES
+    if path.name not in OWN_FILES
 ]
 
 # Runs the tiny job in an interpreter where the extras cannot be imported.

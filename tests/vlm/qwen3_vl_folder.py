@@ -63,23 +63,21 @@ PROCESSOR = {
     "patch_size": 4,
     "merge_size": 2,
     "temporal_patch_size": 2,
-    "size": {"shortest_edge": 64, "longest_edge": 1024},
 }
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (40, 60, 240)}
 
 
-def save(folder: Path, tie: bool = False) -> Any:
-    """The model of transformers, and its files at `folder`."""
+def save(folder: Path, patch: int = 4) -> Any:
+    """The model of transformers, and its files at `folder`; tokens of pictures are 2 * 2 patches."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
     config = transformers.Qwen3VLConfig(
         text_config=TEXT,
-        vision_config=VISION,
+        vision_config={**VISION, "patch_size": patch},
         image_token_id=IDS["<|image_pad|>"],
         video_token_id=IDS["<|video_pad|>"],
         vision_start_token_id=IDS["<|vision_start|>"],
         vision_end_token_id=IDS["<|vision_end|>"],
-        tie_word_embeddings=tie,
     )
     torch.manual_seed(0)
     model = transformers.Qwen3VLForConditionalGeneration(config).eval()
@@ -88,7 +86,10 @@ def save(folder: Path, tie: bool = False) -> Any:
             parameter.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    sizes = {"shortest_edge": 4 * patch**2, "longest_edge": 64 * patch**2}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({**PROCESSOR, "patch_size": patch, "size": sizes})
+    )
     return model
 
 
@@ -108,8 +109,10 @@ def _tokenizer() -> Any:
     )
 
 
-def write_talks(path: Path, count: int = 12, answer: bool = True) -> Path:
-    """Conversations of one or two pictures of a colour; those of every third are bounded in pixels."""
+def write_talks(
+    path: Path, count: int = 12, answer: bool = True, caps: tuple[int, int] = (64, 192)
+) -> Path:
+    """Conversations of one or two pictures of a colour; those of every third have bounds of their own."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +124,7 @@ def write_talks(path: Path, count: int = 12, answer: bool = True) -> Path:
             Image.new("RGB", (16 + 8 * (i % 3), 24), colour).save(path.parent / f"{i}-{j}.png")
             parts.append({"type": "image", "image": f"{i}-{j}.png"})
             if i % 3 == 0:
-                parts[-1] |= {"min_pixels": 64, "max_pixels": 128 + 64 * j}
+                parts[-1] |= dict(zip(("min_pixels", "max_pixels"), caps))
         said: list[Any] = [
             {"role": "user", "content": [*parts, {"type": "text", "text": "colour?"}]}
         ]

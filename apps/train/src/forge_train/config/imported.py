@@ -46,6 +46,11 @@ def with_import(layers: Layers) -> Layers:
     path = Path(directory) / NAME
     if not os.path.isfile(path):  # False for what is no path, too: another check refuses that
         return layers
+    return over_import(layers, path)
+
+
+def over_import(layers: Layers, path: Path) -> Layers:
+    """`over_table` of the file of an import; ConfigError where it is no TOML."""
     try:
         table = read_toml(path)
     except ValueError as error:

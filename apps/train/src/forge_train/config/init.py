@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_train.config.imported import NAME
+
 
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -125,6 +127,17 @@ def hf_folder(name: Any, run_dir: Any) -> Path | None:
     except ValueError:  # refused where all problems are
         return None
     return source.path if source.is_hf and not has_begun(Path(run_dir)) else None
+
+
+def model_of_parent(name: Any, run_dir: Any) -> Path | None:
+    """model.toml of the imported run that a run, which has not begun, begins from; None for anything else."""
+    if not isinstance(name, str) or not isinstance(run_dir, str) or has_begun(Path(run_dir)):
+        return None
+    try:
+        run = find_source(name).run
+    except ValueError:  # refused where all problems are
+        return None
+    return run / NAME if run is not None and os.path.isfile(run / NAME) else None
 
 
 def committed(run_dir: Path) -> dict[int, Path]:

@@ -17,8 +17,8 @@ from forge_data.protocols import Source
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train.config.exact_match import KINDS as NO_SPLITS
-from forge_train.config.imported import DEFAULT_DIR, over_table, with_import
-from forge_train.config.init import hf_folder, source_problems
+from forge_train.config.imported import DEFAULT_DIR, over_import, over_table, with_import
+from forge_train.config.init import hf_folder, model_of_parent, source_problems
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
@@ -104,8 +104,11 @@ def _vocabulary_of(problem: str, data: DataConfig) -> str:
 
 def _with_weights(layers: Layers) -> Layers:
     """`layers` over the [model] table that comes with weights: of a folder of Hugging Face that the run is yet to
-    begin from, or of an import."""
-    folder = hf_folder(layers.at("init.from"), layers.at("run.dir") or DEFAULT_DIR)
+    begin from, or of an import: of that in run.dir or, for a job without a [model] of its own, that of init.from."""
+    names = layers.at("init.from"), layers.at("run.dir") or DEFAULT_DIR
+    folder, parent = hf_folder(*names), model_of_parent(*names)
+    if parent is not None and not any(key.startswith("model.") for key in layers.origins):
+        return over_import(layers, parent)
     if folder is None:
         return with_import(layers)
     # imported here: it takes a second, and few jobs need it

@@ -99,8 +99,9 @@ def _resolution(folder: Path, family: str, table: Mapping[str, Any]) -> dict[str
         return {"name": "aspect_tiles", "aspect_tiles": {**tiles, "max_tiles": most, **used}}
     if family == "qwen3_vl":
         side = table.get("patch_size", 16) * table.get("merge_size", 2)
-        least = table.get("min_pixels", size.get("shortest_edge", 65536))
-        most = table.get("max_pixels", size.get("longest_edge", 16777216))
+        # some versions of transformers write null beside `size`
+        least = table.get("min_pixels") or size.get("shortest_edge") or 65536
+        most = table.get("max_pixels") or size.get("longest_edge") or 16777216
         return {
             "name": "budget",
             "budget": {"multiple": side, "min_pixels": least, "max_pixels": most, **used},

@@ -25,7 +25,7 @@ from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
 from forge_parallel import Meshes
 from forge_resilience import Agreement
-from forge_train.config.imported import FILES
+from forge_train.config.imported import FILES, NAME
 from forge_train.config.init import (
     InitConfig,
     Source,
@@ -62,7 +62,7 @@ class Fork:
     `weights` names the tensors of the whole model. `saved` are the names of the source's objects. `changed` is
     {key: [value of the parent, value here]}, empty where no configuration of the parent is known. `ignored` are
     tensors of a folder of Hugging Face that transformers does not load either. `base` holds the frozen weights of a
-    parent with adapters.
+    parent with adapters, `model_toml` the [model] of an imported parent, if it is that of the job.
     """
 
     init: InitConfig
@@ -72,6 +72,7 @@ class Fork:
     digest: str | None = None
     saved: Collection[str] = ()
     changed: Mapping[str, list[Any]] | None = None
+    model_toml: Path | None = None
     hf: HFModel | None = None
     ignored: Sequence[str] = ()
     base: Path | None = None
@@ -130,6 +131,8 @@ class Fork:
                 self.hf.write(run_dir, self.hf.files())
             elif inherited is not None and inherited.is_dir() and not self.init.patterns:
                 shutil.copytree(inherited, run_dir / FILES, dirs_exist_ok=True)
+            if self.model_toml is not None:  # later lives get their [model] here
+                shutil.copyfile(self.model_toml, run_dir / NAME)
         except OSError as error:
             raise JobError(
                 [f"run.dir {run_dir} cannot hold the files of {self.source.path} ({error.strerror}); make room there"]
@@ -211,7 +214,16 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         if "cursor" in init.keep:
             loader.load_checks(saved.read_object("loader"))
             refuse(_length(init, saved.step, total_steps))
-        return Fork(init, source, weights, saved.step, saved.digest, objects, changed, base=base)
+        of_model = _model_toml(job, source)
+        return Fork(
+            init, source, weights, saved.step, saved.digest, objects, changed, of_model, base=base
+        )
+
+
+def _model_toml(job: ResolvedJob, source: Source) -> Path | None:
+    """The file of an import that the job has its [model] from."""
+    path = None if source.run is None else source.run / NAME
+    return path if path is not None and job.origin("model.dim") == f"import {path}" else None
 
 
 def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork:
