@@ -17,9 +17,15 @@ from PIL import Image
 from forge_data import Loader, SourceConfig, open_stream
 from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
-from forge_testing.runs import assert_same_bits, fit_alone, saved_tensors
-from forge_testing.vlm_jobs import write_vlm_job
-from forge_train import ConfigError, load_job
+from forge_testing.runs import (
+    assert_same_bits,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    saved_tensors,
+)
+from forge_testing.vlm_jobs import flags, write_vlm_job
+from forge_train import ConfigError, load_job, load_trained
 from forge_train.trainer.layout import layout_problems
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import ViTConfig
@@ -231,3 +237,56 @@ def test_pictures_that_see_ahead_are_refused_over_cp_before_anything_starts(tmp_
     assert any(
         "parallel.cp 2 cuts the rows whose tokens see each other ahead" in p for p in problems
     )
+
+
+def captions(folder: Path, count: int, shade: int) -> Path:
+    """Captions of COCO: the odd pictures have two."""
+    folder.mkdir()
+    images, notes = [], []
+    for i in range(count):
+        Image.new("RGB", (8, 8), (20 * i, shade, 0)).save(folder / f"{i}.png")
+        images.append({"id": i, "file_name": f"{i}.png"})
+        notes += [{"image_id": i, "caption": "a" * (i + j + 1)} for j in range(1 + i % 2)]
+    (folder / "captions.json").write_text(json.dumps({"images": images, "annotations": notes}))
+    return folder / "captions.json"
+
+
+def test_loss_of_held_out_captions_is_by_hand_that_of_their_tokens(tmp_path: Path) -> None:
+    """In the loop, at each evaluation, on one rank and on two, packed or not: sum over tokens, divided once."""
+    keys: dict[str, Any] = {"eval.sequences": 64}
+    for key, path in (
+        ("sources.squares", captions(tmp_path / "train", 12, 0)),
+        ("validation", captions(tmp_path / "held", 7, 200)),
+    ):
+        source = {"name": "forge_vlm.data:open_source", "path": str(path)}
+        keys |= {f"data.{key}.{k}": v for k, v in source.items()}
+        keys[f"data.{key}.options"] = {**OPTIONS, "format": "coco", "pack": key == "validation"}
+    keys |= {"data.seq_len": 24, "model.max_seq_len": 24, "model.modalities.image.first_id": 257}
+    job = write_vlm_job(tmp_path)
+    fit_alone(job, **keys)
+    logged = [value for value in columns(job)["val_loss"] if value is not None]
+    assert len(logged) == 2
+    model = load_trained(tmp_path / "run")[0]
+    config = SourceConfig(
+        "forge_vlm.data:open_source", str(tmp_path / "held/captions.json"),
+        options={**OPTIONS, "format": "coco", "pack": False}, split="train",
+    )  # fmt: skip
+    total, count = 0.0, 0
+    stream = open_stream(config, 24)
+    assert len(stream) == 10
+    for i in range(len(stream)):
+        row = stream.arrays(np.array([i]))
+        names = ("tokens", "positions", "document_ids", "labels")
+        tokens, positions, ids, labels = (torch.as_tensor(row[n]) for n in names)
+        with torch.no_grad():
+            logits = model(tokens, positions, ids, images=row["images"].values)[0].double()
+        for t in range(24):
+            if labels[0, t] != -100:
+                total -= float(logits[t].log_softmax(-1)[labels[0, t]])
+                count += 1
+    assert abs(logged[-1] - total / count) <= 1e-5 * logged[-1]
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    fit_on_ranks(2, write_vlm_job(ranks), **flags(keys))
+    found = [value for value in columns(ranks / "job.toml")["val_loss"] if value is not None]
+    assert np.allclose(found, logged, rtol=1e-4)

@@ -1,10 +1,12 @@
 """Chameleon of transformers, from the same weights: text and discrete image tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from forge_core import SamplingConfig, cross_entropy, generate
-from forge_vlm import VLM
+from forge_vlm import VLM, FusionConfig
 from forge_vlm.families.chameleon import CHAMELEON
 
 transformers = pytest.importorskip("transformers")
@@ -134,5 +136,18 @@ def test_what_it_cannot_hold_is_refused():
     hf = theirs_of(False).config.to_dict()
     with pytest.raises(ValueError, match="chameleon: vocabulary_map must give image tokens"):
         CHAMELEON.config_from_hf({**hf, "vocabulary_map": {"IMGIMGAZ": 3, "IMGIMGBZ": 9}})
-    with pytest.raises(ValueError, match="the tokeniser of images, which is no part"):
-        CHAMELEON.config_to_hf(CHAMELEON.config_from_hf(hf))
+    ours = CHAMELEON.config_from_hf(hf)
+    for change, words in (
+        ({"mixer": "attention"}, "chameleon: mixer 'attention' must be"),
+        ({"fusion": FusionConfig("moma")}, "chameleon: fusion.name 'moma' must be"),
+        ({"block": "sandwich"}, "chameleon: block 'sandwich' must be one of pre_norm, post_norm"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CHAMELEON.config_to_hf(replace(ours, **change))
+
+
+@pytest.mark.parametrize("swin_norm", [False, True])
+def test_keys_go_back_as_they_came(swin_norm):
+    hf = theirs_of(swin_norm).config.to_dict()
+    ours = CHAMELEON.config_from_hf(hf)
+    assert CHAMELEON.config_from_hf({**hf, **CHAMELEON.config_to_hf(ours)}) == ours

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from forge_vlm._config import is_size, raise_problems, setting
 
-__all__ = ["ModalityConfig", "learnt", "modality_ids", "numbers", "numbers_by_id"]
+__all__ = [
+    "ModalityConfig",
+    "learnt",
+    "learnt_ranges",
+    "modality_ids",
+    "numbers",
+    "numbers_by_id",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,12 @@ def numbers(modalities: Mapping[str, ModalityConfig]) -> dict[str, int]:
 def learnt(modalities: Mapping[str, ModalityConfig]) -> tuple[int, ...]:
     """The numbers of text and of discrete modalities, whose tokens are targets of the loss."""
     return (0, *(n for name, n in numbers(modalities).items() if modalities[name].discrete))
+
+
+def learnt_ranges(modalities: Mapping[str, ModalityConfig]) -> dict[str, tuple[int, int]]:
+    """(first id, one behind the last) of each discrete modality, in the order of `numbers`."""
+    own = ((name, modalities[name]) for name in numbers(modalities))
+    return {name: (m.first_id, m.first_id + m.num_ids) for name, m in own if m.discrete}
 
 
 def numbers_by_id(modalities: Mapping[str, ModalityConfig]) -> dict[int, int]:

@@ -35,8 +35,9 @@ def plan_forward(model: VLM, tokens: Tensor) -> Tensor:
             f"fusion.moma.router {fusion.moma.router!r} takes tokens by the documents of each row, and cannot be planned; "
             "plan 'token_choice', or use parallel.layout = 'manual'"
         )
+    positions = torch.arange(tokens.size(1), device=tokens.device)[None]
     if model.vision is None or not number:
-        return Transformer.forward(model, model.embed(tokens))
+        return Transformer.forward(model, model.embed(tokens), positions)
     if not hasattr(model.vision, "media_of"):
         raise ValueError(
             f"vision.name {model.config.vision.name!r} cannot be planned: its encoder does not say what an image is; "
@@ -57,7 +58,6 @@ def plan_forward(model: VLM, tokens: Tensor) -> Tensor:
         nothing = torch.zeros_like(stream)
         layers = tuple(place(nothing, layer, here) for layer in features.layers)
         stream = place(stream, adapted, here)
-    positions = torch.arange(tokens.size(1), device=tokens.device)[None]
     return Transformer.forward(model, stream, positions, layer_features=layers, media=seen)
 
 

@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-_LIMIT_SECONDS = 60.0
+_LIMIT_SECONDS = 300.0  # of a machine that is busy with other things
 
 
 def flip_bit(path: Path, seed: int = 0) -> int:

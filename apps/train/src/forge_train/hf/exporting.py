@@ -26,8 +26,15 @@ from forge_train.config.structure import structure
 from forge_train.config.tokenizer import gives_same_ids, tokenizer_in
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.hf.adapters import MergedTensors, peft_files
+from forge_train.hf.beside import joined, rows_beside
 from forge_train.hf.compare import compare
-from forge_train.hf.families import find_family, modules_of, rows_of, section_to_hf
+from forge_train.hf.families import (
+    beside_of,
+    find_family,
+    modules_of,
+    rows_of,
+    section_to_hf,
+)
 from forge_train.hf.folder import SIDECAR
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
@@ -87,10 +94,15 @@ def export_run(
         original = _original(run)
         name = find_family(section, family or original.get("model_type"))
         hf, rows = section_to_hf(section, name), rows_of(section, name)
+        if beside_of(section, name) and not rows_beside(kept):
+            raise ValueError(
+                f"{name}: {', '.join(beside_of(section, name))} belong into such a folder, and {run.path} did not begin from "
+                "one that has them; begin the run with forge-train import"
+            )
         if not original:
             files, remark = _tokenizer_of(data, hf)
         else:
-            files = {path.name: path.read_bytes() for path in sorted(kept.iterdir())}
+            files = {p.name: p.read_bytes() for p in sorted(kept.iterdir()) if p.is_file()}
             same = original if original["model_type"] == name else {}
             if _has_other_tokenizer(run, data):
                 files = {n: content for n, content in files.items() if n.startswith("LICENSE")}
@@ -112,7 +124,9 @@ def export_run(
         weights: Any = checkpoint
         if lora is not None:
             weights = opened.enter_context(MergedTensors(checkpoint, run.base, lora.scale))
-        save_hf(out, rows, weights, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files)
+        whole = opened.enter_context(joined(weights, kept))
+        rows = (*rows, *rows_beside(kept))
+        save_hf(out, rows, whole, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files)
         print(f"exported {checkpoint} to {out}: {name}, {dtype}")
         if section.mtp.num_modules:
             print(f"left out, as transformers has no place for it: mtp ({section.mtp.num_modules})")

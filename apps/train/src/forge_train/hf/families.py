@@ -129,6 +129,11 @@ def modules_of(section: BuiltInModelConfig, family: str) -> Callable[[str], str]
     return partial(images.module_name, family)
 
 
+def beside_of(section: BuiltInModelConfig, family: str) -> tuple[str, ...]:
+    """Patterns of tensors in a folder of the family that are no part of the model."""
+    return images.FAMILIES[family].beside if isinstance(section, VLMModelConfig) else ()
+
+
 def find_family(section: BuiltInModelConfig, wanted: str | None) -> str:
     """The name of the family that holds this model: the wanted one, or the first that does.
 

@@ -17,7 +17,8 @@ from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, refuse
-from forge_train.hf.families import rows_of, section_from_hf
+from forge_train.hf.beside import keep_beside
+from forge_train.hf.families import beside_of, rows_of, section_from_hf
 
 SIDECAR = "forge.json"
 #: Files beside the weights that belong to the model: configuration, tokenizer, license.
@@ -56,13 +57,17 @@ class HFModel:
         """The weights under Forge's names; ConfigError for what the family's map cannot hold."""
         with config_errors():
             rows = self._rows()
-            return HFTensors(self.path, rows, _ignored(self.section, self.hf, rows))
+            return HFTensors(self.path, rows, self._ignored(rows))
 
     def load(self, model: nn.Module) -> None:
         """Fill a model of this section in place; ConfigError for tensors that do not fit."""
         with config_errors():
             rows = self._rows()
-            load_hf(self.path, rows, model, ignore=_ignored(self.section, self.hf, rows))
+            load_hf(self.path, rows, model, ignore=self._ignored(rows))
+
+    def _ignored(self, rows: Sequence[Row]) -> list[str]:
+        beside = beside_of(self.section, self.family)
+        return [*_ignored(self.section, self.hf, rows), *beside]
 
     def _rows(self) -> Sequence[Row]:
         """The rows of the family, under the names that its files have: transformers 4 wrote a vision tower's with a
@@ -100,8 +105,10 @@ class HFModel:
         return _kept_files(self.path)
 
     def write(self, run_dir: Path, files: dict[str, bytes]) -> None:
-        """Write model.toml, which jobs there get their [model] from, and the files that an export gives back."""
+        """Write model.toml, which jobs there get their [model] from, and what an export gives back: files, and tensors
+        of the folder that are no part of the model."""
         (run_dir / FILES).mkdir(exist_ok=True)
+        keep_beside(self.path, beside_of(self.section, self.family), run_dir / FILES)
         for name, content in files.items():
             (run_dir / FILES / name).write_bytes(content)
         write_table(

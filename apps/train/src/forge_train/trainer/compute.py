@@ -24,10 +24,11 @@ from forge_train.config.schema import JobConfig
 from forge_train.trainer.objective import (
     FUSED,
     Objective,
+    Shown,
     all_sums,
     find_loss,
     loss_terms,
-    shown_sources,
+    shown_parts,
     term_names,
 )
 
@@ -42,11 +43,10 @@ def make_compute(
     """The `Compute` of a job. ValueError for a loss or an objective of one's own on a part of the logits."""
     train, whole = config.train, None
     terms, function = loss_terms(train), _SHARDED.get(train.loss)
-    sharded_loss = None
+    sharded_loss, shown = None, shown_parts(config)
     if function is not None:
         ids = ids_of_cut_logits(model)
-        sources = len(shown_sources(config))
-        sharded_loss = partial(_on_part_of_vocabulary, function, meshes, ids, terms, sources)
+        sharded_loss = partial(_on_part_of_vocabulary, function, meshes, ids, terms, shown)
     mtp = getattr(config.model, "mtp", None)  # an imported model has none
     if objective is not None:
         whole = partial(_on_local_tokens, objective, meshes)
@@ -59,8 +59,8 @@ def make_compute(
         seq_len=config.data.seq_len,
         loss=find_loss(config),
         sharded_loss=sharded_loss,
-        num_sums=1 + len(term_names(terms)) + 2 * len(shown_sources(config)),
-        by_source=bool(shown_sources(config)),
+        num_sums=1 + len(term_names(terms)) + 2 * len(shown.names),
+        by_source=bool(shown.sources),
         ahead=0 if mtp is None else mtp.num_modules,
         ahead_weight=0.0 if mtp is None else mtp.weight,
         in_head=train.loss == FUSED,
@@ -83,7 +83,7 @@ def _on_part_of_vocabulary(
     meshes: Meshes,
     ids: int | None,
     terms: dict[str, float],
-    num_sources: int,
+    shown: Shown,
     *given: Any,
     sources: Tensor | None = None,
     **head: float,
@@ -91,7 +91,7 @@ def _on_part_of_vocabulary(
     """`token_cross_entropy` or `inside_head` with a part of the logits or the weight."""
     *parts, labels, weights = given
     found = function(*parts, labels, meshes.tp, weights=weights, vocab_size=ids, **terms, **head)
-    return all_sums(found, labels, weights, terms, sources, num_sources)
+    return all_sums(found, labels, weights, terms, sources, shown)
 
 
 def _on_local_tokens(

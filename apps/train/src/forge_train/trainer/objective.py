@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,35 @@ from forge_data import Batch
 from forge_data.batch import IGNORE
 from forge_parallel.axes import VocabLoss
 from forge_train.config.schema import JobConfig, TrainConfig
+from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError
+from forge_vlm.modalities import learnt_ranges
 
 Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Parts of the labels whose losses are columns: those of each source, by number, and of each modality of `ranges`, (first
+    id, one behind the last) by name; what is in no range is text."""
+
+    sources: tuple[str, ...] = ()
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Columns behind `loss.`."""
+        modalities = ("text", *self.ranges) if self.ranges else ()
+        of_source = (f"source.{name}" for name in self.sources)
+        return (*of_source, *(f"modality.{name}" for name in modalities))
+
+    def parts(self, labels: Tensor, sources: Tensor | None) -> list[Tensor]:
+        """(B, S) bool of each name, of labels and the sources of their tokens (B, S)."""
+        found = [sources == number for number in range(len(self.sources)) if sources is not None]
+        if not self.ranges:
+            return found
+        images = [(labels >= first) & (labels < end) for first, end in self.ranges.values()]
+        return [*found, ~torch.stack(images).any(0), *images]
 
 
 def token_cross_entropy(
@@ -27,12 +53,12 @@ def token_cross_entropy(
     labels: Tensor,
     weights: Tensor | None,
     sources: Tensor | None = None,
-    num_sources: int = 0,
+    shown: Shown = Shown(),
     **terms: Any,
 ) -> Tensor:
-    """Sum of the weighted cross-entropies of (B, S) labels, 0-dim fp32; with terms or sources as `all_sums`."""
+    """Sum of the weighted cross-entropies of (B, S) labels, 0-dim fp32; with terms or shown parts as `all_sums`."""
     found = cross_entropy(logits, labels, weights=weights, **terms)
-    return all_sums(found, labels, weights, terms, sources, num_sources)
+    return all_sums(found, labels, weights, terms, sources, shown)
 
 
 def inside_head(
@@ -41,12 +67,12 @@ def inside_head(
     labels: Tensor,
     weights: Tensor | None,
     sources: Tensor | None = None,
-    num_sources: int = 0,
+    shown: Shown = Shown(),
     **terms: Any,
 ) -> Tensor:
     """The same of the stream (B, S, D) and the head's weight (V, D), without all logits."""
     found = fused_cross_entropy(x, weight, labels, weights=weights, **terms)
-    return all_sums(found, labels, weights, terms, sources, num_sources)
+    return all_sums(found, labels, weights, terms, sources, shown)
 
 
 def all_sums(
@@ -55,24 +81,24 @@ def all_sums(
     weights: Tensor | None,
     terms: Mapping[str, float],
     sources: Tensor | None,
-    num_sources: int,
+    shown: Shown,
 ) -> Tensor:
-    """The sum of a loss, 0-dim; with terms or sources (k,): the plain cross-entropy, whose gradient is that of the
+    """The sum of a loss, 0-dim; with terms or shown parts (k,): the plain cross-entropy, whose gradient is that of the
     whole sum, then as numbers the terms that are switched on, in the order of `term_names`, the cross-entropy of the
-    labels of each source, and what these weigh."""
+    labels of each part, and what these weigh."""
     names = term_names(terms)
-    if not names and sources is None:
+    if not names and not shown.names:
         return loss.sum
     trained, plain = loss.sum.detach(), loss.cross_entropy
-    shown = {"z_loss": loss.z_loss, "label_smoothing": trained - loss.z_loss - plain}
-    sums = [plain + (loss.sum - trained), *(shown[name] for name in names)]
-    if sources is not None:
+    values = {"z_loss": loss.z_loss, "label_smoothing": trained - loss.z_loss - plain}
+    sums = [plain + (loss.sum - trained), *(values[name] for name in names)]
+    if shown.names:
         valid = labels != IGNORE
         weighing = valid.to(plain.dtype) if weights is None else weights.where(valid, 0.0)
-        of_source = [sources == number for number in range(num_sources)]
-        for values in (loss.token_losses, weighing.to(plain.dtype)):
+        parts = shown.parts(labels, sources)
+        for each in (loss.token_losses, weighing.to(plain.dtype)):
             # a sum for each: adding by index has no order on a GPU
-            sums += [values.where(chosen, 0.0).sum() for chosen in of_source]
+            sums += [each.where(chosen, 0.0).sum() for chosen in parts]
     return torch.stack(sums)
 
 
@@ -95,7 +121,7 @@ OBJECTIVES = Registry("train.objective", "forge.objectives", ("model", "batch"),
 def find_loss(config: JobConfig) -> Loss:
     """`loss(logits (B, S, V), labels (B, S), weights (B, S) or None) -> 0-dim sum`, with its options bound; for
     `FUSED` with the stream and the head's weight in place of logits. A built-in one may give further sums, (k,),
-    which are the columns of `loss_columns`, and takes `sources` where there are `shown_sources`.
+    which are the columns of `loss_columns`, and takes `sources` where the parts that are shown are sources.
 
     ValueError for an unknown name, and for options that the loss does not take.
     """
@@ -107,15 +133,19 @@ def find_loss(config: JobConfig) -> Loss:
 
 def own_keywords(config: JobConfig) -> dict[str, Any]:
     """Keywords of the built-in loss of a job; none for another."""
-    shown = len(shown_sources(config))
-    return loss_terms(config.train) | ({"num_sources": shown} if shown else {})
+    shown = shown_parts(config)
+    return loss_terms(config.train) | ({"shown": shown} if shown.names else {})
 
 
-def shown_sources(config: JobConfig) -> tuple[str, ...]:
-    """The sources whose losses are columns: those of a mixture, by number, where the loss is built in."""
-    names = tuple(config.data.sources)
-    built_in = config.train.objective is None and config.train.loss in LOSSES.built_in
-    return names if built_in and len(names) > 1 else ()
+def shown_parts(config: JobConfig) -> Shown:
+    """The parts whose losses are columns where the loss is built in: sources of a mixture, and text and images of a model
+    that learns images as tokens."""
+    if config.train.objective is not None or config.train.loss not in LOSSES.built_in:
+        return Shown()
+    sources = tuple(config.data.sources) if len(config.data.sources) > 1 else ()
+    if not isinstance(config.model, VLMModelConfig):
+        return Shown(sources)
+    return Shown(sources, learnt_ranges(config.model.modalities))
 
 
 def loss_terms(config: TrainConfig) -> dict[str, float]:
@@ -125,19 +155,19 @@ def loss_terms(config: TrainConfig) -> dict[str, float]:
 
 def loss_columns(config: JobConfig) -> Callable[[Sequence[float]], dict[str, float]]:
     """From the sums behind the first, over all ranks, to columns: `loss.<term>`, which the gradient contains and
-    the column `loss` does not; `loss.source.<name>`, the mean of the labels of a source, nan for a step without any;
-    and `loss.mtp`, the mean of tokens further ahead, without its weight."""
+    the column `loss` does not; `loss.source.<name>` and `loss.modality.<name>`, the mean of the labels of a source and of a
+    modality, nan for a step without any; and `loss.mtp`, the mean of tokens further ahead, without its weight."""
     mtp = getattr(config.model, "mtp", None)
     ahead = ("mtp",) if mtp is not None and mtp.num_modules else ()
-    terms, sources = term_names(loss_terms(config.train)), shown_sources(config)
+    terms, shown = term_names(loss_terms(config.train)), shown_parts(config).names
 
     def columns(others: Sequence[float]) -> dict[str, float]:
         values = iter(others)
         found = dict(zip(terms, values))
-        losses = [next(values) for _ in sources]
-        weigh = [next(values) for _ in sources]
+        losses = [next(values) for _ in shown]
+        weigh = [next(values) for _ in shown]
         means = [loss / weight if weight else math.nan for loss, weight in zip(losses, weigh)]
-        found |= {f"source.{name}": mean for name, mean in zip(sources, means)}
+        found |= zip(shown, means)
         found |= zip(ahead, values)
         return {f"loss.{name}": value for name, value in found.items()}
 

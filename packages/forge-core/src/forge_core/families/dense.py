@@ -40,6 +40,8 @@ class Family(NamedTuple):
     standard_to_hf: Callable[[TransformerConfig], dict[str, Any]]
     #: Further rows, whose operations have sizes of the config.
     sized_rows: Callable[[TransformerConfig], tuple[Row, ...]] = lambda config: ()
+    #: Patterns of tensors in its folders that are no part of the model (a tokeniser of images), and go back into them.
+    beside: tuple[str, ...] = ()
 
     def config_to_hf(self, config: TransformerConfig) -> dict[str, Any]:
         """The keys of `config.json`; ValueError with a line for each option that the family cannot hold."""

@@ -44,7 +44,7 @@ class ByteTokens:
 
     vocab_size, eos_id, image_id, image = 258, 256, 257, "<image>"
     fingerprint = "bytes"
-    spec: dict[str, Any] | None = None
+    spec: dict[str, Any] | None = {"name": "byte"}  # noqa: RUF012 - never changed
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
         """As `Tokens.encode`."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core.families import Family
+from forge_vlm.families.chameleon import CHAMELEON
 from forge_vlm.families.internvl import INTERNVL
 from forge_vlm.families.llava import LLAVA
 from forge_vlm.families.mllama import MLLAMA
@@ -15,6 +16,7 @@ from forge_vlm.families.qwen3_vl import QWEN3_VL
 from forge_vlm.families.smolvlm import IDEFICS3, SMOLVLM
 
 __all__ = [
+    "CHAMELEON",
     "FAMILIES",
     "IDEFICS3",
     "INTERNVL",
@@ -28,7 +30,8 @@ __all__ = [
 ]
 
 FAMILIES = {
-    family.name: family for family in (LLAVA, IDEFICS3, SMOLVLM, INTERNVL, MLLAMA, QWEN3_VL)
+    family.name: family
+    for family in (LLAVA, IDEFICS3, SMOLVLM, INTERNVL, MLLAMA, QWEN3_VL, CHAMELEON)
 }
 
 

@@ -6,6 +6,7 @@ Shapes: B rows, S tokens, H heads, D width of a head.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ __all__ = ["CHAMELEON", "ChameleonAttention", "HeadLayerNorm"]
 
 _EPS = 1e-5  # whatever the config's norm_eps is
 _IMAGE = "IMGIMG"  # what names of image tokens begin with
+_MIXER = "forge_vlm.families.chameleon:ChameleonAttention"
+_BLOCKS = {False: "pre_norm", True: "post_norm"}  # by swin_norm
 #: Keys that say nothing about the decoder: those of its image tokeniser, and of training.
 _OWN = (
     *("vq_config", "vocabulary_map", "swin_norm", "model_parallel_size", "image_token_id"),
@@ -81,8 +84,8 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
             f"{len(images)} from {images[:1]} to {images[-1:]}; give a complete config.json"
         )
     own = {
-        "mixer": "forge_vlm.families.chameleon:ChameleonAttention",
-        "block": "post_norm" if hf.get("swin_norm", False) else "pre_norm",
+        "mixer": _MIXER,
+        "block": _BLOCKS[bool(hf.get("swin_norm", False))],
         "vision": VisionConfig("none"),
         "modalities": {"image": ModalityConfig(images[0], len(images), discrete=True)},
     }
@@ -90,10 +93,33 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
 
 
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
-    raise ValueError(
-        "chameleon: a folder of transformers holds the tokeniser of images, which is no part of this model; write Forge's "
-        "own format, or copy weights by CHAMELEON.rows_of(config)"
-    )
+    assert isinstance(config, VLMConfig)
+    discrete = [name for name, own in config.modalities.items() if own.discrete]
+    problems = [
+        f"chameleon: {key} {value!r} must be {wanted!r} in this family; choose another family"
+        for key, value, wanted in (
+            ("fusion.name", config.fusion.name, "joint_decoder"),
+            ("vision.name", config.vision.name, "none"),
+            ("mixer", config.mixer, _MIXER),
+            ("positions", config.positions, "sequential"),
+            ("modalities", discrete, list(config.modalities)),
+        )
+        if value != wanted
+    ]
+    if config.block not in _BLOCKS.values():
+        problems.append(
+            f"chameleon: block {config.block!r} must be one of {', '.join(_BLOCKS.values())} in this family; choose another "
+            "family"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    decoder = LLAMA.config_to_hf(replace(config, mixer="attention", block="pre_norm"))
+    return {
+        **decoder,
+        "model_type": "chameleon",
+        "architectures": ["ChameleonForConditionalGeneration"],
+        "swin_norm": config.block == "post_norm",
+    }
 
 
 def _rows(config: TransformerConfig) -> tuple[Row, ...]:
@@ -114,7 +140,7 @@ def _rows(config: TransformerConfig) -> tuple[Row, ...]:
     return (*rows, *norms)
 
 
-#: Read alone, and not among `FAMILIES`: tensors below `model.vqmodel` are those of the image tokeniser, which gives the
-#: tokens of an image (`model.get_image_tokens` of transformers). Logits are those of transformers but for image tokens,
-#: which it sets to the least number, so that it writes text alone.
-CHAMELEON = Family("chameleon", (), _from_hf, _to_hf, _rows)
+#: Tensors below `model.vqmodel` are those of the image tokeniser, which gives the tokens of an image (`get_image_tokens` of
+#: transformers); they and `vocabulary_map` stay in the folder. Logits are those of transformers but for image tokens, which
+#: it sets to the least number, so that it writes text alone.
+CHAMELEON = Family("chameleon", (), _from_hf, _to_hf, _rows, ("model.vqmodel.*",))

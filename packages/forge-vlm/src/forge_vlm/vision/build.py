@@ -46,6 +46,8 @@ def build_encoder(config: VisionConfig) -> Any:
 
 def check_encoder(config: VisionConfig) -> None:
     """Raise what `build_encoder` would for the name, the options and, with transformers, the keys; nothing is built."""
+    if config.name == "none":
+        return
     ENCODERS.checked(config.name, config.options)
     if config.name == "transformers":
         from forge_vlm.vision.transformers import build_config

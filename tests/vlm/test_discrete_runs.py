@@ -1,0 +1,159 @@
+"""Jobs that learn images as tokens, without an encoder: from a file of ids, in layouts, with the loss of each modality."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge_core import SamplingConfig, generate
+from forge_testing import forge_train
+from forge_testing.runs import fit_alone, fit_on_ranks, saved_tensors, together
+from forge_testing.vlm_jobs import flags
+from forge_train import Trainer, load_job, read_run
+
+FIRST, NUMBER, BEGIN, END, EOS = 16, 16, 1, 2, 3
+JOB = """
+[run]
+dir = "{folder}/run"
+[model]
+name = "vlm"
+vocab_size = 32
+dim = 32
+num_layers = 2
+num_heads = 2
+max_seq_len = 32
+[model.vision]
+name = "none"
+[model.modalities.image]
+first_id = 16
+num_ids = 16
+discrete = true
+[data]
+seq_len = 32
+[data.sources.drawings]
+name = "npy"
+path = "{folder}/ids.npy"
+[data.sources.drawings.npy]
+eos_id = 3
+[train]
+steps = 4
+global_batch = 4
+[optimizer]
+lr = 1e-2
+eps = 1e-4
+[schedule]
+name = "constant"
+[parallel]
+device = "cpu"
+precision = "fp32"
+[eval]
+every_steps = 0
+[metrics]
+every_steps = 1
+console = "off"
+[sample]
+max_new_tokens = 0
+"""
+FUSIONS = ("joint_decoder", "mixture_of_transformers", "moma")
+
+
+def write_job(folder: Path) -> Path:
+    """Documents [class, BEGIN, four image tokens of the class, END]; eight classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = pictures_of_classes()
+    rng = np.random.default_rng(0)
+    ids = [
+        np.array([4 + kind, BEGIN, *pictures[kind], END, EOS]) for kind in rng.integers(8, size=800)
+    ]
+    np.save(folder / "ids.npy", np.concatenate(ids).astype("<u2"))
+    (folder / "job.toml").write_text(JOB.format(folder=folder))
+    return folder / "job.toml"
+
+
+def pictures_of_classes() -> np.ndarray:
+    """(8, 4) ids of image tokens."""
+    return np.random.default_rng(4).integers(FIRST, FIRST + NUMBER, (8, 4))
+
+
+def by_hand(job: Path, keys: dict[str, Any], steps: int) -> dict[str, float]:
+    """The mean loss of each modality in the step behind `steps`, label by label, with the weights before it."""
+    trainer = Trainer(load_job(job, keys))
+    for _ in range(steps + 1):
+        batch = next(trainer.loader)
+    saved = saved_tensors(job.parent / "run", steps)
+    model = trainer.model.to_empty(device="cpu")
+    model.load_state_dict({n: saved[f"model.{n}"] for n in model.state_dict()})
+    with torch.no_grad():
+        logits = model(batch.tokens, batch.positions, batch.document_ids).double()
+    losses: dict[str, list[float]] = {"text": [], "image": []}
+    for row, labels in enumerate(batch.labels.tolist()):
+        for t, label in enumerate(labels):
+            if label >= 0:
+                name = "image" if FIRST <= label < FIRST + NUMBER else "text"
+                losses[name].append(-float(logits[row, t].log_softmax(-1)[label]))
+    return {name: sum(values) / len(values) for name, values in losses.items()}
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_the_loss_of_each_modality_is_the_mean_over_its_labels(tmp_path: Path, fusion: str) -> None:
+    job = write_job(tmp_path)
+    keys = {"model.fusion.name": fusion, "checkpoint.every_steps": 3, "checkpoint.keep_last": 9}
+    fit_alone(job, **keys)
+    rows = read_run(tmp_path / "run").metrics
+    for name, value in by_hand(job, keys, 3).items():
+        assert rows[f"loss.modality.{name}"][-1] == pytest.approx(value, rel=1e-5), name
+    assert rows["loss.modality.text"][-1] < math.log(32)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_layouts_train_as_one_process_and_log_the_same_losses(
+    tmp_path: Path, fusion: str, layout: str
+) -> None:
+    keys: dict[str, Any] = {"model.fusion.name": fusion, "model.fusion.moma.balance_loss": 0.0}
+    if fusion != "moma":
+        del keys["model.fusion.moma.balance_loss"]
+    alone = fit_alone(write_job(tmp_path / "one"), **keys).weights
+    own = keys | {f"parallel.{key}": value for key, value in LAYOUTS[layout].items()}
+    found = together(fit_on_ranks(2, write_job(tmp_path / "many"), **flags(own)))
+    for name, value in alone.items():
+        assert (found[name] - value).abs().max() <= 1e-4 * value.abs().max(), name
+    one, many = (read_run(tmp_path / name / "run").metrics for name in ("one", "many"))
+    for name in ("loss", "loss.modality.text", "loss.modality.image"):
+        assert many[name] == pytest.approx(one[name], rel=2e-5), name
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_a_trained_run_draws_what_it_is_asked_for(tmp_path: Path, fusion: str) -> None:
+    fit_alone(write_job(tmp_path), **{"train.steps": 200, "model.fusion.name": fusion})
+    trainer = Trainer(load_job(tmp_path / "job.toml", {"model.fusion.name": fusion}))
+    model, saved = trainer.model.to_empty(device="cpu").eval(), saved_tensors(tmp_path / "run")
+    model.load_state_dict({n: saved[f"model.{n}"] for n in model.state_dict()})
+    asked = torch.tensor([[4 + kind, BEGIN] for kind in range(8)])
+    drawn = generate(model, asked, 5, SamplingConfig(temperature=0.0))
+    pictures = torch.from_numpy(pictures_of_classes())
+    assert torch.equal(drawn[:, :4], pictures)
+    assert (drawn[:, 4] == END).all()
+
+
+def test_a_job_is_checked_planned_and_explained(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    explained = forge_train("explain", job)
+    assert explained.code == 0, explained.err
+    planned = forge_train("plan", job, "--gpus", "8")
+    assert planned.code == 0, planned.err
+    assert "fits" in planned.out
