@@ -57,7 +57,7 @@ class RankError(RuntimeError):
 
 
 def run_on_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0
 ) -> list[Any]:
     """`function(*args)` in each of `world` gloo processes; their results, by rank.
 

@@ -78,7 +78,7 @@ def fit_alone(job: Path, **overrides: Any) -> Fitted:
 
 def fit_on_ranks(world: int, job: Path, callback: Any = None, **overrides: Any) -> list[Fitted]:
     flat = {key.replace("__", "."): value for key, value in overrides.items()}
-    return run_on_ranks(world, fit, job, {"metrics.console": "off", **flat}, callback, timeout=120)
+    return run_on_ranks(world, fit, job, {"metrics.console": "off", **flat}, callback, timeout=240)
 
 
 def together(fitted: list[Fitted]) -> dict[str, torch.Tensor]:
