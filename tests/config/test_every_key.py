@@ -964,6 +964,7 @@ ELSEWHERE = {
     "model.vision.vit.merge",  # of the same: forge_vlm's tests
     "model.positions",  # of three axes: with [model.mrope]; else where a row comes without any: forge_vlm's tests
     *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
+    "init.encoder",  # tests/vlm/test_encoder_folders.py
     *(  # tests/vlm/test_exact_match.py
         f"eval.exact_match.{f.name}" for f in fields(ExactMatchConfig)
     ),

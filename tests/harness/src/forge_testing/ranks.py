@@ -180,8 +180,10 @@ class _Zygote:
         return found
 
     def close(self) -> None:
+        # seen by the zygote though a fork of this process may hold the socket
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
 
 
 class _Pool:

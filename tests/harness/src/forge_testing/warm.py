@@ -80,7 +80,8 @@ class WarmProcess:
         return Called(*json.loads(self._server.stdout.readline()))
 
     def close(self) -> None:
-        self._server.stdin.close()  # type: ignore[union-attr]
+        # a process that a test forked and left may hold the pipe: the server would never see its end
+        self._server.kill()
         self._server.wait()
 
 

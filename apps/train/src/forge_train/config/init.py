@@ -33,6 +33,11 @@ class InitConfig:
     patterns: tuple[str, ...] = _field(
         (), "tensors that are taken, as in fnmatch, '!' excludes; the others begin fresh (default: all)"
     )  # fmt: skip
+    encoder: str | None = _field(
+        None,
+        "folder of Hugging Face whose weights the encoder of model.vision.transformers begins with (CLIP, SigLIP, or a model "
+        "that has one); read until this run has a checkpoint of its own",
+    )
     other_tokenizer: bool = _field(
         False,
         "weights of a folder of Hugging Face are trained with data of another tokenizer than the folder's",

@@ -23,7 +23,7 @@ _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-pa
 
 #: Keys whose change makes another experiment; the rest may change between lives of a run.
 FIXED_KEYS = (
-    *("run.seed", "init.seed", "init.from", "init.keep", "init.patterns"),
+    *("run.seed", "init.seed", "init.from", "init.keep", "init.patterns", "init.encoder"),
     *("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype", "data.seq_len"),
 )
 #: Of [model] everything is fixed but what shapes no output: the length limit, the initial spread, the

@@ -55,9 +55,10 @@ from forge_train.trainer.build import (
 )
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
-from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, share_places
+from forge_train.trainer.checkpoints import Check, Checkpoints, checkpoint_state, share_places
 from forge_train.trainer.compute import make_compute
 from forge_train.trainer.course import Course
+from forge_train.trainer.encoder_source import find_encoder
 from forge_train.trainer.exact_match import COLUMN, ExactMatch
 from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
@@ -136,6 +137,7 @@ class Trainer:
         self.loader.on_event = self._record_data
         refuse(base_problems(config, self.paths))
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
+        self.encoder = find_encoder(config, self.model, self.fork)
         self.numerics = Numerics(config.resilience, self._record)
         self.progress = Progress(self.numerics.policy)
         self.val_loss: float | None = None
@@ -367,17 +369,14 @@ class Trainer:
         """Load the newest good checkpoint, and open the files of this life of the run. Collective."""
         self.heartbeat.enter("load")
         fork = self.fork
-        begin = None
         if fork is not None:
-            begin = partial(
-                fork.load, model=self.model, meshes=self.meshes, agreement=self.agreement
-            )
             changes = {**changes, **(fork.changed or {})}
         with self.evaluation_point():
             self.checkpoints = self._open_checkpoints(store)
-            seconds = self.checkpoints.load(begin)
+            begins = self.fork is not None or self.encoder is not None
+            seconds = self.checkpoints.load(self._begin if begins else None)
         if self.checkpoints.last_step >= 0:  # a file system may have shown this run's own step late
-            fork = self.fork = None
+            fork = self.fork = self.encoder = None
         self.heartbeat.enter("start", self.progress.step)
         if "train.global_batch" in changes:  # bad steps up to here had other instances than it says
             self.numerics.policy.forget_bad_steps()
@@ -396,6 +395,8 @@ class Trainer:
                 _print_line(f"data: {line}, accepted")
             for line in [] if fork is None else fork.lines():
                 _print_line(f"init: {line}")
+            if self.encoder is not None:
+                _print_line(f"init: {self.encoder.line()}")
             if fork is None and self._frozen and not step and self.config.model.is_built_in:
                 _print_line(
                     "init: init.from names no weights: those that [lora] freezes are random"
@@ -416,6 +417,8 @@ class Trainer:
         packing = packing_report(self.loader.stream)
         if packing:
             event["packing"] = packing
+        if self.encoder is not None:
+            self._record("encoder", step=step, **self.encoder.event())
         if fork is not None:
             self._record("fork", step=step, **fork.event())
             self._record("start", **event, seconds=seconds)
@@ -423,6 +426,15 @@ class Trainer:
             self._record("resume", **event, seconds=seconds, changed=changes)
         else:
             self._record("start", **event)
+
+    def _begin(self, state: dict[str, Any], check: Check) -> None:
+        """Fill the state of a run that begins with weights of others. Collective."""
+        if self.fork is not None:
+            self.fork.load(
+                state, check, model=self.model, meshes=self.meshes, agreement=self.agreement
+            )
+        if self.encoder is not None:
+            self.encoder.load(self.model, self.meshes, self.agreement)
 
     def _record_life(self, hosts: Sequence[str]) -> None:
         """Write how this life of the run was made, and, of a fork, what from."""

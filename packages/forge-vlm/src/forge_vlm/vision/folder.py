@@ -1,0 +1,58 @@
+"""The weights of an encoder in a folder of transformers, by themselves or as a part of a larger model (CLIP, LLaVA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from forge_vlm.vision.config import VisionConfig
+
+__all__ = ["encoder_differences", "encoder_tensors"]
+
+#: What transformers writes into configs beside what an encoder computes.
+_ABOUT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+def encoder_tensors(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
+    """{tensor of the encoder: tensor of the folder}, of names in transformers and names in its files.
+
+        encoder_tensors(encoder.model.state_dict(), HFFolder("clip").entries)
+
+    All of the encoder's stand in one place there, with the same words in front. ValueError with those that are missing in
+    the place that has most.
+    """
+    names, there = list(own), set(found)
+    fronts = {f.removesuffix(n) for n in names for f in there if f == n or f.endswith(f".{n}")}
+    missing = {front: [n for n in names if front + n not in there] for front in fronts}
+    if not missing:
+        raise ValueError(f"has none of the encoder's tensors, such as {names[0]}; name its folder")
+    front = min(missing, key=lambda f: (len(missing[f]), len(f), f))
+    lost = missing[front]
+    if lost:
+        raise ValueError(
+            f"lacks {', '.join(front + n for n in lost[:3])} ({len(lost)} of the encoder's {len(names)} tensors); name a "
+            "folder of the same model"
+        )
+    return {name: front + name for name in names}
+
+
+def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[str]:
+    """Sentences on keys of `vision.transformers` that the folder's `config.json` has otherwise: with the same shapes it
+    would compute something else. Nothing is built."""
+    from forge_vlm.vision.transformers import build_config
+
+    kind = config.transformers["model_type"]
+    given = {**hf.get("vision_config", hf)}
+    given.setdefault("model_type", kind)
+    if given["model_type"] != kind:
+        return [f"vision.transformers.model_type {kind!r} is {given['model_type']!r} there; use it"]
+    here, there = (build_config(keys).to_dict() for keys in (config.transformers, _known(given)))
+    return [
+        f"vision.transformers.{key} {here[key]!r} is {there.get(key)!r} there; use it"
+        for key in sorted(here)
+        if key not in _ABOUT and here[key] != there.get(key)
+    ]
+
+
+def _known(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in _ABOUT}

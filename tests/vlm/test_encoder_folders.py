@@ -1,0 +1,136 @@
+"""`init.encoder`: the encoder of a run begins with the weights of a folder of transformers, beside a text model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_testing.pictures import SIDE
+from forge_testing.runs import assert_same_bits, fit_alone, fit_on_ranks, make_job, saved_tensors
+from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
+from forge_train import ConfigError, read_run
+
+transformers = pytest.importorskip("transformers")
+#: The encoder keeps what it began with.
+KEYS: dict[str, Any] = {
+    **TRANSFORMERS,
+    "train.steps": 2,
+    "optimizer.groups": {"encoder": {"patterns": ["vision.*"], "lr_multiplier": 0.0}},
+}
+
+
+def save(folder: Path, whole: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
+    """A CLIP with random parameters, its encoder alone or the whole model; the encoder's tensors."""
+    torch.manual_seed(7)
+    transformers.utils.logging.disable_progress_bar()
+    keys = {k: v for k, v in (CLIP | changes).items() if k != "model_type"}
+    if whole:
+        text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+        text |= {"num_attention_heads": 2, "vocab_size": 50}
+        config = transformers.CLIPConfig(vision_config=keys, text_config=text)
+        model = transformers.CLIPModel(config)
+        own = model.vision_model
+    else:
+        own = model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**keys))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    model.save_pretrained(folder)
+    return {f"model.vision.model.{n}": t.clone() for n, t in own.state_dict().items()}
+
+
+def assert_encoder(run: Path, wanted: dict[str, torch.Tensor]) -> None:
+    saved = saved_tensors(run)
+    own = {n for n in saved if n.startswith("model.vision.model.")}
+    assert own <= wanted.keys()
+    assert len(own) > 10
+    for name in own:
+        assert torch.equal(saved[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_encoder_begins_as_in_its_folder(
+    tmp_path: Path, whole: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = save(tmp_path / "clip", whole)
+    job = write_vlm_job(tmp_path)
+    keys = KEYS | {"init.encoder": str(tmp_path / "clip"), "metrics.console": "plain"}
+    fit_alone(job, **keys)
+    assert_encoder(tmp_path / "run", wanted)
+    said = capsys.readouterr().out
+    assert f"encoder of {tmp_path / 'clip'}: " in said
+    (event,) = (e for e in read_run(tmp_path / "run").events if e["event"] == "encoder")
+    assert event["copied"] == sum("model.vision" in n for n in saved_tensors(tmp_path / "run"))
+    assert (event["unused"] > 0) == whole
+    fresh = write_vlm_job(tmp_path / "fresh")
+    fit_alone(fresh, **KEYS)
+    with pytest.raises(AssertionError):
+        assert_encoder(tmp_path / "fresh/run", wanted)
+
+
+def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
+    """Both sources reach the run once: a resume goes on with its own weights."""
+    wanted = save(tmp_path / "clip")
+    text = make_job(tmp_path / "text")
+    sizes = {"model.dim": 16, "model.num_layers": 2, "model.num_heads": 2, "model.init_std": 0.2}
+    small = {"model.vocab_size": 288, "data.seq_len": 8, "model.max_seq_len": 16}
+    fit_alone(text, **sizes, **small, **{"train.steps": 1, "eval.every_steps": 0})
+    begun = {"init.from": str(tmp_path / "text/run"), "init.encoder": str(tmp_path / "clip")}
+    keys = KEYS | begun | {"model.vocab_size": 288, "train.steps": 4, "checkpoint.every_steps": 2}
+    frozen = {
+        "optimizer.groups": {"all": {"patterns": ["vision.*", "layers.*"], "lr_multiplier": 0.0}}
+    }
+    fit_alone(write_vlm_job(tmp_path / "whole"), **keys | frozen)
+    assert_encoder(tmp_path / "whole/run", wanted)
+    before = saved_tensors(tmp_path / "text/run")
+    after = saved_tensors(tmp_path / "whole/run")
+    assert all(torch.equal(after[n], t) for n, t in before.items() if n.startswith("model.layers."))
+
+    trained = KEYS | begun | {"model.vocab_size": 288, "checkpoint.every_steps": 2}
+    del trained["optimizer.groups"]
+    fit_alone(write_vlm_job(tmp_path / "one"), **trained | {"train.steps": 4})
+    halves = write_vlm_job(tmp_path / "two")
+    fit_alone(halves, **trained | {"train.steps": 2})
+    fit_alone(halves, **trained | {"train.steps": 4})
+    assert_same_bits(*(saved_tensors(tmp_path / name / "run") for name in ("one", "two")))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"pp": 2}, {"tp": 2}])
+def test_ranks_take_their_part_of_it(tmp_path: Path, layout: dict[str, int]) -> None:
+    wanted = save(tmp_path / "clip")
+    keys = KEYS | {"init.encoder": str(tmp_path / "clip")}
+    keys |= {f"parallel.{key}": value for key, value in layout.items()}
+    ranks = fit_on_ranks(2, write_vlm_job(tmp_path), **flags(keys))
+    assert {r.problems for r in ranks} == {()}
+    assert_encoder(tmp_path / "run", wanted)
+
+
+def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path) -> None:
+    def words(keys: dict[str, Any], folder: str) -> str:
+        given = KEYS | {"init.encoder": str(tmp_path / folder)} | keys
+        with pytest.raises(ConfigError) as caught:
+            fit_alone(write_vlm_job(tmp_path / "job"), **given)
+        return str(caught.value)
+
+    save(tmp_path / "quick", hidden_act="gelu")
+    assert "vision.transformers.hidden_act 'quick_gelu' is 'gelu' there; use it" in words(
+        {}, "quick"
+    )
+    save(tmp_path / "clip")
+    (tmp_path / "clip/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3}))
+    assert "is [0.5, 0.5, 0.5] in preprocessor_config.json; use it" in words({}, "clip")
+    config = json.loads((tmp_path / "quick/config.json").read_text())
+    (tmp_path / "quick/config.json").write_text(json.dumps({**config, "model_type": "dinov2"}))
+    assert "model_type 'clip_vision_model' is 'dinov2' there" in words({}, "quick")
+    vit = {
+        "model.vision.name": "vit",
+        "model.vision.transformers": {},
+        "model.vision.select_layer": [],
+    }
+    assert "no encoder of model.vision.name 'transformers'" in words(vit, "clip")
+    assert "is not a folder" in words({}, "nowhere")
+    assert CLIP["image_size"] == SIDE
