@@ -290,3 +290,19 @@ def test_loss_of_held_out_captions_is_by_hand_that_of_their_tokens(tmp_path: Pat
     fit_on_ranks(2, write_vlm_job(ranks), **flags(keys))
     found = [value for value in columns(ranks / "job.toml")["val_loss"] if value is not None]
     assert np.allclose(found, logged, rtol=1e-4)
+
+
+def test_batches_that_are_drawn_together_are_those_of_the_run(tmp_path: Path) -> None:
+    path = str(talks(tmp_path))
+    grouped = {**OPTIONS, "pack": False, "group": 12}
+    source = {"name": "forge_vlm.data:open_source", "path": path, "options": grouped}
+    keys = {f"data.sources.squares.{k}": v for k, v in source.items()}
+    keys |= {"data.seq_len": 24, "model.max_seq_len": 24, "model.modalities.image.first_id": 257}
+    keys |= {"eval.every_steps": 0, "train.steps": 2}
+    fit_alone(write_vlm_job(tmp_path / "good"), **keys)
+    for change, words in (
+        ({"train.global_batch": 8}, "group 12 must be train.global_batch 8; use 8"),
+        ({f"data.sources.more.{k}": v for k, v in source.items()}, "and there are 2; remove it"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            fit_alone(write_vlm_job(tmp_path / "bad"), **keys | change)

@@ -29,7 +29,19 @@ def fitting_problems(
     for where, own in _streams(config, stream, validation):
         ask = getattr(own, "model_problems", None)
         found |= dict.fromkeys(ask(model, where) if ask is not None else ())
+        found |= dict.fromkeys(_group_problems(config, own, where))
     return list(found)
+
+
+def _group_problems(config: JobConfig, stream: Stream, where: str) -> Iterator[str]:
+    """Of a stream whose batches are drawn together (`group`): they must be the batches of the run."""
+    group, batch = getattr(stream, "group", None), config.train.global_batch
+    if group is None or where.startswith("data.validation"):
+        return
+    if len(config.data.sources) > 1:
+        yield f"{where}.group {group} draws batches of one source, and there are {len(config.data.sources)}; remove it"
+    elif group != batch:
+        yield f"{where}.group {group} must be train.global_batch {batch}; use {batch}"
 
 
 def _streams(

@@ -33,13 +33,15 @@ __all__ = ["cached", "count", "entry_of", "locked"]
 SMALL = 1000  # records up to which counting again is sooner done than looked up
 _CHECKED = 1000  # samples whose labels are compared with tokens
 _DAMAGED = "damaged"
-_COUNTED = 2  # raise it where other samples than before have another length
+_ARRAYS = Counted._fields[:3]
+_COUNTED = 3  # raise it where other samples than before have another length
 
 
 def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Record]]:
     """Lengths of all samples, and the records with a picture that cannot be read; InvalidSample where none is left."""
     lengths: list[int] = []
     kept: list[int] = []
+    pictured: list[bool] = []
     tokens, labels, damaged = [], [], []
     weighted, branched, unlearnt = False, False, 0
     for number in range(len(records)):
@@ -58,13 +60,14 @@ def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Re
             labels.append(sample.labels[learnt])
         lengths.append(len(sample.tokens))
         kept.append(number)
+        pictured.append(bool(sample.pictures))
     if not kept:
         raise InvalidSample(
             f"{path} must have a sample whose pictures can be read, and has none of {len(records)}; check the path and the "
             "format"
         )
     check_labels(np.concatenate(tokens), np.concatenate(labels))
-    arrays = np.array(lengths, np.int64), np.array(kept, np.int64)
+    arrays = np.array(lengths, np.int64), np.array(kept, np.int64), np.array(pictured, bool)
     return Counted(*arrays, weighted, branched, len(records), int(unlearnt)), damaged
 
 
@@ -132,7 +135,8 @@ def _keep(entry: Path, found: Counted, damaged: list[Record]) -> None:
     try:
         with temporary.open("wb") as file:
             about_it = np.frombuffer(json.dumps(about).encode(), np.uint8)
-            np.savez(file, lengths=found.lengths, kept=found.kept, about=about_it)
+            arrays = {name: getattr(found, name) for name in _ARRAYS}
+            np.savez(file, **arrays, about=about_it)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(entry)
@@ -148,7 +152,7 @@ def _kept(entry: Path) -> Counted | None:
             damaged = about.pop(_DAMAGED)
             if damaged != _states(damaged):
                 return None
-            return Counted(found["lengths"], found["kept"], **about)
+            return Counted(*(found[name] for name in _ARRAYS), **about)
     except Exception:  # damaged files raise whatever numpy and zip meet
         return None
 

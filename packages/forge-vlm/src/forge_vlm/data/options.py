@@ -71,9 +71,18 @@ def problems(options: Mapping[str, Any]) -> Iterator[str]:
     yield from _token_problems(options, resolution)
     if options.get("image_masks") and resolution.name == "budget":
         yield "image_masks True must be False when resolution.name is 'budget', whose patches have none; remove it"
+    yield from _group_problems(options)
     mean = options["mean"]
     if len(mean) != 3 or not all(is_finite(v) and 0 <= v <= 1 for v in mean):
         yield f"mean {list(mean)} must be three numbers from 0 to 1; give that of the encoder"
+
+
+def _group_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    group = options.get("group")
+    if group is not None and not is_size(group, _MOST):
+        yield f"group {group!r:.40} must be a whole number from 1 to {_MOST}; give train.global_batch"
+    elif group is not None and options["pack"]:
+        yield f"group {group} needs rows of one sample each, and pack is True; set pack = false, or remove group"
 
 
 def _token_problems(options: Mapping[str, Any], resolution: ResolutionConfig) -> Iterator[str]:

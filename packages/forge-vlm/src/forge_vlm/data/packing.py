@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-__all__ = ["PACKING_VERSION", "order_of", "plan_rows"]
+__all__ = ["PACKING_VERSION", "grouped_order", "order_of", "plan_rows"]
 
 PACKING_VERSION = 1  # part of every fingerprint: raise it whenever a plan or an order would change
 
@@ -54,3 +54,22 @@ def order_of(count: int, seed: int, epoch: int) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
+
+
+def grouped_order(
+    lengths: np.ndarray, pictured: np.ndarray, size: int, seed: int, epoch: int
+) -> np.ndarray:
+    """The order of an epoch whose batches of `size` rows have pictures in all of them, or in none, the longest row first
+    (LLaVA, Liu et al. 2023): a permutation (R,) of rows of lengths (R,), `pictured` (R,) bool.
+
+    Rows are drawn and batches shuffled by (seed, epoch). What is left of both kinds stands together at the end.
+    """
+    drawn = order_of(len(lengths), seed, epoch)
+    batches, rest = [], []
+    for kind in (drawn[pictured[drawn]], drawn[~pictured[drawn]]):
+        whole = len(kind) // size * size
+        batches += list(kind[:whole].reshape(-1, size))
+        rest.append(kind[whole:])
+    shuffled = [batches[i] for i in order_of(len(batches), seed, ~epoch)]  # not the order of rows
+    every = [*shuffled, np.concatenate(rest)]
+    return np.concatenate([batch[np.argsort(-lengths[batch], kind="stable")] for batch in every])

@@ -35,7 +35,13 @@ __all__ = ["MANIFEST", "Prepared", "is_prepared", "verify"]
 
 MANIFEST = "prepared.json"
 VERSION = 1  # of the files
-OF_ROWS = ("positions", "pack", "too_long", "image_masks")  # options that do not change samples
+OF_ROWS = (
+    "positions",
+    "pack",
+    "group",
+    "too_long",
+    "image_masks",
+)  # options that do not change samples
 BYTES, NAMED = 0, 1
 FIELDS = 4 + len(Layout._fields)  # of a picture
 
@@ -48,7 +54,7 @@ def is_prepared(path: str | Path) -> bool:
 class Prepared(CountedSamples):
     """A folder that `prepare` wrote, as rows: `Prepared("talks-prepared", positions="mrope").stream(2048)`.
 
-    Options are those with which it was prepared; positions, pack, too_long and image_masks may be others. Opening maps
+    Options are those with which it was prepared; positions, pack, group, too_long and image_masks may be others. Opening maps
     files, and reads the manifest and, for the fingerprint, `samples.bin`. Raises ValueError for another option, and
     InvalidSample for a file that is missing or has another size.
     """
@@ -76,12 +82,15 @@ class Prepared(CountedSamples):
         self.vocab_size, self.tokenizer = about["vocab_size"], about["tokenizer"]
         self.image_id = about["image_id"]
         lengths = np.diff(self._tokens, prepend=0)
-        sizes = (about[name] for name in Counted._fields[2:])
+        pictured = np.diff(self._pictures, prepend=0) > 0
+        sizes = (about[name] for name in Counted._fields[3:])
         decoder = Decoder(
             pictures_of(given, given["image"]), given["corrupt"], given["image_masks"]
         )
         own = identity_of({**about["options"], **{name: given[name] for name in OF_ROWS}})
-        super().__init__(decoder, own, Counted(lengths, ends[:, 0], *sizes), about["content"])
+        super().__init__(
+            decoder, own, Counted(lengths, ends[:, 0], pictured, *sizes), about["content"]
+        )
 
     def sample(self, number: int) -> Sample:
         """A sample that rows name: arrays are views of the files."""

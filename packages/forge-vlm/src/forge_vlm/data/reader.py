@@ -23,7 +23,11 @@ from forge_vlm.resolution import Layout
 
 __all__ = ["Decoder", "Reader", "identity_of", "pictures_of"]
 
-_NEWER = {"bidirectional": "none", "image_masks": False}  # options, and what says nothing
+_NEWER = {
+    "bidirectional": "none",
+    "image_masks": False,
+    "group": None,
+}  # options, and what says nothing
 
 
 def pictures_of(options: Mapping[str, Any], placeholder: str) -> Pictures:

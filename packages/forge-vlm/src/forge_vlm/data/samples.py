@@ -20,11 +20,13 @@ VERSION = 1  # part of every fingerprint: raise it whenever a row would change
 
 
 class Counted(NamedTuple):
-    """Tokens of each sample, and the record that it is of, both (samples,) int64; whether a label has another weight than 1,
-    and a sample branches; the number of `records`, and of samples without a label."""
+    """Tokens of each sample, and the record that it is of, both (samples,) int64; whether it has a picture, (samples,) bool;
+    whether a label has another weight than 1, and a sample branches; the number of `records`, and of samples without a
+    label."""
 
     lengths: np.ndarray
     kept: np.ndarray
+    pictured: np.ndarray
     weighted: bool
     branched: bool
     records: int
@@ -51,7 +53,7 @@ class CountedSamples:
         self, decoder: Decoder, options: dict[str, Any], counted: Counted, content: str
     ) -> None:
         self.decoder, self.options, self.counted, self.content = decoder, options, counted, content
-        self.lengths, self.kept = counted.lengths, counted.kept
+        self.lengths, self.kept, self.pictured = counted.lengths, counted.kept, counted.pictured
         self.weighted = counted.weighted or options["weigh"] != "token"
         self.branched, self.bidirectional = counted.branched, options.get("bidirectional", "none")
 

@@ -44,7 +44,8 @@ class Conversations(CountedSamples):
     weigh: token, sample, sqrt, message. positions: sequential, text_preserving, mrope. bidirectional: that of the model, whose
     ids of what sees ahead are then in the rows. Branches of a record are one sample, with `branch_ids` in all rows. pack: several samples share a
     row;
-    none is cut. too_long: a sample longer than a row ends the run or is left out. corrupt: a picture that cannot be decoded
+    none is cut. group, with pack = false: rows of a global batch, which then all have pictures or none, the longest first; an
+    epoch of a whole number of batches keeps them together. too_long: a sample longer than a row ends the run or is left out. corrupt: a picture that cannot be decoded
     ends the run ("raise"), or is a blank one and its sample not learnt ("mask"); "skip" leaves out samples whose picture is
     missing or has no header when it opens, and masks those whose pixels are damaged. image_masks: rows have masks of
     pixels, 0 in pictures that are blank because of damage, for encoders that take them.
@@ -74,6 +75,7 @@ class Conversations(CountedSamples):
         positions: str = "sequential",
         bidirectional: str = "none",
         pack: bool = True,
+        group: int | None = None,
         video: Mapping[str, Any] | None = None,
         corrupt: str = "raise",
         too_long: str = "raise",
@@ -148,6 +150,10 @@ def open_source(config: Any, **options: Any) -> Source:
         return Prepared(path, **options)
     complete = options_of(path, options)
     if streaming:
+        if complete["group"] is not None:
+            raise ValueError(
+                f"group {complete['group']!r:.40} needs the lengths of all samples, which streaming does not find; remove one"
+            )
         if complete.pop("cache") is not None:
             raise ValueError(
                 f"cache {options['cache']!r:.80} keeps nothing of a streaming source; remove it"

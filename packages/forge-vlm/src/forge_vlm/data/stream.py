@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.fit import fit_problems
-from forge_vlm.data.packing import PACKING_VERSION, order_of, plan_rows
+from forge_vlm.data.packing import PACKING_VERSION, grouped_order, order_of, plan_rows
 from forge_vlm.data.sample import Sample
 from forge_vlm.plan import IGNORE, PAD, SPAN_INPUTS, SequencePlan
 
@@ -55,6 +55,7 @@ class Samples(Media, Protocol):
     """What rows are made of. `weighted`: a label may have another weight than 1."""
 
     lengths: np.ndarray  # (samples,) tokens of each
+    pictured: np.ndarray  # (samples,) bool: whether it has a picture
     options: dict[str, Any]
     weighted: bool
 
@@ -108,9 +109,22 @@ class RowsOfPictures:
         """Numbers of the samples in a row."""
         epoch, place = divmod(int(instance), len(self))
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, order_of(len(self), self.seed, epoch))
+            self._epoch = (epoch, self._order(epoch))
         row = self._epoch[1][place]
         return self._numbers[self._starts[row] : self._starts[row + 1]]
+
+    @property
+    def group(self) -> int | None:
+        """Rows of a batch that all have pictures or none; None where rows are in any order."""
+        found: int | None = self._samples.options.get("group")
+        return found
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self.group is None:
+            return order_of(len(self), self.seed, epoch)
+        own = self._numbers  # a sample a row
+        lengths, pictured = self._samples.lengths[own], self._samples.pictured[own]
+        return grouped_order(lengths, pictured, self.group, self.seed, epoch)
 
     def arrays(self, instance_ids: np.ndarray) -> Mapping[str, Any]:
         """As `arrays_of`."""

@@ -1,0 +1,114 @@
+"""Batches of pictures or of text alone: the order of LLaVA, the same for any reader."""
+
+import contextlib
+import io
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_data import Loader
+from forge_vlm.data import Conversations, open_source
+from forge_vlm.data.packing import grouped_order
+from forge_vlm.data.prepare import prepare
+from forge_vlm.data.source import options_of
+
+OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=4, template="plain", pack=False)
+
+
+def talks(folder, count=50):
+    """Every third conversation has no picture; lengths differ."""
+    lines = []
+    for i in range(count):
+        parts = [{"type": "text", "text": "see"}]
+        if i % 3:
+            file = io.BytesIO()
+            Image.new("RGB", (8, 8), (i, 0, 0)).save(file, "PNG")
+            (folder / f"{i}.png").write_bytes(file.getvalue())
+            parts.append({"type": "image", "image": f"{i}.png"})
+        answer = "x" * (1 + i * 7 % 11)
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}))
+    (folder / "talks.jsonl").write_text("\n".join(lines))
+    return folder / "talks.jsonl"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_are_of_one_kind_and_every_row_is_there_once(seed):
+    rng = random.Random(seed)
+    count, size = rng.randint(1, 200), rng.randint(1, 16)
+    lengths = np.array([rng.randint(1, 30) for _ in range(count)])
+    pictured = np.array([rng.random() < 0.7 for _ in range(count)])
+    orders = [grouped_order(lengths, pictured, size, seed, epoch) for epoch in (0, 1)]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(count))
+        whole = sum(int(part.sum()) // size for part in (pictured, ~pictured))
+        for first in range(0, whole * size, size):
+            batch = order[first : first + size]
+            assert len(set(pictured[batch].tolist())) == 1
+            assert lengths[batch].tolist() == sorted(lengths[batch].tolist(), reverse=True)
+        rest = order[whole * size :]
+        assert all(int(part[rest].sum()) < size for part in (pictured, ~pictured))
+    if count > 20:
+        assert orders[0].tolist() != orders[1].tolist()
+        again = grouped_order(lengths, pictured, size, seed, 0)
+        assert again.tolist() == orders[0].tolist()
+
+
+def test_batches_come_in_any_order_of_kinds():
+    """Not all of one kind first: a run would see text alone for a while."""
+    pictured = np.arange(4000) % 2 == 0
+    order = grouped_order(np.ones(4000, np.int64), pictured, 10, 0, 0)
+    kinds = pictured[order[::10]]
+    assert 120 < np.abs(np.diff(kinds.astype(int))).sum() < 280  # of 399; 200 by chance
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_read_these_batches_and_go_on_in_their_middle(tmp_path, world):
+    path = talks(tmp_path)
+    source = Conversations(path, **OPTIONS, group=6)
+    kinds = []
+    for rank in range(world):
+        loader = Loader(source.stream(24, 1), 6, rank, world)
+        with contextlib.closing(loader):
+            for step in range(7):
+                if step == 3:
+                    state = loader.state_dict()
+                    loader = Loader(source.stream(24, 1), 6, rank, world)
+                    loader.load_state_dict(state)
+                batch = next(loader)
+                images = batch.extras["images"].row_offsets.diff()
+                real = batch.instance_ids >= 0
+                kinds.append((step, set((images > 0)[real].tolist())))
+    for step in range(7):
+        assert len(set().union(*(kind for at, kind in kinds if at == step))) == 1, step
+
+
+def test_a_prepared_folder_draws_the_same_batches(tmp_path):
+    path = talks(tmp_path)
+    source = Conversations(path, **OPTIONS, group=4)
+    prepare(str(path), tmp_path / "out", options_of(str(path), OPTIONS))
+    folder = open_source(SimpleNamespace(path=str(tmp_path / "out"), split="train"), group=4)
+    streams = [s.stream(24, 3) for s in (source, folder)]
+    order = [[int(s.samples_of(i)[0]) for i in range(100)] for s in streams]
+    assert order[0] == order[1]
+    plain = Conversations(path, **OPTIONS).stream(24, 3)
+    assert order[0] != [int(plain.samples_of(i)[0]) for i in range(100)]
+    assert streams[0].fingerprint() != plain.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"group": 4, "pack": True}, "group 4 needs rows of one sample each"),
+        ({"group": 0}, "group 0 must be a whole number"),
+        ({"group": 4, "streaming": True}, "needs the lengths of all samples"),
+    ],
+)
+def test_what_cannot_be_grouped_is_refused(tmp_path, options, words):
+    config = SimpleNamespace(path=str(talks(tmp_path)), split="train")
+    with pytest.raises(ValueError, match=words):
+        open_source(config, **{**OPTIONS, **options})
