@@ -9,7 +9,6 @@ import torch
 
 from forge_core import SamplingConfig, Transformer, generate, initialise
 from forge_vlm import VLM, AdapterConfig, VisionConfig
-from forge_vlm.data.fit import fit_problems
 from forge_vlm.vision import build_encoder, cut_patches
 from forge_vlm.vision.patches import PATCH_MODELS
 
@@ -123,6 +122,9 @@ def test_weights_begin_alike_on_the_meta_device(models):
 
 @pytest.mark.parametrize("key", ["patch_size", "merge", "patch_time"])
 def test_patches_of_another_size_are_refused_before_the_first_step(models, key):
+    pytest.importorskip("numpy")
+    from forge_vlm.data.fit import fit_problems
+
     options = {
         **{"positions": "mrope", "image": "<image>", "resolution": {"name": "budget"}},
         **{"patch_size": 4, "merge": 2, "patch_time": 2},

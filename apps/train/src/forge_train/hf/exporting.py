@@ -30,6 +30,7 @@ from forge_train.hf.beside import joined, rows_beside
 from forge_train.hf.compare import compare
 from forge_train.hf.families import (
     beside_of,
+    family_of_origin,
     find_family,
     modules_of,
     rows_of,
@@ -92,7 +93,7 @@ def export_run(
     kept = run.path / FILES
     with config_errors():
         original = _original(run)
-        name = find_family(section, family or original.get("model_type"))
+        name = find_family(section, family or family_of_origin(section, original))
         hf, rows = section_to_hf(section, name), rows_of(section, name)
         if beside_of(section, name) and not rows_beside(kept):
             raise ValueError(
@@ -176,7 +177,7 @@ def _export_adapter(
     if lora is None:
         raise ConfigError([f"--adapter: {run.path} has no [lora]; leave --adapter out"])
     with store_errors(checkpoint, JobError), config_errors():
-        name = find_family(section, family or _original(run).get("model_type"))
+        name = find_family(section, family or family_of_origin(section, _original(run)))
         with MergedTensors(checkpoint, run.base, lora.scale) as tensors:
             names, base = rows_of(section, name), _base_folder(run)
             files, rows = peft_files(tensors, names, lora, base, modules_of(section, name))

@@ -134,12 +134,23 @@ def beside_of(section: BuiltInModelConfig, family: str) -> tuple[str, ...]:
     return images.FAMILIES[family].beside if isinstance(section, VLMModelConfig) else ()
 
 
+def family_of_origin(section: BuiltInModelConfig, original: Mapping[str, Any]) -> str | None:
+    """The family of the `config.json` that weights began with; None where that is no family of such a model: a model with
+    images may begin from text."""
+    found = original.get("model_type")
+    return found if found in _families(section) else None
+
+
+def _families(section: BuiltInModelConfig) -> Mapping[str, Any]:
+    return images.FAMILIES if isinstance(section, VLMModelConfig) else decoders.FAMILIES
+
+
 def find_family(section: BuiltInModelConfig, wanted: str | None) -> str:
     """The name of the family that holds this model: the wanted one, or the first that does.
 
     Raises ValueError with what keeps the model from it, or from the family that comes nearest.
     """
-    names = list(images.FAMILIES if isinstance(section, VLMModelConfig) else decoders.FAMILIES)
+    names = list(_families(section))
     if wanted is not None and wanted not in names:
         raise ValueError(f"family {wanted!r} is unknown; use one of {', '.join(names)}")
     misfits = {name: _write(section, name)[1] for name in names}
