@@ -121,7 +121,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fusion", FUSIONS)
-def test_layouts_train_as_one_process_and_log_the_same_losses(
+def test_F129_layouts_train_as_one_process_and_log_the_same_losses(
     tmp_path: Path, fusion: str, layout: str
 ) -> None:
     keys: dict[str, Any] = {"model.fusion.name": fusion, "model.fusion.moma.balance_loss": 0.0}

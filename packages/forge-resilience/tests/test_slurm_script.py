@@ -164,9 +164,8 @@ sleep 0.2; {_SAVE}; exit 75
         site.write(ranks)
         ready.unlink(missing_ok=True)
         life = site.start()
-        deadline = time.monotonic() + 30
         while not ready.exists():
-            assert time.monotonic() < deadline
+            assert life.poll() is None
         while life.poll() is None:  # a storm: each ends the shell's wait
             life.send_signal(number)
             time.sleep(0.1)
@@ -176,7 +175,7 @@ sleep 0.2; {_SAVE}; exit 75
     assert len(list(site.run_dir.glob("checkpoints/step-*"))) == 2
 
 
-def test_no_signal_costs_the_code_of_the_ranks(site: Site) -> None:
+def test_F128_no_signal_costs_the_code_of_the_ranks(site: Site) -> None:
     """bash may forget how a child ended when a trap interrupts its `wait`: one in ten of these lives had code -1."""
     ready = site.folder / "ready"
     site.write(
