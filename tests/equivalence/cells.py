@@ -85,8 +85,8 @@ class Feature:
     summed over ranks before the last micro-batch (FSDP2's `set_requires_gradient_sync`), instead of what
     forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; terms are
     coefficients of the loss (z_loss, label_smoothing); lora are keys of
-    LoRAConfig, of adapters over a frozen base in bf16; ahead are modules that predict further tokens (MTP); backend
-    is the compiler's.
+    LoRAConfig, of adapters over a frozen base in bf16; ahead are modules that predict further tokens (MTP); images names the
+    fusion of a model whose tokens 40 to 69 are those of images; backend is the compiler's.
     """
 
     micro_batches: int = 1
@@ -105,6 +105,7 @@ class Feature:
     moe: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
     ahead: int = 0
+    images: str | None = None
     backend: str = "aot_eager"
 
     @property
@@ -401,6 +402,14 @@ FEATURES = {
     "window": Feature(micro_batches=2, packed=True, model={"attention": AttentionSpec(window=5)}),
     "local_layers": Feature(model=_LOCAL),
     "lora_mla": Feature(model=_MLA_PLAIN, lora=_LORA | {"patterns": ("*_proj", "!*.kv_b_proj")}),
+    # towers and groups of experts for the tokens of each modality, which stand in any order; in bf16 these routers
+    # choose otherwise than in fp32 here and there, and only margins of forge_moe's are watched
+    "towers": Feature(micro_batches=2, packed=True, images="mixture_of_transformers"),
+    "towers_recompute": Feature(images="mixture_of_transformers", parallel=_FULL),
+    "towers_compile": Feature(images="mixture_of_transformers", parallel=_COMPILE),
+    "towers_bf16": Feature(images="mixture_of_transformers", parallel=_BF16),
+    "image_experts": Feature(micro_batches=2, packed=True, images="moma"),
+    "image_experts_recompute": Feature(images="moma", parallel=_FULL),
 }
 OPTIMIZERS = ("sgd", "adamw")
 # Optimizers that treat matrices or shards in a way of their own, in layouts that cut them in all ways.
@@ -563,6 +572,23 @@ _BY_MODEL = {
     "tp_pp": "mla",
     "tp_ep": "mla_moe moe_clamped",
 }
+# Images as tokens.
+_BY_IMAGES = {
+    "fsdp_2": "towers towers_recompute towers_compile towers_bf16 image_experts image_experts_recompute",
+    "fsdp_4": "towers image_experts",
+    "hsdp_2x2": "towers image_experts",
+    "tp": "towers image_experts towers_recompute",
+    "tp_whole": "image_experts towers",
+    "cp": "towers image_experts",
+    "cp_ring": "image_experts towers",
+    "pp_1f1b": "towers image_experts towers_recompute",
+    "pp_zero_bubble": "towers image_experts",
+    "fsdp_tp": "towers image_experts",
+    "tp_cp": "towers image_experts",
+    "tp_pp": "image_experts towers",
+    "fsdp_pp_1f1b": "towers",
+    "fsdp_tp_pp": "image_experts",
+}
 
 
 def _cells() -> Iterator[Cell]:
@@ -570,7 +596,7 @@ def _cells() -> Iterator[Cell]:
         both = _ON_ONE_RANK if layout == "one_rank" else ()
         both = _DATA_FEATURES if layout in _DATA_LAYOUTS else both
         yield from (Cell(layout, f, o) for f in both for o in OPTIMIZERS)
-        for chosen in (_CHOSEN, _BY_MODEL):
+        for chosen in (_CHOSEN, _BY_MODEL, _BY_IMAGES):
             for number, feature in enumerate(chosen.get(layout, "").split()):
                 yield Cell(layout, feature, OPTIMIZERS[number % 2])
         for name, chosen in BY_NAME.items():

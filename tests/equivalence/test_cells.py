@@ -92,6 +92,11 @@ def test_F10_packed_rows_in_pipelines_and_over_context_ranks() -> None:
     assert green(Cell("fsdp_pp_interleaved", "packed", "sgd"), Cell("cp_pp", "packed", "sgd"))
 
 
+def test_F131_positions_are_counted_on_whole_rows() -> None:
+    """Of a model with images too, whose stream is a part of the tokens under sequence parallelism."""
+    assert green(Cell("tp", "towers_recompute", "sgd"))
+
+
 def test_F11_tied_embeddings_at_the_two_ends_of_a_pipeline() -> None:
     assert green(Cell("fsdp_pp_gpipe", "tied_embeddings", "sgd"))
 

@@ -16,6 +16,8 @@ from forge_core import Init, Transformer, TransformerConfig
 from forge_core.lora import LoRAConfig, LoRALinear, lora
 from forge_core.model import FeedForward, MTPConfig
 from forge_moe import MoE, MoEConfig
+from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
+from forge_vlm.fusion import MoMaConfig
 
 # Five times the usual: logits are not flat, gradients are of order one and every step is clipped.
 STD = {"std": 0.1, "residual_std": 0.05}
@@ -85,7 +87,8 @@ def build_model(
             return FeedForward(DIM, HIDDEN)
         return MoE(MoEConfig(dim=DIM, **{**MIXTURE, **mixture, "aux": aux}))
 
-    config = TransformerConfig(
+    kind: Any = TransformerConfig if feature.images is None else _of_images(feature.images)
+    config = kind(
         num_layers=LAYOUTS[cell.layout].layers,
         num_heads=4,
         hidden_dim=HIDDEN,
@@ -94,6 +97,8 @@ def build_model(
         mtp=MTPConfig(feature.ahead, AHEAD_WEIGHT),
     )
     own = mixture or feature.branches
+    if feature.images is not None:
+        return VLM(config)
     model = Transformer(config, feed_forward=feed_forward if own else None)
     if feature.lora:
         lora(model, LoRAConfig(**feature.lora), base_dtype)
@@ -101,6 +106,18 @@ def build_model(
             if isinstance(module, LoRALinear):
                 module.init_table = functools.partial(_random_adapter, module.init_table)
     return model
+
+
+def _of_images(fusion: str) -> Callable[..., VLMConfig]:
+    """The config of a model with a third of its ids for images; its losses are those of tokens alone."""
+    return functools.partial(
+        VLMConfig,
+        vision=VisionConfig("none"),
+        modalities={"image": ModalityConfig(first_id=40, num_ids=30, discrete=True)},
+        fusion=FusionConfig(fusion, moma=MoMaConfig(hidden_dim=24, balance_loss=0.0))
+        if fusion == "moma"
+        else FusionConfig(fusion),
+    )
 
 
 def _random_adapter(table: Callable[..., dict[str, Init]], *stds: float) -> dict[str, Init]:

@@ -133,6 +133,9 @@ class VLM(Transformer):
         rest.pop("token_ids", None)  # which later stages of a pipeline need
         if positions is None:
             positions = self._positions(tokens, document_ids, cache, media, branch_ids)
+        if positions is None and document_ids is None and cache is None:
+            # counted here: under sequence parallelism the stream is a part of the tokens
+            positions = torch.arange(tokens.size(1), device=tokens.device)[None]
         stream = self.embed(tokens)
         layers: tuple[Tensor, ...] = ()
         seen: Seen | None = None
