@@ -122,7 +122,7 @@ def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path
     )
     save(tmp_path / "clip")
     (tmp_path / "clip/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3}))
-    assert "is [0.5, 0.5, 0.5] in preprocessor_config.json; use it" in words({}, "clip")
+    assert "is [0.5, 0.5, 0.5] for the processor of the folder; use it" in words({}, "clip")
     config = json.loads((tmp_path / "quick/config.json").read_text())
     (tmp_path / "quick/config.json").write_text(json.dumps({**config, "model_type": "dinov2"}))
     assert "model_type 'clip_vision_model' is 'dinov2' there" in words({}, "quick")
@@ -134,3 +134,36 @@ def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path
     assert "no encoder of model.vision.name 'transformers'" in words(vit, "clip")
     assert "is not a folder" in words({}, "nowhere")
     assert CLIP["image_size"] == SIDE
+
+
+def test_tensors_of_another_shape_are_refused_with_both(tmp_path: Path) -> None:
+    """Of a folder whose config does not describe its tensors."""
+    save(tmp_path / "clip", intermediate_size=32)
+    config = json.loads((tmp_path / "clip/config.json").read_text())
+    (tmp_path / "clip/config.json").write_text(json.dumps({**config, "intermediate_size": 24}))
+    with pytest.raises(ConfigError, match=r"is \(32, 16\) there and \(24, 16\) in the model"):
+        fit_alone(write_vlm_job(tmp_path), **KEYS | {"init.encoder": str(tmp_path / "clip")})
+
+
+def test_older_files_have_keys_that_say_nothing(tmp_path: Path) -> None:
+    """Those of CLIP have every key of the library's first configs, and the width of a head that is not used."""
+    wanted = save(tmp_path / "clip")
+    config = json.loads((tmp_path / "clip/config.json").read_text())
+    older = {"add_cross_attention": False, "num_beams": 1, "pruned_heads": {}, "dropout": 0.0}
+    older |= {"projection_dim": 768, "initializer_factor": 2.0, "transformers_version": "4.21.3"}
+    nested = {"model_type": "clip", "vision_config": {**config, **older}, "projection_dim": 768}
+    (tmp_path / "clip/config.json").write_text(json.dumps(nested))
+    fit_alone(write_vlm_job(tmp_path), **KEYS | {"init.encoder": str(tmp_path / "clip")})
+    assert_encoder(tmp_path / "run", wanted)
+
+
+def test_a_run_with_an_encoder_of_its_own_gives_the_rest(tmp_path: Path) -> None:
+    wanted = save(tmp_path / "clip")
+    fit_alone(write_vlm_job(tmp_path / "first"), **KEYS)
+    begun = {"init.from": str(tmp_path / "first/run"), "init.encoder": str(tmp_path / "clip")}
+    with pytest.raises(ConfigError, match="both have weights of the encoder") as caught:
+        fit_alone(write_vlm_job(tmp_path / "both"), **KEYS | begun)
+    assert "init.patterns = ['*', '!vision.*']" in str(caught.value)
+    rest = {"init.patterns": ["*", "!vision.*"]}
+    fit_alone(write_vlm_job(tmp_path / "rest"), **KEYS | begun | rest)
+    assert_encoder(tmp_path / "rest/run", wanted)

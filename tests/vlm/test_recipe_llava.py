@@ -125,6 +125,7 @@ def test_F130_every_command_of_the_page_runs(
     exec(code, {})
     image = transformers.AutoTokenizer.from_pretrained("data/vicuna-image")("<image>").input_ids[-1]
     (place / "configs/models/llava_7b.toml").write_text(TINY.replace("IMAGE", str(image)))
+    assert image == 3 + 256, "the first id behind those of Vicuna, as the page says"
     commands = "".join(blocks("bash")).splitlines()
     assert len(commands) == 5
     for command in commands:

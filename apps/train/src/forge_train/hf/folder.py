@@ -130,17 +130,23 @@ def read_model(folder: Path) -> HFModel:
 
 def _with_pixels(section: BuiltInModelConfig, folder: Path) -> BuiltInModelConfig:
     """A model with images, whose 8-bit ones are normalised as the folder's own processor does, where it has one."""
-    path = next((p for name in _PROCESSORS if (p := folder / name).is_file()), None)
-    if not isinstance(section, VLMModelConfig) or path is None:
+    if not isinstance(section, VLMModelConfig):
         return section
-    table = read_json(path)
-    table = table.get("image_processor", table)
+    table = processor_table(folder)
     given: dict[str, Any] = {
         ours: tuple(table[theirs])
         for ours, theirs in (("mean", "image_mean"), ("std", "image_std"))
         if isinstance(table.get(theirs), list)
     }
     return replace(section, vision=replace(section.vision, **given))
+
+
+def processor_table(folder: Path) -> dict[str, Any]:
+    """How the folder's image processor treats pictures; empty without one."""
+    path = next((p for name in _PROCESSORS if (p := folder / name).is_file()), None)
+    table: dict[str, Any] = {} if path is None else read_json(path)
+    found: dict[str, Any] = table.get("image_processor", table)
+    return found
 
 
 def left_out(ignored: Sequence[str]) -> str:

@@ -10,11 +10,11 @@ import torch
 
 from forge_ckpt.hf import read_json
 from forge_train.errors import ConfigError, config_errors
+from forge_train.hf.folder import processor_table
 from forge_vlm import VLM
 from forge_vlm.data import Prompts
 
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of pillow
-_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def folder_prompts(folder: Path, model: VLM) -> Prompts:
@@ -64,15 +64,14 @@ def tokens_per_tile(model: VLM) -> int:
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:
-    path = next((p for name in _FILES if (p := folder / name).is_file()), None)
-    if path is None:
+    table = processor_table(folder)
+    if not table:
         raise ConfigError(
             [
                 f"{folder} has no preprocessor_config.json, which says how pictures are cut; put the model's own there"
             ]
         )
-    table: Mapping[str, Any] = read_json(path)
-    return table.get("image_processor", table)
+    return table
 
 
 def _resolution(folder: Path, family: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,17 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_ckpt.hf import HFFolder, fill_tensor, read_json
-from forge_parallel import Meshes
 from forge_resilience import Agreement
 from forge_train.config.init import has_begun
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import config_errors, refuse, run_on_all_ranks
+from forge_train.hf.folder import processor_table
 from forge_train.trainer.fork import Fork
 from forge_vlm.vision import VisionConfig, encoder_differences, encoder_tensors
 
 _PREFIX = "vision.model."
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class EncoderSource:
     names: Mapping[str, str]
     unused: int
 
-    def load(self, model: nn.Module, meshes: Meshes, agreement: Agreement) -> None:
+    def load(self, model: nn.Module, agreement: Agreement) -> None:
         """Fill the encoder of this rank's part of the model; each rank reads whole tensors, one at a time. Collective."""
         run_on_all_ranks(agreement, lambda: self._fill(model))
 
@@ -76,13 +75,16 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
     if fork is not None and any(name.startswith(_PREFIX) for name in fork.weights.copied):
         refuse(
             [
-                f"{where} and init.from {config.init.from_!r} both have weights of the encoder; leave one out, or give "
-                "init.patterns = ['!vision.*', '*']"
+                f"{where} and init.from {config.init.from_!r} both have weights of the encoder; leave one out, or take the "
+                "others alone, with init.patterns = ['*', '!vision.*']"
             ]
         )
     with config_errors():
         folder = HFFolder(path)
-        problems = [f"model.{p}" for p in encoder_differences(section.vision, _json(path))]
+        problems = [
+            f"model.{p}"
+            for p in encoder_differences(section.vision, read_json(path / "config.json"))
+        ]
         refuse([f"{where}: {p}" for p in [*problems, *_pixel_problems(section.vision, path)]])
         own = {
             n.removeprefix(_PREFIX): t
@@ -98,11 +100,6 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
     return EncoderSource(path, taken, len(folder.entries) - len(taken))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = read_json(path / "config.json")
-    return found
-
-
 def _shape_problems(
     own: Mapping[str, Tensor], names: Mapping[str, str], there: Mapping[str, Tensor]
 ) -> list[str]:
@@ -115,13 +112,9 @@ def _shape_problems(
 
 def _pixel_problems(vision: VisionConfig, path: Path) -> list[str]:
     """Of the numbers by which the folder's own processor normalises pixels, where it has one."""
-    file = next((p for name in _PROCESSORS if (p := path / name).is_file()), None)
-    if file is None:
-        return []
-    table = read_json(file)
-    table = table.get("image_processor", table)
+    table = processor_table(path)
     return [
-        f"model.vision.{key} {list(own)} is {table[theirs]} in {file.name}; use it"
+        f"model.vision.{key} {list(own)} is {table[theirs]} for the processor of the folder; use it"
         for key, theirs, own in zip(("mean", "std"), ("image_mean", "image_std"), vision.pixels)
         if isinstance(table.get(theirs), list)
         and [round(v, 6) for v in table[theirs]] != [round(v, 6) for v in own]

@@ -434,7 +434,7 @@ class Trainer:
                 state, check, model=self.model, meshes=self.meshes, agreement=self.agreement
             )
         if self.encoder is not None:
-            self.encoder.load(self.model, self.meshes, self.agreement)
+            self.encoder.load(self.model, self.agreement)
 
     def _record_life(self, hosts: Sequence[str]) -> None:
         """Write how this life of the run was made, and, of a fork, what from."""

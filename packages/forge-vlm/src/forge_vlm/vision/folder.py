@@ -9,8 +9,8 @@ from forge_vlm.vision.config import VisionConfig
 
 __all__ = ["encoder_differences", "encoder_tensors"]
 
-#: What transformers writes into configs beside what an encoder computes.
-_ABOUT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+#: Keys of vision configs that change nothing that an encoder computes: initial values, and a head that is not used.
+_HARMLESS = ("initializer_factor", "initializer_range", "projection_dim")
 
 
 def encoder_tensors(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
@@ -38,7 +38,10 @@ def encoder_tensors(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
 
 def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[str]:
     """Sentences on keys of `vision.transformers` that the folder's `config.json` has otherwise: with the same shapes it
-    would compute something else. Nothing is built."""
+    would compute something else. Keys that the encoder's config does not have (older files write dozens) say nothing, as in
+    transformers. Nothing is built."""
+    from transformers import PretrainedConfig
+
     from forge_vlm.vision.transformers import build_config
 
     kind = config.transformers["model_type"]
@@ -46,13 +49,12 @@ def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[str
     given.setdefault("model_type", kind)
     if given["model_type"] != kind:
         return [f"vision.transformers.model_type {kind!r} is {given['model_type']!r} there; use it"]
-    here, there = (build_config(keys).to_dict() for keys in (config.transformers, _known(given)))
+    here = build_config(config.transformers).to_dict()
+    own = here.keys() - PretrainedConfig().to_dict().keys() - {*_HARMLESS}
+    known = {key: value for key, value in given.items() if key in own}
+    there = build_config({"model_type": kind, **known}).to_dict()
     return [
-        f"vision.transformers.{key} {here[key]!r} is {there.get(key)!r} there; use it"
-        for key in sorted(here)
-        if key not in _ABOUT and here[key] != there.get(key)
+        f"vision.transformers.{key} {here[key]!r} is {there[key]!r} there; use it"
+        for key in sorted(own)
+        if here[key] != there[key]
     ]
-
-
-def _known(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if key not in _ABOUT}
