@@ -299,7 +299,13 @@ def test_batches_that_are_drawn_together_are_those_of_the_run(tmp_path: Path) ->
     keys = {f"data.sources.squares.{k}": v for k, v in source.items()}
     keys |= {"data.seq_len": 24, "model.max_seq_len": 24, "model.modalities.image.first_id": 257}
     keys |= {"eval.every_steps": 0, "train.steps": 2}
+    keys |= {"train.steps": 8, "checkpoint.every_steps": 4}
     fit_alone(write_vlm_job(tmp_path / "good"), **keys)
+    other = write_vlm_job(tmp_path / "other")
+    for steps in (4, 8):  # and once again from the checkpoint in the middle of an epoch
+        fit_on_ranks(2, other, **flags(keys | {"train.steps": steps}))
+    rows = [columns(tmp_path / name / "job.toml")["instances"] for name in ("good", "other")]
+    assert rows[0] == rows[1]
     for change, words in (
         ({"train.global_batch": 8}, "group 12 must be train.global_batch 8; use 8"),
         ({f"data.sources.more.{k}": v for k, v in source.items()}, "and there are 2; remove it"),

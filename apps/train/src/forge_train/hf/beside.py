@@ -63,12 +63,8 @@ class _Weights:
 
 @contextlib.contextmanager
 def joined(weights: Any, kept: Path) -> Iterator[Any]:
-    """`weights`, the path of a checkpoint or what reads tensors (`meta`, `read(name)`), and what was kept beside; `weights` alone where nothing was."""
-    rows = rows_beside(kept)
-    if not rows:
-        yield weights
-        return
+    """`weights`, the path of a checkpoint or what reads tensors (`meta`, `read(name)`), and what was kept beside."""
     with contextlib.ExitStack() as opened:
         if isinstance(weights, Path):
             weights = _Weights(opened.enter_context(SavedTensors(weights)))
-        yield _Joined(weights, HFTensors(kept / _NAME, rows))
+        yield _Joined(weights, HFTensors(kept / _NAME, rows_beside(kept)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ import tyro
 from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
-from forge_ckpt.hf import read_json, save_hf
+from forge_ckpt.hf import Row, read_json, save_hf
 from forge_core.lora import LoRAConfig
 from forge_data import DataConfig, load_tokenizer, open_header
 from forge_train.config.files import read_toml
@@ -89,31 +89,11 @@ def export_run(
     if adapter:
         _refuse_adapter(low_rank, check)
         return _export_adapter(run, checkpoint, out, section, lora, family, _DTYPES[dtype])
-    remark = None
-    kept = run.path / FILES
     with config_errors():
-        original = _original(run)
-        name = find_family(section, family or family_of_origin(section, original))
-        hf, rows = section_to_hf(section, name), rows_of(section, name)
-        if beside_of(section, name) and not rows_beside(kept):
-            raise ValueError(
-                f"{name}: {', '.join(beside_of(section, name))} belong into such a folder, and {run.path} did not begin from "
-                "one that has them; begin the run with forge-train import"
-            )
-        if not original:
-            files, remark = _tokenizer_of(data, hf)
-        else:
-            files = {p.name: p.read_bytes() for p in sorted(kept.iterdir()) if p.is_file()}
-            same = original if original["model_type"] == name else {}
-            if _has_other_tokenizer(run, data):
-                files = {n: content for n, content in files.items() if n.startswith("LICENSE")}
-                same = {key: value for key, value in same.items() if not key.endswith("token_id")}
-                own, remark = _tokenizer_of(data, hf)
-                files |= own
-                remark = (
-                    remark or "the tokenizer written is that of the data, not that of the weights"
-                )
-            hf = {**_merged(same, hf), **{key: same[key] for key in _TOKENS if key in same}}
+        name = find_family(section, family or family_of_origin(section, _original(run)))
+        beside = _rows_beside(run, beside_of(section, name), name)
+        rows = (*rows_of(section, name), *beside)
+        hf, files, remark = _config_and_files(run, data, name, section_to_hf(section, name))
     hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
     files |= {
         "config.json": _json(hf),
@@ -125,8 +105,7 @@ def export_run(
         weights: Any = checkpoint
         if lora is not None:
             weights = opened.enter_context(MergedTensors(checkpoint, run.base, lora.scale))
-        whole = opened.enter_context(joined(weights, kept))
-        rows = (*rows, *rows_beside(kept))
+        whole = opened.enter_context(joined(weights, run.path / FILES)) if beside else weights
         save_hf(out, rows, whole, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files)
         print(f"exported {checkpoint} to {out}: {name}, {dtype}")
         if section.mtp.num_modules:
@@ -136,6 +115,37 @@ def export_run(
         if check:
             print(compare(section, _weights(weights, _DTYPES[dtype]), out))
     return 0
+
+
+def _rows_beside(run: RunDirectory, patterns: Sequence[str], name: str) -> list[Row]:
+    """The rows of what a folder of the family has beside the model; ValueError where the run has none of it."""
+    rows = rows_beside(run.path / FILES) if patterns else []
+    if patterns and not rows:
+        raise ValueError(
+            f"{name}: {', '.join(patterns)} belong into such a folder, and {run.path} did not begin from one that has them; "
+            "begin the run with forge-train import"
+        )
+    return rows
+
+
+def _config_and_files(
+    run: RunDirectory, data: DataConfig | None, name: str, hf: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
+    """(keys of config.json, other files, a remark) of a run: `hf` over what it began with, its tokenizer or the data's."""
+    original = _original(run)
+    if not original:
+        files, remark = _tokenizer_of(data, hf)
+        return hf, files, remark
+    files = {p.name: p.read_bytes() for p in sorted((run.path / FILES).iterdir()) if p.is_file()}
+    same, remark = original if original["model_type"] == name else {}, None
+    if _has_other_tokenizer(run, data):
+        files = {n: content for n, content in files.items() if n.startswith("LICENSE")}
+        same = {key: value for key, value in same.items() if not key.endswith("token_id")}
+        own, remark = _tokenizer_of(data, hf)
+        files |= own
+        remark = remark or "the tokenizer written is that of the data, not that of the weights"
+    hf = {**_merged(same, hf), **{key: same[key] for key in _TOKENS if key in same}}
+    return hf, files, remark
 
 
 def _refuse_adapter(low_rank: LoRASection | None, check: bool) -> None:
