@@ -119,7 +119,7 @@ def test_another_model_is_no_internvl(tmp_path):
     """Features of two layers, and SigLIP's, have no keys in its file."""
     config = ours_of(theirs_of(), tmp_path).config
     for change, words in (
-        ({"select_layer": (-1, -2)}, r"vision.select_layer \(-1, -2\) must be \(-1,\)"),
+        ({"select_layer": (-2, -1)}, r"vision.select_layer \(-2, -1\) must be \(-2,\)"),
         ({"transformers": {"model_type": "siglip_vision_model"}}, "must be 'internvl_vision'"),
     ):
         other = dataclasses.replace(config, vision=dataclasses.replace(config.vision, **change))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forge_core import Attention, Init, TransformerConfig
 from forge_core.families import LLAMA, Family
 from forge_vlm.config import VLMConfig
-from forge_vlm.families.keys import Row
+from forge_vlm.families.keys import Row, beyond_decoder
 from forge_vlm.modalities import ModalityConfig
 from forge_vlm.vision import VisionConfig
 
@@ -103,6 +103,7 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
             ("mixer", config.mixer, _MIXER),
             ("positions", config.positions, "sequential"),
             ("modalities", discrete, list(config.modalities)),
+            *beyond_decoder(config),
         )
         if value != wanted
     ]

@@ -11,6 +11,7 @@ from forge_vlm.adapters import AdapterConfig, PixelShuffleMLPConfig
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import (
     Row,
+    beyond_decoder,
     check_keys,
     encoder_rows,
     family_of,
@@ -19,6 +20,7 @@ from forge_vlm.families.keys import (
     vision_from_hf,
 )
 from forge_vlm.modalities import ModalityConfig
+from forge_vlm.vision import VisionConfig
 
 _READS = (
     *("text_config", "vision_config", "image_token_id", "downsample_ratio", "projector_hidden_act"),
@@ -81,10 +83,11 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
                 "internvl_vision",
             ),
             ("vision.select_feature", vision.select_feature, "patch"),
-            ("vision.select_layer", vision.select_layer, vision.select_layer[:1]),
+            ("vision.select_layer", vision.select_layer, _one_layer(vision)),
             ("adapter.name", config.adapter.name, "pixel_shuffle_mlp"),
             ("positions", config.positions, "sequential"),
             ("modalities", sorted(config.modalities), ["image"]),
+            *beyond_decoder(config),
         )
         if value != wanted
     ]
@@ -102,6 +105,12 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         "vision_feature_select_strategy": "default",
         "tie_word_embeddings": config.tie_embeddings,
     }
+
+
+def _one_layer(vision: VisionConfig) -> tuple[int, ...]:
+    """What `vision_feature_layer` holds: of -1 it takes the encoder's end, which `select_layer` () is."""
+    first = vision.select_layer[:1]
+    return () if first == (-1,) else first
 
 
 def _rows(config: TransformerConfig) -> tuple[Row, ...]:

@@ -83,6 +83,14 @@ def vision_from_hf(hf: Mapping[str, Any], **options: Any) -> VisionConfig:
     return VisionConfig("transformers", transformers={"model_type": model_type, **keys}, **options)
 
 
+def beyond_decoder(config: VLMConfig) -> tuple[tuple[str, Any, Any], ...]:
+    """(key, value, the only one that can be written) of what no family with a joint decoder has a key for."""
+    return (
+        ("bidirectional", config.bidirectional, "none"),
+        ("input_only_ids", config.input_only_ids, 0),
+    )
+
+
 def text_rows(family: Family, config: VLMConfig, prefix: str, head: str) -> tuple[Row, ...]:
     """Rows of the decoder's tensors: those of its family, `model.` as `prefix` and the head as `head`."""
 

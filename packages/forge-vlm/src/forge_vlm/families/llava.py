@@ -11,6 +11,7 @@ from forge_vlm.adapters import AdapterConfig, MLPConfig
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import (
     Row,
+    beyond_decoder,
     check_keys,
     encoder_rows,
     family_of,
@@ -19,6 +20,8 @@ from forge_vlm.families.keys import (
     vision_from_hf,
 )
 from forge_vlm.modalities import ModalityConfig
+from forge_vlm.vision import VisionConfig
+from forge_vlm.vision.transformers import front_tokens
 
 _READS = (
     *("text_config", "vision_config", "image_token_index", "image_token_id", "tie_word_embeddings"),
@@ -31,7 +34,10 @@ _FEATURES = {"default": "patch", "full": "cls_patch"}
 
 def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     check_keys(hf, "llava", _READS)
-    _, text = text_config(hf, "llava")
+    decoder = dict(hf["text_config"])
+    if hf.get("tie_word_embeddings"):  # either key ties
+        decoder["tie_word_embeddings"] = True
+    _, text = text_config({"text_config": decoder}, "llava")
     layers = hf.get("vision_feature_layer", -2)
     strategy = hf.get("vision_feature_select_strategy", "default")
     if strategy not in _FEATURES:
@@ -47,6 +53,11 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         select_layer=(layers,) if isinstance(layers, int) else tuple(layers),
         select_feature=_FEATURES[strategy],
     )
+    if strategy == "default" and (front := front_tokens(vision.transformers)) != 1:
+        raise ValueError(
+            f"llava: vision_feature_select_strategy 'default' drops one token in front of the patches, and "
+            f"{vision.transformers['model_type']!r} has {front}; use 'full' for a file whose model keeps all"
+        )
     image = hf.get("image_token_index", hf.get("image_token_id", 32000))
     bias = bool(hf.get("multimodal_projector_bias", True))
     return VLMConfig(
@@ -68,6 +79,7 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
             ("adapter.mlp.hidden_dim", config.adapter.mlp.hidden_dim, None),
             ("positions", config.positions, "sequential"),
             ("modalities", sorted(config.modalities), ["image"]),
+            *beyond_decoder(config),
         )
         if value != wanted
     ]
@@ -77,7 +89,7 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         )
     if problems:
         raise ValueError("\n".join(problems))
-    layers = config.vision.select_layer
+    layers, strategy = config.vision.select_layer, _strategy(config.vision)
     return {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
@@ -87,11 +99,22 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": config.adapter.mlp.bias,
         "vision_feature_layer": layers[0] if len(layers) == 1 else list(layers),
-        "vision_feature_select_strategy": {v: k for k, v in _FEATURES.items()}[
-            config.vision.select_feature
-        ],
+        "vision_feature_select_strategy": strategy,
         "tie_word_embeddings": config.tie_embeddings,
     }
+
+
+def _strategy(vision: VisionConfig) -> str:
+    """The strategy by which transformers takes the same tokens; "default" drops one, whatever it is."""
+    if vision.select_feature == "cls_patch":
+        return "full"
+    front = front_tokens(vision.transformers)
+    if front > 1:
+        raise ValueError(
+            f"llava: vision.select_feature 'patch' leaves out {front} tokens of {vision.transformers['model_type']!r}, a "
+            "class token and registers, and this family one; choose 'cls_patch', or another family"
+        )
+    return "default" if front else "full"
 
 
 def _rows(config: TransformerConfig) -> tuple[Row, ...]:

@@ -16,6 +16,7 @@ from forge_vlm.adapters import AdapterConfig
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import (
     Row,
+    beyond_decoder,
     check_keys,
     encoder_rows,
     text_config,
@@ -86,6 +87,8 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         "mrope.layout": (mrope and mrope.layout, "interleaved"),
         "modalities": (sorted(config.modalities), sorted(_IDS)),
         "layer_pattern": (config.layer_pattern, ()),
+        "attention.window": (config.attention.window, None),
+        **{key: (value, rule) for key, value, rule in beyond_decoder(config)},
     }
     problems = [
         f"{_NAME}: {key} {value!r} must be {rule!r} in a Qwen3-VL; export a model of another family"

@@ -15,6 +15,7 @@ from forge_vlm.adapters import AdapterConfig, PixelShuffleConfig
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import (
     Row,
+    beyond_decoder,
     check_keys,
     encoder_rows,
     family_of,
@@ -84,6 +85,7 @@ def _to_hf(name: str, config: TransformerConfig) -> dict[str, Any]:
             ("adapter.pixel_shuffle.bias", config.adapter.pixel_shuffle.bias, False),
             ("positions", config.positions, "sequential"),
             ("modalities", sorted(config.modalities), ["image"]),
+            *beyond_decoder(config),
         )
         if value != wanted
     ]

@@ -23,6 +23,8 @@ __all__ = ["TransformersEncoder"]
 
 #: Names of the lists in which its models have their blocks.
 _BLOCKS = ("blocks", "layer", "layers")
+#: Tokens before the patches of encoders that most folders have, which need not be built to be asked.
+_KNOWN_FRONT = {"clip_vision_model": 1, "siglip_vision_model": 0}
 #: Keys of their configs for the value that weights of a whole block begin with.
 _LAYER_SCALES = ("layer_scale_init_value", "layerscale_value")
 
@@ -47,10 +49,8 @@ class TransformersEncoder(nn.Module):
             self.model.use_head = False  # SigLIP's pooled output is no feature; its weights stay
         self.width = own.hidden_size * max(1, len(config.select_layer))
         self.image_size, self.patch_size = _side(own.image_size), _side(own.patch_size)
-        names = [name for name, _ in self.model.named_parameters()]
-        has_class_token = any(name.endswith(("class_embedding", "cls_token")) for name in names)
         #: Tokens before the patches: a class token and registers.
-        self.front = has_class_token + getattr(own, "num_register_tokens", 0)
+        self.front = _front_of(self.model)
         masked = "patch_attention_mask" in inspect.signature(self.model.forward).parameters
         self.optional_inputs = ("image_masks",) if masked else ()
 
@@ -130,6 +130,22 @@ def build_config(keys: dict[str, Any]) -> Any:
             f"vision.transformers.{unknown[0]} is no key of {kind.__name__}; correct or remove it"
         )
     return kind(**options)
+
+
+def front_tokens(keys: dict[str, Any]) -> int:
+    """How many tokens an encoder with these keys has before the patches: a class token and registers."""
+    if keys["model_type"] in _KNOWN_FRONT:
+        return _KNOWN_FRONT[keys["model_type"]]
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        return _front_of(AutoModel.from_config(build_config(keys)))
+
+
+def _front_of(model: Any) -> int:
+    names = [name for name, _ in model.named_parameters()]
+    has_class_token = any(name.endswith(("class_embedding", "cls_token")) for name in names)
+    return has_class_token + int(getattr(model.config, "num_register_tokens", 0))
 
 
 def _build_model(config: Any) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -1,0 +1,126 @@
+"""What files of transformers have no key for is not written, and what they drop without one is not read."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_core.model import AttentionSpec
+from forge_vlm import VLM
+from forge_vlm.families import FAMILIES, INTERNVL, LLAVA
+
+sys.path.insert(0, str(Path(__file__).parent))
+import test_internvl
+import test_llava
+import test_smolvlm
+import tiny_qwen3_vl
+from hf_folders import distance, renamed, saved
+
+transformers = pytest.importorskip("transformers")
+
+MODELS = {
+    "llava": test_llava.theirs_of,
+    "smolvlm": lambda: test_smolvlm.theirs_of("smolvlm"),
+    "idefics3": lambda: test_smolvlm.theirs_of("idefics3"),
+    "internvl": test_internvl.theirs_of,
+    "qwen3_vl": tiny_qwen3_vl.theirs,
+}
+
+
+def config_of(family):
+    return FAMILIES[family].config_from_hf(json.loads(MODELS[family]().config.to_json_string()))
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"bidirectional": "image"}, "bidirectional 'image' must be 'none'"),
+        ({"bidirectional": "prefix_lm"}, "bidirectional 'prefix_lm' must be 'none'"),
+        ({"input_only_ids": 8}, "input_only_ids 8 must be 0"),
+    ],
+)
+def test_a_model_of_which_transformers_would_compute_another_is_not_written(family, option, words):
+    """Both were dropped without a word: transformers read a causal model, or one whose embedding did not fit."""
+    config = replace(config_of(family), tie_embeddings=False)
+    FAMILIES[family].config_to_hf(config)
+    with pytest.raises(ValueError, match=words):
+        FAMILIES[family].config_to_hf(replace(config, **option))
+
+
+def test_a_window_of_all_layers_is_no_qwen3_vl():
+    config = replace(config_of("qwen3_vl"), attention=AttentionSpec(window=4))
+    with pytest.raises(ValueError, match=r"attention\.window 4 must be None"):
+        FAMILIES["qwen3_vl"].config_to_hf(config)
+
+
+def test_internvl_has_no_key_for_the_last_state_without_its_norm():
+    """`vision_feature_layer` -1 is the encoder's end, which a norm stands before without mean pooling."""
+    config = config_of("internvl")
+    vision = replace(config.vision, select_layer=(-1,))
+    with pytest.raises(ValueError, match=r"vision.select_layer \(-1,\) must be \(\)"):
+        INTERNVL.config_to_hf(replace(config, vision=vision))
+
+
+def test_llava_ties_its_head_by_either_key(tmp_path):
+    theirs = test_llava.theirs_of()
+    hf, tensors = saved(theirs, tmp_path)
+    del tensors["language_model.lm_head.weight"]  # as a folder of a tied model has it
+    ours = VLM(LLAVA.config_from_hf({**hf, "tie_word_embeddings": True})).eval()
+    ours.load_state_dict(renamed(LLAVA.rows_of(ours.config), tensors, ours.config.num_layers))
+    theirs.lm_head.weight = theirs.model.language_model.embed_tokens.weight
+    tokens, images = test_llava.batch()
+    with torch.no_grad():
+        wanted = theirs.eval()(input_ids=tokens, pixel_values=images).logits
+        assert distance(ours(tokens, images=images), wanted) < 1e-5
+
+
+def test_llava_is_not_read_where_default_drops_a_patch():
+    """transformers drops one token in front, whatever it is: SigLIP has no class token there."""
+    hf = json.loads(test_llava.theirs_of("siglip_vision_model", layer=-1).config.to_json_string())
+    with pytest.raises(
+        ValueError, match=r"'default' drops one token .* 'siglip_vision_model' has 0"
+    ):
+        LLAVA.config_from_hf(hf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"), [("siglip_vision_model", 4), ("dinov2", 4), ("clip_vision_model", 4)]
+)
+def test_llava_is_written_so_that_transformers_takes_the_same_patches(kind, places, tmp_path):
+    """`select_feature` "patch" of an encoder without a class token was written as "default"."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = config_of("llava")
+    keys = {**config.vision.transformers, "model_type": kind}
+    if kind == "dinov2":
+        own = (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "image_size",
+            "patch_size",
+        )
+        keys = {key: keys[key] for key in own} | {"model_type": kind}
+    vision = replace(config.vision, transformers=keys, select_layer=(-1,), select_feature="patch")
+    ours = VLM(replace(config, vision=vision)).eval()
+    tensors = renamed(LLAVA.rows_of(ours.config), ours.state_dict(), 2, back=True)
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA.config_to_hf(ours.config)))
+    opened = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    tokens, images = test_llava.batch(places)
+    with torch.no_grad():
+        found = opened(input_ids=tokens, pixel_values=images).logits
+        assert distance(found, ours(tokens, images=images)) < 1e-5
+
+
+def test_llava_has_no_key_for_patches_behind_registers():
+    config = config_of("llava")
+    keys = dict(model_type="dinov2_with_registers", hidden_size=32, num_hidden_layers=2)
+    keys |= dict(num_attention_heads=4, image_size=16, patch_size=8, num_register_tokens=2)
+    vision = replace(config.vision, transformers=keys, select_feature="patch")
+    with pytest.raises(ValueError, match="'patch' leaves out 3 tokens"):
+        LLAVA.config_to_hf(replace(config, vision=vision))
