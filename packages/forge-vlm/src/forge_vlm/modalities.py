@@ -84,7 +84,8 @@ def modality_ids(
 ) -> Tensor:
     """(B, S) int64 on the device of tokens: -1 padding, 0 text, others by `numbers`. No host sync.
 
-    Of modalities that are not among `only`, if that is given, tokens are text.
+    Of modalities that are not among `only`, if that is given, tokens are text. ValueError for document_ids of another
+    shape.
     """
     found = torch.zeros_like(tokens)
     for name, number in numbers(modalities).items():
@@ -96,4 +97,9 @@ def modality_ids(
         )
     if document_ids is None:
         return found
+    if document_ids.shape != tokens.shape:
+        raise ValueError(
+            f"document_ids {tuple(document_ids.shape)} must be one for each of the tokens {tuple(tokens.shape)}, as padding has "
+            "no modality; give those of the same rows"
+        )
     return found.masked_fill(document_ids.to(tokens.device, non_blocking=True) < 0, -1)

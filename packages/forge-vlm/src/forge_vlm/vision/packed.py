@@ -15,7 +15,7 @@ from torch import Tensor
 from forge_core.model import SegmentPlan, attend_segments
 from forge_vlm.vision.config import VisionConfig
 from forge_vlm.vision.features import Features
-from forge_vlm.vision.patches import Grid, check_patches, checked_grids
+from forge_vlm.vision.patches import Grid, check_patches, checked_grids, grids_on_host
 from forge_vlm.vision.pixels import normalised, values_of
 from forge_vlm.vision.vit import ViT
 from forge_vlm.work import ImageWork, attended, image_work
@@ -66,7 +66,7 @@ class PackedViT(ViT):
 
     def _frames(self, grids: Any) -> list[tuple[int, int]]:
         """Rows and columns of each frame."""
-        found = grids if isinstance(grids, list) else values_of(grids).tolist()
+        found = grids if isinstance(grids, list) else grids_on_host(grids).tolist()
         return [
             (rows, columns)
             for time, rows, columns in checked_grids(found, self.merge)

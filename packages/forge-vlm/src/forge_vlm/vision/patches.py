@@ -18,7 +18,15 @@ from forge_vlm.vision.pixels import normalised, values_of
 from forge_vlm.vision.transformers import blocks_of, build_config, init_of, with_buffers
 from forge_vlm.work import ImageWork, Part, attended, image_work
 
-__all__ = ["PATCH_MODELS", "Grid", "PatchEncoder", "check_patches", "checked_grids", "cut_patches"]
+__all__ = [
+    "PATCH_MODELS",
+    "Grid",
+    "PatchEncoder",
+    "check_patches",
+    "checked_grids",
+    "cut_patches",
+    "grids_on_host",
+]
 
 Grid = tuple[int, int, int]
 
@@ -56,7 +64,7 @@ class PatchEncoder(nn.Module):
 
     def forward(self, patches: Any, grids: Any) -> Features:
         """Features of patches (P, E), with the layers behind; ValueError where the grids are not theirs."""
-        values, sizes = values_of(patches), values_of(grids).cpu()
+        values, sizes = values_of(patches), grids_on_host(grids)
         lengths = [t * h * w for t, h, w in checked_grids(sizes.tolist(), self.merge)]
         check_patches(values, lengths, self.patch_width)
         given = self._pixels(values)
@@ -68,7 +76,7 @@ class PatchEncoder(nn.Module):
         their timestamps parts."""
         return [
             (1, rows // self.merge, columns // self.merge)
-            for time, rows, columns in checked_grids(values_of(grids).tolist(), self.merge)
+            for time, rows, columns in checked_grids(grids_on_host(grids).tolist(), self.merge)
             for _ in range(time)
         ]
 
@@ -140,6 +148,17 @@ class PatchEncoder(nn.Module):
             "patches": weight.new_zeros(side * side, self.patch_width, device=device),
             "grids": torch.tensor([[1, side, side]]),
         }
+
+
+def grids_on_host(grids: Any) -> Tensor:
+    """The grids (N, 3) int64 of all rows; ValueError for another shape or dtype."""
+    found = values_of(grids).cpu()
+    if found.dim() != 2 or found.size(1) != 3 or found.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"grids {tuple(found.shape)} of {found.dtype} must be (N, 3) int64, (time, rows, columns) in patches of each "
+            "image; cut_patches makes them"
+        )
+    return found
 
 
 def checked_grids(grids: Sequence[Sequence[int]], merge: int) -> Sequence[Sequence[int]]:

@@ -11,21 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["normalised", "values_of"]
+__all__ = ["check_size", "normalised", "values_of"]
 
 
 def values_of(media: Any) -> Tensor:
-    """The entries (N, ...) of all rows, of a tensor (N, ...) or of an object with `values` and row offsets."""
-    values: Tensor = media if isinstance(media, Tensor) else media.values
+    """The entries (N, ...) of all rows, of a tensor (N, ...) or of an object with `values` and row offsets; ValueError
+    for anything else."""
+    values = media if isinstance(media, Tensor) else getattr(media, "values", None)
+    if not isinstance(values, Tensor):
+        raise ValueError(
+            f"media of type {type(media).__name__} must be one tensor of those of all rows, or an object with such `values`; "
+            "stack them, or leave the keyword out where there are none"
+        )
     return values
+
+
+def check_size(images: Tensor, size: int) -> None:
+    """ValueError for images that are not (N, 3, size, size): others would have the positions of other patches."""
+    if images.shape[1:] != (3, size, size):
+        raise ValueError(
+            f"images {tuple(images.shape)} must be (N, 3, {size}, {size}), the size that the encoder has positions for; "
+            "resize them, or use packed_vit for images of any sizes"
+        )
 
 
 def normalised(
     images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """(x / 255 - mean) / std in fp32 of 8-bit images (N, 3, H, W), then `dtype`; floats are taken as they are."""
+    """(x / 255 - mean) / std in fp32 of 8-bit images (N, 3, H, W), then `dtype`; floats are taken as they are. ValueError
+    for other whole numbers, which may be either."""
     if images.dtype == torch.uint8:
         shift = torch.tensor(mean, device=images.device)[:, None, None]
         scale = torch.tensor(std, device=images.device)[:, None, None]
         images = (images.float() / 255 - shift) / scale
+    elif not images.is_floating_point():
+        raise ValueError(
+            f"pixels {images.dtype} must be torch.uint8, or floats that are normalised already; convert them"
+        )
     return images.to(dtype)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from forge_core import Init
 from forge_vlm.vision.config import VisionConfig
 from forge_vlm.vision.features import Features
-from forge_vlm.vision.pixels import normalised, values_of
+from forge_vlm.vision.pixels import check_size, normalised, values_of
 from forge_vlm.vision.select import select
 from forge_vlm.work import ImageWork, Part, attended, image_work
 
@@ -25,6 +25,8 @@ __all__ = ["TransformersEncoder"]
 _BLOCKS = ("blocks", "layer", "layers")
 #: Tokens before the patches of encoders that most folders have, which need not be built to be asked.
 _KNOWN_FRONT = {"clip_vision_model": 1, "siglip_vision_model": 0}
+#: Encoders that add as many positions as there are patches, wherever these are.
+_ONE_SIZE = ("siglip_vision_model", "aimv2_vision_model")
 #: Keys of their configs for the value that weights of a whole block begin with.
 _LAYER_SCALES = ("layer_scale_init_value", "layerscale_value")
 
@@ -34,7 +36,8 @@ class TransformersEncoder(nn.Module):
 
     Its weights have the names that they have in transformers, below `model`. A model with masks of patches (Idefics3,
     SmolVLM) may also take `image_masks` (N, H, W), not 0 where a pixel is no padding: tiles of one size need none.
-    Raises ValueError for keys that its config does not have, and where transformers is not installed.
+    Raises ValueError for keys that its config does not have, for models of other inputs (SigLIP 2 NaFlex), and where
+    transformers is not installed.
     """
 
     extra_inputs = ("images",)
@@ -43,6 +46,11 @@ class TransformersEncoder(nn.Module):
         super().__init__()
         self.config = config
         own = build_config(config.transformers)
+        if not hasattr(own, "image_size"):
+            raise ValueError(
+                f"vision.transformers.model_type {config.transformers['model_type']!r} has no image_size, and encoders of "
+                "other inputs than images of one size are not computed; use 'siglip_vision_model', or name = 'packed_vit'"
+            )
         self.model: Any
         self.model, self._buffers_at_start = _build_model(own)
         if hasattr(self.model, "use_head"):
@@ -57,11 +65,16 @@ class TransformersEncoder(nn.Module):
     def forward(self, images: Any, image_masks: Any = None) -> Features:
         """Features of images (N, 3, H, W), or of the entries of a ragged extra; masks only where it takes them."""
         c, weight = self.config, next(self.model.parameters())
-        pixels = normalised(values_of(images), *c.pixels, weight.dtype)
+        given = values_of(images)
+        if self.model.config.model_type in _ONE_SIZE:
+            check_size(given, self.image_size)
+        pixels = normalised(given, *c.pixels, weight.dtype)
         masks = {} if image_masks is None else self._patch_masks(values_of(image_masks))
         out = self.model(pixel_values=pixels, output_hidden_states=bool(c.select_layer), **masks)
         states = out.hidden_states if c.select_layer else ()
         tokens = select(states, out.last_hidden_state, c, front=self.front)  # (N, T, W)
+        if len(tokens) != len(pixels):  # Pixtral packs them one behind the other
+            tokens = tokens.unflatten(1, (len(pixels), -1))[0]
         if self.front and c.select_feature == "cls_patch":
             return Features(tokens)
         rows, columns = (side // self.patch_size for side in pixels.shape[2:])
@@ -144,7 +157,9 @@ def front_tokens(keys: dict[str, Any]) -> int:
 
 def _front_of(model: Any) -> int:
     names = [name for name, _ in model.named_parameters()]
-    has_class_token = any(name.endswith(("class_embedding", "cls_token")) for name in names)
+    # not that of a head which pools (AIMv2)
+    ends = ("embeddings.class_embedding", "embeddings.cls_token")
+    has_class_token = any(name.endswith(ends) for name in names)
     return has_class_token + int(getattr(model.config, "num_register_tokens", 0))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from forge_core import Init
 from forge_vlm.vision.config import VisionConfig, ViTConfig
 from forge_vlm.vision.features import Features
-from forge_vlm.vision.pixels import normalised, values_of
+from forge_vlm.vision.pixels import check_size, normalised, values_of
 from forge_vlm.vision.select import select
 from forge_vlm.work import ImageWork, attended, image_work
 
@@ -47,7 +47,9 @@ class ViT(nn.Module):
     def forward(self, images: Any) -> Features:
         """Features of images (N, 3, H, W), or of the entries of a ragged extra."""
         c = self.config.vit
-        pixels = normalised(values_of(images), *self.config.pixels, self.patches.weight.dtype)
+        given = values_of(images)
+        check_size(given, c.image_size)
+        pixels = normalised(given, *self.config.pixels, self.patches.weight.dtype)
         x = self.patches(_cut(pixels, c.patch_size))  # (N, T, W)
         # by a call, as other code than its own module may not read a weight that is sharded
         x = x + self.positions(torch.arange(c.side**2, device=x.device))

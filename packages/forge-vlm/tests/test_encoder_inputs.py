@@ -1,0 +1,99 @@
+"""Media that an encoder would take for others: they were computed without a word, or ended in an error of torch."""
+
+import pytest
+import torch
+
+from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
+from forge_vlm.adapters import AdapterConfig, PixelShuffleConfig, build_adapter
+from forge_vlm.vision import ViTConfig, build_encoder, cut_patches
+
+KEYS = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+
+
+def vit(**options):
+    sizes = dict(image_size=16, patch_size=4, dim=8, num_layers=1, num_heads=2)
+    return VisionConfig(**options, vit=ViTConfig(**sizes))
+
+
+def of_transformers(kind, **options):
+    pytest.importorskip("transformers")
+    keys = {**KEYS, "model_type": kind, "image_size": 16, "patch_size": 4}
+    return VisionConfig("transformers", transformers=keys, **options)
+
+
+@pytest.mark.parametrize("kind", ["vit", "siglip_vision_model"])
+@pytest.mark.parametrize("shape", [(1, 3, 4, 4), (1, 3, 32, 8), (1, 3, 17, 17), (1, 1, 16, 16)])
+def test_images_of_another_size_than_the_positions_are_refused(kind, shape):
+    """One patch had all sixteen positions, and 8 * 2 patches those of 4 * 4."""
+    encoder = build_encoder(vit() if kind == "vit" else of_transformers(kind))
+    assert encoder(images=torch.zeros(2, 3, 16, 16)).tokens.shape[:2] == (2, 16)
+    with pytest.raises(ValueError, match=r"images \(1, .* must be \(N, 3, 16, 16\)"):
+        encoder(images=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_whole_numbers_that_are_no_bytes_are_refused(dtype):
+    """They were taken as floats that are normalised already: a white pixel was 255, not 1."""
+    with pytest.raises(ValueError, match=f"pixels {dtype} must be torch.uint8, or floats"):
+        build_encoder(vit())(images=torch.ones(1, 3, 16, 16, dtype=dtype))
+
+
+@pytest.mark.parametrize("images", [None, [torch.zeros(3, 16, 16)]])
+def test_what_is_no_tensor_is_refused(images):
+    kind = type(images).__name__
+    with pytest.raises(ValueError, match=f"media of type {kind} must be one tensor"):
+        build_encoder(vit())(images=images)
+
+
+def test_the_class_token_of_a_head_is_none_of_the_features():
+    """AIMv2 has one in the pooling behind its blocks: the first patch was left out for it."""
+    encoder = build_encoder(of_transformers("aimv2_vision_model", select_feature="patch"))
+    features = encoder(images=torch.zeros(2, 3, 16, 16))
+    assert (features.tokens.shape, features.rows, features.columns) == ((2, 16, 32), 4, 4)
+    assert encoder.image_work().tokens == 16
+
+
+def test_images_that_an_encoder_packs_come_back_one_by_one():
+    """Pixtral gives (1, N T, W), which adapters of windows took for one image of 4 * 4."""
+    encoder = build_encoder(of_transformers("pixtral")).eval()
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    factor = AdapterConfig("pixel_shuffle", pixel_shuffle=PixelShuffleConfig(factor=2))
+    adapter = build_adapter(factor, encoder.width, 8)
+    with torch.no_grad():
+        found = adapter(encoder(images=images))
+        alone = [adapter(encoder(images=image[None])) for image in images]
+    torch.testing.assert_close(found, torch.cat(alone))
+
+
+def test_an_encoder_that_is_not_computed_is_refused_by_name():
+    pytest.importorskip("transformers")
+    keys = {**KEYS, "model_type": "siglip2_vision_model", "patch_size": 4}
+    with pytest.raises(ValueError, match="'siglip2_vision_model' has no image_size"):
+        build_encoder(VisionConfig("transformers", transformers=keys))
+
+
+@pytest.mark.parametrize(
+    "grids", [torch.tensor([1, 4, 4]), torch.ones(1, 3), torch.ones(1, 2).long()]
+)
+def test_grids_of_another_shape_are_refused(grids):
+    encoder = build_encoder(vit(name="packed_vit"))
+    patches, _ = cut_patches(torch.zeros(1, 3, 16, 16), patch_size=4, merge=1, time=1)
+    with pytest.raises(ValueError, match=r"grids .* must be \(N, 3\) int64"):
+        encoder(patches=patches, grids=grids)
+
+
+def test_document_ids_of_another_shape_are_refused():
+    model = VLM(
+        VLMConfig(
+            vocab_size=64,
+            dim=16,
+            num_layers=1,
+            num_heads=2,
+            vision=vit(),
+            modalities={"image": ModalityConfig(first_id=63)},
+        )
+    )
+    with pytest.raises(
+        ValueError, match=r"document_ids \(2, 9\) must be one for each of the tokens \(2, 10\)"
+    ):
+        model(torch.ones(2, 10).long(), document_ids=torch.zeros(2, 9).long())
