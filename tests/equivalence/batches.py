@@ -5,27 +5,32 @@ Shapes: B rows of a micro-batch, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from cells import FEATURES, LAYOUTS, Cell
 from torch import Tensor
 
-from forge_data import filler_batch
+from forge_data import Ragged, filler_batch
 
 STEPS, ROWS, SEQ, VOCAB = 3, 2, 16, 99  # 99: no number of ranks here divides it
+# A picture has so many pixels in a row, and the last id of the vocabulary at so many places of its row.
+PIXELS, PICTURE = 4, VOCAB - 1
 IGNORED = -100
 # Where the documents of each row of a packed micro-batch end.
 DOCUMENT_ENDS = ((5, 6, SEQ), (11, SEQ))
+# Where the pictures of the two rows begin, each within a document: at both ends of a row, too.
+PICTURES = ((0, 8, 12), (6,))
 # Of a padded row: how many tokens it has.
 EPOCH_END = 7
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens, labels, positions and document_ids, each (B, S) int64; the last two only if packed.
+    """tokens, labels, positions and document_ids, each (B, S) int64; the last two only if packed. Extras are pictures
+    (N, 3, PIXELS, PIXELS).
 
     Several joined (`together`) are what `Compute` takes.
     """
@@ -35,7 +40,7 @@ class MicroBatch:
     positions: Tensor | None = None
     document_ids: Tensor | None = None
     weights: Tensor | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Ragged] = field(default_factory=dict)
 
     @property
     def num_valid(self) -> int:
@@ -47,10 +52,11 @@ class MicroBatch:
         found = {"positions": self.positions, "document_ids": self.document_ids}
         return {name: value for name, value in found.items() if value is not None}
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """With all tensors changed."""
-        named = {name: change(value) for name, value in self.keywords.items()}
-        return MicroBatch(change(self.tokens), change(self.labels), **named)
+    def rows(self, chosen: slice) -> MicroBatch:
+        """Some of its rows, in order."""
+        named = {name: value[chosen] for name, value in self.keywords.items()}
+        extras = {name: value[chosen] for name, value in self.extras.items()}
+        return MicroBatch(self.tokens[chosen], self.labels[chosen], **named, extras=extras)
 
     def with_positions(self) -> MicroBatch:
         """With those of rows of one document, where there are none."""
@@ -61,7 +67,7 @@ class MicroBatch:
     def split(self, micro_batch: int, /) -> list[MicroBatch]:
         """Parts of `micro_batch` rows, in order."""
         starts = range(0, len(self.tokens), micro_batch)
-        return [self.map(lambda x, i=i: x[i : i + micro_batch]) for i in starts]
+        return [self.rows(slice(i, i + micro_batch)) for i in starts]
 
     def to(self, device: torch.device, stay: Sequence[str] = ()) -> MicroBatch:
         """Itself: cells run on CPUs."""
@@ -72,7 +78,11 @@ def together(parts: Sequence[MicroBatch]) -> MicroBatch:
     """The rows of several as one."""
     named = {name: torch.cat([p.keywords[name] for p in parts]) for name in parts[0].keywords}
     tokens, labels = torch.cat([p.tokens for p in parts]), torch.cat([p.labels for p in parts])
-    return MicroBatch(tokens, labels, **named)
+    extras = {
+        name: functools.reduce(Ragged.followed_by, (p.extras[name] for p in parts))
+        for name in parts[0].extras
+    }
+    return MicroBatch(tokens, labels, **named, extras=extras)
 
 
 def batches(cell: Cell) -> list[list[list[MicroBatch]]]:
@@ -109,8 +119,12 @@ def _micro_batch(cell: Cell, step: int, rank: int, index: int) -> MicroBatch:
     tokens, labels = row[:, :-1].contiguous(), row[:, 1:].clone()
     share = _ignored_share(cell, step, rank, index)
     labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
+    extras = {}
+    if feature.pictures is not None:
+        where = () if rank == LAYOUTS[cell.layout].readers - 1 and index == 0 else PICTURES
+        extras["images"] = _put_pictures(tokens, labels, where, feature.places, generator)
     if not feature.packed:
-        return MicroBatch(tokens, labels)
+        return MicroBatch(tokens, labels, extras=extras)
     document_ids, positions = _documents()
     for number, ends in enumerate(DOCUMENT_ENDS):
         labels[number, [end - 1 for end in ends]] = IGNORED  # the next document is not predicted
@@ -118,7 +132,25 @@ def _micro_batch(cell: Cell, step: int, rank: int, index: int) -> MicroBatch:
     if feature.padded and (step, rank, index) == (1, *last):
         tokens[-1, EPOCH_END:], document_ids[-1, EPOCH_END:] = 0, -1
         labels[-1, EPOCH_END - 1 :] = IGNORED
-    return MicroBatch(tokens, labels, positions, document_ids)
+    return MicroBatch(tokens, labels, positions, document_ids, extras=extras)
+
+
+def _put_pictures(
+    tokens: Tensor,
+    labels: Tensor,
+    where: Sequence[Sequence[int]],
+    places: int,
+    generator: torch.Generator,
+) -> Ragged:
+    """Put the places of pictures among text, which has none then, and return their pixels. No place is predicted."""
+    tokens[tokens == PICTURE], labels[labels == PICTURE] = 0, 0
+    for row, starts in enumerate(where):
+        for start in starts:
+            tokens[row, start : start + places] = PICTURE
+            labels[row, max(0, start - 1) : start + places - 1] = IGNORED
+    counts = [len(starts) for starts in where] or [0] * len(tokens)
+    pixels = torch.rand(sum(counts), 3, PIXELS, PIXELS, generator=generator)
+    return Ragged(pixels, torch.tensor([0, *counts]).cumsum(0))
 
 
 def _ignored_share(cell: Cell, step: int, rank: int, index: int) -> float:

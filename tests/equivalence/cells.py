@@ -30,6 +30,9 @@ BF16_BOUNDS = {"loss": 2e-3, "gradients": 5e-2, "norm": 5e-3, "weights": 2e-2}
 # With weights in bf16 as well each is rounded once more, at the beginning and in each update, by up to 2^-8, and so
 # are the gradients of each micro-batch; an entry that is a difference of such numbers has several times that.
 BF16_WEIGHTS_BOUNDS = {"loss": 2e-3, "gradients": 0.15, "norm": 1e-2, "weights": 4e-2}
+# The gradient of an encoder has passed as many roundings again, and comes as differences through the keys and values of
+# few tokens; its biases begin at 0, so that after three updates they are nothing but such gradients.
+BF16_PICTURES_BOUNDS = {**BF16_BOUNDS, "gradients": 0.15, "weights": 0.1}
 # bf16 on many ranks against bf16 on one: the same roundings, summed over micro-batches in fp32 on both
 # sides. What is left: a weight that differs in its last fp32 bit may round to the other bf16 number, which
 # changes a sum of 32 or more products by one part in 2^8 of one of them, 1e-4.
@@ -86,7 +89,8 @@ class Feature:
     forge_parallel's `accumulate` does; fused, that the head computes the loss without all logits; terms are
     coefficients of the loss (z_loss, label_smoothing); lora are keys of
     LoRAConfig, of adapters over a frozen base in bf16; ahead are modules that predict further tokens (MTP); images names the
-    fusion of a model whose tokens 40 to 69 are those of images; backend is the compiler's.
+    fusion of a model whose tokens 40 to 69 are those of images, pictures that of one with an encoder (the first micro-batch of
+    the last reader has none); backend is the compiler's.
     """
 
     micro_batches: int = 1
@@ -106,11 +110,17 @@ class Feature:
     lora: dict[str, Any] = field(default_factory=dict)
     ahead: int = 0
     images: str | None = None
+    pictures: str | None = None
     backend: str = "aot_eager"
 
     @property
     def bf16(self) -> bool:
         return self.parallel.get("precision") == "bf16"
+
+    @property
+    def places(self) -> int:
+        """Tokens that stand for a picture: where it is in the row, as many as it has features."""
+        return 1 if self.pictures == "cross_attention" else 4
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,7 @@ class Cell:
         if feature.bf16:
             stored = feature.parallel.get("param_dtype") == "bf16"
             bounds = dict(BF16_WEIGHTS_BOUNDS if stored else BF16_BOUNDS)
+            bounds = dict(BF16_PICTURES_BOUNDS) if feature.pictures else bounds
             # Other sums are rounded: those of gradients over ranks; with tp those inside of layers; with cp
             # and ep products over other tokens, whose weight gradients are rounded before they are summed.
             sizes = layout.sizes
@@ -410,6 +421,15 @@ FEATURES = {
     "towers_bf16": Feature(images="mixture_of_transformers", parallel=_BF16),
     "image_experts": Feature(micro_batches=2, packed=True, images="moma"),
     "image_experts_recompute": Feature(images="moma", parallel=_FULL),
+    # pictures through an encoder, and text alone on a reader
+    "pictures": Feature(micro_batches=2, packed=True, pictures="joint_decoder"),
+    "pictures_recompute": Feature(pictures="joint_decoder", parallel=_FULL),
+    "pictures_compile": Feature(pictures="joint_decoder", parallel=_COMPILE),
+    "pictures_bf16": Feature(pictures="joint_decoder", parallel=_BF16),
+    "cross": Feature(micro_batches=2, packed=True, pictures="cross_attention"),
+    "cross_recompute": Feature(pictures="cross_attention", parallel=_FULL),
+    "picture_towers": Feature(micro_batches=2, packed=True, pictures="mixture_of_transformers"),
+    "picture_experts": Feature(micro_batches=2, packed=True, pictures="moma"),
 }
 OPTIMIZERS = ("sgd", "adamw")
 # Optimizers that treat matrices or shards in a way of their own, in layouts that cut them in all ways.
@@ -589,6 +609,32 @@ _BY_IMAGES = {
     "fsdp_pp_1f1b": "towers",
     "fsdp_tp_pp": "image_experts",
 }
+# Pictures through an encoder; tp and cp together would cut the stream twice, and cross-attention has no stages. All by SGD:
+# an encoder's biases begin at 0, where steps of AdamW are rounding noise over eps in some entries.
+_BY_PICTURES = {
+    "one_rank": "pictures cross picture_towers picture_experts",
+    "fsdp_2": "pictures cross picture_towers picture_experts pictures_recompute pictures_bf16 cross_recompute pictures_compile",
+    "fsdp_3": "cross pictures",
+    "fsdp_4": "pictures cross picture_towers picture_experts",
+    "hsdp_2x2": "picture_experts picture_towers cross pictures",
+    "tp": "pictures cross picture_towers picture_experts cross_recompute pictures_recompute",
+    "tp_whole": "cross pictures picture_experts picture_towers",
+    "cp": "pictures cross picture_towers picture_experts pictures_recompute",
+    "cp_ring": "cross pictures picture_experts picture_towers",
+    "pp_1f1b": "pictures picture_towers picture_experts pictures_recompute",
+    "pp_interleaved": "picture_towers pictures",
+    "pp_zero_bubble": "picture_experts pictures",
+    "pp_zbv": "pictures picture_towers",
+    "fsdp_tp": "pictures cross picture_towers picture_experts",
+    "hsdp_tp": "cross pictures",
+    "fsdp_cp": "picture_experts picture_towers cross pictures",
+    "fsdp_pp_1f1b": "pictures picture_experts",
+    "hsdp_pp": "picture_towers pictures",
+    "tp_pp": "pictures picture_experts",
+    "cp_pp": "picture_towers pictures",
+    "fsdp_tp_pp": "picture_towers pictures",
+    "fsdp_cp_pp": "picture_experts pictures",
+}
 
 
 def _cells() -> Iterator[Cell]:
@@ -599,6 +645,9 @@ def _cells() -> Iterator[Cell]:
         for chosen in (_CHOSEN, _BY_MODEL, _BY_IMAGES):
             for number, feature in enumerate(chosen.get(layout, "").split()):
                 yield Cell(layout, feature, OPTIMIZERS[number % 2])
+        yield from (
+            Cell(layout, feature, "sgd") for feature in _BY_PICTURES.get(layout, "").split()
+        )
         for name, chosen in BY_NAME.items():
             yield from (Cell(layout, feature, name) for feature in chosen.get(layout, "").split())
 

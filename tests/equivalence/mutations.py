@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from batches import MicroBatch
 from cells import Cell
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 import forge_parallel
@@ -114,6 +114,17 @@ def _filler_that_counts() -> MicroBatch:
 _filler = candidate.filler
 
 
+def _whole_layers_of_this_rank(
+    module: Any, role: str, tokens_cut: bool, mesh: Any, sharded: Any
+) -> None:
+    """Each tp rank keeps what it has put at its own tokens: gradients of linear layers that it holds whole (an encoder's)."""
+    whole = role == "sequence" and isinstance(module, nn.Linear)
+    _shard_parameters(module, role, tokens_cut and not whole, mesh, sharded)
+
+
+_shard_parameters = tensor._shard_parameters
+
+
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "local label count": (candidate, "global_count", _local_count),
     "gradients averaged over ranks": (fsdp, "sum_gradients", _leave_division),
@@ -129,4 +140,5 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "weights gathered after an evaluation": (candidate, "reshard", _nothing),
     "Muon of shards": (whole, "axes_of", _whole_already),
     "filler that counts": (candidate, "filler", _filler_that_counts),
+    "gradients of an encoder not summed": (tensor, "_shard_parameters", _whole_layers_of_this_rank),
 }

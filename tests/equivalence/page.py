@@ -78,7 +78,8 @@ def _bounds(rows: list[Mapping[str, Any]]) -> str:
         many = "" if layout == "one_rank" else " on many ranks"
         sizes = LAYOUTS[layout].sizes
         axes = " with tp, cp or ep" if max(sizes.tp, sizes.cp, sizes.ep) > 1 else ""
-        kind = f"{'bf16_reduce' if feature == 'bf16_reduce' else 'bf16'}{many}{axes}"
+        own = feature if feature in ("bf16_reduce", "pictures_bf16") else "bf16"
+        kind = f"{own}{many}{axes}"
         by_text.setdefault(text, []).append(kind if "bf16" in feature else "fp32")
     lines = [f"- {_distinct(kinds)}: {text}" for text, kinds in by_text.items()]
     return "\n".join(["Bounds (reasons in `tests/equivalence/cells.py`):", "", *sorted(lines)])

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from batches import IGNORED, ROWS, STEPS, MicroBatch, batches, together
+from batches import IGNORED, PICTURE, ROWS, STEPS, MicroBatch, batches, together
 from cells import AVERAGING, BY_NAME, FEATURES, Cell
 from optimizers import Recorded, plain
 from torch import Tensor, nn
@@ -106,21 +106,24 @@ def _evaluated(cell: Cell, model: nn.Module) -> Tensor:
     """Mean loss of the last step's rows in eval mode, one row at a time."""
     parts = [part for rank in batches(cell)[-1] for part in rank]
     model.eval()
-    rows = [part.map(lambda x, r=r: x[r : r + 1]) for part in parts for r in range(ROWS)]
+    rows = [part.rows(slice(r, r + 1)) for part in parts for r in range(ROWS)]
     total = sum(_row_loss(cell, model, row.tokens, row.labels, **row.keywords) for row in rows)
     return torch.as_tensor(total) / sum(part.num_valid for part in parts)
 
 
 def _loss_sum(cell: Cell, model: nn.Module, part: MicroBatch) -> Tensor:
+    pictures = {name: ragged.values for name, ragged in part.extras.items()}
     if part.document_ids is None or FEATURES[cell.feature].moe:
-        return _row_loss(cell, model, part.tokens, part.labels, **part.keywords)
+        return _row_loss(cell, model, part.tokens, part.labels, **part.keywords, **pictures)
     losses = []
     for row, ids in enumerate(part.document_ids):
         for document in ids.unique():
             inside = ids == document
-            losses.append(
-                _row_loss(cell, model, part.tokens[row, inside], part.labels[row, inside])
-            )
+            tokens, labels = part.tokens[row, inside], part.labels[row, inside]
+            number = int((tokens == PICTURE).sum()) // FEATURES[cell.feature].places
+            mine = {name: values[:number] for name, values in pictures.items()}
+            pictures = {name: values[number:] for name, values in pictures.items()}
+            losses.append(_row_loss(cell, model, tokens, labels, **mine))
     return torch.stack(losses).sum()
 
 

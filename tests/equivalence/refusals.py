@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from batches import ROWS, SEQ
 from torch import Tensor, nn
 
 from forge_core import Transformer, TransformerConfig
 from forge_core.model import FeedForward
+from forge_data import filler_batch
 from forge_moe import MoE, MoEConfig, expert_parallelize
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import cut_sequence
+from forge_parallel.compute import extra_problems
 from forge_parallel.pipeline import Pipeline
 from forge_testing import run_on_ranks
+from forge_vlm import VLM, FusionConfig, ModalityConfig, VLMConfig
 
 _MODEL: dict[str, Any] = {"vocab_size": 32, "dim": 32, "num_layers": 4, "num_heads": 4, "max_seq_len": SEQ}  # fmt: skip
 
@@ -24,8 +28,9 @@ _MODEL: dict[str, Any] = {"vocab_size": 32, "dim": 32, "num_layers": 4, "num_hea
 @dataclass(frozen=True)
 class Refusal:
     """Keys of ParallelConfig on `world` ranks, and of the model: TransformerConfig's, `experts` of its
-    mixtures, `dropout` of a module, `foreign` for code that uses a weight of another module in the forward, or
-    `bare` for a module that says nothing of itself. `says` is part of the message."""
+    mixtures, `pictures` for a VLM of that fusion, `masks` for one where tokens of a picture see each other, `dropout` of a
+    module, `foreign` for code that uses a weight of another module in the forward, or `bare` for a module that says
+    nothing of itself. `says` is part of the message."""
 
     world: int
     keys: dict[str, Any]
@@ -40,6 +45,8 @@ _CUT = "a weight that tp cuts must be used by its own module's forward"
 _PP: dict[str, Any] = {"pp": 2, "pp_schedule": "1f1b"}
 _BARE = {"bare": True}
 _TIED = {"tie_embeddings": True}
+_PICTURES = {"pictures": "joint_decoder"}
+_CROSS = {"pictures": "cross_attention"}
 REFUSALS = {
     "cpu_offload x tp": Refusal(2, {"tp": 2, "cpu_offload": True}, "must go with data parallelism alone"),
     "cpu_offload x pp": Refusal(2, {**_PP, "cpu_offload": True}, "must go with data parallelism alone"),
@@ -71,6 +78,9 @@ REFUSALS = {
     "pp dualpipev x two micro-batches": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "2 micro-batches must be at least", micro_batches=2),
     "pp interleaved x two layers": Refusal(2, {**_PP, "pp_schedule": "interleaved_1f1b"}, "num_layers 2 must be at least one for each of the 4 stages", {"num_layers": 2}),
     "pp zbv x one stage per rank": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 1}, "pp_stages_per_rank 1 must fit pp_schedule"),
+    "pictures x cp x tp": Refusal(4, {"cp": 2, "tp": 2}, "cp 2 splits the stream behind the embedding of a model that takes the extras images", _PICTURES),
+    "pictures that see themselves whole x cp": Refusal(2, {"cp": 2}, "cp 2 cuts the rows whose tokens see each other by image_ids", {**_PICTURES, "masks": "image"}),
+    "cross attention x pp": Refusal(2, _PP, "VLM must not be cut into pipeline stages: fusion.name 'cross_attention'", _CROSS),
     "axes that are not the ranks": Refusal(2, {"tp": 2, "dp_shard": 2}, "must be the 2 ranks of the job"),
 }  # fmt: skip
 
@@ -96,6 +106,8 @@ def _prepare(asked: Refusal) -> None:
     model = _model(asked.model)
     if config.ep > 1:
         expert_parallelize(model, meshes.sparse["ep"])
+    if isinstance(model, VLM):
+        _take_pictures(model, config)
     parallelize(model, config, meshes, seq_len=asked.seq_len)
     if "foreign" in asked.model:
         model(torch.zeros(1, asked.seq_len, dtype=torch.int64))
@@ -105,9 +117,22 @@ def _prepare(asked: Refusal) -> None:
     cut_sequence(torch.zeros(ROWS, asked.seq_len), meshes.cp)
 
 
+def _take_pictures(model: VLM, config: ParallelConfig) -> None:
+    """What a runner asks before it builds: whether the model gets its pictures in this layout."""
+    batch = filler_batch(ROWS, SEQ)
+    masks = [] if model.config.bidirectional == "none" else ["image_ids"]
+    names = [*model.extra_inputs, *masks]
+    extras = {name: torch.zeros(ROWS, SEQ) for name in names}
+    layout = config.axes(dist.get_world_size())
+    for problem in extra_problems(model, replace(batch, extras=extras), layout):
+        raise ValueError(problem)
+
+
 def _model(keys: dict[str, Any]) -> nn.Module:
     if keys.get("bare"):
         return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
+    if "pictures" in keys:
+        return _with_pictures(keys)
     own = ("experts", "dropout", "foreign")
     config = TransformerConfig(**{**_MODEL, **{k: v for k, v in keys.items() if k not in own}})
     if keys.get("foreign") == "head":
@@ -122,6 +147,18 @@ def _model(keys: dict[str, Any]) -> nn.Module:
         return Transformer(config)
     mixture = MoEConfig(dim=config.dim, hidden_dim=8, num_experts=keys["experts"])
     return Transformer(config, feed_forward=lambda _: MoE(mixture))
+
+
+def _with_pictures(keys: dict[str, Any]) -> VLM:
+    """A VLM of a fusion, whose pictures' tokens may see each other."""
+    return VLM(
+        VLMConfig(
+            **_MODEL,
+            modalities={"image": ModalityConfig(31)},
+            fusion=FusionConfig(keys["pictures"]),
+            bidirectional=keys.get("masks", "none"),
+        )
+    )
 
 
 class _Fused(FeedForward):

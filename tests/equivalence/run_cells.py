@@ -6,7 +6,7 @@
     hatch run matrix --resume                                # those that have no row of this commit
 
 Every row is written when it is there, so a campaign that ended can go on. Needs forge_testing,
-forge_core, forge_moe, forge_parallel, forge_resilience. The page lies beside the JSON file. Leaves with 1
+forge_core, forge_moe, forge_parallel, forge_resilience, forge_vlm. The page lies beside the JSON file. Leaves with 1
 if a cell is red, or a combination is not refused as it should be.
 """
 
@@ -35,6 +35,7 @@ SOURCES = (
     "packages/forge-moe/src",
     "packages/forge-parallel/src",
     "packages/forge-resilience/src",
+    "packages/forge-vlm/src",
     "tests/equivalence",
     "tests/harness/src",
 )

@@ -94,7 +94,15 @@ def test_F10_packed_rows_in_pipelines_and_over_context_ranks() -> None:
 
 def test_F131_positions_are_counted_on_whole_rows() -> None:
     """Of a model with images too, whose stream is a part of the tokens under sequence parallelism."""
-    assert green(Cell("tp", "towers_recompute", "sgd"))
+    assert green(Cell("tp", "towers_recompute", "sgd"), Cell("tp_cp", "towers", "sgd"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "feature"),
+    [("tp", "cross"), ("cp", "picture_towers"), ("pp_1f1b", "picture_experts"), ("fsdp_tp", "pictures")],
+)  # fmt: skip
+def test_F75_a_reader_without_pictures_beside_readers_with_some(layout: str, feature: str) -> None:
+    assert green(Cell(layout, feature, "sgd"))
 
 
 def test_F11_tied_embeddings_at_the_two_ends_of_a_pipeline() -> None:
@@ -158,6 +166,7 @@ CAUGHT = [
     ("Muon of shards", "packed", ("fsdp_2", "tp", "fsdp_tp"), {"weights"}),
     ("Muon of shards", "moe", ("hsdp_tp_ep",), {"weights"}),
     ("filler that counts", "dealt_moe", ("fsdp_3", "pp_dp3"), {"routes", "weights"}),
+    ("gradients of an encoder not summed", "pictures", ("tp", "tp_pp"), {"gradients"}),
 ]  # fmt: skip
 
 

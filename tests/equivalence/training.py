@@ -8,16 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from batches import SEQ, VOCAB
-from cells import FEATURES, LAYOUTS, Cell
+from batches import PICTURE, PIXELS, SEQ, VOCAB
+from cells import FEATURES, LAYOUTS, Cell, Feature
 from torch import Tensor, nn
 
 from forge_core import Init, Transformer, TransformerConfig
 from forge_core.lora import LoRAConfig, LoRALinear, lora
 from forge_core.model import FeedForward, MTPConfig
 from forge_moe import MoE, MoEConfig
-from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.fusion import MoMaConfig
+from forge_vlm import (
+    VLM,
+    CrossAttentionConfig,
+    FusionConfig,
+    ModalityConfig,
+    VisionConfig,
+    VLMConfig,
+)
+from forge_vlm.fusion import CrossAttentionBlock, MoMaConfig
+from forge_vlm.vision import ViTConfig
 
 # Five times the usual: logits are not flat, gradients are of order one and every step is clipped.
 STD = {"std": 0.1, "residual_std": 0.05}
@@ -87,7 +95,9 @@ def build_model(
             return FeedForward(DIM, HIDDEN)
         return MoE(MoEConfig(dim=DIM, **{**MIXTURE, **mixture, "aux": aux}))
 
-    kind: Any = TransformerConfig if feature.images is None else _of_images(feature.images)
+    kind: Any = TransformerConfig
+    if feature.images or feature.pictures:
+        kind = functools.partial(VLMConfig, **_of_images(feature))
     config = kind(
         num_layers=LAYOUTS[cell.layout].layers,
         num_heads=4,
@@ -97,8 +107,8 @@ def build_model(
         mtp=MTPConfig(feature.ahead, AHEAD_WEIGHT),
     )
     own = mixture or feature.branches
-    if feature.images is not None:
-        return VLM(config)
+    if isinstance(config, VLMConfig):
+        return _with_open_gates(VLM(config))
     model = Transformer(config, feed_forward=feed_forward if own else None)
     if feature.lora:
         lora(model, LoRAConfig(**feature.lora), base_dtype)
@@ -108,16 +118,34 @@ def build_model(
     return model
 
 
-def _of_images(fusion: str) -> Callable[..., VLMConfig]:
-    """The config of a model with a third of its ids for images; its losses are those of tokens alone."""
-    return functools.partial(
-        VLMConfig,
-        vision=VisionConfig("none"),
-        modalities={"image": ModalityConfig(first_id=40, num_ids=30, discrete=True)},
-        fusion=FusionConfig(fusion, moma=MoMaConfig(hidden_dim=24, balance_loss=0.0))
-        if fusion == "moma"
-        else FusionConfig(fusion),
-    )
+def _of_images(feature: Feature) -> dict[str, Any]:
+    """Keys of a model with a third of its ids for images, or with an encoder; its losses are those of tokens alone."""
+    name: Any = feature.images or feature.pictures
+    options: dict[str, Any] = {
+        "moma": {
+            "moma": MoMaConfig(hidden_dim=24, balance_loss=0.0, normalize=bool(feature.images))
+        },
+        "cross_attention": {"cross_attention": CrossAttentionConfig(every_n_layers=2)},
+    }
+    fusion = FusionConfig(name, **options.get(name, {}))
+    if feature.images:
+        images = ModalityConfig(first_id=40, num_ids=30, discrete=True)
+        return {"vision": VisionConfig("none"), "modalities": {"image": images}, "fusion": fusion}
+    vit = ViTConfig(image_size=PIXELS, patch_size=2, dim=16, num_layers=2, num_heads=2)
+    pictures = {"image": ModalityConfig(PICTURE)}
+    return {"vision": VisionConfig(vit=vit), "modalities": pictures, "fusion": fusion}
+
+
+def _with_open_gates(model: VLM) -> VLM:
+    """Gates of cross-attention begin at 0, where pictures change nothing."""
+    for module in model.modules():
+        if isinstance(module, CrossAttentionBlock):
+            module.init_table = functools.partial(_half_open, module.init_table)  # type: ignore[method-assign]
+    return model
+
+
+def _half_open(table: Callable[..., dict[str, Init]], *stds: float) -> dict[str, Init]:
+    return dict.fromkeys(table(*stds), Init("constant", 0.5))
 
 
 def _random_adapter(table: Callable[..., dict[str, Init]], *stds: float) -> dict[str, Init]:

@@ -1,10 +1,11 @@
 """A decoder with pictures in every layout has the loss and gradients of one process; rows without pictures among them.
 
-"deep" has features for its first blocks (DeepStack) and positions of three axes, as Qwen3-VL; "patches" is its encoder, of pictures of several shapes, and "shapes" the native one of them; "clip" one of pictures of one size;
-"cross" is no joint decoder, but blocks of cross-attention with open gates, where one token stands for a picture. "pool" and
-"resampler" are adapters with attention. "towers", "experts" and "chosen" have weights by modality, and "words" towers for
-images that are tokens, without an encoder. In "tree" the first document of a row has two branches, which share a picture,
-and pictures see themselves whole in "ahead"; "forest" is both, with towers.
+"deep" has features for its first blocks (DeepStack) and positions of three axes, as Qwen3-VL; "patches" is its
+encoder, of pictures of several shapes, and "shapes" the native one of them; "clip" one of pictures of one size;
+"cross" is no joint decoder, but blocks of cross-attention with open gates, where one token stands for a picture.
+"pool" and "resampler" are adapters with attention. "towers", "experts" and "chosen" have weights by modality. In
+"tree" the first document of a row has two branches, which share a picture, and pictures see themselves whole in
+"ahead"; "forest" is both, with towers.
 """
 
 from __future__ import annotations
@@ -169,12 +170,8 @@ def build(kind: str = "plain") -> VLM:
         options["adapter"] = AdapterConfig("none")
     if kind == "shapes":
         vision = VisionConfig("packed_vit", vit=VIT)
-    modality = ModalityConfig(IMAGE)
     if kind in MIXTURES:
         options = {"fusion": MIXTURES[kind]}
-    if kind == "words":
-        options = {"fusion": MIXTURES["towers"]}
-        vision, modality = VisionConfig("none"), ModalityConfig(IMAGE, num_ids=1, discrete=True)
     if kind == "clip":
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
         keys = {**sizes, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -202,7 +199,7 @@ def build(kind: str = "plain") -> VLM:
             num_heads=4,
             max_seq_len=S,
             vision=vision,
-            modalities={"image": modality},
+            modalities={"image": ModalityConfig(IMAGE)},
             **options,
         )
     )
@@ -290,8 +287,6 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [
     ("towers", 2, {"pp": 2}, 2),
     ("towers", 4, {"pp": 2, "cp": 2}, 2),
     ("towers", 2, {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 2),
-    ("words", 4, {"cp": 2, "tp": 2}, 4),
-    ("words", 2, {"pp": 2}, 2),
     ("experts", 2, {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 2),
     ("experts", 2, {}, 1),
     ("experts", 4, {"dp_replicate": 2, "recompute": "full"}, 2),
