@@ -338,6 +338,10 @@ def test_media_that_do_not_fit_are_refused():
     model(tokens, images=images, cache=cache)
     with pytest.raises(ValueError, match="cache of 12 tokens must come with its first tokens"):
         model(tokens, images=images, cache=cache)
+    with pytest.raises(
+        ValueError, match=r"images of rows \[2, 2\] must be .* those of tokens, \[3, 1\]"
+    ):
+        model(tokens, images=ragged(images, 2, 2))  # the third of the first row was seen by no one
     with pytest.raises(ValueError, match=r"document_ids \(2, 6\) must be those of whole rows"):
         model(tokens, images=images, document_ids=torch.zeros(2, 6))
 

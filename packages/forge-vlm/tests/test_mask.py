@@ -138,3 +138,20 @@ def test_dense_masks_have_gradients():
     mask.prepare(spec, q)
     attend_dense(q, k, v, mask._made[None], spec).sum().backward()
     assert all(t.grad is not None for t in (q, k, v))
+
+
+@pytest.mark.parametrize("scope", [None, *SCOPES])
+def test_equal_ids_apart_are_two_documents_for_the_plan_too(scope):
+    """A row of documents 0, 1, 0: the third saw the first, and its prefix ended before it began."""
+    ids = torch.tensor([[0] * 4 + [1] * 3 + [0] * 4 + [-1]])
+    other = torch.where(ids < 0, -1, torch.tensor([[0] * 4 + [1] * 3 + [2] * 5]))
+    tokens = torch.tensor([[1, 9, 9, 1, 9, 1, 1, 1, 9, 9, 1, 0]])
+    targets = torch.full((1, 12), -100)
+    targets[0, [2, 5, 9]] = 1
+    same, apart = (
+        SequencePlan.of(tokens, d, {9: 1}, [[(1, 1, 2), (1, 1, 1), (1, 1, 2)]])
+        for d in (ids, other)
+    )
+    if scope is not None:
+        assert torch.equal(same.spans(scope, targets), apart.spans(scope, targets))
+    assert torch.equal(same.visible(scope, targets), apart.visible(scope, targets))

@@ -267,9 +267,9 @@ class VLM(Transformer):
             )
         features, given = self._features(media, tokens.device)
         here, sees = self._placeholders(tokens), self.config.fusion.cross_attention.sees
-        check_images(here, features, given, document_ids)
-        first, stop = seen_images(here, document_ids, sees)
         images = media[self._media_names[0]]
+        check_images(here, features, given, document_ids, images)
+        first, stop = seen_images(here, document_ids, sees)
         rows, ids = images_of_rows(self.adapter(features), here, features.valid, images)
         seen = Seen(rows, ids, first, stop)
         if isinstance(cache, VLMCache):

@@ -163,7 +163,7 @@ class SequencePlan:
         if scope == "document":
             return self._filled(lambda s: 0 if s.modality > TEXT else -1)
         assert labels is not None
-        documents, shared = self.document_ids(), self.branches() == 0
+        documents, shared = self._documents(), self.branches() == 0
         inside = (documents >= 0) & shared
         found = torch.full_like(documents, -1)
         for row, ids in enumerate(documents):
@@ -179,7 +179,7 @@ class SequencePlan:
         branches share, at or before it; with `scope` also those behind it of its `spans`. Padding sees itself alone. A
         reference: it holds S * S booleans for each row.
         """
-        documents, branches = self.document_ids(), self.branches()
+        documents, branches = self._documents(), self.branches()
         index = torch.arange(self.size)
         seen = index[:, None] >= index
         if scope is not None:
@@ -189,6 +189,13 @@ class SequencePlan:
         branch = (branches[:, :, None] == branches[:, None, :]) | (branches[:, None, :] == 0)
         valid = (documents >= 0)[:, :, None]
         return (seen & together & branch & valid) | (index[:, None] == index)
+
+    def _documents(self) -> Tensor:
+        """(B, S) int64: documents numbered in the order of their row, as equal ids apart are two; -1 padding."""
+        ids = self.document_ids()
+        found = torch.zeros_like(ids)
+        found[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
+        return found.masked_fill(ids < 0, PAD)
 
     def _filled(self, value) -> Tensor:  # type: ignore[no-untyped-def]
         found = torch.empty(len(self.rows), self.size, dtype=torch.int64)

@@ -99,9 +99,11 @@ def images_of_rows(
     return rows.flatten(1, 2), image_ids
 
 
-def check_images(here: Tensor, features: Features, given: int, document_ids: Tensor | None) -> None:
+def check_images(
+    here: Tensor, features: Features, given: int, document_ids: Tensor | None, media: Any
+) -> None:
     """ValueError for features and document_ids that do not fit the tokens of images, and, where these are on the CPU,
-    for another number of images than of their tokens."""
+    for another number of images than of their tokens, in a row whose part of `media` is known."""
     if features.layers:
         raise ValueError(
             "fusion.name 'cross_attention' must have an encoder without features for single layers, and this one gives "
@@ -123,3 +125,11 @@ def check_images(here: Tensor, features: Features, given: int, document_ids: Ten
             f"the rows hold {tokens} tokens of images, and {given} images are given; put one token for each image, and "
             "give the images of all rows in order"
         )
+    offsets = getattr(media, "row_offsets", None)
+    if given and offsets is not None and here.device.type == "cpu":
+        own, wanted = offsets.diff().tolist(), here.sum(1).tolist()
+        if own + [0] * (len(wanted) - len(own)) != wanted:  # rows of text behind may have none
+            raise ValueError(
+                f"images of rows {own} must be as many as those of tokens, {wanted}; give each row the images whose tokens it "
+                "holds"
+            )
