@@ -127,11 +127,12 @@ def test_F130_every_command_of_the_page_runs(
     (place / "configs/models/llava_7b.toml").write_text(TINY.replace("IMAGE", str(image)))
     assert image == 3 + 256, "the first id behind those of Vicuna, as the page says"
     commands = "".join(blocks("bash")).splitlines()
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         words = shlex.split(command)
         assert words[:3] == ["hatch", "run", "forge-train"]
-        done = forge_train(*words[3:], *(FEW if words[3] == "run" else []), cwd=place)
+        tiny = {"run": FEW, "plan": ["--data.seq_len", "384"]}
+        done = forge_train(*words[3:], *tiny.get(words[3], []), cwd=place)
         assert done.code == 0, (command, done.err)
         if words[3] == "run" and "--init.encoder" in words:
             assert "encoder of data/clip-vit-large-patch14-336: " in done.out
