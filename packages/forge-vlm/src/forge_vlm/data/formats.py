@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
+import re
 import tarfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,7 +191,8 @@ def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: 
         rows = [_json(line, str(index)) for line in content.splitlines() if line.strip()]
     else:
         try:
-            rows = list(csv.DictReader(content.decode().splitlines()))
+            # a quoted field may hold line breaks, and spreadsheets write a mark before the first
+            rows = list(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")))
         except (UnicodeDecodeError, csv.Error) as error:
             raise InvalidSample(f"{index} must be CSV in UTF-8 ({error}); correct it") from error
 
@@ -353,7 +356,7 @@ class _Tar:
         name, members = self._samples[index]
         pictures = [
             Picture(f"{name}.{ending}", place)
-            for ending, place in sorted(members.items())
+            for ending, place in sorted(members.items(), key=_by_number)
             if f".{ending.rpartition('.')[2]}" in _PICTURES
         ]
         if "txt" in members:
@@ -385,6 +388,12 @@ class _Tar:
         for file in self._files:
             digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
         return digest.hexdigest()
+
+
+def _by_number(member: tuple[str, Span]) -> list[tuple[int, str]]:
+    """A key that puts `2.png` before `10.png`."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", member[0])
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _caption(row: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from forge_vlm.data.stream import RowsOfPictures, stream_of
 
 __all__ = ["Counted", "CountedSamples", "fingerprint_of"]
 
-VERSION = 1  # part of every fingerprint: raise it whenever a row would change
+VERSION = 2  # part of every fingerprint: raise it whenever a row would change
 
 
 class Counted(NamedTuple):

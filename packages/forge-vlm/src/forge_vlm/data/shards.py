@@ -28,7 +28,7 @@ from forge_vlm.data.stream import arrays_of, too_long
 
 __all__ = ["PictureShards", "StreamedConversations"]
 
-_VERSION = 1  # part of every fingerprint: raise it when a row would change
+_VERSION = 2  # part of every fingerprint: raise it when a row would change
 _RECORD_BITS = 32  # of a place: turn << 32 | record, so that it rises while the shard is read
 _MOST = {"virtual_shards": 1 << 16, "shuffle_window": 1 << 20}
 

@@ -41,6 +41,8 @@ def picture_of(image: Any) -> Any:
 def _opaque(picture: Any) -> Any:
     from PIL import Image
 
+    if picture.mode.startswith("I;16"):  # `convert` would clip all from 256 on to white
+        picture = picture.convert("I").point(lambda value: value / 256).convert("L")
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:
         white = Image.new("RGBA", picture.size, "white")
         picture = Image.alpha_composite(white, picture.convert("RGBA"))
