@@ -1,16 +1,18 @@
 """How much work do towers and groups of experts need for the loss of a dense decoder, on text and discrete image tokens?
 
-    python -m tests.vlm.matched_loss [--steps 400] [--seeds 0 1] [--write]
+    python -m tests.vlm.matched_loss [--steps 400] [--seeds 0 1 2 3 4 5] [--write]
 
 Rows are a digit of scikit-learn as 64 tokens of 16 greys and its name, either one first. All models have the same FLOPs per
-token, but for routers; data, order and seeds are the same. Prints a JSON line for each model and seed; --write keeps them in
-docs/vlm-matched-loss.json and makes the page from it.
+token, but for routers; data, order and seeds are the same. The loss to reach is fixed first, by dense models of other seeds.
+Prints a JSON line for each model and seed; --write keeps them in docs/vlm-matched-loss.json and makes the page from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +32,9 @@ RESULT = Path(__file__).parents[2] / "docs" / "vlm-matched-loss.json"
 GREYS, BEGIN, END, FIRST = 16, 1, 2, 32
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HIDDEN, ROWS, EVERY = 160, 32, 10
+#: Evaluations of which a loss is the mean; seeds of the dense models that fix the loss to reach; how far others may go on.
+MEAN, TARGETS, FURTHER = 5, (100, 101, 102, 103), 1.5
+DENSE = "joint_decoder"
 MODELS: dict[str, FusionConfig] = {
     "joint_decoder": FusionConfig("joint_decoder"),
     "mixture_of_transformers": FusionConfig("mixture_of_transformers"),
@@ -110,73 +115,89 @@ def held_out(model: VLM, rows: Tensor) -> dict[str, float]:
     return {m: float(parts[m].sum / parts[m].count) for m in LEARNT}
 
 
-def matched(row: dict[str, Any], dense: dict[str, Any], modality: str) -> float | None:
-    """FLOPs until the dense model's last loss, as a share of those that it had; None where it is not reached."""
-    wanted = dense[f"loss.{modality}"][-1]
-    for number, loss in enumerate(row[f"loss.{modality}"]):
+def smooth(losses: Sequence[float]) -> list[float]:
+    """The mean of each evaluation and the four before it."""
+    return [statistics.fmean(losses[i + 1 - MEAN : i + 1]) for i in range(MEAN - 1, len(losses))]
+
+
+def matched(row: dict[str, Any], targets: Sequence[dict[str, Any]], modality: str) -> float:
+    """FLOPs until the mean of the last losses of the dense `targets`, as a share of those that these had; infinite where it is
+    not reached."""
+    wanted = statistics.fmean(smooth(t[f"loss.{modality}"])[-1] for t in targets)
+    for number, loss in enumerate(smooth(row[f"loss.{modality}"]), MEAN - 1):
         if loss <= wanted:
-            share: float = number * EVERY / row["steps"]
-            return share * row["flops_per_token"] / dense["flops_per_token"]
-    return None
+            share: float = number * EVERY / targets[0]["steps"]
+            return share * row["flops_per_token"] / targets[0]["flops_per_token"]
+    return math.inf
 
 
-def page(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def page(targets: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The page of the rows."""
+    seeds, steps = len({r["seed"] for r in rows}), targets[0]["steps"]
     yield "# Work to a matched loss"
     yield ""
     yield "Mixture of transformers (arXiv 2411.04996) and MoMa (arXiv 2407.21770) report how many FLOPs they need for the loss of a"
     yield "dense model on text and discrete image tokens. The same question, small: digits of scikit-learn as 64 tokens of 16 greys,"
-    yield f"with their names, {rows[0]['steps']} steps of {ROWS} rows, width 64, two layers, held-out losses every {EVERY} steps"
-    yield "(`python -m tests.vlm.matched_loss --write`). A share below 100 % means less work than the dense model had for its last"
-    yield "loss. MoMa lets tokens choose experts here, where the paper lets experts choose, with auxiliary routers; equal FLOPs are not"
-    yield f"equal parameters. {len({r['seed'] for r in rows})} seeds do not say how far losses scatter, and models of this size and set"
-    yield "say nothing of large ones."
+    yield f"with their names, {ROWS} rows a step, width 64, two layers, held-out losses every {EVERY} steps, of which a loss is the mean"
+    yield f"of {MEAN} (`python -m tests.vlm.matched_loss --write`)."
     yield ""
-    yield f"Less work in every seed: {', '.join(_less(rows)) or 'none'}."
+    yield f"The loss to reach was fixed first: that of {len(targets)} dense models of other seeds after {steps} steps. Shares are FLOPs to it over the"
+    yield f"FLOPs that those had; runs went on for {rows[0]['steps']} steps. The dense model's own shares say how far seeds scatter: a model takes less"
+    yield f"work if all its {seeds} seeds are below all of the dense model's, and that holds for: {', '.join(_less(targets, rows)) or 'none'}."
     yield ""
-    yield "| model | seed | FLOPs of a token | parameters | loss of text | loss of images | FLOPs to the dense loss of text | of images |"
-    yield "|---|---|---|---|---|---|---|---|"
-    dense = _dense(rows)
-    for r in rows:
-        base = dense[r["seed"]]
-        shares = [matched(r, base, m) for m in LEARNT]
-        said = ["not reached" if s is None else f"{s:.0%}" for s in shares]
-        last = [f"{r[f'loss.{m}'][-1]:.3f}" for m in LEARNT]
-        flops = f"{r['flops_per_token'] / base['flops_per_token']:.2f}"
-        yield f"| {r['model']} | {r['seed']} | {flops} | {r['parameters']:,} | {' | '.join(last)} | {' | '.join(said)} |"
-
-
-def _dense(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The dense model's row of each seed."""
-    return {r["seed"]: r for r in rows if r["model"] == "joint_decoder"}
-
-
-def _less(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Models and modalities whose loss took less work than the dense model's in every seed, with the range of shares."""
-    dense = _dense(rows)
-    for name in [n for n in MODELS if n != "joint_decoder"]:
+    yield "MoMa lets tokens choose experts here, where the paper lets experts choose, with auxiliary routers; equal FLOPs are not"
+    yield "equal parameters. Models of this size and set say nothing of large ones."
+    yield ""
+    yield "| model | FLOPs of a token | parameters | FLOPs to the loss of text: median | of each seed | to that of images: median | of each seed |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in MODELS:
+        one = next(r for r in rows if r["model"] == name)
+        flops = f"{one['flops_per_token'] / targets[0]['flops_per_token']:.2f}"
+        told = []
         for modality in LEARNT:
-            own = [matched(r, dense[r["seed"]], modality) for r in rows if r["model"] == name]
-            shares = [share for share in own if share is not None]
-            if len(shares) == len(own) and max(shares) < 1:
-                yield f"{name} for {modality} ({min(shares):.0%} to {max(shares):.0%})"
+            shares = _shares(targets, rows, name, modality)
+            told += [_said(statistics.median(shares)), ", ".join(map(_said, shares))]
+        yield f"| {name} | {flops} | {one['parameters']:,} | {' | '.join(told)} |"
+
+
+def _said(share: float) -> str:
+    return "not reached" if share == math.inf else f"{share:.0%}"
+
+
+def _shares(targets: Any, rows: Any, name: str, modality: str) -> list[float]:
+    """Of each seed of a model."""
+    return [matched(r, targets, modality) for r in rows if r["model"] == name]
+
+
+def _less(targets: Any, rows: Any) -> Iterator[str]:
+    """Models and modalities whose worst seed took less work than the dense model's best."""
+    for name in [n for n in MODELS if n != DENSE]:
+        for modality in LEARNT:
+            own, dense = (_shares(targets, rows, n, modality) for n in (name, DENSE))
+            if max(own) < min(dense):
+                yield f"{name} for {modality} ({max(own):.0%} at most against {min(dense):.0%} at least)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(range(6)))
     parser.add_argument("--write", action="store_true", help="keep the rows, and make the page")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for name in MODELS:
-        for seed in arguments.seeds:
-            rows.append(curve(name, seed, arguments.steps))
-            print(json.dumps(rows[-1]), flush=True)
+    longer = int(arguments.steps * FURTHER)
+    targets = [_told(DENSE, seed, arguments.steps) for seed in TARGETS]
+    rows = [_told(name, seed, longer) for name in MODELS for seed in arguments.seeds]
     if arguments.write:
-        RESULT.write_text(json.dumps({"torch": torch.__version__, "rows": rows}) + "\n")
-        RESULT.with_suffix(".md").write_text("\n".join(page(rows)) + "\n")
+        kept = {"torch": torch.__version__, "targets": targets, "rows": rows}
+        RESULT.write_text(json.dumps(kept) + "\n")
+        RESULT.with_suffix(".md").write_text("\n".join(page(targets, rows)) + "\n")
+
+
+def _told(name: str, seed: int, steps: int) -> dict[str, Any]:
+    row = curve(name, seed, steps)
+    print(json.dumps(row), flush=True)
+    return row
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
-from tests.vlm.matched_loss import LEARNT, MODELS, RESULT, corpus, curve, matched, page
+from tests.vlm.matched_loss import LEARNT, MODELS, RESULT, corpus, curve, matched, page, smooth
 
 
 def test_rows_are_a_digit_and_its_name() -> None:
@@ -30,15 +31,22 @@ def test_a_model_learns_both_modalities_at_the_flops_of_the_dense_one(name: str)
         assert losses[-1] < 0.95 * losses[0]
 
 
-def test_the_share_of_work_is_that_of_the_first_loss_as_low() -> None:
-    dense: dict[str, Any] = {"flops_per_token": 100, "steps": 30, "loss.text": [4.0, 3.0, 2.0, 1.0]}
-    row = {**dense, "flops_per_token": 150, "loss.text": [4.0, 2.0, 1.0, 0.5]}
-    assert matched(row, dense, "text") == pytest.approx(20 / 30 * 1.5)
-    assert matched(dense, dense, "text") == 1.0
-    assert matched({**row, "loss.text": [4.0, 2.0, 1.5, 1.1]}, dense, "text") is None
+def test_the_share_of_work_is_that_of_the_first_mean_as_low() -> None:
+    def row(steps: int, flops: int, *losses: float) -> dict[str, Any]:
+        return {"flops_per_token": flops, "steps": steps, "loss.text": list(losses)}
+
+    targets = [row(60, 100, 9, 8, 7, 6, 5, 4, 3), row(60, 100, 9, 8, 7, 6, 5, 4, 5)]  # 5.0, 5.4
+    dense = row(90, 100, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+    assert smooth(dense["loss.text"]) == [7, 6, 5, 4, 3, 2]
+    assert matched(dense, targets, "text") == 1.0
+    assert matched({**dense, "flops_per_token": 150}, targets, "text") == pytest.approx(1.5)
+    assert matched(row(90, 100, *[5.3] * 10), targets, "text") == math.inf
+    assert matched(row(90, 100, *[5.0] * 10), targets, "text") == pytest.approx(40 / 60)
 
 
 def test_the_page_is_that_of_its_rows() -> None:
-    rows = json.loads(RESULT.read_text())["rows"]
-    assert {r["model"] for r in rows} == MODELS.keys()
-    assert RESULT.with_suffix(".md").read_text() == "\n".join(page(rows)) + "\n"
+    kept = json.loads(RESULT.read_text())
+    assert {r["model"] for r in kept["rows"]} == MODELS.keys()
+    assert {r["seed"] for r in kept["targets"]}.isdisjoint(r["seed"] for r in kept["rows"])
+    written = RESULT.with_suffix(".md").read_text()
+    assert written == "\n".join(page(kept["targets"], kept["rows"])) + "\n"
