@@ -176,6 +176,26 @@ def test_images_of_pillow_may_be_grey_or_transparent():
     assert ours(pillow.new("RGBA", (4, 4), (9, 9, 9, 0))).unique().tolist() == [255]
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I"])
+def test_F132_grey_of_16_bits_keeps_its_shades(mode):
+    """Pillow's own conversion makes white of all that is above 255 of 65535."""
+    pillow = pytest.importorskip("PIL.Image")
+    greys = [0, 255, 256, 20000, 32768, 65279, 65280, 65535, 1]
+    order = "big" if mode.endswith("B") else "little"
+    raw = b"".join(grey.to_bytes(4 if mode == "I" else 2, order) for grey in greys)
+    ours = build_resolution(ResolutionConfig("fixed", fixed=FixedConfig(3, "stretch")))
+    found = ours(pillow.frombytes(mode, (3, 3), raw))
+    assert found[0, 1].flatten().tolist() == [grey // 256 for grey in greys]
+
+
+def test_grey_without_a_range_is_refused():
+    pillow = pytest.importorskip("PIL.Image")
+    ours = build_resolution(ResolutionConfig())
+    for picture in (pillow.new("F", (4, 4), 0.5), pillow.new("I", (4, 4), 70000)):
+        with pytest.raises(ValueError, match=r"must have grey from 0 to 65535; save it with 8"):
+            ours(picture)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

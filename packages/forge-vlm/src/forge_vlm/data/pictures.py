@@ -6,6 +6,7 @@ H, W   pixels of a tile        N   tiles of a picture        P   patches of a pi
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -145,6 +146,8 @@ def _opened(content: bytes, name: str) -> Any:
 
 
 def _damaged(name: str, error: Exception) -> InvalidSample:
+    # pillow names the buffer that it reads, whose address tells nobody anything
+    said = re.sub(r" <_io\.BytesIO object at \w+>", "", str(error))
     return InvalidSample(
-        f"{name} cannot be decoded ({type(error).__name__}: {error!s:.80}); restore it, or set corrupt = 'mask' or 'skip'"
+        f"{name} cannot be decoded ({type(error).__name__}: {said:.120}); restore it, or set corrupt = 'mask' or 'skip'"
     )

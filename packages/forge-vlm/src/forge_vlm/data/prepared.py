@@ -34,7 +34,7 @@ from forge_vlm.resolution import Layout
 __all__ = ["MANIFEST", "Prepared", "is_prepared", "verify"]
 
 MANIFEST = "prepared.json"
-VERSION = 1  # of the files
+VERSION = 2  # of the files, and of what is read into them
 OF_ROWS = (
     "positions",
     "pack",

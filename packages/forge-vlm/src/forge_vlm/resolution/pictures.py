@@ -22,7 +22,8 @@ def size_of(picture: Any) -> tuple[int, int]:
 def picture_of(image: Any) -> Any:
     """An RGB image of pillow from another of pillow, or from (H, W, 3) uint8 of numpy or torch.
 
-    What is transparent becomes white. Raises ValueError for anything else, and where pillow is not installed.
+    What is transparent becomes white; of grey of 16 bits the upper 8 stay. Raises ValueError for anything else, for grey
+    beyond 16 bits, and where pillow is not installed.
     """
     try:
         from PIL import Image
@@ -41,12 +42,24 @@ def picture_of(image: Any) -> Any:
 def _opaque(picture: Any) -> Any:
     from PIL import Image
 
-    if picture.mode.startswith("I;16"):  # `convert` would clip all from 256 on to white
-        picture = picture.convert("I").point(lambda value: value / 256).convert("L")
+    if picture.mode[0] in "IF":  # `convert` would clip all from 256 on to white
+        picture = _eight_bits(picture)
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:
         white = Image.new("RGBA", picture.size, "white")
         picture = Image.alpha_composite(white, picture.convert("RGBA"))
     return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def _eight_bits(picture: Any) -> Any:
+    """Grey of 16 bits, in a mode that may hold more, as grey of 8."""
+    wide = picture if picture.mode == "F" else picture.convert("I")
+    least, most = wide.getextrema()
+    if picture.mode == "F" or least < 0 or most > 0xFFFF:
+        raise ValueError(
+            f"a picture of mode {picture.mode!r} with values from {least} to {most} must have grey from 0 to 65535; save it "
+            "with 8 or 16 bits"
+        )
+    return wide.point(lambda value: value / 256).convert("L")
 
 
 def resized(picture: Any, height: int, width: int, filter: str) -> Any:
