@@ -13,6 +13,7 @@ Image = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
 
 from forge_vlm.data import Conversations, InvalidSample, check_labels  # noqa: E402
+from forge_vlm.data.formats import open_records  # noqa: E402
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
 OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=3)
@@ -206,6 +207,26 @@ def test_wrong_members_of_a_tar_are_named(value, words, tmp_path):
         tar.addfile(member, io.BytesIO(content))
     with pytest.raises(InvalidSample, match=words):
         Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+
+
+def write_tar(path, names):
+    with tarfile.open(path, "w") as tar:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"a"))
+
+
+def test_F133_samples_of_one_name_are_not_one(tmp_path):
+    """As of two tars that were joined: the pictures of the first would be lost without a word."""
+    write_tar(tmp_path / "a.tar", ["d/x.txt", "d/x.png", "d/x.txt", "d/x.png"])
+    with pytest.raises(InvalidSample, match=r"a\.tar has d/x\.txt twice in one sample; give each"):
+        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+
+
+def test_what_macos_writes_beside_files_is_left_out(tmp_path):
+    write_tar(tmp_path / "a.tar", ["d/._x.txt", "d/x.txt", "._d", "d/._y.txt", "d/y.txt"])
+    assert len(open_records("webdataset", tmp_path / "a.tar")) == 2
 
 
 def test_a_packed_tar_is_refused(tmp_path):

@@ -344,10 +344,17 @@ class _Tar:
         for member in members:
             folder, _, base = member.name.rpartition("/")
             stem, _, ending = base.partition(".")
+            if not stem:  # "._a.png", which tar of macOS writes beside "a.png"
+                continue
             name = f"{folder}/{stem}"
             if not self._samples or self._samples[-1][0] != f"{file}: {name}":
                 self._samples.append((f"{file}: {name}", {}))
-            self._samples[-1][1][ending.lower()] = Span(file, member.offset_data, member.size)
+            found = self._samples[-1][1]
+            if ending.lower() in found:
+                raise InvalidSample(
+                    f"{file} has {member.name} twice in one sample; give each sample a name of its own"
+                )
+            found[ending.lower()] = Span(file, member.offset_data, member.size)
 
     def __len__(self) -> int:
         return len(self._samples)
