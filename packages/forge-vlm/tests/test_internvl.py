@@ -134,6 +134,8 @@ def test_what_changes_the_function_is_refused(tmp_path):
     for change, words in (
         ({"projector_hidden_act": "relu"}, "projector_hidden_act 'relu' must be 'gelu'"),
         ({"downsample_ratio": 0.3}, "downsample_ratio 0.3 must be one over a whole number"),
+        ({"downsample_ratio": 0}, "downsample_ratio 0 must be one over a whole number"),
+        ({"downsample_ratio": "half"}, "downsample_ratio 'half' must be one over a whole number"),
         ({"vision_feature_layer": [-1, -2]}, "vision_feature_layer .* must be one layer"),
         ({"ps_version": "v1"}, "ps_version 'v1' is unknown"),
     ):

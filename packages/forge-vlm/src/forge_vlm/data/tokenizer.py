@@ -142,7 +142,8 @@ class JsonTokens:
         if held:
             raise InvalidSample(
                 f"text {text!r:.80} holds {self.image if self.image_id in held else self.eos!r}, a token that its "
-                "tokenizer reads in any text; declare it special there, or take it out of the text"
+                "tokenizer reads in any text; declare it special there, or take it out of the text, where a tokenizer of "
+                "whole words reads it in either case"
             )
         return ids
 

@@ -35,7 +35,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     problems = [
         f"internvl: {key} {value!r} must be {rule}; use a file of another model"
         for key, value, holds, rule in (
-            ("downsample_ratio", ratio, 1 / ratio == int(1 / ratio), "one over a whole number"),
+            ("downsample_ratio", ratio, _is_one_over(ratio), "one over a whole number"),
             ("vision_feature_layer", layer, isinstance(layer, int), "one layer"),
             *(
                 (key, hf.get(key, wanted), hf.get(key, wanted) == wanted, repr(wanted))
@@ -105,6 +105,10 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         "vision_feature_select_strategy": "default",
         "tie_word_embeddings": config.tie_embeddings,
     }
+
+
+def _is_one_over(ratio: Any) -> bool:
+    return isinstance(ratio, int | float) and 0 < ratio <= 1 and (1 / ratio).is_integer()
 
 
 def _one_layer(vision: VisionConfig) -> tuple[int, ...]:
