@@ -121,6 +121,7 @@ def build_model(
 def _of_images(feature: Feature) -> dict[str, Any]:
     """Keys of a model with a third of its ids for images, or with an encoder; its losses are those of tokens alone."""
     name: Any = feature.images or feature.pictures
+    # the gradients of a router of pictures cancel to a ten-thousandth where its gates are normalised
     options: dict[str, Any] = {
         "moma": {
             "moma": MoMaConfig(hidden_dim=24, balance_loss=0.0, normalize=bool(feature.images))
