@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["attention_weights"]
-
 
 @contextmanager
 def attention_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
