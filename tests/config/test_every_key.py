@@ -1321,7 +1321,7 @@ def test_ids_between_documents_of_raw_files(tmp_path: Path, place: str, key: str
 
     def documents(number: int, more: dict[str, Any]) -> list[int]:
         t = build(tmp_path / str(number), {**settings, **more})
-        stream = t.validation if place == "validation" else t.loader.stream
+        stream = t.evaluation.streams["validation"] if place == "validation" else t.loader.stream
         return stream.source.documents.tolist()  # type: ignore[union-attr]
 
     assert documents(1, {}) == [0]
@@ -1341,7 +1341,11 @@ def of_kind(folder: Path, source: str, kind: str, settings: dict[str, Any]) -> A
                                  **{f"{table}.{key}": value for key, value in values.items()}})  # fmt: skip
     except (ConfigError, DataError) as error:
         return str(error)
-    stream = trainer.validation if source == "validation" else trainer.loader.stream
+    stream = (
+        trainer.evaluation.streams["validation"]
+        if source == "validation"
+        else trainer.loader.stream
+    )
     assert stream is not None
     return stream.fingerprint()
 
@@ -1428,7 +1432,7 @@ def test_keys_of_chat_choose_what_is_learnt(
 
     def seen(number: int, place: str, key: str, value: Any) -> str:
         t = build(tmp_path / f"{place[0]}{number}", {**base, f"data.{place}.chat.{key}": value})
-        stream = t.validation if place == "validation" else t.loader.stream
+        stream = t.evaluation.streams["validation"] if place == "validation" else t.loader.stream
         assert stream is not None
         arrays = stream.arrays(numpy.arange(2))
         return str({name: value.tolist() for name, value in arrays.items()})
@@ -1470,6 +1474,6 @@ def test_validation_keys_choose_what_is_measured(tmp_path: Path) -> None:
         "data.validation.name": "forge_testing.models:Alphabet",
         "data.validation.split": "validation",
     })  # fmt: skip
-    seen = [t.validation.fingerprint() for t in (own, other, alphabet)]
+    seen = [t.evaluation.streams["validation"].fingerprint() for t in (own, other, alphabet)]
     assert len({json.dumps(s, sort_keys=True) for s in seen}) == 3
     assert seen[2]["source.shift"] == 1, "split did not arrive"

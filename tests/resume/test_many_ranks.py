@@ -136,7 +136,7 @@ class BadValidationOnRank1(Callback):
             def arrays(ids: Any) -> Any:
                 raise self.error("no such rows")
 
-            trainer.validation.arrays = arrays  # type: ignore[union-attr, method-assign]
+            trainer.evaluation.streams["validation"].arrays = arrays  # type: ignore[union-attr, method-assign]
 
 
 class BadWeightsOnRank1(BadValidationOnRank1):

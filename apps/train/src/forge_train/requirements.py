@@ -108,7 +108,9 @@ def _paths(job: ResolvedJob | None) -> tuple[list[str], list[str]]:
     read = [sys.executable, str(forge_train.__file__), str(forge_resilience.__file__), os.getcwd()]
     if job is None:
         return read, []
-    sources = [*job.config.data.sources.values(), job.config.data.validation]
+    data, evaluation = job.config.data, job.config.eval
+    sources = [*data.sources.values(), data.validation, *evaluation.sets.values()]
+    read += [os.path.abspath(c.path) for c in evaluation.choices.values() if c.path]
     read += [
         os.path.abspath(source.path)
         for source in sources

@@ -7,6 +7,7 @@ A tokenizer is described by a *spec*, plain data that is stored in sidecars and 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class JsonTokenizer:
         # Settings for inputs of a model, saved with some files: they would cut documents and fill them up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self.eos = eos if eos is not None else next((n for n in EOS_NAMES if n in vocabulary), None)
@@ -109,6 +110,16 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens such as end-of-document."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens, added ones included, in the letters of the file."""
+        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return found
+
+    def content(self) -> dict[str, Any]:
+        """The tables of the file, as the library writes them."""
+        found: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        return found
 
     def spec(self) -> dict[str, Any]:
         """Plain data from which `load_tokenizer` makes this tokenizer again."""

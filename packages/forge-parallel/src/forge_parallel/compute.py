@@ -204,6 +204,33 @@ class Compute:
             )
         return self._once_per_copy(total)
 
+    @torch.no_grad()
+    def row_losses(self, batch: BatchLike) -> Tensor:
+        """Sum of weighted token losses of each of `rows_at_once` rows, (B,) fp32, without gradients.
+
+        As all numbers of this class they add up over the ranks that read the same rows. Costs a call of the loss for
+        each row. ValueError with an objective, which has no losses of rows.
+        """
+        if self._objective is not None:
+            raise ValueError("losses of rows need a loss of logits, and there is an objective")
+        given = self._local(batch, training=False)
+        then = partial(self._loss_in_head, by_row=True) if self._in_head else None
+        found: list[Tensor] = []
+
+        def keep(output: Any, targets: Targets) -> Tensor:
+            found.append(self._token_loss(output, targets, by_row=True))
+            return found[-1].sum()
+
+        if self._pipeline is None:
+            more = {"then": partial(then, labels=given.targets)} if then else {}
+            keep(self.model(given.tokens, **given.keywords, **given.extras, **more), given.targets)
+        else:  # its sum is over micro-batches, which come to the last stage in their order
+            self._pipeline.evaluate(
+                given.tokens, given.targets, keep, given.extras, then, **given.keywords
+            )
+        none = torch.zeros(len(given.tokens), device=self.meshes.device)
+        return self._once_per_copy(torch.cat(found) if found else none)
+
     def _sums(self, part: BatchLike) -> Sequence[Tensor]:
         """0-dim sums over a micro-batch, the one that is trained first."""
         if self._objective is not None:
@@ -231,7 +258,9 @@ class Compute:
         """The function that the model's head computes in place of logits."""
         return self._loss_in_head if self._in_head else None
 
-    def _loss_in_head(self, x: Tensor, weight: Tensor, labels: Targets, **head: Any) -> Tensor:
+    def _loss_in_head(
+        self, x: Tensor, weight: Tensor, labels: Targets, by_row: bool = False, **head: Any
+    ) -> Tensor:
         def loss(x: Tensor, labels: Targets) -> Tensor:
             if self._sharded_width is not None:
                 assert self._sharded_loss is not None
@@ -239,9 +268,9 @@ class Compute:
             labels = self._labels_of(x, labels)
             return self._loss(x, weight, *labels[:2], **_sources(labels), **head)
 
-        return self._with_ahead(loss, x, labels)
+        return _of_each_row(loss, x, labels) if by_row else self._with_ahead(loss, x, labels)
 
-    def _token_loss(self, output: Any, targets: Targets) -> Tensor:
+    def _token_loss(self, output: Any, targets: Targets, by_row: bool = False) -> Tensor:
         """Weighted sums over the labels; under tp a rank may have a part of the vocabulary, or of the tokens."""
         if self._in_head:
             return output
@@ -254,6 +283,8 @@ class Compute:
             return self._loss(logits, *targets[:2], **_sources(targets))
 
         logits: Tensor = getattr(output, "logits", output)  # a Hugging Face model's
+        if by_row:
+            return _of_each_row(loss, logits, targets)
         return self._with_ahead(loss, logits, targets)
 
     def _with_ahead(
@@ -319,6 +350,13 @@ class Compute:
         """A number that is equal on all ranks of a tp group counts on the first of them."""
         alone = self.meshes.tp.rank == 0 or self._head_shares_tokens
         return value if alone else torch.zeros_like(value)
+
+
+def _of_each_row(loss: Callable[[Tensor, Targets], Tensor], x: Tensor, targets: Targets) -> Tensor:
+    """The first sum of a loss for each row of x (B, S, ...) alone: (B,)."""
+    rows = [tuple(None if t is None else t[b : b + 1] for t in targets) for b in range(len(x))]
+    sums = [loss(x[b : b + 1], row).reshape(-1)[0] for b, row in enumerate(rows)]
+    return torch.stack(sums)
 
 
 def _sources(targets: Targets) -> dict[str, Tensor | None]:

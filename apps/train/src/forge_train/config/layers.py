@@ -22,6 +22,8 @@ NAMED_TABLES: dict[str, tuple[str, Any]] = {
     "train.stages": ("start_step", 1),
     "model.layer_types": ("window", 512),
     "model.modalities": ("first_id", 32000),
+    "eval.sets": ("sequences", 64),
+    "eval.choices": ("path", "questions.jsonl"),
     "metrics.sinks": ("name", "tensorboard"),
     "callbacks": ("name", "my_lab.hooks:Mine"),
 }

@@ -16,6 +16,7 @@ from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
 from forge_data.protocols import Source
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
+from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
 from forge_train.config.imported import DEFAULT_DIR, over_import, over_table, with_import
 from forge_train.config.init import hf_folder, model_of_parent, source_problems
@@ -225,7 +226,7 @@ def _section_problems(config: JobConfig) -> list[str]:
             "model.fusion.moma.router 'expert_choice' chooses among later tokens, too, and cannot evaluate; set "
             "eval.every_steps = 0, or router = 'auxiliary_router'"
         )
-    problems += exact_match_problems(config)
+    problems += [*evaluation_problems(config), *exact_match_problems(config)]
     resilience = config.resilience
     actions = (resilience.nonfinite.action, resilience.spike.action)
     if resilience.rollback != RollbackConfig() and "rollback" not in actions:
@@ -295,14 +296,27 @@ def _check_data(config: JobConfig) -> None:
         for key, found in others
         if found != wanted
     ]
-    if validation is not None:
-        fix = "; or set eval.every_steps = 0"
-        source = _open("data.validation", validation, problems, fix)
+    held_out = {f"eval.sets.{name}": table for name, table in config.eval.sets.items()}
+    for key, own in {"data.validation": validation, **held_out}.items():
+        fix = "; or set eval.every_steps = 0" if own is validation else ""
+        source = None if own is None else _open(key, own, problems, fix)
         if source is not None:
-            problems += _vocabulary_problems("data.validation", source, config.model)
-            problems += _tokenizer_problems("data.validation", source, config)
+            problems += _vocabulary_problems(key, source, config.model)
+            problems += _tokenizer_problems(key, source, config)
+            problems += _held_out_problems(key, source, first, wanted)
     if problems:
         raise DataError(problems)
+
+
+def _held_out_problems(key: str, source: Source, first: str, wanted: str) -> list[str]:
+    """Why ids of held-out rows mean other text than those of `first`, whose tokenizer has the fingerprint `wanted`."""
+    if not key.startswith("eval.sets.") or not wanted or source.tokenizer is None:
+        return []
+    if load_tokenizer(source.tokenizer).fingerprint == wanted:
+        return []
+    return [
+        f"{key}: its tokenizer is not that of {first}, so the model would read other text; prepare it with that one"
+    ]
 
 
 def _open(key: str, table: SourceConfig, problems: list[str], fix: str = "") -> Any:

@@ -18,7 +18,7 @@ from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
 from forge_resilience.supervise import WatchConfig
-from forge_train.config.exact_match import ExactMatchConfig
+from forge_train.config.evaluation import EvalConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
@@ -253,26 +253,6 @@ def _objective_problems(c: TrainConfig) -> Iterator[str]:
 def _clip_problems(c: TrainConfig) -> Iterator[str]:
     if c.max_grad_norm is not None and not c.max_grad_norm > 0:
         yield f"max_grad_norm {c.max_grad_norm} must be above 0; use 1.0 or none"
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Validation loss on data.validation, and answers to questions with pictures."""
-
-    every_steps: int = _field(
-        100, "steps between evaluations; one more follows the last step; 0: never"
-    )
-    sequences: int = _field(64, "sequences of data.validation per evaluation, always the same ones")
-    exact_match: ExactMatchConfig = field(
-        default_factory=ExactMatchConfig,
-        metadata={"help": "questions that the model answers at each evaluation: eval/exact_match"},
-    )
-
-    def __post_init__(self) -> None:
-        _require(
-            _within(0, _MAX_STEPS, every_steps=self.every_steps)
-            + _within(1, _MAX_BATCH, sequences=self.sequences)
-        )
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ class _Plain:
         self.total_steps = total_steps
 
     def show(self, row: Mapping[str, Any], text: str) -> None:
-        left = timedelta(seconds=round(row["seconds_left"]))
-        print(f"step {row['step']}/{self.total_steps}  {text}  left {left}", flush=True)
+        print(f"step {row['step']}/{self.total_steps}  {text}  left {_left(row)}", flush=True)
 
     def close(self) -> None:
         pass
@@ -64,7 +63,7 @@ class _Live:
     def show(self, row: Mapping[str, Any], text: str) -> None:
         if row["val_loss"] is not None:
             self.progress.console.print(f"step {row['step']}  {text}", highlight=False)
-        left = timedelta(seconds=round(row["seconds_left"]))
+        left = _left(row)
         self.progress.update(self.task, completed=row["step"], text=text, left=left, refresh=True)
 
     def close(self) -> None:
@@ -80,7 +79,17 @@ def console_mode(wanted: str) -> Literal["live", "plain"] | None:
     return "live" if wanted == "live" else "plain"
 
 
+def _left(row: Mapping[str, Any]) -> str:
+    """The time to the end; unknown before the first step."""
+    seconds = row["seconds_left"]
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
 def _describe(row: Mapping[str, Any]) -> str:
+    if row["lr"] is None:  # an evaluation before the first step
+        return "before training" + (
+            "" if row["val_loss"] is None else f"  val {row['val_loss']:.4f}"
+        )
     parts = [f"loss {_number(row['loss'], 4)}"]
     if row["val_loss"] is not None:
         parts.append(f"val {row['val_loss']:.4f}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from forge_train.config.schema import JobConfig
 from forge_train.metrics.meter import Meter, memory_bytes
 from forge_train.trainer.progress import Progress
 
+#: Columns that are None in a row without a step.
+_OF_A_STEP = (
+    *("loss", "val_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait_seconds"),
+    *("memory_bytes", "seconds_left", "instances"),
+)
 Columns = Callable[[list[float]], Mapping[str, float]]
 
 
@@ -26,6 +31,7 @@ class MetricRows:
 
     flops      from the tokens so far to the operations for them
     columns    functions from further numbers of a row, by their name, to columns
+    evaluated  names of columns that an evaluation fills, beside val_loss
     """
 
     def __init__(
@@ -36,12 +42,13 @@ class MetricRows:
         total_steps: int,
         flops: Callable[[int], float],
         columns: Mapping[str, Columns],
+        evaluated: Sequence[str] = (),
     ) -> None:
         self.meter = Meter()
         self._device, self._world_size, self._total_steps = device, world_size, total_steps
         self._flops, self._columns = flops, columns
         self._compiled = config.parallel.compile
-        self._asks = config.eval.exact_match.path is not None
+        self._evaluated = dict.fromkeys(evaluated)
         # `peak_flops` knows bf16 alone
         bf16 = config.parallel.precision == "bf16"
         self._peak = peak_flops(device, torch.bfloat16) if bf16 else None
@@ -61,10 +68,16 @@ class MetricRows:
         row = self._row(meter, seconds, progress, lr, digest)
         self._waiting = row, HostCopy(numbers)
 
-    def update(self, **columns: Any) -> None:
-        """Set columns of the row that waits, if one does."""
+    def update(self, columns: Mapping[str, float]) -> None:
+        """Set columns of the row that waits, if one does; what is not finite is None."""
         if self._waiting is not None:
-            self._waiting[0].update(columns)
+            self._waiting[0].update(finite(columns))
+
+    def at_start(self, columns: Mapping[str, float]) -> dict[str, Any]:
+        """The row of an evaluation before the first step: no loss, no tokens, no seconds."""
+        counted = {"step": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
+        row = dict.fromkeys(_OF_A_STEP) | counted | self._evaluated
+        return row | finite(columns)
 
     @property
     def is_waiting(self) -> bool:
@@ -83,7 +96,7 @@ class MetricRows:
         row["loss"], row["grad_norm"] = (_finite(numbers[key][0]) for key in ("loss", "grad_norm"))
         row["skipped_steps"] = skipped
         for key, columns in self._columns.items():
-            row |= {name: _finite(value) for name, value in columns(numbers[key]).items()}
+            row |= finite(columns(numbers[key]))
         return row
 
     def _row(
@@ -110,9 +123,13 @@ class MetricRows:
             "instances": digest,
             "skipped_steps": 0,
         }
-        asked = {"eval/exact_match": None} if self._asks else {}
         compiled = {"recompiled": recompilations()["recompiled"]} if self._compiled else {}
-        return row | asked | compiled
+        return row | self._evaluated | compiled
+
+
+def finite(columns: Mapping[str, float]) -> dict[str, float | None]:
+    """Columns with None for nan and inf."""
+    return {name: _finite(value) for name, value in columns.items()}
 
 
 def _finite(number: float) -> float | None:

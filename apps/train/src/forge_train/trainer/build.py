@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -39,6 +40,7 @@ from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
+from forge_train.config.evaluation import VALIDATION
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
 from forge_train.config.vlm import VLMModelConfig
@@ -50,7 +52,7 @@ from forge_train.trainer.fitting_data import GuardedLoader, fitting_problems
 from forge_train.trainer.layout import micro_batches
 from forge_vlm import VLM
 
-_VALIDATION = "data.validation"
+_VALIDATION = f"data.{VALIDATION}"
 
 
 def build_model(section: ModelSection, seed: int) -> nn.Module:
@@ -153,8 +155,8 @@ def freeze_groups(model: nn.Module, config: JobConfig) -> None:
 
 def open_data(
     config: JobConfig, model: nn.Module, layout: Layout, rank: int
-) -> tuple[Loader, Stream | None]:
-    """The loader of this rank's micro-batches, and the validation rows if the run has any.
+) -> tuple[Loader, dict[str, Stream]]:
+    """The loader of this rank's micro-batches, and held-out rows by name: [data.validation] as "validation", [eval.sets].
 
     ConfigError where they lack extras that the model takes, DataError for what is damaged.
     """
@@ -166,15 +168,34 @@ def open_data(
         refuse(_end_problems(config, loader.stream, total_steps(config, model)))
         refuse(extra_problems(model, loader.filler(0), layout, "[data]"))
         refuse(_axes_problems(config, loader.filler(0), "[data]"))
-    with _data_errors(_VALIDATION):
-        stream = _validation_stream(config)
-    if stream is not None:
-        with _data_errors(_VALIDATION):
+    streams = {}
+    for key, table in held_out(config).items():
+        with _data_errors(key):
+            # in an order that does not depend on the run's seed
+            stream = open_stream(table, config.data.seq_len, packing=config.data.packing)
             sample = Loader(stream, 1).filler(0)
-        refuse(extra_problems(model, sample, layout, "[data.validation]"))
-        refuse(_axes_problems(config, sample, "[data.validation]"))
-    refuse(fitting_problems(config, model, loader.stream, stream))
-    return loader, stream
+        refuse(extra_problems(model, sample, layout, f"[{key}]"))
+        refuse(_axes_problems(config, sample, f"[{key}]"))
+        streams[key] = stream
+    refuse(fitting_problems(config, model, loader.stream, streams))
+    return loader, {key.rpartition(".")[2]: stream for key, stream in streams.items()}
+
+
+def held_out(config: JobConfig) -> dict[str, SourceConfig]:
+    """The sources that a run evaluates, by the keys of their tables; none where it never evaluates."""
+    if config.eval.every_steps == 0:
+        return {}
+    tables = {_VALIDATION: config.data.validation, **_sets(config)}
+    return {key: table for key, table in tables.items() if table is not None}
+
+
+def _sets(config: JobConfig) -> dict[str, SourceConfig]:
+    """[eval.sets] as sources alone, without the keys that say when they are read."""
+    keys = [f.name for f in dataclasses.fields(SourceConfig)]
+    return {
+        f"eval.sets.{name}": SourceConfig(**{key: getattr(own, key) for key in keys})
+        for name, own in config.eval.sets.items()
+    }
 
 
 def _axes_problems(config: JobConfig, batch: Batch, data: str) -> list[str]:
@@ -205,8 +226,7 @@ def tokenize(config: JobConfig) -> None:
     tables: dict[str, SourceConfig] = {
         f"data.sources.{name}": s for name, s in config.data.sources.items()
     }
-    if config.data.validation is not None and config.eval.every_steps:
-        tables[_VALIDATION] = config.data.validation
+    tables |= held_out(config)
     tables = {key: table for key, table in tables.items() if table.name in CACHED}
     for ask in (_missing, _unfit):  # all is looked at before the first is tokenized for hours
         problems = [
@@ -235,7 +255,7 @@ def _unfit(key: str, table: SourceConfig, config: JobConfig) -> Iterator[str]:
     if ask is None:
         return
     training = {stretch.seq_len for stretch in Course(config).stretches}
-    for length in [config.data.seq_len] if key == _VALIDATION else sorted(training):
+    for length in sorted(training) if key.startswith("data.sources.") else [config.data.seq_len]:
         yield from ask(length)
 
 
@@ -268,13 +288,6 @@ def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
         worker_restarts=config.data.worker_restarts,
         accept_change=config.data.accept_change,
     )
-
-
-def _validation_stream(config: JobConfig) -> Stream | None:
-    """Validation rows in an order that does not depend on the run's seed."""
-    if config.data.validation is None or config.eval.every_steps == 0:
-        return None
-    return open_stream(config.data.validation, config.data.seq_len, packing=config.data.packing)
 
 
 def run_tokenizer(config: JobConfig) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -22,11 +22,11 @@ _ENOUGH = 64  # labels before they are judged: fewer may be copies by chance
 
 
 def fitting_problems(
-    config: JobConfig, model: nn.Module, stream: Stream, validation: Stream | None
+    config: JobConfig, model: nn.Module, stream: Stream, held_out: Mapping[str, Stream]
 ) -> list[str]:
-    """Sentences of streams that know of models (`model_problems(model, where)`), with the table of their options."""
+    """Sentences of the training stream and those of held-out rows, by the keys of their tables: of streams that know of models (`model_problems(model, where)`), with the table of their options."""
     found: dict[str, None] = {}
-    for where, own in _streams(config, stream, validation):
+    for where, own in _streams(config, stream, held_out):
         ask = getattr(own, "model_problems", None)
         found |= dict.fromkeys(ask(model, where) if ask is not None else ())
         found |= dict.fromkeys(_group_problems(config, own, where))
@@ -36,7 +36,7 @@ def fitting_problems(
 def _group_problems(config: JobConfig, stream: Stream, where: str) -> Iterator[str]:
     """Of a stream whose batches are drawn together (`group`): they must be the batches of the run."""
     group, batch = getattr(stream, "group", None), config.train.global_batch
-    if group is None or where.startswith("data.validation"):
+    if group is None or not where.startswith("data.sources."):
         return
     if len(config.data.sources) > 1:
         yield f"{where}.group {group} draws batches of one source, and there are {len(config.data.sources)}; remove it"
@@ -45,15 +45,15 @@ def _group_problems(config: JobConfig, stream: Stream, where: str) -> Iterator[s
 
 
 def _streams(
-    config: JobConfig, stream: Stream, validation: Stream | None
+    config: JobConfig, stream: Stream, held_out: Mapping[str, Stream]
 ) -> Iterator[tuple[str, Any]]:
     for part in parts_of(stream):
         own = part.stream
         streams = own.streams if isinstance(own, MixedStream) else (own,)
         for name, each in zip(config.data.sources, streams):
             yield f"data.sources.{name}.options", each
-    if validation is not None:
-        yield "data.validation.options", validation
+    for key, stream in held_out.items():
+        yield f"{key}.options", stream
 
 
 class GuardedLoader(Loader):

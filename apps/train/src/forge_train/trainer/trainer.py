@@ -41,7 +41,7 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
-from forge_train.metrics.rows import Columns, MetricRows
+from forge_train.metrics.rows import Columns, MetricRows, finite
 from forge_train.trainer.adapters import frozen_names
 from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
@@ -59,7 +59,7 @@ from forge_train.trainer.checkpoints import Check, Checkpoints, checkpoint_state
 from forge_train.trainer.compute import make_compute
 from forge_train.trainer.course import Course
 from forge_train.trainer.encoder_source import find_encoder
-from forge_train.trainer.exact_match import COLUMN, ExactMatch
+from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.health import HealthPolicy
@@ -75,7 +75,6 @@ from forge_train.trainer.rollback import instances_of_steps, skip_windows
 from forge_train.trainer.routing import RoutingSteps
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
-from forge_train.trainer.validation import validation_loss
 from forge_train.trainer.vote import PendingCount, fault_code
 
 
@@ -131,8 +130,8 @@ class Trainer:
         self._placement = describe_placement(config.parallel, world, self.model)
         self._flops = [flops_per_token(self.model, s.seq_len) for s in self.course.stretches]
         self.division = micro_batches(config, layout)
-        self.loader, self.validation = open_data(config, self.model, layout, world.rank)
-        self.exact_match = ExactMatch.of(config)
+        self.loader, held_out = open_data(config, self.model, layout, world.rank)
+        self.evaluation = Evaluation(config, held_out)
         self._data_remarks = list(getattr(self.loader.stream, "remarks", ()))
         self.loader.on_event = self._record_data
         refuse(base_problems(config, self.paths))
@@ -147,8 +146,7 @@ class Trainer:
         self._stop = StopSignal()
         self._decision = Decision(())
         self._save_requested = False
-        self._last_evaluated = -1
-        self._evaluates = self.validation is not None or self.exact_match is not None
+        self._last_evaluated, self._found = -1, dict[str, float]()
         self._at_evaluation_point = False
 
     @property
@@ -259,6 +257,8 @@ class Trainer:
             self.health.at_start(self.progress.step)
             self._call("on_start")
             self.rows = self._metric_rows()
+            if self.config.eval.at_start and self.progress.step == 0:
+                self._evaluate()
             while not self._reach_the_end():
                 pass  # after a rollback
         finally:
@@ -384,7 +384,9 @@ class Trainer:
         life = life_fields(self.paths, self.progress) if writes else {}
         hosts = self.agreement.exchange(self.paths.host)
         run_on_all_ranks(self.agreement, lambda: self._record_life(hosts) if writes else None)
-        self.recorder = Recorder(self.paths, self.config.metrics, step, self.total_steps, writes)
+        again = self.config.eval.at_start and step == 0
+        behind = -1 if again else step  # the row of step 0 is written again
+        self.recorder = Recorder(self.paths, self.config.metrics, behind, self.total_steps, writes)
         self._record_quarantine(0)
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
@@ -600,27 +602,30 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         """At the interval and at the last step; such a step has a row in any case."""
         last = self.progress.step == self.total_steps
-        return last or (self._evaluates and self._due(self.config.eval.every_steps))
+        return last or self.evaluation.due(self.progress.step, last)
 
     def _evaluate(self) -> None:
-        if not self._evaluates or self._last_evaluated == self.progress.step:
+        step = self.progress.step
+        last = step == self.total_steps
+        if self._last_evaluated == step or not self.evaluation.due(step, last):
             return
         self.heartbeat.enter("evaluate")
-        found: dict[str, float] = {}
         with self.rows.meter.paused() as pause, self.evaluation_point():
-            if self.validation is not None:
-                compute, sequences = self.phases.evaluates, self.config.eval.sequences
-                found["val_loss"] = self.val_loss = validation_loss(
-                    self.validation, sequences, compute, self._count, self.agreement
-                )
-            if self.exact_match is not None:
-                found[COLUMN] = self.exact_match(self.model, self.meshes, self.agreement)
+            found = self.evaluation(
+                self.model, self.phases.evaluates, self._count, self.agreement, step, last
+            )
         self.moe.forget()
-        self._last_evaluated = self.progress.step
-        self.rows.update(**found)
-        self._record("evaluation", step=self.progress.step, **found, seconds=pause.seconds)
-        if self.val_loss is not None:
-            self._call("on_evaluation", "validation", self.val_loss)
+        self._last_evaluated, self._found = step, found
+        self.val_loss = found.get("val_loss", self.val_loss)
+        if step:
+            self.rows.update(found)
+        else:
+            row = self.rows.at_start(found)
+            self.recorder.write(row)
+            self._call("on_log", row)
+        self._record("evaluation", step=step, **finite(found), seconds=pause.seconds)
+        for name, loss in self.evaluation.losses(found).items():
+            self._call("on_evaluation", name, loss)
 
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
@@ -634,7 +639,7 @@ class Trainer:
         self._send_row()
         self.replicas.before_save(step)
         self._save_requested = False
-        loss = self.val_loss if self._last_evaluated == step else None
+        loss = self._found.get("val_loss") if self._last_evaluated == step else None
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
         with self.rows.meter.paused() as pause:
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
@@ -673,6 +678,7 @@ class Trainer:
             self.total_steps,
             partial(self.course.flops, per_token=self._flops),
             columns,
+            self.evaluation.columns,
         )
 
     def _check_numerics(self) -> None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import forge_data
 from forge_data import Batch, Stream, batch_of
 from forge_parallel import Meshes
-from forge_parallel.compute import Compute, evaluate
 from forge_resilience import Agreement
 from forge_train.errors import DataError, run_on_all_ranks
 
 
-def validation_loss(
+def share_of_rows(
     stream: Stream,
     sequences: int,
-    compute: Compute,
-    count: Callable[[Batch], float],
+    batch_size: int,
+    meshes: Meshes,
     agreement: Agreement,
-) -> float:
-    """The mean loss of the first `sequences` rows in nats per label, the same bits on every rank. Collective."""
-    parts = share_of_rows(stream, sequences, compute.rows_at_once, compute.meshes, agreement)
-    return evaluate(compute, parts, count, agreement.exchange)
-
-
-def share_of_rows(
-    stream: Stream, sequences: int, batch_size: int, meshes: Meshes, agreement: Agreement
+    called: str,
 ) -> list[Batch]:
     """This rank's part of the first `sequences` rows (all if there are fewer), `batch_size` at a time.
 
@@ -44,7 +34,7 @@ def share_of_rows(
                 for batch in range(first, first + each)
             ]
         except (forge_data.InvalidData, OSError, ValueError) as error:
-            raise DataError([f"validation data: {type(error).__name__}: {error}"]) from error
+            raise DataError([f"{called} data: {type(error).__name__}: {error}"]) from error
 
     return run_on_all_ranks(agreement, read)
 

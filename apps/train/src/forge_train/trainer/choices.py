@@ -1,0 +1,185 @@
+"""Questions with several answers: the one that a model finds likeliest, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_data import Batch, Tokenizer, filler_batch
+from forge_parallel import reshard
+from forge_parallel.compute import Compute
+from forge_resilience import Agreement
+from forge_train.config.evaluation import ChoicesConfig
+from forge_train.config.schema import JobConfig
+from forge_train.config.vlm import VLMModelConfig
+from forge_train.errors import DataError
+from forge_train.trainer.build import run_tokenizer
+
+__all__ = ["Choices", "split_ids"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """The rows of a question: (prompt and choice, ids of the prompt) each, and the number of the right one."""
+
+    rows: tuple[tuple[Sequence[int], int], ...]
+    sizes: tuple[int, ...]  # bytes of each choice
+    answer: int
+
+
+class Choices:
+    """The questions of one file.
+
+        asked = Choices("arc", config.eval.choices["arc"], config)
+        accuracy, by_bytes = asked(compute, agreement)      # on every rank, between steps
+
+    A choice has the sum of the log-probabilities of its tokens behind the prompt, `split_ids` of them. `accuracy` takes
+    the likeliest choice, the first of equal ones; `by_bytes` the likeliest per byte of its text.
+    DataError for a file that does not fit: all its lines are read before anything starts.
+    """
+
+    def __init__(self, name: str, config: ChoicesConfig, job: JobConfig) -> None:
+        self._key, self._seq_len = f"eval.choices.{name}", job.data.seq_len
+        problem = _unfit_job(job)
+        if problem:
+            raise DataError([f"{self._key}: {problem}"])
+        assert config.path is not None
+        self.questions = self._read(Path(config.path), config.samples, run_tokenizer(job))
+
+    def _read(self, path: Path, samples: int, tokenizer: Tokenizer) -> list[Question]:
+        problems: list[str] = []
+        found: list[Question] = []
+        try:
+            with path.open(encoding="utf-8") as file:
+                lines = [line for line in file if line.strip()][:samples]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError([f"{self._key}: {error}; name a file of JSON lines"]) from error
+        for number, line in enumerate(lines, 1):
+            try:
+                found.append(_question(line, tokenizer, self._seq_len))
+            except ValueError as error:
+                problems.append(f"{self._key}: {path}, question {number}: {error}")
+        if not lines:
+            problems.append(f"{self._key}: {path} has no questions; name another file")
+        if problems:
+            raise DataError(problems)
+        return found
+
+    def __call__(self, compute: Compute, agreement: Agreement) -> tuple[float, float]:
+        """The shares of right answers, by the whole and per byte, the same on every rank. Collective.
+
+        Every rank computes as many batches, filler included. Restores the model's mode, leaves its weights sharded.
+        Costs a forward of every choice, each as long as a row of training, and one exchange.
+        """
+        rows = [row for question in self.questions for row in question.rows]
+        meshes, size = compute.meshes, compute.rows_at_once
+        each = -(-len(rows) // (size * meshes.batch_size))  # batches of a reader
+        first = each * meshes.batch_rank * size
+        model = compute.model
+        training = model.training
+        model.eval()
+        own = [
+            compute.row_losses(self._batch(rows[i : i + size], size))
+            for i in range(first, first + each * size, size)
+        ]
+        model.train(training)
+        reshard(model)
+        part: list[float] = torch.cat(own).double().tolist()
+        losses = [0.0] * (each * size * meshes.batch_size)
+        for start, values in agreement.exchange([first, part]):
+            for i, value in enumerate(values, start):  # of ranks that share a row, each has a part
+                losses[i] += value
+        return self._accuracies(losses)
+
+    def _batch(self, rows: Sequence[tuple[Sequence[int], int]], size: int) -> Batch:
+        filler = filler_batch(size, self._seq_len)
+        tokens, labels = filler.tokens.clone(), filler.labels.clone()
+        documents, positions = filler.document_ids.clone(), filler.positions.clone()
+        for i, (ids, begin) in enumerate(rows):
+            n = len(ids) - 1
+            tokens[i, :n] = torch.tensor(ids[:-1])
+            labels[i, begin - 1 : n] = torch.tensor(ids[begin:])
+            documents[i, :n] = 0
+            positions[i, :n] = torch.arange(n)
+        return replace(
+            filler,
+            tokens=tokens,
+            labels=labels,
+            document_ids=documents,
+            positions=positions,
+            label_weight=-1.0,
+        )
+
+    def _accuracies(self, losses: Sequence[float]) -> tuple[float, float]:
+        values = iter(losses)
+        plain = by_bytes = 0
+        for question in self.questions:
+            own = [next(values) for _ in question.rows]
+            plain += _least(own) == question.answer
+            per_byte = [loss / size for loss, size in zip(own, question.sizes)]
+            by_bytes += _least(per_byte) == question.answer
+        return plain / len(self.questions), by_bytes / len(self.questions)
+
+
+def split_ids(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[list[int], int]:
+    """(ids of prompt and text together, number of those before the text).
+
+    White space at the end of a prompt goes to the text, as tokenizers join a space to the word behind it.
+    """
+    bare = prompt.rstrip()
+    space = prompt[len(bare) :]
+    ids = list(tokenizer.encode(bare + space + text))
+    return ids, len(tokenizer.encode(bare))
+
+
+def _question(line: str, tokenizer: Tokenizer, seq_len: int) -> Question:
+    table: Any = json.loads(line)
+    problem = "; ".join(_unfit_record(table))
+    if problem:
+        raise ValueError(problem)
+    rows = tuple(split_ids(tokenizer, table["prompt"], choice) for choice in table["choices"])
+    for choice, (ids, begin) in zip(table["choices"], rows):
+        if len(ids) <= begin:
+            raise ValueError(f"choice {choice!r} adds no token to the prompt; give one that does")
+        if len(ids) - 1 > seq_len:
+            raise ValueError(
+                f"prompt and choice have {len(ids)} tokens, and data.seq_len {seq_len} takes {seq_len + 1}; shorten it"
+            )
+    return Question(rows, tuple(len(c.encode()) for c in table["choices"]), table["answer"])
+
+
+def _unfit_record(table: Any) -> Iterator[str]:
+    if not isinstance(table, dict) or not {"prompt", "choices", "answer"} <= table.keys():
+        yield "must be an object with prompt, choices and answer"
+        return
+    prompt, choices, answer = table["prompt"], table["choices"], table["answer"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        yield f"prompt {prompt!r} must be a text with a token; write what comes before the choices"
+    if not isinstance(choices, list) or len(choices) < 2 or not all(_is_text(c) for c in choices):
+        yield f"choices {choices!r} must be two texts or more; give all of them"
+    elif type(answer) is not int or not 0 <= answer < len(choices):
+        yield f"answer {answer!r} must be the number of a choice, from 0 to {len(choices) - 1}"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _unfit_job(job: JobConfig) -> str | None:
+    if job.train.objective is not None:
+        return f"train.objective {job.train.objective!r} has no losses of rows; train with a loss"
+    if isinstance(job.model, VLMModelConfig):
+        return "questions are of text alone; use eval.exact_match for model.name 'vlm'"
+    return None
+
+
+def _least(losses: Sequence[float]) -> int:
+    """The first of the lowest losses; one that is not a number is never the lowest."""
+    finite = [math.inf if math.isnan(loss) else loss for loss in losses]
+    return finite.index(min(finite))

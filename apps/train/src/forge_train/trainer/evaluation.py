@@ -1,0 +1,173 @@
+"""All evaluations of a run: which are due at a step, and their columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy
+from torch import nn
+
+from forge_data import Batch, Stream
+from forge_data.batch import IGNORE
+from forge_data.token_bytes import byte_lengths
+from forge_parallel.compute import Compute, evaluate
+from forge_resilience import Agreement
+from forge_train.config.evaluation import VALIDATION
+from forge_train.config.schema import JobConfig
+from forge_train.config.vlm import VLMModelConfig
+from forge_train.trainer.build import run_tokenizer
+from forge_train.trainer.choices import Choices
+from forge_train.trainer.exact_match import COLUMN, ExactMatch
+from forge_train.trainer.objective import LOSSES
+from forge_train.trainer.validation import share_of_rows
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """The held-out rows and questions of a job. DataError, or ConfigError, for files that do not fit it.
+
+        evaluation = Evaluation(config, streams)
+        if evaluation.due(step, last):
+            found = evaluation(model, compute, count, agreement, step, last)
+
+    `streams` are the rows of each set by name; that of [data.validation] is called "validation".
+    """
+
+    def __init__(self, config: JobConfig, streams: Mapping[str, Stream]) -> None:
+        own = config.eval
+        self.streams = streams
+        self.choices = {name: Choices(name, c, config) for name, c in own.choices.items()}
+        self.exact_match = ExactMatch.of(config)
+        self._intervals = {name: own.every_steps for name in (VALIDATION, COLUMN)}
+        self._intervals |= {n: own.interval(s.every_steps) for n, s in own.sets.items()}
+        self._intervals |= {n: own.interval(c.every_steps) for n, c in own.choices.items()}
+        self._rows = {n: s.sequences or own.sequences for n, s in own.sets.items()}
+        self._rows[VALIDATION] = own.sequences
+        self._in_nats = config.train.objective is None and config.train.loss in LOSSES.built_in
+        self._lengths = _token_bytes(config) if self._in_nats else None
+        self._bytes: dict[str, float] = {}
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return bool(self.streams or self.choices or self.exact_match)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of metrics, beside val_loss."""
+        sets = [name for name in self.streams if name != VALIDATION]
+        measures = ["loss", *(["perplexity"] if self._in_nats else [])]
+        measures += ["bits_per_byte"] if self._lengths is not None else []
+        found = [f"eval/{name}/{m}" for name in sets for m in measures]
+        found += [
+            f"eval/{name}/{m}" for name in self.choices for m in ("accuracy", "accuracy_per_byte")
+        ]
+        return [*found, *([COLUMN] if self.exact_match is not None else [])]
+
+    def losses(self, found: Mapping[str, float]) -> dict[str, float]:
+        """The losses among columns, by the names of their sets."""
+        columns = {n: "val_loss" if n == VALIDATION else f"eval/{n}/loss" for n in self.streams}
+        return {name: found[column] for name, column in columns.items() if column in found}
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether a part is evaluated at a step; all are at the last one, and at step 0."""
+        return self.asks and any(self._is_due(name, step, last) for name in self._names())
+
+    def _names(self) -> list[str]:
+        return [*self.streams, *self.choices, *([COLUMN] if self.exact_match is not None else [])]
+
+    def _is_due(self, name: str, step: int, last: bool) -> bool:
+        every = self._intervals[name]
+        return last or step == 0 or (every > 0 and step % every == 0)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        compute: Compute,
+        count: Callable[[Batch], float],
+        agreement: Agreement,
+        step: int,
+        last: bool,
+    ) -> dict[str, float]:
+        """Columns of the parts that are due, the same bits on every rank. Collective.
+
+        Losses are in nats per label, perplexity is e to that, and bits per byte are those of the labels' text.
+        """
+        found: dict[str, float] = {}
+        for name in (n for n in self.streams if self._is_due(n, step, last)):
+            measures = self.of_set(name, compute, count, agreement)
+            if name == VALIDATION:
+                found["val_loss"] = measures["loss"]
+            else:
+                found |= {f"eval/{name}/{measure}": value for measure, value in measures.items()}
+        for name, asked in self.choices.items():
+            if self._is_due(name, step, last):
+                plain, by_bytes = asked(compute, agreement)
+                found[f"eval/{name}/accuracy"] = plain
+                found[f"eval/{name}/accuracy_per_byte"] = by_bytes
+        if self.exact_match is not None and self._is_due(COLUMN, step, last):
+            found[COLUMN] = self.exact_match(model, compute.meshes, agreement)
+        return found
+
+    def of_set(
+        self,
+        name: str,
+        compute: Compute,
+        count: Callable[[Batch], float],
+        agreement: Agreement,
+    ) -> dict[str, float]:
+        """loss, perplexity and bits_per_byte of a set, as far as there are any. Collective."""
+        stream, rows = self.streams[name], self._rows[name]
+        parts = share_of_rows(stream, rows, compute.rows_at_once, compute.meshes, agreement, name)
+        found = {"loss": evaluate(compute, parts, count, agreement.exchange)}
+        if self._in_nats:
+            found["perplexity"] = _exp(found["loss"])
+        if self._lengths is not None:
+            labels = self._labels_per_byte(name, parts, compute, agreement)
+            found |= {"bits_per_byte": found["loss"] / math.log(2) * labels} if labels else {}
+        return found
+
+    def _labels_per_byte(
+        self, name: str, parts: list[Batch], compute: Compute, agreement: Agreement
+    ) -> float:
+        """Labels of a set by the bytes of their text, 0 without text. The rows are the same each time: they are counted once."""
+        if name not in self._bytes:
+            own = [0.0, 0.0]
+            for part in parts if compute.meshes.is_batch_leader else []:
+                own[0] += part.label_weight
+                own[1] += self._bytes_of(part)
+            labels, size = (sum(column) for column in zip(*agreement.exchange(own)))
+            self._bytes[name] = labels / size if size else 0.0
+        return self._bytes[name]
+
+    def _bytes_of(self, part: Batch) -> float:
+        assert self._lengths is not None
+        valid = part.labels != IGNORE
+        ids = part.labels[valid].numpy()
+        weights = 1.0 if part.weights is None else part.weights[valid].double().numpy()
+        return float(numpy.sum(self._lengths[ids] * weights))
+
+
+def _token_bytes(config: JobConfig) -> numpy.ndarray | None:
+    """Bytes of each id, (vocab_size,); None where ids are not those of a tokenizer that keeps text."""
+    if isinstance(config.model, VLMModelConfig):
+        return None
+    try:
+        found = byte_lengths(run_tokenizer(config))
+    except ValueError:  # ids without a tokenizer
+        return None
+    if found is None:
+        return None
+    lengths = numpy.zeros(max(config.model.vocab_size, len(found)), numpy.int64)
+    lengths[: len(found)] = found
+    return lengths
+
+
+def _exp(loss: float) -> float:
+    """e to the loss; inf beyond what a float holds, never cut."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,272 @@
+"""Named sets and questions with choices of a run, against loops by hand, in every layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_data import SourceConfig, batch_of, open_source, open_stream
+from forge_testing.runs import fit_alone, fit_on_ranks, make_job, together
+from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
+from forge_train.jobs import load_trained
+from forge_train.trainer.choices import split_ids
+
+SETS: dict[str, Any] = {
+    "metrics.console": "off",
+    "train.steps": 6,
+    "parallel.precision": "fp32",
+    "eval.every_steps": 2,
+    "eval.sequences": 5,
+    "eval.sets.seen.split": "train",
+    "eval.sets.seen.sequences": 7,
+    "eval.sets.seen.every_steps": 3,
+    "eval.sets.held.split": "validation",
+}
+QUESTIONS = (
+    ("def ", ["main", "zzzz", "self"], 1),
+    ("import os\n", ["import", "~"], 0),
+    ("return", [" None", " 5", " x, y", "qq"], 2),
+    ("for i in ", ["range", "§§§"], 0),
+    ("x =", [" 1", " 22"], 1),
+)
+
+
+def questions(folder: Path) -> Path:
+    path = folder / "questions.jsonl"
+    rows = [{"prompt": p, "choices": c, "answer": a} for p, c, a in QUESTIONS]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def asked(folder: Path) -> dict[str, Any]:
+    return {**SETS, "eval.choices.code.path": str(questions(folder))}
+
+
+def rows_of(job: Path) -> dict[int, dict[str, Any]]:
+    """The columns of evaluations by step."""
+    events = read_run(job.parent / "run").events
+    return {e["step"]: e for e in events if e["event"] == "evaluation"}
+
+
+def losses_by_hand(model: Any, split: Any, rows: int, seq_len: int) -> tuple[float, float, int]:
+    """(nats, labels, bytes) of the first rows of a split of the built-in corpus, a row at a time in float64."""
+    stream = open_stream(SourceConfig(split=split), seq_len)
+    model = model.double()
+    nats = labels = size = 0.0
+    for i in range(rows):
+        batch = batch_of(stream, range(i, i + 1))
+        with torch.no_grad():
+            logits = model(batch.tokens, batch.positions, batch.document_ids)[0]
+        for t, label in enumerate(batch.labels[0].tolist()):
+            if label != -100:
+                nats -= float(logits[t].log_softmax(-1)[label])
+                labels += 1
+                size += label < 256  # ids of the byte tokenizer
+    return nats, labels, int(size)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with sets and questions, evaluated from its first weights on."""
+    job = make_job(tmp_path_factory.mktemp("alone"))
+    overrides = {**asked(job.parent), "eval.at_start": True}
+    trainer = Trainer(load_job(job, overrides), [Heard()])
+    assert trainer.fit().step == 6
+    return job
+
+
+class Heard(Callback):
+    heard: ClassVar[list[tuple[int, str, float]]] = []
+
+    def on_evaluation(self, trainer: Trainer, name: str, result: float) -> None:
+        self.heard.append((trainer.progress.step, name, result))
+
+
+def test_each_set_has_its_interval_and_all_are_read_at_both_ends(alone: Path) -> None:
+    found = rows_of(alone)
+    steps = {
+        name: [step for step, row in found.items() if name in row]
+        for name in ("val_loss", "eval/seen/loss", "eval/held/loss", "eval/code/accuracy")
+    }
+    assert steps["val_loss"] == steps["eval/held/loss"] == [0, 2, 4, 6]
+    assert steps["eval/code/accuracy"] == [0, 2, 4, 6]
+    assert steps["eval/seen/loss"] == [0, 3, 6]
+    assert [(s, n) for s, n, _ in Heard.heard if s == 3] == [(3, "seen")]
+    assert {n for s, n, _ in Heard.heard if s == 0} == {"validation", "seen", "held"}
+
+
+def test_metrics_have_a_row_of_step_0_and_the_columns_of_each_set(alone: Path) -> None:
+    metrics, found = read_run(alone.parent / "run").metrics, rows_of(alone)
+    assert metrics["step"] == [0, 1, 2, 3, 4, 5, 6]
+    assert metrics["loss"][0] is None
+    assert metrics["val_loss"][0] == found[0]["val_loss"] == pytest.approx(math.log(257), abs=0.2)
+    for column in ("eval/seen/loss", "eval/held/bits_per_byte", "eval/code/accuracy_per_byte"):
+        assert metrics[column] == [found.get(step, {}).get(column) for step in range(7)]
+
+
+def test_measures_are_those_of_a_loop_by_hand(alone: Path) -> None:
+    model, _, step = load_trained(alone.parent / "run")
+    last, seq_len = rows_of(alone)[step], load_job(alone).config.data.seq_len
+    for name, split, rows in (("seen", "train", 7), ("held", "validation", 5)):
+        nats, labels, size = losses_by_hand(model, split, rows, seq_len)
+        assert last[f"eval/{name}/loss"] == pytest.approx(nats / labels, rel=1e-6)
+        assert last[f"eval/{name}/perplexity"] == pytest.approx(math.exp(nats / labels), rel=1e-6)
+        assert size < labels
+        bits = nats / math.log(2) / size
+        assert last[f"eval/{name}/bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert last["val_loss"] == last["eval/held/loss"]
+
+
+def choices_by_hand(model: Any, tokenizer: Any) -> tuple[float, float]:
+    """Accuracies by one forward for each choice without any filling, in float64."""
+    model = model.double()
+    plain = per_byte = 0
+    for prompt, choices, answer in QUESTIONS:
+        scores: list[Tensor] = []
+        for choice in choices:
+            ids = tokenizer.encode(prompt + choice)
+            begin = len(tokenizer.encode(prompt.rstrip()))
+            with torch.no_grad():
+                logs = model(torch.tensor([ids]))[0].log_softmax(-1)
+            scores.append(sum(logs[t - 1, ids[t]] for t in range(begin, len(ids))))  # type: ignore[arg-type]
+        plain += int(torch.stack(scores).argmax()) == answer
+        sizes = torch.tensor([len(c.encode()) for c in choices])
+        per_byte += int((torch.stack(scores) / sizes).argmax()) == answer
+    return plain / len(QUESTIONS), per_byte / len(QUESTIONS)
+
+
+def test_accuracies_are_those_of_one_forward_for_each_choice(alone: Path) -> None:
+    model, tokenizer, step = load_trained(alone.parent / "run")
+    last = rows_of(alone)[step]
+    found = last["eval/code/accuracy"], last["eval/code/accuracy_per_byte"]
+    assert found == choices_by_hand(model, tokenizer)
+    assert found[0] not in (0.0, 1.0)  # or every mistake would show the same
+
+
+def test_white_space_behind_a_prompt_goes_to_the_choice() -> None:
+    tokenizer = open_source(SourceConfig()).tokenizer
+    assert tokenizer is not None
+    from forge_data import load_tokenizer
+
+    byte = load_tokenizer(tokenizer)
+    assert split_ids(byte, "a ", "b") == ([97, 32, 98], 1)
+    assert split_ids(byte, "a", " b") == ([97, 32, 98], 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (2, {"parallel__dp_shard": 2}),
+        (3, {"parallel__dp_replicate": 3}),
+        (2, {"parallel__tp": 2}),
+        (2, {"parallel__tp": 2, "train__loss": "fused_cross_entropy"}),
+        (2, {"parallel__tp": 2, "parallel__sequence_parallel": False}),
+        (2, {"parallel__cp": 2}),
+        (2, {"parallel__pp": 2, "train__micro_batch": 3}),
+        (2, {"parallel__pp": 2, "train__micro_batch": 3, "train__loss": "fused_cross_entropy"}),
+        (4, {"parallel__pp": 2, "parallel__dp_shard": 2, "train__micro_batch": 3}),
+        (4, {"parallel__tp": 2, "parallel__dp_shard": 2}),
+        (4, {"parallel__cp": 2, "parallel__tp": 2}),
+    ],
+)
+def test_every_layout_measures_alike(
+    alone: Path, tmp_path: Path, world: int, overrides: dict[str, Any]
+) -> None:
+    job = make_job(tmp_path)
+    fitted = fit_on_ranks(world, job, None, **overrides, **asked(alone.parent), **{"eval.at_start": True})  # fmt: skip
+    together(fitted)
+    assert_alike(rows_of(job), rows_of(alone))
+
+
+def test_mixtures_over_expert_ranks_measure_alike(alone: Path, tmp_path: Path) -> None:
+    moe = {"model.moe.num_experts": 4, "model.moe.top_k": 2, **asked(alone.parent)}
+    one, two = make_job(tmp_path / "one"), make_job(tmp_path / "two")
+    fit_alone(one, **moe)
+    fit_on_ranks(2, two, None, **moe, **{"parallel.ep": 2, "parallel.dp_shard": 2})
+    assert_alike(rows_of(two), rows_of(one))
+
+
+def assert_alike(got: dict[int, Any], wanted: dict[int, Any]) -> None:
+    assert got.keys() == wanted.keys()
+    for step, row in wanted.items():
+        columns = {k: v for k, v in row.items() if k == "val_loss" or k.startswith("eval/")}
+        assert len(columns) >= 1
+        assert {k: got[step][k] for k in columns} == pytest.approx(columns, rel=1e-5), step
+
+
+def test_a_run_that_died_before_its_first_save_has_one_row_of_step_0(tmp_path: Path) -> None:
+    class Dies(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            raise KeyboardInterrupt
+
+    job = make_job(tmp_path)
+    overrides = {**SETS, "eval.at_start": True}
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(load_job(job, overrides), [Dies()]).fit()
+    fit_alone(job, **overrides)
+    assert read_run(job.parent / "run").metrics["step"] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_weights_do_not_depend_on_what_is_evaluated(alone: Path, tmp_path: Path) -> None:
+    one, other = make_job(tmp_path / "one"), make_job(tmp_path / "other")
+    plain = fit_alone(
+        one, **{"eval.every_steps": 0, "metrics.console": "off", "train.steps": 6}
+    ).weights
+    seen = fit_alone(other, **{**asked(alone.parent), "eval.at_start": True, "parallel.precision": "fp32"}).weights  # fmt: skip
+    assert plain.keys() == seen.keys()
+    assert all(torch.equal(plain[name], seen[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a"}', "must be an object with prompt, choices and answer"),
+        ('{"prompt": " ", "choices": ["a", "b"], "answer": 0}', "must be a text with a token"),
+        ('{"prompt": "a", "choices": ["a"], "answer": 0}', "must be two texts or more"),
+        ('{"prompt": "a", "choices": ["a", ""], "answer": 0}', "must be two texts or more"),
+        ('{"prompt": "a", "choices": ["a", "b"], "answer": 2}', "from 0 to 1"),
+        ('{"prompt": "a", "choices": ["a", "b"], "answer": true}', "from 0 to 1"),
+        (json.dumps({"prompt": "a" * 99, "choices": ["a", "b"], "answer": 0}), "data.seq_len"),
+        ("nonsense", "question 1"),
+        ("", "has no questions"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused_by_line(
+    tmp_path: Path, line: str, problem: str
+) -> None:
+    job, path = make_job(tmp_path), tmp_path / "q.jsonl"
+    path.write_text(line)
+    with pytest.raises(DataError, match=problem) as found:
+        Trainer(load_job(job, {"eval.choices.mine.path": str(path), "data.seq_len": 64}))
+    assert all("eval.choices.mine" in line for line in found.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"eval.every_steps": 0}, "eval.sets.more is given but eval.every_steps 0 never evaluates"),
+        ({"eval.sets.more.sequences": 0}, "eval.sets.more.*sequences 0 must be from 1"),
+        ({"eval.sets.validation.split": "train"}, "has the name of"),
+        ({"eval.choices.more.path": "q.jsonl"}, "have one name"),
+        ({"eval.choices.other.samples": 3}, "path must name a file"),
+        ({"eval.sets.more.squences": 3}, "sequences"),
+    ],
+)
+def test_tables_that_would_never_be_read_are_refused(
+    tmp_path: Path, overrides: dict[str, Any], problem: str
+) -> None:
+    job = make_job(tmp_path)
+    with pytest.raises(ConfigError, match=problem):
+        load_job(job, {"eval.sets.more.split": "validation", **overrides})
+
+
+def test_a_set_whose_file_is_missing_is_named(tmp_path: Path) -> None:
+    own = {"eval.sets.more.name": "tokens", "eval.sets.more.path": str(tmp_path / "none")}
+    with pytest.raises((ConfigError, DataError), match=r"eval\.sets\.more"):
+        load_job(make_job(tmp_path), own)
