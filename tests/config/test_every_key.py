@@ -39,6 +39,7 @@ from forge_testing.disk import Disk
 from forge_testing.probes import wrong_products
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
+from forge_train.config.evaluation import ChoicesConfig
 from forge_train.config.exact_match import ExactMatchConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
@@ -903,6 +904,7 @@ PROBES: dict[str, Probe] = {
     "parallel.precision": Probe("bf16", trained),
     "eval.every_steps": Probe(1, evaluations),
     "eval.sequences": Probe(2, evaluations),
+    "eval.at_start": Probe(True, evaluations),
     "checkpoint.every_steps": Probe(1, files),
     "checkpoint.keep_last": Probe(1, files, {"checkpoint.every_steps": 1}),
     "checkpoint.keep_every": Probe(2, files, KEEP_ONE),
@@ -965,6 +967,10 @@ ELSEWHERE = {
     "model.positions",  # of three axes: with [model.mrope]; else where a row comes without any: forge_vlm's tests
     *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
     "init.encoder",  # tests/vlm/test_encoder_folders.py
+    *(  # tests/use/test_evaluation_sets.py; the other keys are those of data.validation
+        f"eval.choices.<name>.{f.name}" for f in fields(ChoicesConfig)
+    ),
+    *(row.key for row in key_rows() if row.key.startswith("eval.sets.<name>.")),
     *(  # tests/vlm/test_exact_match.py
         f"eval.exact_match.{f.name}" for f in fields(ExactMatchConfig)
     ),

@@ -273,6 +273,13 @@ def generate(args: list[str]) -> int:
     return tyro.cli(stream_text, prog="forge-train generate", args=args, use_underscores=True)
 
 
+def evaluate(args: list[str]) -> int:
+    """Evaluate a checkpoint of a run: its own held-out rows and questions, or those of another file."""
+    from forge_train.report.evaluate import print_evaluation
+
+    return tyro.cli(print_evaluation, prog="forge-train eval", args=args, use_underscores=True)
+
+
 def doctor(args: list[str]) -> int:
     """Print the abilities of this machine and missing packages: 0 ready, 1 something missing, 2 broken."""
 
@@ -360,6 +367,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "plan": plan,
     "slurm": slurm,
     "generate": generate,
+    "eval": evaluate,
     "report": report,
     "import": import_,
     "export": export,

@@ -51,9 +51,9 @@ def load_trained(
 
 
 def load_model(
-    run_dir: str | Path, device: torch.device | str = "cpu"
+    run_dir: str | Path, device: torch.device | str = "cpu", step: int | None = None
 ) -> tuple[nn.Module, JobConfig, int]:
-    """(model in eval mode with fp32 weights, configuration, step) of a run's newest good checkpoint.
+    """(model in eval mode with fp32 weights, configuration, step) of a run's newest good checkpoint, or that of `step`.
 
     Adapters are added to the weights. Reads only: a run that is still training is not disturbed.
     Raises ConfigError when `run_dir`
@@ -93,9 +93,20 @@ def load_model(
         store_errors(paths.checkpoints, StateError),
         Store(paths.checkpoints, read_only=True) as store,
     ):
-        step = store.load(state)
+        steps = store.steps()
+        if step is not None and step not in steps:
+            raise StateError(
+                [
+                    f"step {step} is not one of {steps}, the checkpoints of {run_dir}; name one of them"
+                ]
+            )
+        loaded = store.load(state, newest=step)
     store_parameters(model, "fp32")
-    if step is None:
+    if step is not None and loaded != step:
+        raise StateError(
+            [f"the checkpoint of step {step} in {run_dir} is damaged; name another of {steps}"]
+        )
+    if loaded is None:
         raise StateError(
             [
                 f"{paths.checkpoints} holds no checkpoint; train first: forge-train run {paths.config}"
@@ -104,7 +115,7 @@ def load_model(
     if base is not None:
         base.load()
         merge(model)
-    return model.eval(), config, step
+    return model.eval(), config, loaded
 
 
 def load_folder(

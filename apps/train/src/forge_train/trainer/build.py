@@ -168,17 +168,22 @@ def open_data(
         refuse(_end_problems(config, loader.stream, total_steps(config, model)))
         refuse(extra_problems(model, loader.filler(0), layout, "[data]"))
         refuse(_axes_problems(config, loader.filler(0), "[data]"))
+    streams = open_held_out(config, model, layout)
+    refuse(fitting_problems(config, model, loader.stream, streams))
+    return loader, streams
+
+
+def open_held_out(config: JobConfig, model: nn.Module, layout: Layout) -> dict[str, Stream]:
+    """The rows that a run evaluates, by the keys of their tables, in an order that does not depend on its seed."""
     streams = {}
     for key, table in held_out(config).items():
         with _data_errors(key):
-            # in an order that does not depend on the run's seed
             stream = open_stream(table, config.data.seq_len, packing=config.data.packing)
             sample = Loader(stream, 1).filler(0)
         refuse(extra_problems(model, sample, layout, f"[{key}]"))
         refuse(_axes_problems(config, sample, f"[{key}]"))
         streams[key] = stream
-    refuse(fitting_problems(config, model, loader.stream, streams))
-    return loader, {key.rpartition(".")[2]: stream for key, stream in streams.items()}
+    return streams
 
 
 def held_out(config: JobConfig) -> dict[str, SourceConfig]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 
 import numpy
-from torch import nn
 
 from forge_data import Batch, Stream
 from forge_data.batch import IGNORE
@@ -30,14 +29,14 @@ class Evaluation:
 
         evaluation = Evaluation(config, streams)
         if evaluation.due(step, last):
-            found = evaluation(model, compute, count, agreement, step, last)
+            found = evaluation(compute, count, agreement, step, last)
 
-    `streams` are the rows of each set by name; that of [data.validation] is called "validation".
+    `streams` are the rows of each set by the key of its table; that of [data.validation] is called "validation".
     """
 
     def __init__(self, config: JobConfig, streams: Mapping[str, Stream]) -> None:
         own = config.eval
-        self.streams = streams
+        self.streams = {key.rpartition(".")[2]: stream for key, stream in streams.items()}
         self.choices = {name: Choices(name, c, config) for name, c in own.choices.items()}
         self.exact_match = ExactMatch.of(config)
         self._intervals = {name: own.every_steps for name in (VALIDATION, COLUMN)}
@@ -73,9 +72,11 @@ class Evaluation:
 
     def due(self, step: int, last: bool) -> bool:
         """Whether a part is evaluated at a step; all are at the last one, and at step 0."""
-        return self.asks and any(self._is_due(name, step, last) for name in self._names())
+        return self.asks and any(self._is_due(name, step, last) for name in self.names)
 
-    def _names(self) -> list[str]:
+    @property
+    def names(self) -> list[str]:
+        """Sets and questions in the order in which they are evaluated."""
         return [*self.streams, *self.choices, *([COLUMN] if self.exact_match is not None else [])]
 
     def _is_due(self, name: str, step: int, last: bool) -> bool:
@@ -84,41 +85,50 @@ class Evaluation:
 
     def __call__(
         self,
-        model: nn.Module,
         compute: Compute,
         count: Callable[[Batch], float],
         agreement: Agreement,
         step: int,
         last: bool,
     ) -> dict[str, float]:
-        """Columns of the parts that are due, the same bits on every rank. Collective.
-
-        Losses are in nats per label, perplexity is e to that, and bits per byte are those of the labels' text.
-        """
+        """Columns of the parts that are due, the same bits on every rank. Collective."""
         found: dict[str, float] = {}
-        for name in (n for n in self.streams if self._is_due(n, step, last)):
-            measures = self.of_set(name, compute, count, agreement)
-            if name == VALIDATION:
-                found["val_loss"] = measures["loss"]
-            else:
-                found |= {f"eval/{name}/{measure}": value for measure, value in measures.items()}
-        for name, asked in self.choices.items():
-            if self._is_due(name, step, last):
-                plain, by_bytes = asked(compute, agreement)
-                found[f"eval/{name}/accuracy"] = plain
-                found[f"eval/{name}/accuracy_per_byte"] = by_bytes
-        if self.exact_match is not None and self._is_due(COLUMN, step, last):
-            found[COLUMN] = self.exact_match(model, compute.meshes, agreement)
+        for name in (n for n in self.names if self._is_due(n, step, last)):
+            measures = self.measure(name, compute, count, agreement)
+            if name == VALIDATION:  # of all runs alike, whatever it is
+                measures = {"val_loss": measures["loss"]}
+            elif name != COLUMN:
+                measures = {f"eval/{name}/{measure}": v for measure, v in measures.items()}
+            found |= measures
         return found
 
-    def of_set(
+    def measure(
         self,
         name: str,
         compute: Compute,
         count: Callable[[Batch], float],
         agreement: Agreement,
     ) -> dict[str, float]:
-        """loss, perplexity and bits_per_byte of a set, as far as there are any. Collective."""
+        """What is measured of a set or of questions, by name. Collective.
+
+        loss in nats per label, perplexity (e to that) and bits_per_byte of the labels' text, as far as there are any;
+        accuracy and accuracy_per_byte of choices; eval/exact_match of questions with pictures.
+        """
+        if name in self.streams:
+            return self._of_set(name, compute, count, agreement)
+        if name in self.choices:
+            plain, by_bytes = self.choices[name](compute, agreement)
+            return {"accuracy": plain, "accuracy_per_byte": by_bytes}
+        assert self.exact_match is not None
+        return {COLUMN: self.exact_match(compute.model, compute.meshes, agreement)}
+
+    def _of_set(
+        self,
+        name: str,
+        compute: Compute,
+        count: Callable[[Batch], float],
+        agreement: Agreement,
+    ) -> dict[str, float]:
         stream, rows = self.streams[name], self._rows[name]
         parts = share_of_rows(stream, rows, compute.rows_at_once, compute.meshes, agreement, name)
         found = {"loss": evaluate(compute, parts, count, agreement.exchange)}

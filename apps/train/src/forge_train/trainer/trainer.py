@@ -611,9 +611,7 @@ class Trainer:
             return
         self.heartbeat.enter("evaluate")
         with self.rows.meter.paused() as pause, self.evaluation_point():
-            found = self.evaluation(
-                self.model, self.phases.evaluates, self._count, self.agreement, step, last
-            )
+            found = self.evaluation(self.phases.evaluates, self._count, self.agreement, step, last)
         self.moe.forget()
         self._last_evaluated, self._found = step, found
         self.val_loss = found.get("val_loss", self.val_loss)
