@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from forge_data import SourceConfig
@@ -115,9 +115,9 @@ def _named_twice(
 
 def _ranges(config: Any, name: str, low: int) -> Iterator[str]:
     value, high = getattr(config, name), _MAX_STEPS if name == "every_steps" else _MAX_ROWS
-    default = next(f.default for f in fields(config) if f.name == name)
     if value is not None and not low <= value <= high:
-        yield f"{name} {value} must be from {low} to {high}; use {100 if default is None else default}"
+        fix = f"{low} or more" if value < low else "fewer zeros"
+        yield f"{name} {value} must be from {low} to {high}; use {fix}"
 
 
 def _require(problems: list[str]) -> None:
