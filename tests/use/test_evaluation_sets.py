@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from forge_data import SourceConfig, batch_of, open_source, open_stream
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job, together
@@ -77,7 +76,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process with sets and questions, evaluated from its first weights on."""
     job = make_job(tmp_path_factory.mktemp("alone"))
     overrides = {**asked(job.parent), "eval.at_start": True}
-    trainer = Trainer(load_job(job, overrides), [Heard()])
+    trainer = Trainer(load_job(job, overrides), [Heard(), KeepsLosses()])
     assert trainer.fit().step == 6
     return job
 
@@ -87,6 +86,21 @@ class Heard(Callback):
 
     def on_evaluation(self, trainer: Trainer, name: str, result: float) -> None:
         self.heard.append((trainer.progress.step, name, result))
+
+
+class KeepsLosses(Callback):
+    """Writes the nats of each choice at the end."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        asked = trainer.evaluation.choices["code"]
+        found = asked.losses(trainer.compute, trainer.agreement)
+        if trainer.meshes.rank == 0:
+            (trainer.paths.path / "choices.json").write_text(json.dumps(found))
+
+
+def kept(job: Path) -> list[list[float]]:
+    found: list[list[float]] = json.loads((job.parent / "run" / "choices.json").read_text())
+    return found
 
 
 def test_each_set_has_its_interval_and_all_are_read_at_both_ends(alone: Path) -> None:
@@ -123,30 +137,35 @@ def test_measures_are_those_of_a_loop_by_hand(alone: Path) -> None:
     assert last["val_loss"] == last["eval/held/loss"]
 
 
-def choices_by_hand(model: Any, tokenizer: Any) -> tuple[float, float]:
-    """Accuracies by one forward for each choice without any filling, in float64."""
-    model = model.double()
-    plain = per_byte = 0
-    for prompt, choices, answer in QUESTIONS:
-        scores: list[Tensor] = []
+def choices_by_hand(model: Any, tokenizer: Any) -> list[list[float]]:
+    """Nats of each choice by one forward without any filling, in float64."""
+    model, found = model.double(), []
+    for prompt, choices, _ in QUESTIONS:
+        nats = []
         for choice in choices:
             ids = tokenizer.encode(prompt + choice)
             begin = len(tokenizer.encode(prompt.rstrip()))
             with torch.no_grad():
                 logs = model(torch.tensor([ids]))[0].log_softmax(-1)
-            scores.append(sum(logs[t - 1, ids[t]] for t in range(begin, len(ids))))  # type: ignore[arg-type]
-        plain += int(torch.stack(scores).argmax()) == answer
-        sizes = torch.tensor([len(c.encode()) for c in choices])
-        per_byte += int((torch.stack(scores) / sizes).argmax()) == answer
-    return plain / len(QUESTIONS), per_byte / len(QUESTIONS)
+            nats.append(-sum(float(logs[t - 1, ids[t]]) for t in range(begin, len(ids))))
+        found.append(nats)
+    return found
 
 
-def test_accuracies_are_those_of_one_forward_for_each_choice(alone: Path) -> None:
+def test_choices_have_the_nats_of_one_forward_each(alone: Path) -> None:
     model, tokenizer, step = load_trained(alone.parent / "run")
+    wanted = choices_by_hand(model, tokenizer)
+    for got, own in zip(kept(alone), wanted, strict=True):
+        assert got == pytest.approx(own, rel=1e-6)
+    plain = per_byte = 0
+    for (_, choices, answer), nats in zip(QUESTIONS, wanted):
+        plain += nats.index(min(nats)) == answer
+        by_byte = [n / len(c.encode()) for n, c in zip(nats, choices)]
+        per_byte += by_byte.index(min(by_byte)) == answer
     last = rows_of(alone)[step]
-    found = last["eval/code/accuracy"], last["eval/code/accuracy_per_byte"]
-    assert found == choices_by_hand(model, tokenizer)
-    assert found[0] not in (0.0, 1.0)  # or every mistake would show the same
+    assert last["eval/code/accuracy"] == plain / len(QUESTIONS)
+    assert last["eval/code/accuracy_per_byte"] == per_byte / len(QUESTIONS)
+    assert 0 < plain < len(QUESTIONS)  # or every mistake would show the same
 
 
 def test_white_space_behind_a_prompt_goes_to_the_choice() -> None:
@@ -179,9 +198,11 @@ def test_every_layout_measures_alike(
     alone: Path, tmp_path: Path, world: int, overrides: dict[str, Any]
 ) -> None:
     job = make_job(tmp_path)
-    fitted = fit_on_ranks(world, job, None, **overrides, **asked(alone.parent), **{"eval.at_start": True})  # fmt: skip
+    fitted = fit_on_ranks(world, job, KeepsLosses, **overrides, **asked(alone.parent), **{"eval.at_start": True})  # fmt: skip
     together(fitted)
     assert_alike(rows_of(job), rows_of(alone))
+    for got, wanted in zip(kept(job), kept(alone), strict=True):
+        assert got == pytest.approx(wanted, rel=1e-5)
 
 
 def test_mixtures_over_expert_ranks_measure_alike(alone: Path, tmp_path: Path) -> None:

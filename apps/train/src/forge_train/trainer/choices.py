@@ -72,7 +72,16 @@ class Choices:
         return found
 
     def __call__(self, compute: Compute, agreement: Agreement) -> tuple[float, float]:
-        """The shares of right answers, by the whole and per byte, the same on every rank. Collective.
+        """The shares of right answers, by the whole and per byte, the same on every rank. Collective."""
+        plain = by_bytes = 0
+        for question, own in zip(self.questions, self.losses(compute, agreement)):
+            plain += _least(own) == question.answer
+            per_byte = [loss / size for loss, size in zip(own, question.sizes)]
+            by_bytes += _least(per_byte) == question.answer
+        return plain / len(self.questions), by_bytes / len(self.questions)
+
+    def losses(self, compute: Compute, agreement: Agreement) -> list[list[float]]:
+        """Nats of each choice of each question, the same on every rank. Collective.
 
         Every rank computes as many batches, filler included. Restores the model's mode, leaves its weights sharded.
         Costs a forward of every choice, each as long as a row of training, and one exchange.
@@ -95,7 +104,8 @@ class Choices:
         for start, values in agreement.exchange([first, part]):
             for i, value in enumerate(values, start):  # of ranks that share a row, each has a part
                 losses[i] += value
-        return self._accuracies(losses)
+        values = iter(losses)
+        return [[next(values) for _ in question.rows] for question in self.questions]
 
     def _batch(self, rows: Sequence[tuple[Sequence[int], int]], size: int) -> Batch:
         filler = filler_batch(size, self._seq_len)
@@ -115,16 +125,6 @@ class Choices:
             positions=positions,
             label_weight=-1.0,
         )
-
-    def _accuracies(self, losses: Sequence[float]) -> tuple[float, float]:
-        values = iter(losses)
-        plain = by_bytes = 0
-        for question in self.questions:
-            own = [next(values) for _ in question.rows]
-            plain += _least(own) == question.answer
-            per_byte = [loss / size for loss, size in zip(own, question.sizes)]
-            by_bytes += _least(per_byte) == question.answer
-        return plain / len(self.questions), by_bytes / len(self.questions)
 
 
 def split_ids(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[list[int], int]:
