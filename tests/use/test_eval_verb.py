@@ -66,6 +66,16 @@ samples = 2
     assert found["asked"]["accuracy"] in (0.0, 0.5, 1.0)
 
 
+def test_a_run_that_never_evaluated_has_the_sets_of_the_file_alone(tmp_path: Path) -> None:
+    job, other = make_job(tmp_path), tmp_path / "other.toml"
+    fit_alone(job, **{"train.steps": 1, "eval.every_steps": 0, "metrics.console": "off"})
+    other.write_text('[eval.sets.mine]\nsplit = "validation"\nsequences = 2\n')
+    _, found = evaluate_run(job.parent / "run", other)
+    assert found.keys() == {"mine"}
+    with pytest.raises(ConfigError, match="has nothing to evaluate"):
+        evaluate_run(job.parent / "run")
+
+
 def test_the_run_is_only_read(job: Path) -> None:
     run = job.parent / "run"
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}

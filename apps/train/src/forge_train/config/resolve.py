@@ -64,10 +64,13 @@ class ResolvedJob:
         return tomlkit.dumps(document)
 
 
-def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
+def resolve(
+    layers: Layers, *, with_data: bool = True, derives_validation: bool = True
+) -> ResolvedJob:
     """Check everything that can be checked without starting anything.
 
-    Opens the sources (headers only: nothing is tokenized); with `with_data` False they may be missing. Raises ConfigError with all
+    Opens the sources (headers only: nothing is tokenized); with `with_data` False they may be missing. A job without
+    [data.validation] gets that of its first source, unless `derives_validation` is False. Raises ConfigError with all
     problems of all sections and of their combination, or DataError when the data cannot be opened or does not
     fit the model.
     """
@@ -76,7 +79,7 @@ def resolve(layers: Layers, *, with_data: bool = True) -> ResolvedJob:
     built, problems = structure(layers.values)
     data = built.get("data")
     if isinstance(data, DataConfig):
-        data_problems = _derive(layers, data)
+        data_problems = _derive(layers, data, derives_validation)
         data_problems = data_problems if with_data else []
         built, problems = structure(layers.values)
         if not data_problems:
@@ -118,7 +121,7 @@ def _with_weights(layers: Layers) -> Layers:
     return over_table(layers, read_model(folder).layer(), folder / "config.json")
 
 
-def _derive(layers: Layers, data: DataConfig) -> list[str]:
+def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[str]:
     """Derive keys from the data: the vocabulary size, and the validation split."""
     problems: list[str] = []
     for name, config in data.sources.items():
@@ -131,7 +134,8 @@ def _derive(layers: Layers, data: DataConfig) -> list[str]:
     evaluation = layers.values.get("eval", {})
     splits = [config for config in data.sources.values() if config.name not in NO_SPLITS]
     if (
-        data.validation is None
+        validation
+        and data.validation is None
         and len(splits) == len(data.sources)
         and isinstance(evaluation, dict)
         and evaluation.get("every_steps") != 0

@@ -80,6 +80,10 @@ def evaluate_run(
     meshes = make_meshes(job.parallel, where)
     layout, agreement = job.parallel.axes(1), Agreement(meshes.host_group)
     evaluation = Evaluation(job, open_held_out(job, model, layout))
+    if not evaluation.names:
+        raise ConfigError(
+            [f"{run} has nothing to evaluate; name a file with [eval.sets] by --config"]
+        )
     division = micro_batches(job, layout)
     compute = make_compute(model, job, meshes, division, find_objective(job.train))
     return at, {
@@ -118,7 +122,8 @@ def _job(paths: RunDirectory, other: Path | None, rows: int) -> JobConfig:
     }
     for key, value in {**keys, **here}.items():
         layers.set(key, value, str(other) if key in keys else "forge-train eval")
-    return resolve(layers).config
+    # the run's file holds what it derived: without validation it had none
+    return resolve(layers, derives_validation=False).config
 
 
 def _show(at: int, found: dict[str, dict[str, float]], as_json: bool) -> None:
