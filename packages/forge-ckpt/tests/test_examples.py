@@ -27,9 +27,9 @@ def _example(name):
 # ---- FSDP2
 
 
-def _start(world, root, group):
+def _start(world, root, group, script=EXAMPLES / "fsdp2_job.py"):
     """The ranks of the job, as a launcher would start them."""
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "fsdp2_job.py"), str(root)]
+    command = [sys.executable, "-W", "ignore", str(script), str(root)]
     common = {**os.environ, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(group), "GLOO_SOCKET_IFNAME": "lo"}
     return [
@@ -77,6 +77,45 @@ def test_an_fsdp2_job_that_was_killed_goes_on_with_the_same_bits(tmp_path, world
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     with Store(tmp_path / "killed", read_only=True) as store:
         assert store.steps()[-1] == 12
+
+
+_COUNTS_THREADS = """
+import atexit, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from forge_ckpt import Store
+
+def gloo():
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+atexit.register(lambda: print(*counts, gloo(), file=sys.stderr))  # the last to run
+dist.init_process_group("gloo")
+time.sleep(0.5)  # threads have names when they have begun
+counts = [gloo()]
+store = Store(sys.argv[1])
+store.save(1, {"x": torch.ones(2)}, wait=False)
+time.sleep(0.5)
+counts.append(gloo())
+store.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads stand in /proc")
+def test_no_thread_of_a_closed_store_is_there_when_python_ends(tmp_path):
+    """A thread of gloo that frees a tensor while Python ends aborts a job that has done all its work."""
+    script = tmp_path / "job.py"
+    script.write_text(_COUNTS_THREADS)
+    codes, texts = _ends(_start(2, tmp_path / "saved", _free_port(), script))
+    assert codes == [0, 0], texts
+    for text in texts:
+        alone, saving, end = map(int, text.split()[-3:])
+        assert alone < saving
+        assert end <= alone
 
 
 # ---- transformers.Trainer

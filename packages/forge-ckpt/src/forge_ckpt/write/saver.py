@@ -158,6 +158,9 @@ class Saver:
         """
         error = self._background.wait(seconds)
         self._staging.release()
+        # Its threads end with torch.distributed.destroy_process_group() if nobody holds it: one that still frees a
+        # tensor while Python ends would abort a process that has done all its work.
+        self._writing_group = None
         return error
 
     def _plan(
