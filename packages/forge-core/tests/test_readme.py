@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from torch import int64 as long
-from torch import zeros
+from torch import arange, equal, long, zeros
 
 import forge_core.optim
 from forge_core import KVCache, Transformer, TransformerConfig, families, generate_stream
@@ -38,15 +37,22 @@ def test_example_of_groups_runs() -> None:
     assert names["model"].lm_head.weight.requires_grad
 
 
-def test_example_of_attention_runs() -> None:
-    (code,) = (c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "interp" in c)
-    names: dict = {"model": small(), "tokens": zeros(2, 5, dtype=long)}
-    exec(code, names)
+def test_examples_of_attention_and_activations_run() -> None:
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    seen, kept, changed = code[code.index(next(c for c in code if "interp" in c)) :][:3]
+    names: dict = {"model": small(), "tokens": arange(10).view(2, 5) % 8}
+    exec(seen, names)
     assert names["last"].shape == (2, 2, 5)
+    exec(kept, names)
+    assert names["alike"] > 0.5
+    exec(changed, names)
+    assert equal(names["patched"], names["model"](names["tokens"])), (
+        "all behind layer 0 is that of the clean run"
+    )
 
 
 def small() -> Transformer:
-    return Transformer(TransformerConfig(8, dim=8, num_layers=1, num_heads=2, max_seq_len=64))
+    return Transformer(TransformerConfig(8, dim=8, num_layers=2, num_heads=2, max_seq_len=64))
 
 
 def overfill() -> None:

@@ -22,6 +22,7 @@ from forge_core.model.mtp_config import MTPConfig
 from forge_core.model.mup import MuPConfig
 from forge_core.model.norm import PlusOneRMSNorm, RMSNorm
 from forge_core.model.parts import build_block, build_mixer, check_parts
+from forge_core.model.points import WithPoints
 from forge_core.model.rows import attend_masked
 from forge_core.model.spec import AttentionSpec
 from forge_core.model.transformer import Transformer
@@ -52,6 +53,7 @@ __all__ = [
     "TokenMask",
     "Transformer",
     "TransformerConfig",
+    "WithPoints",
     "attend_masked",
     "attend_segments",
     "build_block",

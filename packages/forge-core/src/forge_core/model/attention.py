@@ -19,8 +19,9 @@ from forge_core.model.init import Init, linear_rows
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.mrope import MRopeConfig
 from forge_core.model.norm import build_head_norm
+from forge_core.model.points import WithPoints
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
-from forge_core.model.rows import attend_rows, attend_scores, score_weights
+from forge_core.model.rows import attend_rows, attend_scores, scaled_products, softmax_scores
 from forge_core.model.spec import MASKS, AttentionSpec, causal_mask
 from forge_core.model.yarn import attention_factor
 
@@ -57,8 +58,22 @@ class LocalAttention:
         self, q: Tensor, k: Tensor, ctx: TokenContext, sinks: Tensor | None = None
     ) -> Tensor:
         """What each token takes of each value, (B, H, S, S) fp32 at least; arguments as of the call, without values."""
-        mask = self._visible(self._mask or causal_mask, ctx, q.size(1), q.device).unsqueeze(1)
-        return score_weights(q.transpose(1, 2), k.transpose(1, 2), mask, self.spec, sinks)
+        return self.softmax(self.scores(q, k), ctx, sinks)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled products q k, before soft-cap and mask: (B, H, S, S) fp32 at least."""
+        return scaled_products(q.transpose(1, 2), k.transpose(1, 2), self.spec)
+
+    def softmax(self, scores: Tensor, ctx: TokenContext, sinks: Tensor | None = None) -> Tensor:
+        """The weights of `scores`: soft-cap, mask and sinks of the spec. ValueError for a `ctx.mask`."""
+        if ctx.mask is not None:
+            raise ValueError(
+                f"{type(ctx.mask).__name__} is a mask of the call, whose weights are not computed; read q, k and head_out, "
+                "or call the model without it"
+            )
+        size, device = scores.size(-1), scores.device
+        mask = self._visible(self._mask or causal_mask, ctx, size, device).unsqueeze(1)
+        return softmax_scores(scores, mask, self.spec, sinks)
 
     def _visible(
         self, mask: Callable[..., Tensor], ctx: TokenContext, size: int, device: torch.device
@@ -89,7 +104,7 @@ def _within_documents(
     return within_segments(q, k, v, plan, spec, sinks)
 
 
-class RotaryMixer(nn.Module):
+class RotaryMixer(WithPoints):
     """A mixer with rotary positions: `prepare` makes the tables once per forward for all layers alike."""
 
     attend: Attend
@@ -161,6 +176,7 @@ class Attention(RotaryMixer):
     """
 
     attend: Attend
+    points = ("q", "k", "v", "head_out")
 
     def __init__(self, config: TransformerConfig, spec: AttentionSpec | None = None) -> None:
         super().__init__()
@@ -219,12 +235,13 @@ class Attention(RotaryMixer):
         tables = self.prepare(ctx, x, cache)
         if tables is not None:
             q, k = rotate(q, tables), rotate(k, tables)
+        q, k, v = self.point("q", q), self.point("k", k), self.point("v", v)
         sinks = () if self.sinks is None else (self.sinks,)
         if cache is None:
             out = self.attend(q, k, v, ctx, *sinks)
         else:
             out = cache.attend(q, k, v, ctx, self.spec, *sinks)
-        return out.flatten(-2)
+        return self.point("head_out", out).flatten(-2)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
         """How each parameter of its own begins, by its name in this module; norms have theirs."""

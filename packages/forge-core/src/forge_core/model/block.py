@@ -4,7 +4,7 @@ Shapes: B rows, S tokens, D width of the residual stream.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -12,9 +12,10 @@ from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.norm import build_norm
+from forge_core.model.points import WithPoints
 
 
-class Block(nn.Module):
+class Block(WithPoints):
     """x + mixer(norm(x)), then x + feed_forward(norm(x)): (B, S, D) -> (B, S, D).
 
     What a sublayer adds is multiplied by `config.residual_scale` (Granite).
@@ -22,6 +23,8 @@ class Block(nn.Module):
 
     #: Names of its norms; each sees the stream, or what a sublayer adds to it.
     norms: tuple[str, ...] = ("mixer_norm", "feed_forward_norm")
+    #: What the first sublayer adds to the stream, the stream between the two, what the second adds: each (B, S, D).
+    points: ClassVar[tuple[str, ...]] = ("attn_out", "resid_mid", "mlp_out")
 
     def __init__(
         self, config: TransformerConfig, mixer: nn.Module, feed_forward: nn.Module
@@ -34,9 +37,10 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.scaled(self.mixer(self.mixer_norm(x), ctx, cache))
-        x = x + self.scaled(self.feed_forward(self.feed_forward_norm(x), ctx))
-        return x
+        mixed = self.mixer(self.mixer_norm(x), ctx, cache)
+        x = self.point("resid_mid", x + self.point("attn_out", self.scaled(mixed)))
+        fed = self.feed_forward(self.feed_forward_norm(x), ctx)
+        return x + self.point("mlp_out", self.scaled(fed))
 
     def scaled(self, branch: Tensor) -> Tensor:
         """What a sublayer adds to the stream."""
@@ -75,9 +79,10 @@ class PostNormBlock(Block):
         self.feed_forward_post_norm = build_norm(config)
 
     def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.scaled(self.mixer_post_norm(self.mixer(x, ctx, cache)))
-        x = x + self.scaled(self.feed_forward_post_norm(self.feed_forward(x, ctx)))
-        return x
+        mixed = self.mixer_post_norm(self.mixer(x, ctx, cache))
+        x = self.point("resid_mid", x + self.point("attn_out", self.scaled(mixed)))
+        fed = self.feed_forward_post_norm(self.feed_forward(x, ctx))
+        return x + self.point("mlp_out", self.scaled(fed))
 
 
 class SandwichBlock(Block):
@@ -94,9 +99,9 @@ class SandwichBlock(Block):
 
     def forward(self, x: Tensor, ctx: TokenContext, cache: LayerCache | None = None) -> Tensor:
         mixed = self.mixer_post_norm(self.mixer(self.mixer_norm(x), ctx, cache))
-        x = x + self.scaled(mixed)
+        x = self.point("resid_mid", x + self.point("attn_out", self.scaled(mixed)))
         fed = self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x), ctx))
-        return x + self.scaled(fed)
+        return x + self.point("mlp_out", self.scaled(fed))
 
 
 def prepare(module: nn.Module, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> None:

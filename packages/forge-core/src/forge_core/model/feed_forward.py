@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from forge_core.model.config import GATED, UNGATED, TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
+from forge_core.model.points import WithPoints
 from forge_core.registry import Registry
 
 
@@ -44,13 +45,15 @@ assert {name for name, kind in KINDS.items() if kind.gated} == set(GATED)
 assert KINDS.keys() == {*GATED, *UNGATED}
 
 
-class FeedForward(nn.Module):
+class FeedForward(WithPoints):
     """down(f(gate(x)) * up(x)), or without a gate down(f(up(x))), with the f of a `kind`.
 
         FeedForward(dim=256, hidden_dim=704)(x)   # SwiGLU: (B, S, D) -> (B, S, D)
 
     Without a gate there is no `gate_proj`. `gated` False without a kind is "gelu".
     """
+
+    points = ("mlp_hidden",)
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class FeedForward(nn.Module):
             hidden = self.activation(self.up_proj(x))  # (B, S, F)
         else:
             hidden = self.activation(self.gate_proj(x)) * self.up_proj(x)  # (B, S, F)
-        down: Tensor = self.down_proj(hidden)  # (B, S, D)
+        down: Tensor = self.down_proj(self.point("mlp_hidden", hidden))  # (B, S, D)
         return down
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:

@@ -48,6 +48,7 @@ class LatentAttention(RotaryMixer):
     """
 
     attend: Attend
+    points = ("q", "k", "v", "head_out")
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -93,6 +94,7 @@ class LatentAttention(RotaryMixer):
         else:
             q = torch.cat((q_still, q_turned), dim=-1)
             out = self._whole_rows(q, latent, k_turned, ctx, cache)
+        out = self.point("head_out", out)
         projected: Tensor = self.o_proj(out.flatten(-2))  # (B, S, M)
         return projected
 
@@ -122,6 +124,7 @@ class LatentAttention(RotaryMixer):
         kv = self.kv_b_proj(latent).unflatten(-1, (-1, c.qk_nope_head_dim + c.v_head_dim))
         k_still, v = kv.split((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
         k = torch.cat((k_still, k_turned.expand(-1, -1, k_still.size(2), -1)), dim=-1)
+        q, k, v = self.point("q", q), self.point("k", k), self.point("v", v)
         width = max(c.qk_head_dim, c.v_head_dim)
         q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (q, k, v))  # (B, S, H, width)
         if cache is None:

@@ -60,18 +60,30 @@ def score_weights(
     q: Tensor, k: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """What each query takes of each value: q (B, H, S, D), k (B, K, T, D) -> (B, H, S, T), fp32 at least."""
+    return softmax_scores(scaled_products(q, k, spec), mask, spec, sinks)
+
+
+def scaled_products(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+    """Scores before soft-cap and mask: q (B, H, S, D), k (B, K, T, D) -> (B, H, S, T), fp32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = k.to(wide).repeat_interleave(q.size(1) // k.size(1), dim=1)  # (B, H, T, D)
     scale = q.size(-1) ** -0.5 if spec.scale is None else spec.scale
-    scores = q.to(wide) @ keys.mT * scale  # (B, H, S, T)
+    return q.to(wide) @ keys.mT * scale  # (B, H, S, T)
+
+
+def softmax_scores(
+    scores: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """Weights of scores (B, H, S, T): soft-cap, mask, sinks, softmax."""
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        column = sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)  # (B, H, S, T + 1)
-    return scores.softmax(-1)[..., : k.size(2)]
+    weights = scores.softmax(-1)
+    return weights if sinks is None else weights[..., :-1]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

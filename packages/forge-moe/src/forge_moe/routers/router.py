@@ -40,6 +40,8 @@ class Router(nn.Module):
     """Under FSDP's mixed precision the weight must stay in this dtype: the router is wrapped by itself."""
     forward_methods = ("route",)
     """Methods beside `forward` that read parameters, for `register_fsdp_forward_method`."""
+    points = ("router_logits",)
+    """What `forge_core.interp` may read and change: (T, E) fp32."""
     expert_bias: Tensor | None
 
     def __init__(self, config: RouterConfig) -> None:
@@ -81,7 +83,7 @@ class Router(nn.Module):
                 f"router {self.config.name!r} chooses within each row in eval and needs the number of rows; give "
                 "the layer (B, S, D), or the router rows = B"
             )
-        logits = self._logits(x)
+        logits = self.point("router_logits", self._logits(x))
         scores = self.rule.score(logits)
         # The choice has no gradient, and a recomputation takes it from the record.
         ids = record_or_replay(self, "ids", lambda: self._choose(scores.detach(), valid, rows))
@@ -94,6 +96,10 @@ class Router(nn.Module):
             probabilities=scores if self.rule.normalized else _normalize(scores),
             logits=logits,
         )
+
+    def point(self, name: str, value: Tensor) -> Tensor:
+        """`value` itself; inside `forge_core.interp` what is put in its place."""
+        return value
 
     def _logits(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)

@@ -122,6 +122,8 @@ class CrossAttentionBlock(Block):
     of a sharded stream.
     """
 
+    points = ()  # behind closed gates, and nothing without images
+
     def __init__(
         self, config: TransformerConfig, options: CrossAttentionConfig, layer: int
     ) -> None:

@@ -1,0 +1,257 @@
+"""The named places of a model, and who looks in there.
+
+    layers.3.resid_pre, resid_post    (B, S, M)  the stream before and behind a block
+    layers.3.attn_out, mlp_out        (B, S, M)  what a sublayer adds to it, behind its norm and scale
+    layers.3.resid_mid                (B, S, M)  resid_pre + attn_out
+    layers.3.q, k, v                  (B, S, H or K, D)  normed and turned
+    layers.3.attn_scores              (B, H, S, S)  scaled q k, before soft-cap, mask and sinks
+    layers.3.attn_weights             (B, H, S, S)  behind the softmax
+    layers.3.head_out                 (B, S, H, D)  attn_weights v, before the output projection
+    layers.3.mlp_hidden               (B, S, F)  what the last projection of a dense feed-forward reads
+    layers.3.router_logits            (B * S, E)  of a mixture of experts; (B, S, E) in a store
+    final_norm, logits                (B, S, M), (B, S, V)
+
+A part of your own has a tuple `points`, and passes its tensors through `self.point(name, value)` (see
+`forge_core.model.points`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.model.attention import LocalAttention
+from forge_core.model.context import TokenContext
+
+#: Computed beside the attention, where its `attend` is that of whole rows.
+_OF_ATTEND = ("attn_scores", "attn_weights")
+
+
+class Visitor(Protocol):
+    """Who reads or changes values of points."""
+
+    changes: bool
+
+    def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Called before a value is computed for visitors alone; may raise."""
+
+    def visit(self, name: str, value: Tensor) -> Tensor:
+        """The value that takes the place of `value`."""
+
+
+class Place(NamedTuple):
+    """Where a point is: a module, and what of it."""
+
+    path: str
+    module: nn.Module
+    kind: str  # "input", "output", "attend", or "point"
+    point: str
+
+
+def points_of(model: nn.Module) -> dict[str, Place]:
+    """The points of a model by name, in the order of its modules.
+
+    A point inside a block has the name of the block, or that of its module where two parts of the block have it.
+    ValueError for a model without any.
+    """
+    blocks = _blocks(model)
+    found: dict[str, Place] = {}
+    inside: dict[str, list[Place]] = {}
+    for path, module in model.named_modules():
+        if path in blocks:
+            found[f"{path}.resid_pre"] = Place(path, module, "input", "resid_pre")
+            found[f"{path}.resid_post"] = Place(path, module, "output", "resid_post")
+        block = next((b for b in blocks if path == b or path.startswith(f"{b}.")), path)
+        for place in _own(path, module):
+            inside.setdefault(_join(block, place.point), []).append(place)
+    for name, places in inside.items():
+        alone = len(places) == 1
+        found |= {name if alone else _join(p.path, p.point): p for p in places}
+    norm = getattr(model, "norm", None)
+    if isinstance(norm, nn.Module) and blocks:
+        found["final_norm"] = Place("norm", norm, "output", "final_norm")
+        found["logits"] = Place("", model, "output", "logits")
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} must have blocks or modules with `points`, and has none; see "
+            "forge_core.interp"
+        )
+    return found
+
+
+def chosen(model: nn.Module, patterns: Iterable[str]) -> dict[str, Place]:
+    """The points that match one of the patterns (as in fnmatch; `*` stands for dots too).
+
+    ValueError for a pattern that matches nothing, and for a point inside of compiled code.
+    """
+    points, found = points_of(model), dict[str, Place]()
+    for pattern in patterns:
+        names = [name for name in points if fnmatchcase(name, pattern)]
+        if not names:
+            near = get_close_matches(pattern, points, 3, 0.5) or list(points)[:3]
+            raise ValueError(
+                f"point {pattern!r} must be one of the {len(points)} of {type(model).__name__}, and matches none; "
+                f"near: {', '.join(near)}"
+            )
+        found |= {name: points[name] for name in names}
+    _refuse_compiled(model, found)
+    return {name: place for name, place in points.items() if name in found}
+
+
+@contextmanager
+def visited(model: nn.Module, places: dict[str, Place], visitor: Visitor) -> Iterator[None]:
+    """Hand the values of places to a visitor, behind those that visit already; undone exactly at the end."""
+    with ExitStack() as stack:
+        attends: dict[str, dict[str, str]] = {}  # {path: {point: name}}
+        for name, place in places.items():
+            if place.kind == "attend":
+                attends.setdefault(place.path, {})[place.point] = name
+            else:
+                stack.callback(_hook(place, name, visitor))
+        modules = dict(model.named_modules())
+        for path, names in attends.items():
+            _watch_attend(modules[path], path, names, visitor, stack)
+        yield
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    offer = getattr(model, "blocks", None)
+    blocks: list[nn.Module] = offer() if callable(offer) else []
+    ids = {id(block) for block in blocks}
+    return [name for name, module in model.named_modules() if id(module) in ids]
+
+
+def _own(path: str, module: Any) -> Iterator[Place]:
+    if not callable(getattr(module, "point", None)):
+        return
+    for point in getattr(module, "points", ()):
+        yield Place(path, module, "point", point)
+    if isinstance(getattr(module, "attend", None), LocalAttention):
+        for point in _OF_ATTEND:
+            yield Place(path, module, "attend", point)
+
+
+def _join(path: str, point: str) -> str:
+    return f"{path}.{point}" if path else point
+
+
+def _refuse_compiled(model: nn.Module, places: dict[str, Place]) -> None:
+    modules = dict(model.named_modules())
+    compiled = {
+        path
+        for path, module in modules.items()
+        if getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "compiled", None) is not None
+        or hasattr(module, "_orig_mod")
+    }
+    for name, place in places.items():
+        parts = place.path.split(".") if place.path else []
+        above = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+        within = next((path for path in above if path in compiled), None)
+        if within is not None:
+            raise ValueError(
+                f"point {name} is inside of compiled code ({within or 'the model'}), which has no such tensor; load "
+                "the model without torch.compile"
+            )
+
+
+def _hook(place: Place, name: str, visitor: Visitor) -> Callable[[], None]:
+    """Attach a visitor to a place; returns what takes it away."""
+    module: Any = place.module
+    if place.kind == "input":
+
+        def before(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (visitor.visit(name, args[0]), *args[1:])
+
+        remove: Callable[[], None] = module.register_forward_pre_hook(before).remove
+        return remove
+    if place.kind == "output":
+
+        def behind(_: Any, __: Any, out: Tensor) -> Tensor:
+            return visitor.visit(name, out)
+
+        remove = module.register_forward_hook(behind).remove
+        return remove
+    before_us = vars(module).get("point")  # that of an outer visitor
+    inner = module.point
+
+    def point(of: str, value: Tensor) -> Tensor:
+        value = inner(of, value)
+        return visitor.visit(name, value) if of == place.point else value
+
+    module.point = point
+
+    def restore() -> None:
+        if before_us is None:
+            del module.point
+        else:
+            module.point = before_us
+
+    return restore
+
+
+def _watch_attend(
+    module: Any, path: str, names: dict[str, str], visitor: Visitor, stack: ExitStack
+) -> None:
+    attend = module.attend
+    if not isinstance(attend, _WatchedAttention):
+        attend = module.attend = _WatchedAttention(attend)
+    visit = (visitor, names)
+    attend.visits.append(visit)
+
+    def restore() -> None:
+        attend.visits.remove(visit)
+        if not attend.visits:
+            module.attend = attend.plain
+
+    stack.callback(restore)
+
+
+class _WatchedAttention(LocalAttention):
+    """Attention whose scores and weights visitors see. What nobody changes is computed as without them."""
+
+    def __init__(self, plain: LocalAttention) -> None:
+        super().__init__(plain.spec)
+        self.plain = plain
+        self.visits: list[tuple[Visitor, dict[str, str]]] = []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        given = () if sinks is None else (sinks,)
+        shape = torch.Size((q.size(0), q.size(2), q.size(1), q.size(1)))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        for visitor, names in self.visits:
+            for name in names.values():
+                visitor.reserve(name, shape, dtype)
+        graph = torch.is_grad_enabled() and any(visitor.changes for visitor, _ in self.visits)
+        with torch.set_grad_enabled(graph):
+            weights = self._changed_weights(q, k, ctx, sinks)
+        if weights is None:
+            return self.plain(q, k, v, ctx, *given)
+        values = v.to(weights.dtype).repeat_interleave(q.size(2) // v.size(2), dim=2)
+        return torch.einsum("bhst,bthd->bshd", weights, values).to(q.dtype)
+
+    def _changed_weights(
+        self, q: Tensor, k: Tensor, ctx: TokenContext, sinks: Tensor | None
+    ) -> Tensor | None:
+        """Weights (B, H, S, S) after all visits; None where they are those of the plain attention."""
+        scores = self.scores(q, k)
+        seen = self._visit("attn_scores", scores)
+        if seen is scores and not any("attn_weights" in names for _, names in self.visits):
+            return None
+        weights = self.softmax(seen, ctx, sinks)
+        behind = self._visit("attn_weights", weights)
+        return None if seen is scores and behind is weights else behind
+
+    def _visit(self, point: str, value: Tensor) -> Tensor:
+        for visitor, names in self.visits:
+            if point in names:
+                value = visitor.visit(names[point], value)
+        return value

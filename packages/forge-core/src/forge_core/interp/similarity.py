@@ -1,0 +1,84 @@
+"""How alike two representations of the same samples are.
+
+Shapes: N samples, P and Q features of the two. Tokens are samples: flatten (rows, S, M) to (rows * S, M).
+Computed in float64; results are Python numbers, which cost one sync on an accelerator.
+"""
+
+import torch
+from torch import Tensor
+
+
+def linear_cka(x: Tensor, y: Tensor) -> float:
+    """Linear CKA of x (N, P) and y (N, Q), from 0 to 1 (Kornblith et al. 2019, equation 4).
+
+    The same for a rotated, shifted or scaled x. With few samples it is near 1 for anything: see
+    `debiased_linear_cka`. Memory: P * Q. nan where x or y is constant.
+    """
+    x, y = _centred(x, y)
+    return float((x.T @ y).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm()))
+
+
+def debiased_linear_cka(x: Tensor, y: Tensor) -> float:
+    """Linear CKA of the unbiased HSIC (Song et al. 2012; Nguyen et al. 2021): about 0 for x (N, P), y (N, Q) at random.
+
+    May be below 0. Needs N of 4 or more. Memory: N * N; take a sample of the tokens.
+    """
+    x, y = _checked(x, y)
+    if len(x) < 4:
+        raise ValueError(f"x has {len(x)} samples, it must have 4 or more; read more tokens")
+    of_x, of_y = x @ x.T, y @ y.T
+    norm = _unbiased_hsic(of_x, of_x) * _unbiased_hsic(of_y, of_y)
+    return _unbiased_hsic(of_x, of_y) / norm**0.5
+
+
+def svcca(x: Tensor, y: Tensor, *, share: float = 0.99) -> float:
+    """Mean correlation of the directions that x (N, P) and y (N, Q) share (SVCCA, Raghu et al. 2017), 0 to 1.
+
+    Of each the first singular directions are taken that explain `share` of the variance. Needs many more samples than
+    directions: with as many it is 1 for anything, which is refused.
+    """
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"share is {share}, it must be above 0 and at most 1")
+    x, y = _centred(x, y)
+    bases = [_main_directions(z, share) for z in (x, y)]
+    most = bases[0].size(1) + bases[1].size(1)
+    if most >= len(x):
+        raise ValueError(
+            f"x and y have {bases[0].size(1)} and {bases[1].size(1)} directions in {len(x)} samples, of which there must "
+            "be more than both together; read more tokens, or lower share"
+        )
+    return float(torch.linalg.svdvals(bases[0].T @ bases[1]).clamp(max=1.0).mean())
+
+
+def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    for name, value in (("x", x), ("y", y)):
+        if value.dim() != 2:
+            raise ValueError(
+                f"{name} {tuple(value.shape)} must be (samples, features); flatten rows and tokens"
+            )
+    if len(x) != len(y):
+        raise ValueError(f"x has {len(x)} samples and y {len(y)}; both must be of the same tokens")
+    return x.detach().double(), y.detach().double()
+
+
+def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    x, y = _checked(x, y)
+    return x - x.mean(0), y - y.mean(0)
+
+
+def _unbiased_hsic(a: Tensor, b: Tensor) -> float:
+    """Of the Gram matrices (N, N), whose diagonals do not count."""
+    n = len(a)
+    a, b = (gram - torch.diag(gram.diagonal()) for gram in (a, b))
+    trace = (a * b).sum()
+    products = a.sum() * b.sum() / ((n - 1) * (n - 2))
+    return float((trace + products - 2 / (n - 2) * (a.sum(0) @ b.sum(0))) / (n * (n - 3)))
+
+
+def _main_directions(x: Tensor, share: float) -> Tensor:
+    """Left singular vectors (N, R) of the first R that explain `share` of the variance of x (N, P)."""
+    u, s, _ = torch.linalg.svd(x, full_matrices=False)
+    explained = s.square().cumsum(0) / s.square().sum()
+    # rounding may leave the last sum below a share of 1
+    count = min(int((explained < share - 1e-12).sum()) + 1, int((s > s[0] * 1e-12).sum()))
+    return u[:, : max(count, 1)]

@@ -1,0 +1,183 @@
+"""What a model computes inside, kept in memory or on the disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.interp.points import chosen, visited
+
+
+class ActivationStore:
+    """Values of points, of every call of a model inside of `watch`.
+
+        store = ActivationStore(["layers.*.resid_post"], max_bytes=10**9)
+        with store.watch(model):
+            for tokens in batches:
+                model(tokens)
+        store["layers.0.resid_post"]      # (rows, S, M) on the CPU, without graph
+
+    `points` are patterns (see `forge_core.interp.points`). Of the rows, counted over all calls, each `every`-th is
+    kept. `dtype` of floating values; by default their own. With `folder`, an empty or new directory, values lie in
+    files there, one for a point and a call, and memory holds one value at a time: read them by `chunks`.
+
+    A value is refused before it would exceed `max_bytes`: scores of 8,192 tokens are 256 MB a head. The model computes
+    the same as without, but for scores and weights of attention, which are computed beside it.
+
+    The values are those of this process: parts of rows or heads where ranks share them.
+    """
+
+    changes = False
+
+    def __init__(
+        self,
+        points: str | Iterable[str],
+        *,
+        every: int = 1,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        folder: str | Path | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}, it must be 1 or more; 1 keeps all rows")
+        self.points = (points,) if isinstance(points, str) else tuple(points)
+        self.every, self.dtype, self.device = every, dtype, torch.device(device)
+        self.max_bytes = max_bytes
+        self.folder = None if folder is None else _empty_folder(Path(folder))
+        #: Rows of all calls so far, kept or not, and bytes of what is kept.
+        self.rows = self.nbytes = 0
+        self._kept: dict[str, list[Tensor]] = {}
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._batch: int | None = None  # rows of the call that runs
+
+    @property
+    def names(self) -> list[str]:
+        """The points that were seen, in the order of the model."""
+        return list(self._kept)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """All rows of a point. ValueError where calls had rows of different lengths: read `chunks` then."""
+        found = self.chunks(name)
+        shapes = {tuple(value.shape[1:]) for value in found}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{name} has rows of shapes {sorted(shapes)}, which are no one tensor; read chunks({name!r})"
+            )
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def chunks(self, name: str) -> list[Tensor]:
+        """The values of a point, one for each call that kept rows; mapped files where there is a folder."""
+        if name not in self._kept:
+            raise KeyError(
+                f"{name!r} is none of the points kept: {', '.join(self._kept) or 'none yet'}"
+            )
+        return list(self._kept[name])
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[ActivationStore]:
+        """Keep what calls of `model` compute inside of the block.
+
+        ValueError for a pattern without a point and a point in compiled code, and in a call for a point that it has not
+        reached or reached twice.
+        """
+        places = chosen(model, self.points)
+        for name in places:
+            self._kept.setdefault(name, [])
+        begin = model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        try:
+            with visited(model, places, self):
+                end = model.register_forward_hook(lambda *_: self._end(list(places)))
+                try:
+                    yield self
+                finally:
+                    end.remove()
+        finally:
+            begin.remove()
+            self._drop()
+
+    def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        """ValueError if a value of this shape does not fit."""
+        if self._batch is None or self.max_bytes is None:
+            return
+        kept = len(range(*self._slice(shape[0]).indices(shape[0])))
+        size = kept * math.prod(shape[1:]) * self._dtype(dtype).itemsize
+        total = self.nbytes + self._pending_bytes + size
+        if total > self.max_bytes:
+            raise ValueError(
+                f"{name} {tuple(shape)} makes {total} bytes, above max_bytes {self.max_bytes}; raise it, keep fewer points, "
+                f"or a share of the rows (every={self.every})"
+            )
+
+    def visit(self, name: str, value: Tensor) -> Tensor:
+        """Keep rows of `value`, which stays as it is."""
+        if self._batch is None:
+            return value  # a recomputation in the backward, or a call of a part
+        if name in self._pending:
+            raise ValueError(
+                f"point {name} was reached twice in one call, so that its rows are not those of the tokens; watch a "
+                "call that runs each block once"
+            )
+        by_row = value.detach()
+        if by_row.size(0) != self._batch:  # (B * S, E) of routers
+            by_row = by_row.unflatten(0, (self._batch, -1))
+        self.reserve(name, by_row.shape, by_row.dtype)
+        found = by_row[self._slice(self._batch)]
+        found = found.to(self.device, self._dtype(value.dtype), copy=True)
+        self._pending_bytes += found.nbytes
+        self._pending[name] = found if self.folder is None else self._to_disk(name, found)
+        return value
+
+    def _slice(self, rows: int) -> slice:
+        return slice(-self.rows % self.every, rows, self.every)
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def _to_disk(self, name: str, value: Tensor) -> Tensor:
+        if not value.numel():
+            return value
+        assert self.folder is not None
+        path = self.folder / f"{name}.{len(self._kept[name]):06d}.bin"
+        options: Any = {"shared": True, "size": value.numel(), "dtype": value.dtype}
+        torch.from_file(str(path), **options).copy_(value.flatten())
+        return torch.from_file(str(path), **options).view(value.shape)
+
+    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._drop()  # of a call that failed
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self._batch = tensors[0].size(0)
+
+    def _end(self, names: list[str]) -> None:
+        missing = [name for name in names if name not in self._pending]
+        if missing:
+            self._drop()
+            raise ValueError(
+                f"point {missing[0]} must be reached by each call that is watched, and was not; name the points that are, "
+                "and call the model in whole rows without a cache for attn_scores and attn_weights"
+            )
+        for name in names:
+            value = self._pending[name]
+            if len(value):
+                self._kept[name].append(value)
+        self.nbytes += self._pending_bytes
+        assert self._batch is not None
+        self.rows += self._batch
+        self._drop()
+
+    def _drop(self) -> None:
+        self._pending, self._pending_bytes, self._batch = {}, 0, None
+
+
+def _empty_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"folder {folder} holds files, it must be empty or new; name another one")
+    return folder
