@@ -280,6 +280,13 @@ def evaluate(args: list[str]) -> int:
     return tyro.cli(print_evaluation, prog="forge-train eval", args=args, use_underscores=True)
 
 
+def extract(args: list[str]) -> int:
+    """Write activations of a checkpoint on a run's held-out rows as one .npz file; go on if it was killed."""
+    from forge_train.report.extract import run_extract
+
+    return tyro.cli(run_extract, prog="forge-train extract", args=args, use_underscores=True)
+
+
 def doctor(args: list[str]) -> int:
     """Print the abilities of this machine and missing packages: 0 ready, 1 something missing, 2 broken."""
 
@@ -368,6 +375,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "slurm": slurm,
     "generate": generate,
     "eval": evaluate,
+    "extract": extract,
     "report": report,
     "import": import_,
     "export": export,

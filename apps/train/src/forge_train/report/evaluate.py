@@ -24,7 +24,7 @@ from forge_train.trainer.layout import micro_batches
 from forge_train.trainer.objective import find_objective
 from forge_train.trainer.run_directory import RunDirectory
 
-__all__ = ["evaluate_run", "print_evaluation"]
+__all__ = ["evaluate_run", "evaluation_job", "print_evaluation"]
 
 _OWN = ("eval.", "data.validation.")  # keys that another file may give
 _REPLACED = ("eval.sets.", "eval.choices.", "eval.exact_match.")
@@ -76,7 +76,7 @@ def evaluate_run(
     with config_errors():
         where = select_device(device)
     model, _, at = load_model(run, where, step)
-    job = _job(paths, None if config is None else Path(config), rows)
+    job = evaluation_job(paths, None if config is None else Path(config), rows)
     meshes = make_meshes(job.parallel, where)
     layout, agreement = job.parallel.axes(1), Agreement(meshes.host_group)
     evaluation = Evaluation(job, open_held_out(job, model, layout))
@@ -95,7 +95,7 @@ def _count(batch: Batch) -> float:
     return batch.label_weight
 
 
-def _job(paths: RunDirectory, other: Path | None, rows: int) -> JobConfig:
+def evaluation_job(paths: RunDirectory, other: Path | None, rows: int) -> JobConfig:
     """The run's job in one process, `rows` at once, with the evaluations of another file in place of its own."""
     given = None if other is None else read_layers(other)
     layers = Layers()

@@ -1,0 +1,127 @@
+"""forge-train extract: the activations of a checkpoint, in a file that a kill does not change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from tests.use.test_evaluation_sets import asked
+
+from forge_core.interp import ActivationStore
+from forge_data import batch_of
+from forge_testing.runs import fit_alone, make_job
+from forge_train import ConfigError, StateError
+from forge_train.cli import extract
+from forge_train.jobs import load_model
+from forge_train.report import extract as module
+from forge_train.report.extract import extract_run
+
+POINTS = ("layers.0.resid_*", "layers.0.attn_weights", "logits")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_job(tmp_path_factory.mktemp("extracted"))
+    fit_alone(path, **asked(path.parent))
+    return path.parent / "run"
+
+
+def test_the_file_holds_what_the_model_computes(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.npz"
+    assert extract_run(run, POINTS, out, rows=5, batch=2, set_name="seen", step=3) == (3, 5)
+    model, _, _ = load_model(run, "cpu", 3)
+    with numpy.load(out) as found:
+        meta = json.loads(str(found["meta"]))
+        assert (meta["step"], meta["rows"], meta["set"]) == (3, 5, "seen")
+        tokens = torch.from_numpy(found["tokens"])
+        assert tokens.shape[0] == 5
+        with ActivationStore(POINTS).watch(model) as store, torch.no_grad():
+            model(tokens, document_ids=torch.from_numpy(found["document_ids"]))
+        assert set(found.files) == {*store.names, "tokens", "positions", "document_ids", "meta"}
+        for name in store.names:
+            torch.testing.assert_close(
+                torch.from_numpy(found[name]), store[name], rtol=1e-5, atol=1e-6
+            )
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_rows_are_those_of_the_set(run: Path, tmp_path: Path) -> None:
+    extract_run(run, ("logits",), tmp_path / "x.npz", rows=3, set_name="seen")
+    model, _, _ = load_model(run)
+    stream = module._stream(run, model, 8, "seen")
+    wanted = batch_of(stream, range(3)).tokens.numpy()
+    assert numpy.array_equal(numpy.load(tmp_path / "x.npz")["tokens"], wanted)
+
+
+def test_killed_and_started_again_it_is_the_same_file(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, torn = tmp_path / "whole.npz", tmp_path / "torn.npz"
+    extract_run(run, POINTS, whole, rows=7, batch=2)
+    calls, compute = [], module._values
+
+    class Killed(BaseException):
+        pass
+
+    def third(*args: object) -> dict[str, numpy.ndarray]:
+        calls.append(args)
+        if len(calls) == 3:
+            raise Killed
+        return compute(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_values", third)
+    with pytest.raises(Killed):
+        extract_run(run, POINTS, torn, rows=7, batch=2)
+    (tmp_path / "torn.npz.parts/rows-000000004.tmp").write_bytes(b"half")
+    with pytest.raises(StateError, match=r"another command \(rows 7, now 6\)"):
+        extract_run(run, POINTS, torn, rows=6, batch=2)
+    extract_run(run, POINTS, torn, rows=7, batch=2)
+    assert len(calls) == 5, "two parts were there already"
+    assert torn.read_bytes() == whole.read_bytes()
+
+
+def test_the_command_lists_points_and_refuses(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert extract([str(run)]) == 0
+    assert "layers.0.head_out" in capsys.readouterr().out.split()
+    out = tmp_path / "x.npz"
+    arguments = [str(run), "--points", "layers.0.q", "--output", str(out), "--dtype", "fp16"]
+    assert extract([*arguments, "--rows", "2", "--device", "cpu"]) == 0
+    assert numpy.load(out)["layers.0.q"].dtype == numpy.float16
+    assert "2 rows of validation" in capsys.readouterr().out
+    for more, words in (
+        (dict(points=("layers.9.q",)), "layers.9.q"),
+        (dict(set_name="nothing"), "--set nothing must be a set that .*: validation, seen"),
+        (dict(rows=0), "--rows 0 must be 1 or more"),
+        (dict(dtype="int8"), "--dtype int8 must be one of fp32, fp16"),
+        (dict(output=tmp_path / "x.bin"), r"x.bin must end in .npz"),
+        (dict(output=out), "exists already"),
+    ):
+        given = {"run": run, "points": ("logits",), "output": tmp_path / "y.npz", **more}
+        with pytest.raises(ConfigError, match=words):
+            extract_run(**given)  # type: ignore[arg-type]
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npz"], "what is refused leaves nothing"
+
+
+@pytest.mark.slow
+def test_a_process_is_killed_and_the_same_command_ends(run: Path, tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole.npz", tmp_path / "torn.npz"
+    extract_run(run, POINTS, whole, rows=40, batch=1)
+    command = [sys.executable, "-m", "forge_train", "extract", str(run), "--points", *POINTS]
+    command += ["--output", str(torn), "--rows", "40", "--batch", "1", "--device", "cpu"]
+    process = subprocess.Popen(command)
+    parts = tmp_path / "torn.npz.parts"
+    while process.poll() is None and len(list(parts.glob("rows-*"))) < 3:
+        time.sleep(0.001)  # polling a directory
+    process.kill()
+    process.wait()
+    if not torn.exists():
+        assert subprocess.run(command, check=True)
+    assert torn.read_bytes() == whole.read_bytes()
