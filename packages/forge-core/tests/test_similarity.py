@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forge_core.interp import debiased_linear_cka, linear_cka, svcca
+from forge_core.interp import MinibatchCKA, debiased_linear_cka, linear_cka, svcca
 
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(60, 7, generator=RANDOM)
@@ -62,6 +62,24 @@ def test_svcca_is_the_mean_of_canonical_correlations():
     assert svcca(X, Y, share=1.0) == pytest.approx(float(wanted.mean()), abs=1e-9)
     noisy = torch.cat((X, 1e-4 * torch.randn(60, 3, generator=RANDOM)), dim=1)
     assert svcca(noisy, X) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_batches_are_averaged_to_the_whole():
+    one = MinibatchCKA()
+    one.update(X, Y)
+    assert one.value() == pytest.approx(debiased_linear_cka(X, Y), abs=1e-12)
+    x = torch.randn(6000, 7, generator=RANDOM)
+    y = x @ torch.randn(7, 5, generator=RANDOM) + torch.randn(6000, 5, generator=RANDOM)
+    many = MinibatchCKA()
+    for batch in zip(x.split(60), y.split(60), strict=True):
+        many.update(*batch)
+    assert many.value() == pytest.approx(debiased_linear_cka(x, y), abs=0.02)
+    unrelated = MinibatchCKA()
+    for batch in zip(x.split(60), y.flip(0).split(60), strict=True):
+        unrelated.update(*batch)
+    assert abs(unrelated.value()) < 0.01
+    with pytest.raises(ValueError, match="has no samples"):
+        MinibatchCKA().value()
 
 
 def test_what_means_nothing_is_refused():

@@ -3,15 +3,21 @@
 from forge_core.interp.attention import attention_weights
 from forge_core.interp.intervene import intervene
 from forge_core.interp.points import points_of
-from forge_core.interp.similarity import debiased_linear_cka, linear_cka, svcca
+from forge_core.interp.probe import LinearProbe, fit_classifier, fit_ridge, logit_lens
+from forge_core.interp.similarity import MinibatchCKA, debiased_linear_cka, linear_cka, svcca
 from forge_core.interp.store import ActivationStore
 
 __all__ = [
     "ActivationStore",
+    "LinearProbe",
+    "MinibatchCKA",
     "attention_weights",
     "debiased_linear_cka",
+    "fit_classifier",
+    "fit_ridge",
     "intervene",
     "linear_cka",
+    "logit_lens",
     "points_of",
     "svcca",
 ]

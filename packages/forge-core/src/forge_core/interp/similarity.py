@@ -23,12 +23,34 @@ def debiased_linear_cka(x: Tensor, y: Tensor) -> float:
 
     May be below 0. Needs N of 4 or more. Memory: N * N; take a sample of the tokens.
     """
-    x, y = _checked(x, y)
-    if len(x) < 4:
-        raise ValueError(f"x has {len(x)} samples, it must have 4 or more; read more tokens")
-    of_x, of_y = x @ x.T, y @ y.T
-    norm = _unbiased_hsic(of_x, of_x) * _unbiased_hsic(of_y, of_y)
-    return _unbiased_hsic(of_x, of_y) / norm**0.5
+    between, of_x, of_y = _hsics(x, y)
+    return float(between / (of_x * of_y) ** 0.5)
+
+
+class MinibatchCKA:
+    """Debiased linear CKA of more samples than one Gram matrix holds: HSICs of batches are averaged (Nguyen et al. 2021).
+
+        cka = MinibatchCKA()
+        for x, y in batches:      # (N, P) and (N, Q), N of 4 or more
+            cka.update(x, y)
+        cka.value()
+
+    Each batch counts alike, so give equal ones. Of one batch it is `debiased_linear_cka`. Memory: N * N of one batch.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0, 0.0, 0.0]
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        """Count one batch of samples."""
+        self._sums = [a + b for a, b in zip(self._sums, _hsics(x, y))]
+
+    def value(self) -> float:
+        """CKA of all batches so far; ValueError before the first."""
+        if not any(self._sums):
+            raise ValueError("MinibatchCKA has no samples, it must have a batch; call update first")
+        between, of_x, of_y = self._sums
+        return float(between / (of_x * of_y) ** 0.5)
 
 
 def svcca(x: Tensor, y: Tensor, *, share: float = 0.99) -> float:
@@ -64,6 +86,15 @@ def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     x, y = _checked(x, y)
     return x - x.mean(0), y - y.mean(0)
+
+
+def _hsics(x: Tensor, y: Tensor) -> tuple[float, float, float]:
+    """Unbiased HSIC of x and y, of x with itself, of y with itself."""
+    x, y = _checked(x, y)
+    if len(x) < 4:
+        raise ValueError(f"x has {len(x)} samples, it must have 4 or more; read more tokens")
+    a, b = x @ x.T, y @ y.T
+    return _unbiased_hsic(a, b), _unbiased_hsic(a, a), _unbiased_hsic(b, b)
 
 
 def _unbiased_hsic(a: Tensor, b: Tensor) -> float:

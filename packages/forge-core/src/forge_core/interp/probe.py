@@ -1,0 +1,105 @@
+"""What a stream says already: by the model's own head, and by linear readers of it.
+
+Shapes: N samples (tokens), P features, C classes, Q targets, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def logit_lens(model: nn.Module, stream: Tensor) -> Tensor:
+    """Logits (B, S, V) of a stream (B, S, M) of any depth, as if the model ended there (nostalgebraist 2020).
+
+    Final norm and head of `Transformer`; those of the last `resid_post` are the model's own. ValueError for a model
+    without `head`.
+    """
+    offer: Any = getattr(model, "head", None)
+    if not callable(offer):
+        raise ValueError(
+            f"{type(model).__name__} must have a method head(stream), and has none; give a Transformer"
+        )
+    logits: Tensor = offer(stream)
+    return logits
+
+
+class LinearProbe(NamedTuple):
+    """x (..., P) -> x weight + bias (..., C or Q), in float64."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Predictions, or logits of classes."""
+        return x.double() @ self.weight + self.bias
+
+    def accuracy(self, x: Tensor, labels: Tensor) -> float:
+        """Share of x (N, P) whose largest logit is that of its label (N,). Judge on other documents than were fitted."""
+        return float((self(x).argmax(-1) == labels).double().mean())
+
+
+def fit_ridge(x: Tensor, y: Tensor, l2: float = 1.0) -> LinearProbe:
+    """Linear prediction of y (N, Q) from x (N, P): least squares plus `l2` times the squared weights, bias free.
+
+    Exact, in float64. Memory P * P; with l2 0 x must have full rank.
+    """
+    _check(x, y, l2)
+    x, y = x.detach().double(), y.detach().double()
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    x, y = x - mean_x, y - mean_y
+    gram = x.T @ x + l2 * torch.eye(x.size(1), dtype=x.dtype, device=x.device)
+    weight = torch.linalg.solve(gram, x.T @ y)
+    return LinearProbe(weight, mean_y - mean_x @ weight)
+
+
+def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500) -> LinearProbe:
+    """Logistic regression of labels (N,), integers from 0, on x (N, P): the sum of cross-entropies plus l2 / 2 times the
+    squared weights, bias free.
+
+    L-BFGS in float64 from 0: deterministic. Features are scaled to variance 1 for it, and `l2` is that of scaled ones.
+    Raises ValueError where it has not converged after `steps`.
+    """
+    _check(x, labels, l2)
+    if labels.is_floating_point() or labels.dim() != 1:
+        raise ValueError(
+            f"labels {labels.dtype} {tuple(labels.shape)} must be integers (N,); use fit_ridge for numbers"
+        )
+    x = x.detach().double()
+    mean, spread = x.mean(0), x.std(0, correction=0)
+    spread = torch.where(spread > 0, spread, 1.0)
+    scaled = (x - mean) / spread
+    classes = int(labels.max()) + 1
+    weight = torch.zeros(x.size(1), classes, dtype=x.dtype, device=x.device, requires_grad=True)
+    bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
+    options = {"max_iter": steps, "tolerance_grad": 1e-9, "tolerance_change": 0.0}
+    search = torch.optim.LBFGS([weight, bias], line_search_fn="strong_wolfe", **options)  # type: ignore[arg-type, unused-ignore]
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        errors = F.cross_entropy(scaled @ weight + bias, labels, reduction="sum")
+        total = (errors + l2 / 2 * weight.square().sum()) / len(x)
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        search.step(loss)
+        loss()
+    assert weight.grad is not None
+    if float(weight.grad.abs().max()) > 1e-5:
+        raise ValueError(
+            f"the classifier has not converged after {steps} steps; raise l2 {l2}, or steps"
+        )
+    found = weight.detach() / spread[:, None]
+    return LinearProbe(found, bias.detach() - mean @ found)
+
+
+def _check(x: Tensor, y: Tensor, l2: float) -> None:
+    if x.dim() != 2 or len(x) != len(y):
+        raise ValueError(
+            f"x {tuple(x.shape)} must be (samples, features) with the samples of y {tuple(y.shape)}; flatten rows "
+            "and tokens of both"
+        )
+    if l2 < 0:
+        raise ValueError(f"l2 is {l2}, it must be 0 or more")
