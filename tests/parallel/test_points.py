@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from forge_core import Transformer, TransformerConfig
 from forge_core.interp import ActivationStore, intervene
 from forge_moe import MoE, MoEConfig
+from forge_parallel.compile import compile_blocks
 from forge_testing import run_on_ranks
 
 TOKENS = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -42,6 +43,13 @@ def test_router_logits_are_read_and_changed():
     assert everything(model, TOKENS, "layers.1.router_logits", "logits")["logits"].equal(
         model(TOKENS)
     )
+
+
+def test_blocks_that_the_runner_compiles_are_refused_by_name():
+    model = compile_blocks(Transformer(TransformerConfig(64, dim=16, num_layers=2, num_heads=4)))
+    with pytest.raises(ValueError, match=r"compiled code \(layers\.0\), which has no such tensor"):
+        everything(model, TOKENS, "layers.*.resid_mid")
+    assert len(everything(model.eval(), TOKENS, "final_norm")["final_norm"]) == 4
 
 
 def sharded():

@@ -288,6 +288,16 @@ class TestStore:
             call(model).sum().backward()
         assert store["layers.1.mlp_out"].shape == (2, 11, 16)
 
+    def test_rows_before_any_are_refused(self):
+        model = build()
+        store = ActivationStore("*.q")
+        with store.watch(model):
+            pass
+        with pytest.raises(ValueError, match=r"layers\.0\.q has no rows yet"):
+            store["layers.0.q"]
+        with pytest.raises(KeyError, match=r"layers\.0\.k"):
+            store["layers.0.k"]
+
     def test_a_call_that_fails_leaves_nothing(self):
         model = build()
         store = ActivationStore("*.q")

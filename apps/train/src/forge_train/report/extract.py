@@ -114,7 +114,7 @@ def extract_run(
         pass  # each pattern has its points
     stream = _stream(run, model, batch, set_name)
     count = min(rows, len(stream))
-    # as from the command, so that a run that was moved or went on is noticed by its step
+    # all that the parts depend on; a run that went on has another step
     request = {"run": str(Path(run).resolve()), "step": at, "set": set_name, "points": list(points)}
     request |= {"rows": count, "batch": batch, "dtype": dtype}
     parts = _folder_of_parts(out, request)
@@ -200,8 +200,9 @@ def _join(parts: Path, out: Path, meta: str) -> None:
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
         with numpy.load(files[0]) as first:
             shapes = {name: (first[name].shape[1:], first[name].dtype) for name in first.files}
+        rows = sum(len(values) for values in _each(files, "tokens"))
         for name, (shape, dtype) in shapes.items():
-            _write_array(archive, name, shape, dtype, files)
+            _write_array(archive, name, (rows, *shape), dtype, files)
         with archive.open(_entry("meta"), "w") as file:
             numpy.lib.format.write_array(file, numpy.array(meta))
     with open(temporary, "rb") as written:
@@ -213,18 +214,19 @@ def _join(parts: Path, out: Path, meta: str) -> None:
 def _write_array(
     archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: Any, files: list[Path]
 ) -> None:
-    rows = sum(len(values) for values in _each(files, "tokens"))
     header = {
         "descr": numpy.lib.format.dtype_to_descr(dtype),
         "fortran_order": False,
-        "shape": (rows, *shape),
+        "shape": shape,
     }
     with archive.open(_entry(name), "w", force_zip64=True) as file:
         numpy.lib.format.write_array_header_2_0(file, header)  # type: ignore[no-untyped-call, unused-ignore]
         for values in _each(files, name):
-            if values.shape[1:] != shape:
+            if values.shape[1:] != shape[1:]:
                 raise StateError(
-                    [f"{name} has rows of {values.shape[1:]} and {shape}, which are no one array"]
+                    [
+                        f"{name} has rows of {values.shape[1:]} and {shape[1:]}, which are no one array"
+                    ]
                 )
             file.write(numpy.ascontiguousarray(values).tobytes())
 

@@ -34,7 +34,7 @@ def intervene(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]
     """
     change = _Changes(changes)
     places = chosen(model, changes)
-    with visited(model, places, change):
+    with visited(places, change):
         yield
     missing = [name for name in places if name not in change.reached]
     if missing:

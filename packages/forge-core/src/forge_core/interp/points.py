@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def points_of(model: nn.Module) -> dict[str, Place]:
-    """The points of a model by name, in the order of its modules.
+    """The points of a model by name: streams of the blocks, then what is inside of them, then the end of the model.
 
     A point inside a block has the name of the block, or that of its module where two parts of the block have it.
     ValueError for a model without any.
@@ -105,18 +105,11 @@ def chosen(model: nn.Module, patterns: Iterable[str]) -> dict[str, Place]:
 
 
 @contextmanager
-def visited(model: nn.Module, places: dict[str, Place], visitor: Visitor) -> Iterator[None]:
+def visited(places: dict[str, Place], visitor: Visitor) -> Iterator[None]:
     """Hand the values of places to a visitor, behind those that visit already; undone exactly at the end."""
     with ExitStack() as stack:
-        attends: dict[str, dict[str, str]] = {}  # {path: {point: name}}
         for name, place in places.items():
-            if place.kind == "attend":
-                attends.setdefault(place.path, {})[place.point] = name
-            else:
-                stack.callback(_hook(place, name, visitor))
-        modules = dict(model.named_modules())
-        for path, names in attends.items():
-            _watch_attend(modules[path], path, names, visitor, stack)
+            stack.callback(_hook(place, name, visitor))
         yield
 
 
@@ -142,6 +135,7 @@ def _join(path: str, point: str) -> str:
 
 
 def _refuse_compiled(model: nn.Module, places: dict[str, Place]) -> None:
+    # nn.Module.compile, compile_blocks of forge-parallel, torch.compile(module)
     modules = dict(model.named_modules())
     compiled = {
         path
@@ -178,6 +172,8 @@ def _hook(place: Place, name: str, visitor: Visitor) -> Callable[[], None]:
 
         remove = module.register_forward_hook(behind).remove
         return remove
+    if place.kind == "attend":
+        return _watch_attend(module, (place.point, name, visitor))
     before_us = vars(module).get("point")  # that of an outer visitor
     inner = module.point
 
@@ -196,13 +192,14 @@ def _hook(place: Place, name: str, visitor: Visitor) -> Callable[[], None]:
     return restore
 
 
-def _watch_attend(
-    module: Any, path: str, names: dict[str, str], visitor: Visitor, stack: ExitStack
-) -> None:
+#: A point of an attention, its name in the model, who visits it.
+_Visit = tuple[str, str, Visitor]
+
+
+def _watch_attend(module: Any, visit: _Visit) -> Callable[[], None]:
     attend = module.attend
     if not isinstance(attend, _WatchedAttention):
         attend = module.attend = _WatchedAttention(attend)
-    visit = (visitor, names)
     attend.visits.append(visit)
 
     def restore() -> None:
@@ -210,7 +207,7 @@ def _watch_attend(
         if not attend.visits:
             module.attend = attend.plain
 
-    stack.callback(restore)
+    return restore
 
 
 class _WatchedAttention(LocalAttention):
@@ -219,7 +216,7 @@ class _WatchedAttention(LocalAttention):
     def __init__(self, plain: LocalAttention) -> None:
         super().__init__(plain.spec)
         self.plain = plain
-        self.visits: list[tuple[Visitor, dict[str, str]]] = []
+        self.visits: list[_Visit] = []
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, sinks: Tensor | None = None
@@ -227,10 +224,9 @@ class _WatchedAttention(LocalAttention):
         given = () if sinks is None else (sinks,)
         shape = torch.Size((q.size(0), q.size(2), q.size(1), q.size(1)))
         dtype = torch.promote_types(q.dtype, torch.float32)
-        for visitor, names in self.visits:
-            for name in names.values():
-                visitor.reserve(name, shape, dtype)
-        graph = torch.is_grad_enabled() and any(visitor.changes for visitor, _ in self.visits)
+        for _, name, visitor in self.visits:
+            visitor.reserve(name, shape, dtype)
+        graph = torch.is_grad_enabled() and any(visitor.changes for _, _, visitor in self.visits)
         with torch.set_grad_enabled(graph):
             weights = self._changed_weights(q, k, ctx, sinks)
         if weights is None:
@@ -242,16 +238,16 @@ class _WatchedAttention(LocalAttention):
         self, q: Tensor, k: Tensor, ctx: TokenContext, sinks: Tensor | None
     ) -> Tensor | None:
         """Weights (B, H, S, S) after all visits; None where they are those of the plain attention."""
-        scores = self.scores(q, k)
+        scores = self.plain.scores(q, k)
         seen = self._visit("attn_scores", scores)
-        if seen is scores and not any("attn_weights" in names for _, names in self.visits):
+        if seen is scores and all(point != "attn_weights" for point, _, _ in self.visits):
             return None
-        weights = self.softmax(seen, ctx, sinks)
+        weights = self.plain.softmax(seen, ctx, sinks)
         behind = self._visit("attn_weights", weights)
         return None if seen is scores and behind is weights else behind
 
     def _visit(self, point: str, value: Tensor) -> Tensor:
-        for visitor, names in self.visits:
-            if point in names:
-                value = visitor.visit(names[point], value)
+        for at, name, visitor in self.visits:
+            if at == point:
+                value = visitor.visit(name, value)
         return value

@@ -60,12 +60,16 @@ class ActivationStore:
 
     @property
     def names(self) -> list[str]:
-        """The points that were seen, in the order of the model."""
+        """The points that are kept, in the order of `points_of`."""
         return list(self._kept)
 
     def __getitem__(self, name: str) -> Tensor:
         """All rows of a point. ValueError where calls had rows of different lengths: read `chunks` then."""
         found = self.chunks(name)
+        if not found:
+            raise ValueError(
+                f"{name} has no rows yet, it must have one; call the model inside of watch, every={self.every}"
+            )
         shapes = {tuple(value.shape[1:]) for value in found}
         if len(shapes) > 1:
             raise ValueError(
@@ -93,7 +97,7 @@ class ActivationStore:
             self._kept.setdefault(name, [])
         begin = model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         try:
-            with visited(model, places, self):
+            with visited(places, self):
                 end = model.register_forward_hook(lambda *_: self._end(list(places)))
                 try:
                     yield self
