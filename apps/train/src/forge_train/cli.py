@@ -287,6 +287,27 @@ def extract(args: list[str]) -> int:
     return tyro.cli(run_extract, prog="forge-train extract", args=args, use_underscores=True)
 
 
+#: Verbs of `study`: the function that tyro calls, by import path.
+STUDIES: dict[str, str] = {}
+
+
+def study(args: list[str]) -> int:
+    """Look into runs that are over, or train a series of them: `forge-train study` lists how."""
+    from pydoc import locate
+
+    from forge_train.errors import ConfigError
+
+    names = ", ".join(STUDIES)
+    if not args or args[0] in ("-h", "--help"):
+        print(f"usage: forge-train study VERB ...   VERB is one of {names}; VERB --help says more")
+        return ExitCode.DONE
+    if args[0] not in STUDIES:
+        raise ConfigError([f"{args[0]!r} is not a verb of forge-train study; use one of {names}"])
+    call: Any = locate(STUDIES[args[0]])
+    prog = f"forge-train study {args[0]}"
+    return int(tyro.cli(call, prog=prog, args=args[1:], use_underscores=True))
+
+
 def doctor(args: list[str]) -> int:
     """Print the abilities of this machine and missing packages: 0 ready, 1 something missing, 2 broken."""
 
@@ -377,6 +398,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "extract": extract,
     "report": report,
+    "study": study,
     "import": import_,
     "export": export,
     "doctor": doctor,
