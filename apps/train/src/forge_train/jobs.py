@@ -125,6 +125,20 @@ def load_model(
 
 def _build(paths: RunDirectory) -> tuple[nn.Module, JobConfig, dict[str, torch.dtype]]:
     """The whole model of a run, before its weights, its configuration, and dtypes of checkpoints that are not fp32."""
+    refuse_no_run(paths)
+    config = load_job(paths.config, {"run.dir": str(paths.path)}).config  # it may have been moved
+    model = build_model(config.model, config.init_seed)
+    store_parameters(model, config.parallel.param_dtype)
+    named = model.named_parameters(remove_duplicate=False)
+    dtypes = {n: p.dtype for n, p in named if p.dtype == torch.bfloat16}
+    if config.lora.rank:
+        add_lora(model, config.lora, base_dtype=None)
+    refuse(base_problems(config, paths))
+    return model, config, dtypes
+
+
+def refuse_no_run(paths: RunDirectory) -> None:
+    """ConfigError for a folder that no run has trained in."""
     run_dir = paths.path
     if paths.imported.exists() and not paths.config.exists():
         raise ConfigError(
@@ -137,15 +151,6 @@ def _build(paths: RunDirectory) -> tuple[nn.Module, JobConfig, dict[str, torch.d
         raise ConfigError(
             [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
         )
-    config = load_job(paths.config, {"run.dir": str(run_dir)}).config  # it may have been moved
-    model = build_model(config.model, config.init_seed)
-    store_parameters(model, config.parallel.param_dtype)
-    named = model.named_parameters(remove_duplicate=False)
-    dtypes = {n: p.dtype for n, p in named if p.dtype == torch.bfloat16}
-    if config.lora.rank:
-        add_lora(model, config.lora, base_dtype=None)
-    refuse(base_problems(config, paths))
-    return model, config, dtypes
 
 
 def load_folder(
