@@ -138,7 +138,7 @@ class Trainer:
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
         self.encoder = find_encoder(config, self.model, self.fork)
         self.numerics = Numerics(config.resilience, self._record)
-        self.progress = Progress(self.numerics.policy)
+        self.progress = Progress(self.numerics.policy, world.world_size)
         self.val_loss: float | None = None
         self.agreement = Agreement()
         self._meshes: Meshes | None = None
