@@ -175,7 +175,9 @@ def _hints(part: Any) -> dict[str, Any]:
 
 def _called(hint: Any) -> str:
     """An annotation as a person writes it."""
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    if isinstance(hint, type) and not get_args(hint):
+        return hint.__name__
+    return str(hint).replace("typing.", "")
 
 
 def _fits(value: Any, hint: Any) -> bool:
