@@ -31,7 +31,7 @@ class MetricRows:
     The host reads the numbers of a row one step later, so it does not wait for steps that are still queued.
 
     flops      from the tokens so far to the operations for them
-    columns    functions from further numbers of a row, by their name, to columns
+    columns    functions from further numbers of a row, by their name, to columns; a row need not have all of them
     evaluated  names of columns that an evaluation fills, beside val_loss
     """
 
@@ -98,7 +98,8 @@ class MetricRows:
         row["loss"], row["grad_norm"] = (_finite(numbers[key][0]) for key in ("loss", "grad_norm"))
         row["skipped_steps"] = skipped
         for key, columns in self._columns.items():
-            row |= finite(columns(numbers[key]))
+            if key in numbers:
+                row |= finite(columns(numbers[key]))
         return row
 
     def _row(
