@@ -149,7 +149,9 @@ def test_a_hanging_sink_is_waited_for_at_no_save_and_once_at_the_end(
     assert run.metrics["step"] == [1, 2, 3, 4, 5, 6]
     assert flushes == [True] * 6  # of metrics.jsonl alone
     err = capfd.readouterr().err
-    assert "metrics.sinks.full: OSError: [Errno 28] No space left on device; this sink is off" in err
+    assert (
+        "metrics.sinks.full: OSError: [Errno 28] No space left on device; this sink is off" in err
+    )
     assert err.count("metrics.sinks.mine: has not taken its last rows in time") == 1
 
 

@@ -7,6 +7,7 @@ are about a hundred times smaller here, 1e-3.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forge_resilience import NumericsPolicy
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.metrics.columns import column_of
+from forge_train.trainer.progress import Progress
 
 MOE = "\n[model.moe]\nnum_experts = 4\ntop_k = 2\nz_loss_weight = 1e-3\n"
 KEYS: dict[str, Any] = {
@@ -143,7 +146,12 @@ def test_a_job_without_gradients_of_micro_batches_is_refused(
 @pytest.mark.distributed
 def test_ranks_without_gradients_of_micro_batches_are_refused(tmp_path: Path) -> None:
     keys = {key.replace(".", "__"): value for key, value in KEYS.items()}
-    cases = {"pp 2": ("", "pp"), "cp 2": ("", "cp"), "ep 2": (MOE, "ep"), "parallel.tp 2": (MOE, "tp")}
+    cases = {
+        "pp 2": ("", "pp"),
+        "cp 2": ("", "cp"),
+        "ep 2": (MOE, "ep"),
+        "parallel.tp 2": (MOE, "tp"),
+    }
     for number, (named, (extra, axis)) in enumerate(cases.items()):
         job = make_job(tmp_path / str(number), extra)
         for rank in fit_on_ranks(2, job, **keys, **{f"parallel__{axis}": 2}):
@@ -182,3 +190,28 @@ def test_numbers_of_the_last_stage_reach_the_writer_without_a_receive(tmp_path: 
     wanted, got = metrics(tmp_path / "alone"), metrics(tmp_path / "stages")
     for name in ("loss", "loss.z_loss", "grad_norm", "moe.0.max_load", "moe.1.entropy"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-4), name
+
+
+@pytest.mark.distributed
+def test_device_hours_count_the_ranks_of_each_life(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    keys = {"train.steps": 2, "sample.max_new_tokens": 0, "eval.every_steps": 0}
+    fit_alone(job, **keys)
+    given = {key.replace(".", "__"): value for key, value in keys.items()}
+    together(fit_on_ranks(2, job, **{**given, "train__steps": 4}))
+    found = metrics(tmp_path)
+    seconds = [0.0, *found["seconds"]]
+    spent = [b - a for a, b in itertools.pairwise(seconds)]
+    expected = itertools.accumulate(s * ranks / 3600 for s, ranks in zip(spent, (1, 1, 2, 2)))
+    assert found["device_hours"] == pytest.approx(list(expected), rel=1e-9)
+
+
+def test_a_checkpoint_without_device_seconds_counts_the_ranks_of_now() -> None:
+    state = Progress(NumericsPolicy(), 1, step=3, tokens=9, seconds=5.0).state_dict()
+    del state["device_seconds"]
+    progress = Progress(NumericsPolicy(), 4)
+    progress.load_checks(state)
+    progress.load_state_dict(state)
+    assert progress.device_seconds == 20.0
+    with pytest.raises(ValueError, match="at least 0"):
+        progress.load_checks(state | {"device_seconds": math.inf})
