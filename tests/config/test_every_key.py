@@ -155,6 +155,11 @@ def logged(t: Trainer) -> Any:
     return read_run(t.paths.path).metrics["step"]
 
 
+def columns(t: Trainer) -> Any:
+    t.fit()
+    return list(read_run(t.paths.path).metrics)
+
+
 def evaluations(t: Trainer) -> Any:
     t.fit()
     events = read_run(t.paths.path).events
@@ -919,6 +924,9 @@ PROBES: dict[str, Probe] = {
     "checkpoint.max_failed_saves": Probe(1, saves_on_a_full_disk, {"checkpoint.every_steps": 1}),
     "checkpoint.digest": Probe("blake3", digests),
     "metrics.every_steps": Probe(2, logged),
+    "metrics.gradients_every_steps": Probe(1, columns),
+    "metrics.expert_loads": Probe(True, columns, MOE),
+    "metrics.source_shares": Probe(True, columns, MIXED),
     "metrics.tensorboard": Probe(True, files),
     "metrics.sinks.<name>.name": Probe(
         f"{PARTS}:Lines", files, {"metrics.sinks.<name>.name": "tensorboard"}

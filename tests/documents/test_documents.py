@@ -10,6 +10,7 @@ import pytest
 
 from forge_train.cli import VERBS
 from forge_train.config.describe import key_rows, keys_as_markdown
+from forge_train.metrics.columns import columns_as_markdown
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if ".venv" not in p.parts
@@ -19,6 +20,11 @@ PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if ".venv" not
 def test_the_page_of_keys_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     assert keys_as_markdown() in page, "run: hatch run python scripts/write_configuration_page.py"
+
+
+def test_the_page_of_columns_is_the_one_the_code_generates() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert columns_as_markdown() in page, "run: hatch run python scripts/write_metrics_page.py"
 
 
 def regression_tests() -> dict[str, set[str]]:

@@ -28,6 +28,8 @@ THERE = {
     " phases[].start_step phases[].dataset_weights phases[].lr_scale anneal_start_step anneal_weights",
     "eval": "enabled interval steps dataset_path file_pattern hf_dataset_name hf_dataset_config hf_dataset_split"
     " hf_dataset_text_field",
+    "metrics": "log_interval enable_wandb enable_tensorboard wandb_project wandb_run_name wandb_run_id"
+    " tensorboard_dir enable_mlflow mlflow_experiment mlflow_run_id",
 }
 
 

@@ -37,7 +37,9 @@ from forge_parallel import protocols as parallel
 from forge_resilience import NumericsPolicy
 from forge_train import protocols as train
 from forge_train.metrics.console import ConsoleSink
-from forge_train.metrics.sinks import JsonlSink, TensorBoardSink
+from forge_train.metrics.jsonl import JsonlSink
+from forge_train.metrics.sinks import TensorBoardSink
+from forge_train.metrics.tracking import MlflowSink, WandbSink
 from forge_train.trainer.objective import token_cross_entropy
 from forge_train.trainer.progress import Progress
 
@@ -122,7 +124,7 @@ def of_schedules(schedule: Callable[[int], float]) -> None:
 
 
 def of_the_runner(
-    sinks: tuple[JsonlSink, TensorBoardSink, ConsoleSink],
+    sinks: tuple[JsonlSink, TensorBoardSink, ConsoleSink, WandbSink, MlflowSink],
     model: Transformer,
 ) -> None:
     rows: list[train.Sink] = [*sinks]

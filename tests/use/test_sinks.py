@@ -4,6 +4,7 @@ never waited for twice."""
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from forge_testing import forge_train, write_job
 from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import Callback, Trainer, load_job, read_run
-from forge_train.metrics import sinks
+from forge_train.metrics import background
+from forge_train.trainer import recorder
 
 LINES = "forge_testing.parts:Lines"
 
@@ -64,14 +66,26 @@ def test_tensorboard_is_a_built_in_name_and_the_older_key_its_shorthand(tmp_path
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ('name = "tensorbord"', "metrics.sinks.mine.name 'tensorbord' is unknown: known in forge.sinks are tensorboard"),
+        ('name = "tensorbord"', "metrics.sinks.mine.name 'tensorbord' is unknown: known in forge.sinks are mlflow, tensorboard, wandb"),
         ('name = "no_lab:Sink"', "metrics.sinks.mine.name: cannot import 'no_lab:Sink'"),
         (
             f'name = "{LINES}"\noptions = {{file = "a", fil = "b"}}',
             "metrics.sinks.mine.options.fil 'b' is no option of 'forge_testing.parts:Lines'; did you mean 'file'?",
         ),
         (f'name = "{LINES}"\noptions = {{file = 3}}', "metrics.sinks.mine.options.file 3 must be of type str"),
-        ('name = "tensorboard"\noptions = {every = 2}', "'tensorboard' is built in and takes no options"),
+        ('name = "tensorboard"\noptions = {every = 2}', "metrics.sinks.mine.options.every 2 is no option of 'tensorboard'"),
+        (
+            'name = "wandb"\noptions = {tags = "a"}',
+            "metrics.sinks.mine.options.tags 'a' must be of type list[str] | None, as 'wandb' annotates it",
+        ),
+        (
+            'name = "wandb"\noptions = {mode = "of"}',
+            "options.mode 'of' must be of type Optional[Literal['online', 'offline']]",
+        ),
+        (
+            'name = "mlflow"\n[metrics.sinks.other]\nname = "mlflow"',
+            "metrics.sinks: 2 tables have the name 'mlflow', and a run has one id there; leave one",
+        ),
         ("options = {every = 2}", "metrics.sinks.mine.name is missing"),
     ],
 )  # fmt: skip
@@ -106,21 +120,23 @@ class Failing(Hanging):
         raise OSError(28, "No space left on device")
 
 
-def test_a_hanging_sink_is_waited_for_at_one_save_and_a_failing_one_at_none(
+def test_a_hanging_sink_is_waited_for_at_no_save_and_once_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    waits: list[str] = []
+    flushes: list[bool] = []
 
-    class Short(threading.Event):
+    class Counted(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
-            answered = super().wait(0.2)
-            waits.append("answered" if answered else "in vain")
+            answered = super().wait(timeout)
+            if timeout == 5.0:  # of a flush
+                flushes.append(answered)
             return answered
 
     class Arm(Callback):
         def on_start(self, trainer: Trainer) -> None:
-            monkeypatch.setattr(sinks.threading, "Event", Short)
+            monkeypatch.setattr(background.threading, "Event", Counted)
 
+    monkeypatch.setattr(recorder, "END_SECONDS", 0.5)
     job = write_job(tmp_path)
     every = {**keys(f"{__name__}:Hanging"), **keys(f"{__name__}:Failing", "full")}
     overrides = {"train.steps": 6, "checkpoint.every_steps": 1, "schedule.name": "constant"}
@@ -131,8 +147,37 @@ def test_a_hanging_sink_is_waited_for_at_one_save_and_a_failing_one_at_none(
     run = read_run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "save"] == [1, 2, 3, 4, 5, 6]
     assert run.metrics["step"] == [1, 2, 3, 4, 5, 6]
-    assert waits.count("in vain") == 1
+    assert flushes == [True] * 6  # of metrics.jsonl alone
+    err = capfd.readouterr().err
     assert (
-        "full: OSError: [Errno 28] No space left on device; this sink is off"
-        in capfd.readouterr().err
+        "metrics.sinks.full: OSError: [Errno 28] No space left on device; this sink is off" in err
     )
+    assert err.count("metrics.sinks.mine: has not taken its last rows in time") == 1
+
+
+def test_a_disk_without_space_for_rows_and_events_does_not_stop_a_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Full(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            step = trainer.progress.step
+            trainer.recorder.flush()
+            full = step in (2, 3)  # in the second row, and less than the messages of this test
+            resource.setrlimit(resource.RLIMIT_FSIZE, (700, limit[1]) if full else limit)
+            trainer.recorder.record("mine", step=step, text="x" * 700)
+
+    job = write_job(tmp_path)
+    off = {"checkpoint.every_steps": 0, "eval.every_steps": 0, "metrics.console": "off"}
+    overrides = {"train.steps": 6, "schedule.name": "constant", **off}
+    try:
+        Trainer(load_job(job, overrides), [Full()]).fit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    run = read_run(tmp_path / "run")
+    assert run.metrics["step"] == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in run.events if e["event"] == "mine"] == [1, 4, 5, 6]
+    err = capfd.readouterr().err
+    assert err.count("rows wait in memory, training goes on") == 1
+    assert err.count("events are not recorded") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from forge_train import read_run
-from forge_train.metrics import sinks
-from forge_train.metrics.sinks import BackgroundSink, JsonlSink
+from forge_train.metrics import background
+from forge_train.metrics.background import BackgroundSink, end_all
+from forge_train.metrics.jsonl import JsonlSink
 
 
 class Recording:
@@ -30,7 +32,7 @@ def test_rows_arrive_in_order_and_close_flushes() -> None:
     sink = BackgroundSink(lambda: inner, "recording")
     for step in range(100):
         sink.write({"step": step})
-    sink.close()
+    end_all([sink], 60)
     assert inner.rows == [{"step": step} for step in range(100)] + ["closed"]
 
 
@@ -43,7 +45,7 @@ def test_a_failing_sink_is_switched_off_with_one_line(capfd: pytest.CaptureFixtu
     for step in range(5):
         sink.write({"step": step})
         assert sink.flush()
-    sink.close()
+    end_all([sink], 60)
     err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert "full disk" in err
@@ -56,63 +58,134 @@ def test_a_sink_that_cannot_open_is_switched_off_too(capfd: pytest.CaptureFixtur
 
     sink = BackgroundSink(refuse, "tensorboard")
     sink.write({"step": 1})
-    sink.close()
+    end_all([sink], 60)
     assert "No module named 'tensorboard'" in capfd.readouterr().err
 
 
-def test_a_hanging_sink_drops_rows_and_never_blocks(capfd: pytest.CaptureFixture[str]) -> None:
+class Hanging(Recording):
+    """Hangs in each write until `go` is set."""
+
+    def __init__(self, go: threading.Event, entered: threading.Event) -> None:
+        super().__init__()
+        self.go, self.entered = go, entered
+
+    def write(self, row: Any) -> None:
+        self.entered.set()
+        self.go.wait()
+        super().write(row)
+
+
+def hanging(max_rows: int = 1024) -> tuple[BackgroundSink, threading.Event]:
+    """A sink that hangs in its first row, and the event that frees it."""
     go, entered = threading.Event(), threading.Event()
-
-    class Hanging(Recording):
-        def write(self, row: Any) -> None:
-            entered.set()
-            go.wait()
-
-    sink = BackgroundSink(Hanging, "slow", max_rows=4)
+    sink = BackgroundSink(lambda: Hanging(go, entered), "slow", max_rows)
     sink.write({"step": 0})
-    assert entered.wait(10)
+    assert entered.wait(60)
+    return sink, go
+
+
+def test_a_hanging_sink_drops_rows_and_never_blocks(capfd: pytest.CaptureFixture[str]) -> None:
+    sink, go = hanging(max_rows=4)
     for step in range(1, 50):
         sink.write({"step": step})
     assert sink.dropped == 45
     assert not sink.flush(timeout_seconds=0.01)
     go.set()
-    sink.close()
+    end_all([sink], 60)
     assert "45 rows dropped" in capfd.readouterr().err
 
 
-def test_a_hanging_sink_is_waited_for_once_until_it_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hanging_sink_is_flushed_once_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     class Counted(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             waits.append(timeout or 0.0)
-            return super().wait(10 if go.is_set() else 0.001)
+            return super().wait(60 if go.is_set() else 0.001)
 
-    go, entered = threading.Event(), threading.Event()
-
-    class Hanging(Recording):
-        def write(self, row: Any) -> None:
-            entered.set()
-            go.wait()
-
-    sink = BackgroundSink(Hanging, "slow")
-    monkeypatch.setattr(sinks.threading, "Event", Counted)
-    monkeypatch.setattr(sink._thread, "join", lambda timeout: waits.append(timeout))
-    sink.write({"step": 0})
-    assert entered.wait(10)
+    sink, go = hanging()
+    monkeypatch.setattr(background.threading, "Event", Counted)
     for _ in range(4):
         assert not sink.flush()  # as at saves
-    sink.close()
     assert waits == [5.0]
     go.set()
     assert sink._last_flush is not None
-    assert sink._last_flush.wait(10)
-    waits.clear()
+    assert sink._last_flush.wait(60)
     assert sink.flush()
+    end_all([sink], 60)
+
+
+def test_hanging_sinks_share_one_wait_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sinks, frees = zip(*(hanging() for _ in range(3)))
+    clock, waits = [100.0], list[float]()
+
+    def join(timeout: float) -> None:
+        waits.append(timeout)
+        clock[0] += min(timeout, 4.0)  # the first two take 4 s each
+
+    monkeypatch.setattr(background, "monotonic", lambda: clock[0])
+    for sink in sinks:
+        monkeypatch.setattr(sink._thread, "join", join)
+    end_all(sinks, 6.0)
+    assert waits == [6.0, 2.0, 0.0]
+    assert capfd.readouterr().err.count("has not taken its last rows") == 3
+    for go in frees:
+        go.set()
+
+
+def test_a_sink_is_opened_again_behind_its_rows_without_a_wait() -> None:
+    first, second = Recording(), Recording()
+    go = threading.Event()
+
+    def slow() -> Recording:
+        go.wait()
+        return first
+
+    sink = BackgroundSink(slow, "reopened")
+    sink.write({"step": 1})
+    sink.reopen(lambda: second)  # as at a rollback
+    sink.write({"step": 2})
+    assert not first.rows + second.rows
+    go.set()
+    end_all([sink], 60)
+    assert first.rows == [{"step": 1}, "closed"]
+    assert second.rows == [{"step": 2}, "closed"]
+
+
+def test_rows_wait_for_a_disk_that_is_full_with_one_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5500, before[1]))  # inside of the sixth row
+    try:
+        for step in range(10, 20):
+            sink.write({"step": step, "text": "x" * 1000})
+            sink.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == 5500
+    sink.write({"step": 20})
     sink.close()
-    assert waits == [5.0, 5.0, 5.0]  # it answers again: a flush, and those of the close
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(10, 21)]
+    assert capfd.readouterr().err.count("rows wait in memory") == 1
+
+
+def test_rows_without_a_schema_are_read_and_those_of_a_later_one_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.toml", "environment.json"):
+        (tmp_path / name).write_text("{}" if name.endswith("json") else "")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "schema": 1, "loss": 1.0}\n')
+    assert read_run(tmp_path).metrics == {"step": [1, 2], "loss": [2.0, 1.0], "schema": [None, 1]}
+    assert not capfd.readouterr().err
+    path.write_text('{"step": 3, "schema": 7}\n')
+    assert read_run(tmp_path).metrics["step"] == [3]
+    assert "1 rows have the schema 7, and this version knows up to 1" in capfd.readouterr().err
 
 
 def test_rows_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path) -> None:
@@ -138,7 +211,7 @@ def test_F108_a_foreign_line_costs_itself_and_one_warning(
     path.write_text("\n".join(['{"step": 1, "loss": 2.0}', *FOREIGN, '{"step": 2}', '{"st']))
     sink = BackgroundSink(lambda: JsonlSink(path, 2), "metrics.jsonl")
     sink.write({"step": 3})
-    sink.close()
+    end_all([sink], 60)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     err = capfd.readouterr().err
     assert err.count("\n") == 1

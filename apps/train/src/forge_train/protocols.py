@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Row = Mapping[str, Any]
-"""A row of metrics.jsonl: column -> number or None."""
+"""A row of metrics.jsonl: column -> number, text or None; docs/metrics.md lists them."""
 
 
 class ModelBuilder(Protocol):
@@ -86,8 +86,8 @@ class CountsItsBatch(ObjectiveFunction, Protocol):
 class Sink(Protocol):
     """A place where rows of metrics go. Rank 0 alone has sinks, each on a thread of its own.
 
-    An exception switches the sink off with one line on stderr. A sink that is slow loses rows and never delays
-    a step; a save waits 5 s, once, for a sink that hangs.
+    An exception switches the sink off with one line on stderr. A sink that is slow loses rows and delays neither a
+    step nor a save; the end of a run waits up to 10 s, once, for all sinks together.
     """
 
     def write(self, row: Row) -> None:
@@ -103,9 +103,10 @@ class SinkBuilder(Protocol):
     """Makes a sink."""
 
     def __call__(self, directory: Path, resume_step: int, /) -> Sink:
-        """`directory` is the run's; `resume_step` is 0 for a new run.
+        """`directory` is the run's, with its resolved configuration in config.toml; `resume_step` is 0 for a new run.
 
-        After a kill the sink gets the rows after `resume_step` again: dropping the old ones is its own task.
+        After a kill the sink gets the rows after `resume_step` again: dropping the old ones is its own task. After
+        a rollback the sink is closed and made again in the same process.
         """
         ...
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, get_type_hints
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["Registry", "installed", "options_table"]
 
@@ -17,13 +18,15 @@ class Registry(NamedTuple):
     """Parts of one kind.
 
     key: the setting that holds a name, for messages; group: of entry points, such as `forge.optimizers`;
-    arguments: what a part is called with, before its options; built_in: the parts of this package.
+    arguments: what a part is called with, before its options; built_in: the parts of this package, which take
+    options as all others with `built_in_options`, else none: theirs are keys of their section.
     """
 
     key: str
     group: str
     arguments: tuple[str, ...]
     built_in: Mapping[str, Callable[..., Any]]
+    built_in_options: bool = False
 
     def find(self, name: str) -> Any:
         """The part that `name` names: a built-in name, an entry point, or an import path `module:attr`.
@@ -76,8 +79,7 @@ class Registry(NamedTuple):
     ) -> None:
         """Compare options with the signature of the part that `name` names; ValueError with all problems.
 
-        `given` are keywords that the part is called with beside its options. A built-in part takes none:
-        its options are keys of its section.
+        `given` are keywords that the part is called with beside its options.
         """
         problems = self._problems(part, name, options, given)
         if problems:
@@ -87,7 +89,7 @@ class Registry(NamedTuple):
         self, part: Any, name: str, options: Mapping[str, Any], given: Collection[str]
     ) -> list[str]:
         table = options_table(self.key)
-        if name in self.built_in:
+        if name in self.built_in and not self.built_in_options:
             section = self.key.rpartition(".")[0]
             return [
                 f"{table}.{key} {value!r}: {name!r} is built in and takes no options; use the keys of "
@@ -150,7 +152,7 @@ def _unlike_signature(
     ]
     hints = _hints(part)
     return problems + [
-        f"{table}.{key} {options[key]!r} must be of type {hints[key].__name__}, as {name!r} annotates it; correct it"
+        f"{table}.{key} {options[key]!r} must be of type {_called(hints[key])}, as {name!r} annotates it; correct it"
         for key in taken
         if key in options and not _fits(options[key], hints.get(key))
     ]
@@ -171,8 +173,24 @@ def _hints(part: Any) -> dict[str, Any]:
         return {}
 
 
+def _called(hint: Any) -> str:
+    """An annotation as a person writes it."""
+    if isinstance(hint, type) and not get_args(hint):
+        return hint.__name__
+    return str(hint).replace("typing.", "")
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a plain type; other annotations are not looked at."""
+    """Whether a value is of a plain type, or a list, table or choice of them; other annotations are not looked at."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts if part is not type(None))
+    if origin is Literal:
+        return value in parts
+    if origin is list:
+        return isinstance(value, list | tuple) and all(_fits(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
     if hint not in (bool, int, float, str):
         return True
     if isinstance(value, bool) or hint is bool:

@@ -96,12 +96,12 @@ class MoEHooks:
             dist.all_reduce(sums)
         return sums
 
-    def columns(self, sums: Sequence[float]) -> dict[str, float]:
+    def columns(self, sums: Sequence[float], loads: bool = False) -> dict[str, float]:
         """Columns of metrics of the sums that `take` gave, for each layer.
 
         `moe.<layer>.max_load`, `min_load`: the fullest and the emptiest expert over the mean; `dead`: experts
         without a token; `entropy` of the router in nats; `drop_rate`: share of the choices that the capacity
-        dropped; `max_bias`, 0 without biases.
+        dropped; `max_bias`, 0 without biases. With `loads` also `load.<expert>`: the part of the layer's choices.
         """
         columns: dict[str, float] = {}
         if not self._num_experts:
@@ -120,6 +120,9 @@ class MoEHooks:
                 "max_bias": bias,
             }
             prefix = f"moe.{'.'.join(part for part in name.split('.') if part.isdecimal())}."
+            if loads:
+                shares = (counts / counts.sum().clamp(min=1)).tolist()
+                here |= {f"load.{expert}": share for expert, share in enumerate(shares)}
             columns |= {f"{prefix}{key}": round(float(value), 6) for key, value in here.items()}
         return columns
 

@@ -80,7 +80,7 @@ def global_grad_norm(
         raise ValueError(f"norm_type {norm_type} must be 2 or inf; use 2.0")
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = _device_of(gradients, sums, group)
-    local = _local_norm(gradients, norm_type, device, group)
+    local = local_norm(gradients, norm_type, device, group)
     extra = torch.zeros(0, device=device) if sums is None else sums.detach().to(device)
     many = dist.is_initialized() and dist.get_world_size(group) > 1
     # two branches, as a maximum and the sums cannot share a reduction
@@ -122,8 +122,8 @@ def clip_grads_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float | No
         foreach_mul_(gradients, scale.to(device, non_blocking=device.type == "cuda"))
 
 
-def _local_norm(
-    gradients: list[Tensor], norm_type: float, device: torch.device, group: Any
+def local_norm(
+    gradients: list[Tensor], norm_type: float, device: torch.device, group: Any = None
 ) -> Tensor:
     """This rank's part, fp64: sum of squares over what counts once, or the largest absolute value."""
     by_kind: dict[tuple[torch.device, int], list[Tensor]] = {}

@@ -27,6 +27,7 @@ from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.config.vlm import chosen_by_experts, exact_match_problems
 from forge_train.errors import ConfigError, DataError, refuse
+from forge_train.metrics.sinks import sink_problems
 
 #: Keys of a training source that its validation split does not take over.
 _OF_TRAINING = tuple(
@@ -193,13 +194,7 @@ def _section_problems(config: JobConfig) -> list[str]:
     depths = 0 if mtp is None else mtp.num_modules
     if wrong := ahead_problem(config.parallel, depths, "model.mtp.num_modules"):
         problems.append(f"parallel.{wrong}")
-    sinks = {sink.name for sink in config.metrics.sinks.values()}
-    needs_tensorboard = config.metrics.tensorboard or "tensorboard" in sinks
-    if needs_tensorboard and importlib.util.find_spec("tensorboard") is None:
-        problems.append(
-            "metrics: the sink 'tensorboard' needs the package tensorboard, which is not installed; "
-            "pip install 'forge-train[track]' or leave it out"
-        )
+    problems += sink_problems(config.metrics)
     if config.optimizer.name == "schedule_free_adamw" and config.schedule.name != "constant":
         problems.append(
             f"schedule.name {config.schedule.name!r} must be 'constant' with optimizer.name 'schedule_free_adamw', "

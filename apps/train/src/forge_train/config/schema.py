@@ -308,12 +308,16 @@ class SinkConfig:
 
     name: str = field(
         metadata={
-            "help": "'tensorboard', an entry point of forge.sinks, or module:attr, called as "
+            "help": "'tensorboard', 'wandb', 'mlflow', an entry point of forge.sinks, or module:attr, called as "
             "sink(directory, resume_step, **options)"
         }
     )
     options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "further arguments of a sink of your own"}
+        default_factory=dict,
+        metadata={
+            "help": "further arguments of the sink. wandb: project, entity, group, tags, name, mode, id; "
+            "mlflow: experiment, tracking_uri, run_name, tags"
+        },
     )
 
 
@@ -328,12 +332,24 @@ class MetricsConfig:
     tensorboard: bool = _field(
         False, "write TensorBoard files to <run.dir>/tensorboard, as a sink of that name does"
     )
+    gradients_every_steps: int = _field(
+        0,
+        "steps between rows with norm, signal and noise of the gradient of each block; 0: none; without parallel.cp, "
+        "pp, ep, compile and float8",
+    )
+    expert_loads: bool = _field(False, "columns for the share of the choices of each expert")
+    source_shares: bool = _field(
+        False, "columns for the share of a step's labels of each source of a mixture"
+    )
     sinks: dict[str, SinkConfig] = field(
         default_factory=dict, metadata={"help": "further places where rows go, by name"}
     )
 
     def __post_init__(self) -> None:
-        _require(_within(1, _MAX_STEPS, every_steps=self.every_steps))
+        _require(
+            _within(1, _MAX_STEPS, every_steps=self.every_steps)
+            + _within(0, _MAX_STEPS, gradients_every_steps=self.gradients_every_steps)
+        )
 
 
 @dataclass(frozen=True)

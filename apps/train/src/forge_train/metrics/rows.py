@@ -13,6 +13,7 @@ from forge_core.flops import peak_flops
 from forge_parallel.compile import recompilations
 from forge_parallel.host_copy import HostCopy
 from forge_train.config.schema import JobConfig
+from forge_train.metrics.columns import SCHEMA
 from forge_train.metrics.meter import Meter, memory_bytes
 from forge_train.trainer.progress import Progress
 
@@ -30,7 +31,7 @@ class MetricRows:
     The host reads the numbers of a row one step later, so it does not wait for steps that are still queued.
 
     flops      from the tokens so far to the operations for them
-    columns    functions from further numbers of a row, by their name, to columns
+    columns    functions from further numbers of a row, by their name, to columns; a row need not have all of them
     evaluated  names of columns that an evaluation fills, beside val_loss
     """
 
@@ -64,7 +65,7 @@ class MetricRows:
         """
         meter, self.meter = self.meter, Meter()
         seconds = meter.seconds
-        progress.seconds += seconds
+        progress.count(seconds)
         row = self._row(meter, seconds, progress, lr, digest)
         self._waiting = row, HostCopy(numbers)
 
@@ -75,7 +76,8 @@ class MetricRows:
 
     def at_start(self, columns: Mapping[str, float]) -> dict[str, Any]:
         """The row of an evaluation before the first step: no loss, no tokens, no seconds."""
-        counted = {"step": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
+        none = dict.fromkeys(("tokens", "flops", "seconds", "device_hours", "skipped_steps"), 0)
+        counted = {"step": 0, "schema": SCHEMA, **none}
         row = dict.fromkeys(_OF_A_STEP) | counted | self._evaluated
         return row | finite(columns)
 
@@ -96,7 +98,8 @@ class MetricRows:
         row["loss"], row["grad_norm"] = (_finite(numbers[key][0]) for key in ("loss", "grad_norm"))
         row["skipped_steps"] = skipped
         for key, columns in self._columns.items():
-            row |= finite(columns(numbers[key]))
+            if key in numbers:
+                row |= finite(columns(numbers[key]))
         return row
 
     def _row(
@@ -108,6 +111,7 @@ class MetricRows:
         peak = None if self._peak is None else self._peak * self._world_size
         row = {
             "step": progress.step,
+            "schema": SCHEMA,
             "loss": None,
             "val_loss": None,
             "grad_norm": None,
@@ -119,6 +123,7 @@ class MetricRows:
             "data_wait_seconds": meter.wait_seconds,
             "memory_bytes": memory_bytes(self._device),
             "seconds": progress.seconds,
+            "device_hours": progress.device_seconds / 3600,
             "seconds_left": seconds / meter.steps * (self._total_steps - progress.step),
             "instances": digest,
             "skipped_steps": 0,

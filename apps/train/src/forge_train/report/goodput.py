@@ -9,7 +9,7 @@ from pathlib import Path
 from forge_resilience import read_events
 from forge_resilience.goodput import Goodput, goodput, read_ledger
 from forge_train.errors import ConfigError
-from forge_train.metrics.sinks import read_rows
+from forge_train.metrics.jsonl import read_rows
 from forge_train.trainer.run_directory import RunDirectory
 
 

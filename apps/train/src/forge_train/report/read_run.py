@@ -9,7 +9,7 @@ from typing import Any
 
 from forge_resilience import read_events
 from forge_train.config.files import read_toml
-from forge_train.metrics.sinks import read_rows
+from forge_train.metrics.jsonl import read_rows
 from forge_train.trainer.run_directory import RunDirectory
 
 

@@ -34,6 +34,12 @@ def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[
             f"train.loss {FUSED!r} is computed inside the head, and the forward of {config.model.name} takes no "
             "`then` to hand there; use train.loss = 'cross_entropy', or pass then(x, weight) to the head"
         ]
+    if config.metrics.gradients_every_steps and layout.tp > 1 and num_experts_by_layer(model):
+        return [
+            f"metrics.gradients_every_steps {config.metrics.gradients_every_steps} measures gradients of micro-batches, and "
+            f"with parallel.tp {layout.tp} the experts of each rank see a part of their tokens; use parallel.tp = 1, or "
+            "metrics.gradients_every_steps = 0"
+        ]
     if problems := _layout_problems(model, config, layout):
         return problems
     if config.sample.max_new_tokens and not hasattr(model, "new_cache"):

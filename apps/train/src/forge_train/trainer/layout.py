@@ -39,6 +39,7 @@ def layout_problems(
         *_objective(config),
         *_optimizer(config),
         *_phases(config, layout),
+        *_gradients(config, layout),
     ]
     return own + problems(config.parallel, layout, _facts(config, layout))
 
@@ -75,6 +76,19 @@ def _phases(config: JobConfig, layout: Layout) -> list[str]:
         wrong = problems(config.parallel, layout, _facts(here, layout))
         found += [f"data.phases.{stretch.name}: {problem}" for problem in wrong]
     return found
+
+
+def _gradients(config: JobConfig, layout: Layout) -> Iterator[str]:
+    """Layouts in which no rank has a micro-batch's gradient of a parameter."""
+    every, parallel = config.metrics.gradients_every_steps, config.parallel
+    wrong = {f"{axis} {n}": n > 1 for axis in ("cp", "pp", "ep") if (n := getattr(layout, axis))}
+    wrong |= {"compile true": parallel.compile, f"float8 {parallel.float8!r}": parallel.float8 != "none"}  # fmt: skip
+    for what in (key for key, bad in wrong.items() if every and bad):
+        name, _, value = what.partition(" ")
+        yield (
+            f"metrics.gradients_every_steps {every} measures gradients of micro-batches, which no rank has with "
+            f"parallel.{name} {value}; set metrics.gradients_every_steps = 0, or leave parallel.{name} out"
+        )
 
 
 def _images(config: JobConfig, layout: Layout) -> Iterator[str]:

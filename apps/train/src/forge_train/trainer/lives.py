@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge_resilience.goodput import process_start_time
-from forge_train.metrics.sinks import read_rows
+from forge_train.metrics.jsonl import read_rows
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.run_directory import RunDirectory
 

@@ -156,7 +156,8 @@ def loss_terms(config: TrainConfig) -> dict[str, float]:
 def loss_columns(config: JobConfig) -> Callable[[Sequence[float]], dict[str, float]]:
     """From the sums behind the first, over all ranks, to columns: `loss.<term>`, which the gradient contains and
     the column `loss` does not; `loss.source.<name>` and `loss.modality.<name>`, the mean of the labels of a source and of a
-    modality, nan for a step without any; and `loss.mtp`, the mean of tokens further ahead, without its weight."""
+    modality, nan for a step without any; and `loss.mtp`, the mean of tokens further ahead, without its weight. With
+    `metrics.source_shares` also `share.source.<name>`, the part of the labels that are of a source."""
     mtp = getattr(config.model, "mtp", None)
     ahead = ("mtp",) if mtp is not None and mtp.num_modules else ()
     terms, shown = term_names(loss_terms(config.train)), shown_parts(config).names
@@ -169,7 +170,10 @@ def loss_columns(config: JobConfig) -> Callable[[Sequence[float]], dict[str, flo
         means = [loss / weight if weight else math.nan for loss, weight in zip(losses, weigh)]
         found |= zip(shown, means)
         found |= zip(ahead, values)
-        return {f"loss.{name}": value for name, value in found.items()}
+        # the sums are over what all labels weigh
+        shares = {f"share.{n}": w for n, w in zip(shown, weigh) if n.startswith("source.")}
+        losses_by_name = {f"loss.{name}": value for name, value in found.items()}
+        return losses_by_name | (shares if config.metrics.source_shares else {})
 
     return columns
 

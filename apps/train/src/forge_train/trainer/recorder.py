@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from forge_ckpt import SaveEvent
 from forge_resilience import Journal
 from forge_train.config.schema import MetricsConfig
+from forge_train.metrics.background import BackgroundSink, Open, end_all
 from forge_train.metrics.console import ConsoleSink, console_mode
-from forge_train.metrics.sinks import BackgroundSink, JsonlSink, find_sinks
-from forge_train.protocols import Sink
+from forge_train.metrics.jsonl import JsonlSink
+from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.run_directory import RunDirectory
 
+JSONL = "metrics.jsonl"
 # "save" is a checkpoint that a resume can use.
 _SAVE_EVENTS = {
     "staged": "save_staged",
@@ -23,6 +25,10 @@ _SAVE_EVENTS = {
     "committed": "save",
     "failed": "save_failed",
 }
+
+
+#: Seconds that the end of a run waits for all sinks together: a service may need some to take the last rows.
+END_SECONDS = 10.0
 
 
 class Recorder:
@@ -36,26 +42,26 @@ class Recorder:
         total_steps: int,
         writes: bool,
     ) -> None:
-        self.sinks: list[BackgroundSink] = []
         self.journal = Journal(paths.events) if writes else None
         self._paths, self._metrics, self._total_steps = paths, metrics, total_steps
-        self.reopen(step)
+        found = self._openers(step) if writes else {}
+        # metrics.jsonl first: the end waits for it first
+        self.sinks = {name: BackgroundSink(make, name) for name, make in found.items()}
 
     def reopen(self, step: int) -> None:
         """End the sinks and open them to go on behind `step`: they drop rows of later steps, as at a resume."""
-        self.close()
-        self.sinks = []
-        if self.journal is None:
-            return
-        paths, mode = self._paths, console_mode(self._metrics.console)
-        self._open("metrics.jsonl", lambda: JsonlSink(paths.metrics, step))
-        if mode is not None:
-            self._open("console", lambda: ConsoleSink(mode, step, self._total_steps))
-        for name, make in find_sinks(self._metrics).items():
-            self._open(name, partial(make, paths.path, step))
+        if self.journal is not None:
+            for name, make in self._openers(step).items():
+                self.sinks[name].reopen(make)
 
-    def _open(self, name: str, make: Callable[[], Sink]) -> None:
-        self.sinks.append(BackgroundSink(make, name))
+    def _openers(self, step: int) -> dict[str, Open]:
+        paths, mode = self._paths, console_mode(self._metrics.console)
+        found: dict[str, Open] = {JSONL: lambda: JsonlSink(paths.metrics, step)}
+        if mode is not None:
+            found["console"] = lambda: ConsoleSink(mode, step, self._total_steps)
+        for name, make in find_sinks(self._metrics).items():
+            found[f"metrics.sinks.{name}"] = partial(make, paths.path, step)
+        return found
 
     def record(self, event: str, **fields: Any) -> None:
         """Append an event to the journal."""
@@ -86,16 +92,15 @@ class Recorder:
         return {"limit": limit}
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Send a row of metrics to all sinks."""
-        for sink in self.sinks:
+        """Send a row of metrics to all sinks; waits for none."""
+        for sink in self.sinks.values():
             sink.write(row)
 
     def flush(self) -> None:
-        """Wait until the sinks have written all rows; not for a sink that hangs."""
-        for sink in self.sinks:
-            sink.flush()
+        """Wait until metrics.jsonl has all rows on the disk; not for other sinks, nor again for a disk that hangs."""
+        if JSONL in self.sinks:
+            self.sinks[JSONL].flush()
 
     def close(self) -> None:
-        """End the sinks."""
-        for sink in self.sinks:
-            sink.close()
+        """End the sinks; waits for those that hang once, briefly, and for all of them together."""
+        end_all(list(self.sinks.values()), END_SECONDS)

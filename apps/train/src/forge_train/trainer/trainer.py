@@ -29,6 +29,7 @@ from forge_parallel import (
     select_device,
 )
 from forge_parallel.compute import Compute
+from forge_parallel.gradient_statistics import GradientStatistics
 from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote
 from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.policy import Outcome
@@ -138,7 +139,7 @@ class Trainer:
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
         self.encoder = find_encoder(config, self.model, self.fork)
         self.numerics = Numerics(config.resilience, self._record)
-        self.progress = Progress(self.numerics.policy)
+        self.progress = Progress(self.numerics.policy, world.world_size)
         self.val_loss: float | None = None
         self.agreement = Agreement()
         self._meshes: Meshes | None = None
@@ -346,6 +347,8 @@ class Trainer:
         self.stages, self.moe = parts.stages, parts.moe
         self.phases = self._begin_phases(parts.compute)
         self.routing = RoutingSteps(self.model, self.config.run.seed, self.meshes)
+        if self.config.metrics.gradients_every_steps:
+            self.gradients = GradientStatistics(self.model, self.meshes)
         self.replicas = ReplicaPolicy(
             self.config.resilience.replicas, self.model, self.optimizer, self.meshes, self._record
         )
@@ -481,7 +484,7 @@ class Trainer:
         tokens = (self.loader.cursor - start) * self.phases.stretch.seq_len  # filler is not data
         lr = self._learning_rate(step, self.progress.tokens + tokens)
         self.checkpoints.listen()
-        share = self._forward_backward(batch, fault)
+        share, gradients = self._watched(batch, fault, step)
         grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
         assert sums is not None
         loss = sums[0]  # of the global batch, on every rank
@@ -498,8 +501,9 @@ class Trainer:
         self.progress.step += 1
         self.progress.tokens += tokens
         self.rows.meter.count(tokens)
-        if self._due(self.config.metrics.every_steps) or self._evaluation_due():
+        if self._due(self.config.metrics.every_steps) or self._evaluation_due() or gradients:
             numbers = {
+                **gradients,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "verdicts": self.numerics.take(),
@@ -555,6 +559,18 @@ class Trainer:
         assert pending.decision is not None
         self._decision = pending.decision
         return share
+
+    def _watched(
+        self, batch: Batch, fault: Exception | None, step: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`_forward_backward`, and the statistics of its gradients where `step` is due for them."""
+        every = self.config.metrics.gradients_every_steps
+        if not every or step % every:
+            return self._forward_backward(batch, fault), {}
+        with self.gradients.watch():
+            share = self._forward_backward(batch, fault)
+        labels = [self._count(part) for part in batch.split(self.compute.micro_batch)]
+        return share, {"gradients": self.gradients.take(labels)}
 
     def _count(self, batch: Batch) -> float:
         """This rank's summand of the normaliser: one of the ranks that read the same rows counts them."""
@@ -666,9 +682,11 @@ class Trainer:
     # ---- rows, events, hooks
 
     def _metric_rows(self) -> MetricRows:
-        columns: dict[str, Columns] = {"moe": self.moe.columns}
-        own = self.objective
+        loads, own = self.config.metrics.expert_loads, self.objective
+        columns: dict[str, Columns] = {"moe": partial(self.moe.columns, loads=loads)}
         columns["sums"] = loss_columns(self.config) if own is None else own.columns
+        if self.config.metrics.gradients_every_steps:
+            columns["gradients"] = self.gradients.columns
         return MetricRows(
             self.config,
             self.device,

@@ -1,0 +1,22 @@
+"""Write docs/metrics.md from the list of columns: hatch run python scripts/write_metrics_page.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge_train.metrics.columns import SCHEMA, columns_as_markdown
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+HEAD = f"""# Columns of metrics.jsonl
+
+Generated from `forge_train.metrics.columns`. A row is one JSON object in a line; `forge_train.read_run(run).metrics`
+has a list for each column. A value that is not finite is null, and a row lacks the columns of what the job does not
+have. `<...>` stands for a name of the job, or the number of a layer or an expert. This is schema {SCHEMA}: a new column leaves it as
+it is, one that changes its meaning raises it. Rows without `schema` were written before there was one, and mean the
+same.
+
+"""
+
+if __name__ == "__main__":
+    PAGE.write_text(HEAD + columns_as_markdown(), encoding="utf-8")
+    print(PAGE)
