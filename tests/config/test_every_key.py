@@ -155,6 +155,13 @@ def logged(t: Trainer) -> Any:
     return read_run(t.paths.path).metrics["step"]
 
 
+def loads(t: Trainer) -> Any:
+    """Loads of each expert; their mean is 1."""
+    t.fit()
+    found = read_run(t.paths.path).metrics.get("moe.0.load")
+    return found and [sum(row) for row in found]
+
+
 def evaluations(t: Trainer) -> Any:
     t.fit()
     events = read_run(t.paths.path).events
@@ -926,6 +933,7 @@ PROBES: dict[str, Probe] = {
     "metrics.sinks.<name>.options": Probe(
         {"file": "others"}, files, {"metrics.sinks.<name>.name": f"{PARTS}:Lines"}
     ),
+    "metrics.expert_loads": Probe(True, loads, MOE),
     "metrics.console": Probe("off", lambda t: console_mode(t.config.metrics.console)),
     "sample.prompt": Probe("If ", sample),
     "sample.max_new_tokens": Probe(3, sample),

@@ -104,11 +104,7 @@ class MoEHooks:
         dropped; `max_bias`, 0 without biases.
         """
         columns: dict[str, float] = {}
-        if not self._num_experts:
-            return columns
-        sizes = [count + 4 for count in self._num_experts.values()]
-        rows = torch.tensor(sums, dtype=torch.float64).split(sizes)
-        for name, row in zip(self._num_experts, rows, strict=True):
+        for prefix, row in self._by_layer(sums):
             counts, (dropped, tokens, entropy, bias) = row[:-4], row[-4:].tolist()
             load = load_summary(counts.long())
             here: dict[str, Any] = {
@@ -119,9 +115,29 @@ class MoEHooks:
                 "drop_rate": dropped / max(float(counts.sum()), 1.0),
                 "max_bias": bias,
             }
-            prefix = f"moe.{'.'.join(part for part in name.split('.') if part.isdecimal())}."
             columns |= {f"{prefix}{key}": round(float(value), 6) for key, value in here.items()}
         return columns
+
+    def loads(self, sums: Sequence[float]) -> dict[str, list[float]]:
+        """{`moe.<layer>.load`: tokens of each expert over the mean, E numbers} of the sums that `take` gave.
+
+            row |= hooks.loads(sums)      # beside `columns`, for a picture of all experts
+
+        Zeros for a layer without tokens.
+        """
+        found = {}
+        for prefix, row in self._by_layer(sums):
+            counts = row[:-4]
+            load = counts / counts.mean().clamp(min=1e-12)
+            found[f"{prefix}load"] = [round(value, 4) for value in load.tolist()]
+        return found
+
+    def _by_layer(self, sums: Sequence[float]) -> list[tuple[str, Tensor]]:
+        """(prefix of the columns, its part of the sums (E + 4,) fp64) of each layer."""
+        sizes = [count + 4 for count in self._num_experts.values()]
+        rows = torch.tensor(sums, dtype=torch.float64).split(sizes) if sizes else ()
+        numbers = [".".join(p for p in name.split(".") if p.isdecimal()) for name in self._num_experts]
+        return [(f"moe.{number}.", row) for number, row in zip(numbers, rows, strict=True)]
 
     def forget(self) -> None:
         """Drop the statistics since the last `take` (an evaluation)."""

@@ -21,7 +21,7 @@ _OF_A_STEP = (
     *("loss", "val_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait_seconds"),
     *("memory_bytes", "seconds_left", "instances"),
 )
-Columns = Callable[[list[float]], Mapping[str, float]]
+Columns = Callable[[list[float]], Mapping[str, Any]]
 
 
 class MetricRows:
@@ -96,7 +96,8 @@ class MetricRows:
         row["loss"], row["grad_norm"] = (_finite(numbers[key][0]) for key in ("loss", "grad_norm"))
         row["skipped_steps"] = skipped
         for key, columns in self._columns.items():
-            row |= finite(columns(numbers[key]))
+            for name, value in columns(numbers[key]).items():
+                row[name] = value if isinstance(value, list) else _finite(value)
         return row
 
     def _row(
