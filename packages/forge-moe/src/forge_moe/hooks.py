@@ -136,7 +136,9 @@ class MoEHooks:
         """(prefix of the columns, its part of the sums (E + 4,) fp64) of each layer."""
         sizes = [count + 4 for count in self._num_experts.values()]
         rows = torch.tensor(sums, dtype=torch.float64).split(sizes) if sizes else ()
-        numbers = [".".join(p for p in name.split(".") if p.isdecimal()) for name in self._num_experts]
+        numbers = [
+            ".".join(p for p in name.split(".") if p.isdecimal()) for name in self._num_experts
+        ]
         return [(f"moe.{number}.", row) for number, row in zip(numbers, rows, strict=True)]
 
     def forget(self) -> None:

@@ -329,7 +329,8 @@ class MetricsConfig:
         False, "write TensorBoard files to <run.dir>/tensorboard, as a sink of that name does"
     )
     expert_loads: bool = _field(
-        False, "rows have the load of each expert over the mean, a list for each mixture (report draws it)"
+        False,
+        "rows have the load of each expert over the mean, a list for each mixture (report draws it)",
     )
     sinks: dict[str, SinkConfig] = field(
         default_factory=dict, metadata={"help": "further places where rows go, by name"}
