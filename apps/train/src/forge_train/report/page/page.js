@@ -78,7 +78,7 @@ function layout(picture, element) {
 
 function draw(picture) {
   const element = document.getElementById(picture.id);
-  if (element === null || element.offsetParent === null) return; // in a closed part of the page
+  if (element === null || element.closest("details:not([open])")) return;
   const weight = Number(controls.elements.smooth.value);
   const config = { responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
   Plotly.react(element, traces(picture, controls.elements.x.value, weight), layout(picture, element), config);
