@@ -152,7 +152,7 @@ def _content(parts: Mapping[str, Part]) -> dict[str, Any]:
         "samples": {name: _sample(part.paths) for name, part in parts.items()},
         "parents": {name: run.parent for name, run in runs.items() if run.parent is not None},
         "events": {name: _events(run) for name, run in runs.items()},
-        "profiles": {name: found for name, part in parts.items() if (found := _profiles(part))},
+        "profiles": {name: pages for name, part in parts.items() if (pages := _profiles(part))},
         "data": {
             "axes": curves.axes,
             "pictures": [*curves.learning, *curves.speed, *time, *experts, *curves.others],
@@ -282,7 +282,7 @@ def _sample(paths: RunDirectory) -> str:
         return file.read(_MOST_SAMPLE)
 
 
-def _events(run: Run) -> list[tuple[str, str, str, str]]:
+def _events(run: Run) -> list[tuple[str, ...]]:
     """(time, event, step, the rest as JSON) of the last events, without those that come all the time."""
     shown = [event for event in run.events if event.get("event") not in _QUIET]
     head = ("time", "event", "step", "pid", "host")
