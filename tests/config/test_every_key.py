@@ -160,6 +160,13 @@ def columns(t: Trainer) -> Any:
     return list(read_run(t.paths.path).metrics)
 
 
+def loads(t: Trainer) -> Any:
+    """Loads of each expert; their mean is 1."""
+    t.fit()
+    found = read_run(t.paths.path).metrics.get("moe.0.load")
+    return found and [sum(row) for row in found]
+
+
 def evaluations(t: Trainer) -> Any:
     t.fit()
     events = read_run(t.paths.path).events
@@ -925,7 +932,6 @@ PROBES: dict[str, Probe] = {
     "checkpoint.digest": Probe("blake3", digests),
     "metrics.every_steps": Probe(2, logged),
     "metrics.gradients_every_steps": Probe(1, columns),
-    "metrics.expert_loads": Probe(True, columns, MOE),
     "metrics.source_shares": Probe(True, columns, MIXED),
     "metrics.tensorboard": Probe(True, files),
     "metrics.sinks.<name>.name": Probe(
@@ -934,6 +940,7 @@ PROBES: dict[str, Probe] = {
     "metrics.sinks.<name>.options": Probe(
         {"file": "others"}, files, {"metrics.sinks.<name>.name": f"{PARTS}:Lines"}
     ),
+    "metrics.expert_loads": Probe(True, loads, MOE),
     "metrics.console": Probe("off", lambda t: console_mode(t.config.metrics.console)),
     "sample.prompt": Probe("If ", sample),
     "sample.max_new_tokens": Probe(3, sample),

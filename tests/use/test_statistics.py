@@ -114,12 +114,9 @@ def test_loads_of_experts_and_shares_of_sources(tmp_path: Path) -> None:
     fit_alone(make_job(tmp_path, MOE + more), **{**KEYS, **keys})
     found = metrics(tmp_path)
     for layer in "01":
-        loads = [found[f"moe.{layer}.load.{expert}"] for expert in range(4)]
-        for row, of_experts in enumerate(zip(*loads)):
-            assert sum(of_experts) == pytest.approx(1, abs=1e-5)
-            assert 4 * max(of_experts) == pytest.approx(
-                found[f"moe.{layer}.max_load"][row], abs=1e-5
-            )
+        for loads, fullest in zip(found[f"moe.{layer}.load"], found[f"moe.{layer}.max_load"]):
+            assert sum(loads) == pytest.approx(4, abs=1e-3)
+            assert max(loads) == pytest.approx(fullest, abs=1e-3)
     shares = list(zip(found["share.source.text"], found["share.source.more"]))
     assert all(text + more == pytest.approx(1, rel=1e-5) for text, more in shares)
     assert sum(more for _, more in shares) > sum(text for text, _ in shares)

@@ -36,7 +36,10 @@ def test_columns_are_those_of_the_counts() -> None:
     moe = model["layers"][1]  # type: ignore[index]
     found = moe.statistics()
     counts = found["counts"].double()
-    columns = hooks.columns(hooks.take().tolist())
+    sums = hooks.take().tolist()
+    columns = hooks.columns(sums)
+    loads = hooks.loads(sums)["moe.1.load"]
+    assert loads == pytest.approx((counts / counts.mean()).tolist(), abs=1e-4)
     assert columns["moe.1.max_load"] == pytest.approx(float(counts.max() / counts.mean()))
     assert columns["moe.1.min_load"] == pytest.approx(float(counts.min() / counts.mean()))
     assert columns["moe.1.dead"] == float((counts == 0).sum())
@@ -44,7 +47,9 @@ def test_columns_are_those_of_the_counts() -> None:
     assert columns["moe.1.drop_rate"] == pytest.approx(dropped, abs=1e-6)
     assert columns["moe.1.drop_rate"] > 0
     assert columns["moe.1.max_bias"] == 0.0
-    assert hooks.take().sum() == 0  # taken
+    untouched = hooks.take().tolist()
+    assert sum(untouched) == 0  # taken
+    assert hooks.loads(untouched) == {"moe.1.load": [0.0] * E}
 
 
 def test_the_end_of_a_step_moves_biases_unless_it_is_skipped_and_forget_drops_counts() -> None:

@@ -354,20 +354,46 @@ def doctor(args: list[str]) -> int:
 
 
 def report(args: list[str]) -> int:
-    """Print where the seconds of a run went over all of its lives, and how often it should save."""
+    """Write one page about a run, or about several beside one another; --text prints where the seconds went.
+
+    The page is one HTML file that needs no network: curves, speed, seconds by cause over all lives, experts, keys
+    that differ, machines, samples. It is <run.dir>/report.html, or --output.
+    """
 
     def options(
-        run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")],
+        runs: Annotated[
+            tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="folders of runs")
+        ],
         /,
-        text: Annotated[bool, tyro.conf.arg(help="print a table; the same as no flag")] = False,
-        json: Annotated[bool, tyro.conf.arg(help="print one JSON object instead")] = False,
+        output: Annotated[
+            Path | None, tyro.conf.arg(help="the page to write, needed for several runs")
+        ] = None,
+        text: Annotated[
+            bool,
+            tyro.conf.arg(help="print the seconds of a run and its best save interval instead"),
+        ] = False,
+        json: Annotated[bool, tyro.conf.arg(help="print them as one JSON object")] = False,
     ) -> int:
         from forge_train.errors import ConfigError
-        from forge_train.report.goodput import print_report
 
         if text and json:
             raise ConfigError(["--text and --json exclude each other; give one of them"])
-        print_report(run_dir, json)
+        if not runs or ((text or json) and len(runs) > 1):
+            raise ConfigError(
+                [
+                    f"report has {len(runs)} runs and must have one, or more for a page; give its folder"
+                ]
+            )
+        if text or json:
+            if output is not None:
+                raise ConfigError([f"--output {output} is of a page; leave it or --text out"])
+            from forge_train.report.goodput import print_report
+
+            print_report(runs[0], json)
+            return ExitCode.DONE
+        from forge_train.report.page import write_page
+
+        print(write_page(runs, output))
         return ExitCode.DONE
 
     return tyro.cli(

@@ -96,19 +96,15 @@ class MoEHooks:
             dist.all_reduce(sums)
         return sums
 
-    def columns(self, sums: Sequence[float], loads: bool = False) -> dict[str, float]:
+    def columns(self, sums: Sequence[float]) -> dict[str, float]:
         """Columns of metrics of the sums that `take` gave, for each layer.
 
         `moe.<layer>.max_load`, `min_load`: the fullest and the emptiest expert over the mean; `dead`: experts
         without a token; `entropy` of the router in nats; `drop_rate`: share of the choices that the capacity
-        dropped; `max_bias`, 0 without biases. With `loads` also `load.<expert>`: the part of the layer's choices.
+        dropped; `max_bias`, 0 without biases.
         """
         columns: dict[str, float] = {}
-        if not self._num_experts:
-            return columns
-        sizes = [count + 4 for count in self._num_experts.values()]
-        rows = torch.tensor(sums, dtype=torch.float64).split(sizes)
-        for name, row in zip(self._num_experts, rows, strict=True):
+        for prefix, row in self._by_layer(sums):
             counts, (dropped, tokens, entropy, bias) = row[:-4], row[-4:].tolist()
             load = load_summary(counts.long())
             here: dict[str, Any] = {
@@ -119,12 +115,31 @@ class MoEHooks:
                 "drop_rate": dropped / max(float(counts.sum()), 1.0),
                 "max_bias": bias,
             }
-            prefix = f"moe.{'.'.join(part for part in name.split('.') if part.isdecimal())}."
-            if loads:
-                shares = (counts / counts.sum().clamp(min=1)).tolist()
-                here |= {f"load.{expert}": share for expert, share in enumerate(shares)}
             columns |= {f"{prefix}{key}": round(float(value), 6) for key, value in here.items()}
         return columns
+
+    def loads(self, sums: Sequence[float]) -> dict[str, list[float]]:
+        """{`moe.<layer>.load`: tokens of each expert over the mean, E numbers} of the sums that `take` gave.
+
+            row |= hooks.loads(sums)      # beside `columns`, for a picture of all experts
+
+        Zeros for a layer without tokens.
+        """
+        found = {}
+        for prefix, row in self._by_layer(sums):
+            counts = row[:-4]
+            load = counts / counts.mean().clamp(min=1e-12)
+            found[f"{prefix}load"] = [round(value, 4) for value in load.tolist()]
+        return found
+
+    def _by_layer(self, sums: Sequence[float]) -> list[tuple[str, Tensor]]:
+        """(prefix of the columns, its part of the sums (E + 4,) fp64) of each layer."""
+        sizes = [count + 4 for count in self._num_experts.values()]
+        rows = torch.tensor(sums, dtype=torch.float64).split(sizes) if sizes else ()
+        numbers = [
+            ".".join(p for p in name.split(".") if p.isdecimal()) for name in self._num_experts
+        ]
+        return [(f"moe.{number}.", row) for number, row in zip(numbers, rows, strict=True)]
 
     def forget(self) -> None:
         """Drop the statistics since the last `take` (an evaluation)."""

@@ -275,6 +275,12 @@ class Goodput:
             *(f"{cause:10} {self.seconds[cause]:12.3f} {self.seconds[cause] / total:7.1%} "
               f"{self.gpu_hours[cause]:10.3f}   {text}" for cause, text in CAUSES.items()),
             f"{'wall':10} {self.wall_seconds:12.3f} {1:7.1%} {sum(self.gpu_hours.values()):10.3f}",
+        ]  # fmt: skip
+        return [*lines, *self.remarks()]
+
+    def remarks(self) -> list[str]:
+        """What follows from the seconds, in sentences."""
+        lines = [
             f"{self.lives} lives, {self.losses} losses, {self.stops} stops on request; {self.steps} steps kept",
             f"ETTR {self.ettr:.4f}: kept steps / wall clock",
         ]  # fmt: skip

@@ -337,9 +337,12 @@ class MetricsConfig:
         "steps between rows with norm, signal and noise of the gradient of each block; 0: none; without parallel.cp, "
         "pp, ep, compile and float8",
     )
-    expert_loads: bool = _field(False, "columns for the share of the choices of each expert")
     source_shares: bool = _field(
         False, "columns for the share of a step's labels of each source of a mixture"
+    )
+    expert_loads: bool = _field(
+        False,
+        "rows have the load of each expert over the mean, a list for each mixture (report draws it)",
     )
     sinks: dict[str, SinkConfig] = field(
         default_factory=dict, metadata={"help": "further places where rows go, by name"}

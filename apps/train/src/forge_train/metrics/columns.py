@@ -58,7 +58,7 @@ COLUMNS = (
     Column("moe.<layer>.entropy", "nats", "of the router, mean over tokens"),
     Column("moe.<layer>.drop_rate", "share", "of the choices that the capacity dropped"),
     Column("moe.<layer>.max_bias", "", "largest absolute bias of an expert; 0 without biases"),
-    Column("moe.<layer>.load.<expert>", "share", "of the layer's choices; with `metrics.expert_loads`"),
+    Column("moe.<layer>.load", "list of ratios", "tokens of each expert over the mean; with `metrics.expert_loads`"),
     Column("gradient.<part>.norm", "", "norm of the step's gradient of a block of the model, or of the `rest` beside the blocks"),
     Column("gradient.<part>.signal", "", "estimate of the squared norm of the expected gradient; with `metrics.gradients_every_steps`"),
     Column("gradient.<part>.snr", "ratio", "signal over the variance that the gradient of this batch has; null where the estimate is not positive"),

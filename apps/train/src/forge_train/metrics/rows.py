@@ -22,7 +22,7 @@ _OF_A_STEP = (
     *("loss", "val_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait_seconds"),
     *("memory_bytes", "seconds_left", "instances"),
 )
-Columns = Callable[[list[float]], Mapping[str, float]]
+Columns = Callable[[list[float]], Mapping[str, Any]]
 
 
 class MetricRows:
@@ -98,8 +98,9 @@ class MetricRows:
         row["loss"], row["grad_norm"] = (_finite(numbers[key][0]) for key in ("loss", "grad_norm"))
         row["skipped_steps"] = skipped
         for key, columns in self._columns.items():
-            if key in numbers:
-                row |= finite(columns(numbers[key]))
+            found = columns(numbers[key]) if key in numbers else {}
+            for name, value in found.items():
+                row[name] = value if isinstance(value, list) else _finite(value)
         return row
 
     def _row(

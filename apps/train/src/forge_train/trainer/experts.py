@@ -15,6 +15,7 @@ from forge_parallel import Meshes, find_world
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
+from forge_train.metrics.rows import Columns
 
 #: Feed-forwards whose experts are stacks, which `parallel.ep` shards.
 EXPERT_ACTIVATIONS = ("swiglu", "gelu")
@@ -71,6 +72,13 @@ def shard_experts(model: nn.Module, job: JobConfig, meshes: Meshes) -> None:
         ranks_per_node=min(per_node, ranks.size()),
         timeout=timedelta(seconds=job.parallel.timeout_seconds),
     )
+
+
+def moe_columns(hooks: MoEHooks, each_expert: bool) -> Columns:
+    """From the sums of the hooks to columns of metrics; with `each_expert` also the load of each one."""
+    if not each_expert:
+        return hooks.columns
+    return lambda sums: {**hooks.columns(sums), **hooks.loads(sums)}
 
 
 def moe_hooks(

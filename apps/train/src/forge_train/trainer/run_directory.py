@@ -71,6 +71,7 @@ class RunDirectory:
     tensorboard/      with metrics.tensorboard
     model.toml, hf/   of weights from Hugging Face: their model, files for an export
     parent.json       of a fork: the checkpoint that it began from, and what it took of it
+    report.html       what `forge-train report` draws
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -84,6 +85,7 @@ class RunDirectory:
         self.base = self.path / "base"
         self.sample = self.path / "sample.txt"
         self.parent = self.path / "parent.json"
+        self.page = self.path / "report.html"
         self.imported = self.path / IMPORTED_MODEL
 
     def checkpoint(self, step: int) -> Path:

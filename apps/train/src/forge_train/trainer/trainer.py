@@ -61,6 +61,7 @@ from forge_train.trainer.compute import make_compute
 from forge_train.trainer.course import Course
 from forge_train.trainer.encoder_source import find_encoder
 from forge_train.trainer.evaluation import Evaluation
+from forge_train.trainer.experts import moe_columns
 from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.health import HealthPolicy
@@ -682,8 +683,9 @@ class Trainer:
     # ---- rows, events, hooks
 
     def _metric_rows(self) -> MetricRows:
-        loads, own = self.config.metrics.expert_loads, self.objective
-        columns: dict[str, Columns] = {"moe": partial(self.moe.columns, loads=loads)}
+        each_expert = self.config.metrics.expert_loads
+        columns: dict[str, Columns] = {"moe": moe_columns(self.moe, each_expert)}
+        own = self.objective
         columns["sums"] = loss_columns(self.config) if own is None else own.columns
         if self.config.metrics.gradients_every_steps:
             columns["gradients"] = self.gradients.columns

@@ -1,0 +1,250 @@
+"""Curves of runs as data for plotly.js: which columns share a picture, and which rows of a long run are drawn."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from forge_train.report.read_run import Run
+
+#: Points of one curve, and of all known and of all other ones of a page.
+_MOST_POINTS, _FEWEST_POINTS, _KNOWN_POINTS, _OTHER_POINTS = 2_000, 200, 100_000, 30_000
+_MOST_CURVES = 40  # in one picture
+_PALETTE = (
+    *("#3b82c4", "#e0762f", "#2f9e6e", "#c64f8b", "#8a6fd1", "#b0962b", "#4aa8b8", "#d14d4d"),
+)
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+#: What is drawn first, in this order: title, unit of y, columns (patterns), the picture's note.
+_KNOWN = (
+    ("Loss", "nats per token", r"loss|val_loss|eval/.*/loss", "Lower is better. loss is of the training batches, "
+     "val_loss and eval/NAME/loss of rows that training never sees. A gap is a value that was not finite."),
+    ("Perplexity", "", r"eval/.*/perplexity", "e to the loss."),
+    ("Bits per byte", "bits", r"eval/.*/bits_per_byte", "Loss by the bytes of the text: comparable between tokenizers."),
+    ("Accuracy", "share", r"eval/.*", "Of questions: 1 is all right."),
+    ("Learning rate", "", r"lr", "Before the factors of groups of parameters."),
+    ("Gradient norm", "", r"grad_norm", "Before clipping; a gap is a value that was not finite."),
+    ("Skipped steps", "steps", r"skipped_steps", "Steps without an update since the row before: loss or gradient were not usable."),
+    ("Throughput", "tokens per second", r"tokens_per_second", "Of training alone, on all ranks; without evaluation and saving."),
+    ("MFU", "share", r"mfu", "Model FLOPs utilization: operations by the formula over the peak of the devices."),
+    ("Waiting for data", "seconds", r"data_wait_seconds", "Of rank 0, since the row before."),
+    ("Memory", "bytes", r"memory_bytes", "Peak of tensors on an accelerator; on a CPU that of the process."),
+)  # fmt: skip
+_MAIN = 7  # of them are about learning, the others about speed
+_FROM_ZERO = ("tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes")
+_X = {"step": "step", "tokens": "tokens", "flops": "flops", "seconds": "hours"}
+_NOT_DRAWN = {*_X, "seconds_left"}
+
+
+class Curves:
+    """Pictures of the columns of runs.
+
+        curves = Curves({"a": read_run("runs/a")})
+        curves.learning, curves.speed, curves.others        # pictures
+        curves.axes                                         # x values that the traces name by number
+
+    A picture is a dict of `id`, `title`, `note`, `unit` and `traces`; a trace is one of plotly.js whose x is
+    `axes[trace["axis"]]`, {step, tokens, flops, hours}. A curve of more than `points` rows is thinned to them (less
+    known ones to fewer): of each part of the run its smallest and its largest value, and the first that is missing.
+    """
+
+    def __init__(self, runs: dict[str, Run]) -> None:
+        self._runs = runs
+        self.axes: list[dict[str, list[Any]]] = []
+        self._axis_of: dict[tuple[str, tuple[int, ...]], int] = {}
+        names = list(dict.fromkeys(n for run in runs.values() for n in _drawn(run)))
+        self.points = self._room(_KNOWN_POINTS, [n for n in names if _is_known(n)])
+        self.thinned = any(len(r.metrics.get("step", ())) > self.points for r in runs.values())
+        known, taken = [], set[str]()
+        for title, unit, pattern, note in _KNOWN:
+            columns = [n for n in names if n not in taken and re.fullmatch(pattern, n)]
+            taken |= set(columns)
+            known.append(self._picture(title, unit, note, columns, self.points))
+        self.learning = [p for p in known[:_MAIN] if p["traces"]]
+        self.speed = [p for p in known[_MAIN:] if p["traces"]]
+        others = [name for name in names if name not in taken]
+        room = self._room(_OTHER_POINTS, others)
+        groups: dict[str, list[str]] = {}
+        for name in others:
+            groups.setdefault(_group(name), []).append(name)
+        self.others = [self._picture(t, "", "", columns, room) for t, columns in groups.items()]
+
+    def _room(self, points: int, names: Sequence[str]) -> int:
+        """Points of each of these columns of all runs, if together they shall have so many."""
+        return max(_FEWEST_POINTS, min(_MOST_POINTS, points // (len(names) * len(self._runs) or 1)))
+
+    def _picture(
+        self, title: str, unit: str, note: str, columns: Sequence[str], points: int
+    ) -> dict[str, Any]:
+        pairs = [(run, name) for name in columns for run in self._runs]
+        traces = [
+            t for run, name in pairs if (t := self._trace(run, name, columns, points)) is not None
+        ]
+        if len(traces) > _MOST_CURVES:
+            note = f"{note} The first {_MOST_CURVES} of {len(traces)} curves.".strip()
+        return {
+            "id": "-".join(re.findall(r"[a-z0-9]+", title.lower())),
+            "title": title,
+            "unit": unit,
+            "note": note,
+            "from_zero": any(name in _FROM_ZERO for name in columns),
+            "traces": traces[:_MOST_CURVES],
+        }
+
+    def _trace(
+        self, run: str, name: str, columns: Sequence[str], points: int
+    ) -> dict[str, Any] | None:
+        """The curve of a column of a run; None if the run has no value of it."""
+        values = [number(value) for value in self._runs[run].metrics.get(name, ())]
+        some = [i for i, value in enumerate(values) if value is not None]
+        if not some or (name == "skipped_steps" and not any(values)):
+            return None
+        sparse = 2 * len(some) < len(values)  # of evaluations: between them nothing is missing
+        rows = thin(values, some if sparse else range(some[0], len(values)), points)
+        several = len(self._runs) > 1
+        index, of_run = columns.index(name), list(self._runs).index(run)
+        label = f"{run}: {name}" if several and len(columns) > 1 else run if several else name
+        turn = index // len(_PALETTE)
+        return {
+            "type": "scatter",
+            "name": html.escape(label),
+            "mode": "lines+markers" if len(rows) <= 60 else "lines",
+            "marker": {"size": 5},
+            "line": {
+                "color": _PALETTE[(of_run if several else index) % len(_PALETTE)],
+                "dash": _DASHES[(index if several else turn) % len(_DASHES)],
+                "width": 2 if sparse or len(rows) <= 300 else 1.3,
+            },
+            "y": [values[i] for i in rows],
+            "axis": self._axis(run, tuple(rows)),
+            "sparse": sparse,
+        }
+
+    def _axis(self, run: str, rows: tuple[int, ...]) -> int:
+        """Number of the x values of these rows; curves of the same rows share them."""
+        if (run, rows) not in self._axis_of:
+            self._axis_of[run, rows] = len(self.axes)
+            metrics, count = self._runs[run].metrics, len(self._runs[run].metrics["step"])
+            found = {}
+            for column, axis in _X.items():
+                values = metrics.get(column, [None] * count)
+                found[axis] = [number(values[i]) for i in rows]
+            found["hours"] = [None if s is None else round(s / 3600, 7) for s in found["hours"]]
+            self.axes.append(found)
+        return self._axis_of[run, rows]
+
+
+def thin(values: Sequence[float | None], rows: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the row numbers, of which every minimum and maximum of a part stays, and the first gap."""
+    if len(rows) <= most:
+        return list(rows)
+    gaps = any(values[i] is None for i in rows)
+    parts = most // (3 if gaps else 2)
+    kept: set[int] = set()
+    for k in range(parts):
+        part = rows[k * len(rows) // parts : (k + 1) * len(rows) // parts]
+        there = [(value, i) for i in part if (value := values[i]) is not None]
+        kept |= {min(there)[1], max(there)[1]} if there else set()
+        kept |= set([i for i in part if values[i] is None][:1])
+    return sorted(kept)
+
+
+def expert_pictures(name: str, run: Run) -> list[dict[str, Any]]:
+    """Heat maps of a run with mixtures: the load of each expert, or without them that of each layer's fullest one."""
+    loads = {n: v for n, v in run.metrics.items() if re.fullmatch(r"moe\..*\.load", n)}
+    each = bool(loads)
+    lines: list[tuple[str, list[float | None]]] = []
+    edges = []
+    for column, values in loads.items():
+        layer, experts = (
+            column[4:-5],
+            max((len(v) for v in values if isinstance(v, list)), default=0),
+        )
+        edges.append(len(lines))
+        lines += [
+            (f"layer {layer}, expert {e}", [_element(value, e) for value in values])
+            for e in range(experts)
+        ]
+    for column, values in {} if each else run.metrics.items():
+        if re.fullmatch(r"moe\..*\.max_load", column):
+            lines.append((f"layer {column[4:-9]}", [number(value) for value in values]))
+    if not lines:
+        return []
+    steps = [number(step) for step in run.metrics["step"]]
+    parts = min(len(steps), max(20, min(200, 100_000 // len(lines))))
+    cuts = [k * len(steps) // parts for k in range(parts + 1)]
+    rows = [[_mean(values[a:b]) for a, b in itertools.pairwise(cuts)] for _, values in lines]
+    what = "expert" if each else "layer's fullest expert"
+    note = (
+        f"Tokens of each {what} over the mean of its layer: 1 is even, 0 (dark blue) is an expert that nothing reaches, red "
+        "has twice its share or more."
+    )
+    if parts < len(steps):
+        note += f" Each of {parts} columns is the mean of its rows."
+    if not each:
+        note += " With metrics.expert_loads = true a run keeps the load of every expert."
+    picture = {
+        "id": f"experts-{name}",
+        "title": f"Load of experts, {name}",
+        "note": note,
+        "unit": "",
+        "height": max(260, min(1400, 90 + 14 * len(lines))),
+        "edges": edges[1:],
+        "traces": [
+            {
+                "type": "heatmap",
+                "x": [steps[b - 1] for b in cuts[1:]],
+                "y": [html.escape(label) for label, _ in lines],
+                "z": rows,
+                "zmin": 0,
+                "zmax": 2,
+                "colorscale": [[0, "#16427d"], [0.25, "#6ba3d6"], [0.5, "#e9e7e1"], [0.75, "#e58a5f"], [1, "#a51626"]],
+                "colorbar": {"thickness": 12, "title": {"text": "load / mean", "side": "right"}},
+                "hovertemplate": "%{y}<br>step %{x}: %{z:.3f}<extra></extra>",
+            }
+        ],
+    }  # fmt: skip
+    return [picture]
+
+
+def number(value: Any) -> float | None:
+    """A finite number as it is; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an int beyond every float
+        return None
+
+
+def _element(value: Any, index: int) -> float | None:
+    return number(value[index]) if isinstance(value, list) and index < len(value) else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return round(sum(there) / len(there), 4) if there else None
+
+
+def _drawn(run: Run) -> list[str]:
+    """Columns with a number in any row."""
+    return [
+        name
+        for name, values in run.metrics.items()
+        if name not in _NOT_DRAWN and any(number(value) is not None for value in values)
+    ]
+
+
+def _is_known(name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for _, _, pattern, _ in _KNOWN)
+
+
+def _group(name: str) -> str:
+    """Columns with one picture: `moe.1.dead` and `moe.2.dead` are moe.*.dead, `loss.source.a` is loss.source.*."""
+    parts = re.split(r"([./])", name)
+    if any(part.isdecimal() for part in parts):
+        return "".join("*" if part.isdecimal() else part for part in parts)
+    return name if len(parts) == 1 else "".join([*parts[:-1], "*"])
