@@ -170,6 +170,8 @@ def test_code_of_python_and_of_the_engine_is_no_operator() -> None:
     assert kind_of_operators(("forge.optimizer", "aten::mm")) == "optimizer"
     assert kind_of_operators(("autograd::engine::evaluate_function: MulBackward0",)) is None
     assert kind_of_operators(("autograd::engine::evaluate_function: M", "my::op")) == "elementwise"
+    assert kind_of_operators(("CompiledFunction",)) is None
+    assert kind_of_operators(("CompiledFunction", "## Call CompiledFxGraph ab ##")) == "elementwise"
 
 
 # ---- memory

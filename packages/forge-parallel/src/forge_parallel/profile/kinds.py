@@ -24,10 +24,8 @@ _COPY = re.compile(
 )
 # Nodes of the autograd engine and calls of the profiler wrap operators and compute nothing themselves.
 _OPERATOR = re.compile(r"^(?!autograd::|torch::autograd|profiler::|c10d::|cuda)\w+::")
-# Of a compiled region the CPU shows no operators.
-_COMPILED = re.compile(
-    r"^(## Call CompiledFxGraph|CompiledFunction|Torch-Compiled Region|graph_\d+_cpp)"
-)
+# The fused kernels of a compiled region, which are no operators on a CPU.
+_COMPILED = re.compile(r"^## Call CompiledFxGraph")
 
 _GEMM_KERNEL = re.compile(
     r"gemm|gemv|cutlass|nvjet|cublas|xmma|wgmma|matmul|grouped_mm|triton_tem_|triton_mm"
