@@ -172,7 +172,7 @@ def _pieces(
         while opened and opened[-1][0] <= start:
             until, names = opened.pop()
             yield cursor, until, names
-            cursor = max(cursor, until)
+            cursor = until
         names = opened[-1][1] if opened else ()
         if event["cat"] in _LAUNCHES:
             launches[_correlation(event)] = start, names
@@ -186,7 +186,7 @@ def _pieces(
     while opened:
         until, names = opened.pop()
         yield cursor, until, names
-        cursor = max(cursor, until)
+        cursor = until
 
 
 def _extent(events: Iterable[Event]) -> Intervals:
