@@ -329,6 +329,19 @@ def test_a_window_without_its_warm_up_or_with_an_error_is_left_out(tmp_path: Pat
     assert (found["step"], found["steps"]) == (22, 2)
 
 
+def test_a_trace_that_is_cut_off_is_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch leaves it when the folder for temporary files is full."""
+
+    def cut(self: torch.profiler.profile, path: str) -> None:
+        Path(path).write_bytes(gzip.compress(b'{"traceEvents": [{"ph": '))
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
+    with pytest.raises(OSError, match="is cut off; make room"):
+        train(tmp_path, start_step=2, num_steps=1)
+
+
 def test_numbers_without_meaning_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"start_step 1 must be 2 .*\n.*every_steps 3 must be 0"):
         ProfileWindow(tmp_path, start_step=1, num_steps=3, every_steps=3)

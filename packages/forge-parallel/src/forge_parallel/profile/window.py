@@ -101,12 +101,19 @@ class ProfileWindow:
             return None
         profiler, self._profiler, self._full = self._profiler, None, False
         folder = self._folder / f"step-{self._first}"
-        folder.mkdir(parents=True, exist_ok=True)
         name = folder / f"rank-{self._rank}"
         trace = Path(f"{name}.trace.json.gz")
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(trace))
-            events = read_trace(trace)
+            try:
+                events = read_trace(trace)
+            except (
+                ValueError
+            ) as error:  # torch writes it to a temporary file first, and ignores a full disk
+                raise OSError(
+                    f"{trace} is cut off; make room in the folder for temporary files"
+                ) from error
             found = {"step": self._first, "rank": self._rank, **breakdown(events)}
             if self._memory:
                 peak = peak_of_trace(events, self._device.type, self._gradients)
