@@ -26,6 +26,7 @@ THERE = {
     " hf_dataset_config hf_dataset_split hf_dataset_text_field hf_streaming pack_sequences datasets[].path"
     " datasets[].weight datasets[].name datasets[].hf_name datasets[].hf_config mix_temperature"
     " phases[].start_step phases[].dataset_weights phases[].lr_scale anneal_start_step anneal_weights",
+    "profiling": "enable start_step end_step trace_dir",
     "eval": "enabled interval steps dataset_path file_pattern hf_dataset_name hf_dataset_config hf_dataset_split"
     " hf_dataset_text_field",
     "metrics": "log_interval enable_wandb enable_tensorboard wandb_project wandb_run_name wandb_run_id"

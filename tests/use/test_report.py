@@ -178,11 +178,11 @@ def hostile(folder: Path) -> Path:
     with (folder / "events.jsonl").open("a") as file:
         event = {"event": "rollback", "time": "2026-01-01T00:00:00+00:00", "step": HOSTILE}
         file.write(json.dumps(event | {"cause": HOSTILE, HOSTILE: "\ud800"}) + "\n")
-    profile = folder / "profile/steps-3-5"
+    profile = folder / "profile/step-3"
     profile.mkdir(parents=True)
     rows = {"kernels": [{"name": HOSTILE, "seconds": 1.5}, {"name": "gemm", "seconds": 2.25}]}
-    (profile / "profile.json").write_text(json.dumps(rows))
-    (folder / "profile/profile.json").write_text("{torn")
+    (profile / "rank-0.json").write_text(json.dumps(rows))
+    (folder / "profile/rank-0.json").write_text("{torn")
     named = folder.with_name("<script>alert(1)<&script>")
     return Path(shutil.move(folder, named))
 
@@ -207,7 +207,7 @@ def test_what_a_run_says_is_text_and_nothing_is_fetched(copy: Path) -> None:
     assert page.text.count(HOSTILE) >= 8
     assert "<script>alert(1)<&script>" in page.text
     assert page.cells("gemm") == ["2.25"]
-    assert "profile/profile.json" in page.text
+    assert "profile/rank-0.json" in page.text
     assert "cannot be read" in page.text
     # plotly.js takes some markup in its texts: none is left
     shown = [t for p in page.pictures.values() for t in [*(p.get("labels") or ()), *_names(p)]]

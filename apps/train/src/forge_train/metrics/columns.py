@@ -30,7 +30,7 @@ COLUMNS = (
     Column("tokens", "tokens", "seen so far"),
     Column("tokens_per_second", "tokens / s", "of all ranks since the row before, evaluation and saving left out"),
     Column("flops", "operations", "of training so far, by the formula of `forge_core.flops_per_token`"),
-    Column("mfu", "share", "of the peak in bf16 of all devices; null in fp32, and where the peak is not known"),
+    Column("mfu", "share", "of the peak in bf16 of all devices (docs/mfu.md); null in fp32, and where the peak is not known"),
     Column("data_wait_seconds", "s", "that rank 0 waited for data since the row before"),
     Column("memory_bytes", "bytes", "peak of rank 0: tensors on an accelerator, the process on a CPU"),
     Column("seconds", "s", "of training so far, over all lives, evaluation and saving left out"),

@@ -298,7 +298,7 @@ def _events(run: Run) -> list[tuple[str, ...]]:
 def _profiles(part: Part) -> list[tuple[str, Any]]:
     """(path within the run, content) of each profile; one that cannot be read says why."""
     found: list[tuple[str, Any]] = []
-    for path in sorted(part.paths.path.glob("profile/**/profile.json")):
+    for path in sorted(part.paths.path.glob("profile/**/*.json")):
         try:
             content = json.loads(read_text(path, _MOST_PROFILE))
         except (ValueError, RecursionError) as error:
