@@ -119,6 +119,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_refused_by_all_ranks_alike(mixtur
     assert "step 5 is not one of [3]" in found[0].problems[0]
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_and_one_of_them_prints(mixture: Path) -> None:
     command = [sys.executable, "-m", "forge_train", "eval", str(mixture), "--nproc", "2", "--rows", "3"]  # fmt: skip
     command += ["--parallel.tp", "2", "--parallel.sequence_parallel", "false", "--json"]
