@@ -11,10 +11,10 @@ import io
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from forge_train.config.layers import Layers
     from forge_train.config.resolve import ResolvedJob
 
+Flags = TypeVar("Flags")
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
 
@@ -82,34 +83,26 @@ def run(args: list[str]) -> int:
     supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
-    from forge_parallel import StartError, launch
-    from forge_train.errors import JobError
+    from forge_train.ranks import meet
     from forge_train.report.summary import print_summary
     from forge_train.trainer.trainer import Trainer
 
     trainer = Trainer(job)
     met = process.leave_with_launcher()
-    try:
-        with launch(job.config.parallel, {"configuration": job.digest()}) as meshes:
-            met()
-            result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
-            # the run is over: a signal during the sample ends the process with the run's code at once
-            process.leave_on_signal(result.exit_code)
-            try:
-                with process.interruptible(result.exit_code):
-                    print_summary(trainer, result, rest)
-            except OSError as error:
-                if not process.reader_left(
-                    error
-                ):  # a closed pipe changes no exit code of a saved run
-                    raise
-            except RuntimeError as error:  # a rank that is gone, no memory for the sample
-                if meshes.rank == 0:
-                    print(f"forge-train: no sample: {error}", file=sys.stderr)
-    except StartError as error:
-        failure = JobError(str(error).splitlines())
-        failure.shared = error.shared
-        raise failure from error
+    with meet(job.config.parallel, {"configuration": job.digest()}) as meshes:
+        met()
+        result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
+        # the run is over: a signal during the sample ends the process with the run's code at once
+        process.leave_on_signal(result.exit_code)
+        try:
+            with process.interruptible(result.exit_code):
+                print_summary(trainer, result, rest)
+        except OSError as error:
+            if not process.reader_left(error):  # a closed pipe changes no exit code of a saved run
+                raise
+        except RuntimeError as error:  # a rank that is gone, no memory for the sample
+            if meshes.rank == 0:
+                print(f"forge-train: no sample: {error}", file=sys.stderr)
     return result.exit_code
 
 
@@ -274,10 +267,21 @@ def generate(args: list[str]) -> int:
 
 
 def evaluate(args: list[str]) -> int:
-    """Evaluate a checkpoint of a run: its own held-out rows and questions, or those of another file."""
-    from forge_train.report.evaluate import print_evaluation
+    """Evaluate a checkpoint of a run: its own held-out rows and questions, or those of another file.
 
-    return tyro.cli(print_evaluation, prog="forge-train eval", args=args, use_underscores=True)
+    `--nproc N` starts N processes on this machine, which share the work by `--parallel.tp` and the other axes; under
+    torchrun, srun or RANK/WORLD_SIZE each process is one rank.
+    """
+    from forge_train.report.evaluate import EvalFlags, print_evaluation
+
+    nproc, rest = _nproc(args)
+    flags = _flags(EvalFlags, rest, "eval", evaluate.__doc__ or "")
+    if nproc is None or nproc == 1:
+        return print_evaluation(flags)
+    from forge_train.ranks import start_ranks
+
+    flags.check(nproc)
+    return start_ranks("eval", rest, nproc)
 
 
 def extract(args: list[str]) -> int:
@@ -438,21 +442,41 @@ def _layers(
             layers.set(f"{table}.NAME.{key}", value, "example")
     flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"
-    errors = io.StringIO()
-    try:
-        with (
-            contextlib.redirect_stderr(errors)
-            if process.is_rank_of_many()
-            else contextlib.nullcontext()
-        ):
-            parsed = parse_flags(layers.values, flags, prog, description, own)
-    except SystemExit as stop:
-        if stop.code and errors.getvalue():  # every rank finds it, one prints it
-            raise ConfigError(errors.getvalue().splitlines()) from stop
-        raise
+    with _one_rank_prints():
+        parsed = parse_flags(layers.values, flags, prog, description, own)
     for key in [key for key in parsed if "." in key]:
         layers.set(key, parsed.pop(key), "flag")
     return layers, parsed
+
+
+def _flags(kind: type[Flags], args: list[str], verb: str, description: str) -> Flags:
+    """The arguments of a verb that opens a run, as the dataclass `kind`."""
+    with _one_rank_prints():
+        return tyro.cli(
+            kind,
+            prog=f"forge-train {verb}",
+            description=description,
+            args=args,
+            use_underscores=True,
+        )
+
+
+@contextlib.contextmanager
+def _one_rank_prints() -> Iterator[None]:
+    """What a parser prints about a bad flag as a ConfigError, in a rank of many: every rank finds it, one prints it."""
+    if not process.is_rank_of_many():
+        yield
+        return
+    from forge_train.errors import ConfigError
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            yield
+    except SystemExit as stop:
+        if stop.code and errors.getvalue():
+            raise ConfigError(errors.getvalue().splitlines()) from stop
+        raise
 
 
 def _positional(args: Sequence[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,27 @@ import torch
 from torch import nn
 
 from forge_ckpt import Store
-from forge_ckpt.stage_state import tensor_names
+from forge_ckpt.stage_state import StageState, tensor_names
 from forge_core import initialise
 from forge_core.lora import merge
 from forge_data import Tokenizer, load_tokenizer
-from forge_parallel import materialise, store_parameters
+from forge_parallel import Meshes, ParallelConfig, materialise, store_parameters
+from forge_resilience import Agreement
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError, StateError, config_errors, refuse
+from forge_train.errors import (
+    ConfigError,
+    StateError,
+    config_errors,
+    refuse,
+    run_on_all_ranks,
+)
 from forge_train.hf.folder import read_model
 from forge_train.trainer.adapters import add_lora, frozen_names
+from forge_train.trainer.assemble import shard
 from forge_train.trainer.build import build_model, run_tokenizer
+from forge_train.trainer.checkpoints import InDtypes
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
@@ -51,47 +61,42 @@ def load_trained(
 
 
 def load_model(
-    run_dir: str | Path, device: torch.device | str = "cpu", step: int | None = None
+    run_dir: str | Path,
+    device: torch.device | str = "cpu",
+    step: int | None = None,
+    *,
+    parallel: ParallelConfig | None = None,
+    meshes: Meshes | None = None,
 ) -> tuple[nn.Module, JobConfig, int]:
     """(model in eval mode with fp32 weights, configuration, step) of a run's newest good checkpoint, or that of `step`.
 
-    Adapters are added to the weights. Reads only: a run that is still training is not disturbed.
-    Raises ConfigError when `run_dir`
-    is no run or its checkpoints are of another model, StateError when none of them can be used.
+        with launch(parallel := ParallelConfig(tp=2, precision="fp32")) as meshes:
+            model, config, step = load_model("runs/mine", parallel=parallel, meshes=meshes)
+
+    With `meshes`, those of `parallel`, every rank calls it and reads its own blocks, in any layout whatever the run
+    was trained in; `device` is then that of the meshes. Adapters are added to the weights of one process, and stay beside
+    them on several ranks. Reads only: a run that is still training is not disturbed.
+    Raises ConfigError when `run_dir` is no run, its checkpoints are of another model or the model does not fit
+    the layout, StateError when none of them can be used; on all ranks alike.
     """
     paths = RunDirectory(run_dir)
-    if paths.imported.exists() and not paths.config.exists():
-        raise ConfigError(
-            [
-                f"{run_dir} is an import that no run has trained; generate from the folder that was imported, or train "
-                f"first: forge-train run JOB.toml --run.dir {run_dir}"
-            ]
-        )
-    if not paths.config.exists():
-        raise ConfigError(
-            [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
-        )
-    job = load_job(paths.config, {"run.dir": str(run_dir)})  # it may have been moved
-    config = job.config
-    model = build_model(config.model, config.init_seed)
-    store_parameters(model, config.parallel.param_dtype)
-    adapters = config.lora.adapters
-    frozen = set[str]()
-    if adapters is not None:
-        add_lora(model, config.lora, base_dtype=None)
-        frozen = frozen_names(model)
-    model = materialise(model, torch.device(device))
-    refuse(base_problems(config, paths))
-    state, base = {"model": model}, None
-    if adapters is not None:
-        base = FrozenBase(paths.base, model, tensor_names(model), frozen)
+    if meshes is None:
+        meshes, parallel = Meshes(torch.device(device)), None
+    agreement = Agreement(meshes.host_group, alone=meshes.world_size == 1)
+    model, config, dtypes = run_on_all_ranks(agreement, lambda: _build(paths))
+    frozen = frozen_names(model) if config.lora.rank else set[str]()
+    names = tensor_names(model)
+    layout = replace(config, parallel=parallel or ParallelConfig(precision="fp32"))
+    model = shard(model, layout, meshes, agreement)
+    others = names - tensor_names(model)
+    state: dict[str, Any] = {"model": StageState(InDtypes(model, dtypes), others)}
+    base = None
+    if frozen:
+        base = FrozenBase(paths.base, model, names, frozen, agreement, meshes)
         state = base.objects()
-    # buffers that a checkpoint need not hold
-    built_in = config.model.is_built_in
-    initialise(model, config.init_seed, strict=built_in, by_kind=built_in)
     with (
         store_errors(paths.checkpoints, StateError),
-        Store(paths.checkpoints, read_only=True) as store,
+        Store(paths.checkpoints, read_only=True, group=meshes.host_group) as store,
     ):
         steps = store.steps()
         if step is not None and step not in steps:
@@ -101,7 +106,6 @@ def load_model(
                 ]
             )
         loaded = store.load(state, newest=step)
-    store_parameters(model, "fp32")
     if step is not None and loaded != step:
         raise StateError(
             [f"the checkpoint of step {step} in {run_dir} is damaged; name another of {steps}"]
@@ -114,8 +118,39 @@ def load_model(
         )
     if base is not None:
         base.load()
-        merge(model)
+        if meshes.world_size == 1:
+            merge(model)
     return model.eval(), config, loaded
+
+
+def _build(paths: RunDirectory) -> tuple[nn.Module, JobConfig, dict[str, torch.dtype]]:
+    """The whole model of a run, before its weights, its configuration, and dtypes of checkpoints that are not fp32."""
+    refuse_no_run(paths)
+    config = load_job(paths.config, {"run.dir": str(paths.path)}).config  # it may have been moved
+    model = build_model(config.model, config.init_seed)
+    store_parameters(model, config.parallel.param_dtype)
+    named = model.named_parameters(remove_duplicate=False)
+    dtypes = {n: p.dtype for n, p in named if p.dtype == torch.bfloat16}
+    if config.lora.rank:
+        add_lora(model, config.lora, base_dtype=None)
+    refuse(base_problems(config, paths))
+    return model, config, dtypes
+
+
+def refuse_no_run(paths: RunDirectory) -> None:
+    """ConfigError for a folder that no run has trained in."""
+    run_dir = paths.path
+    if paths.imported.exists() and not paths.config.exists():
+        raise ConfigError(
+            [
+                f"{run_dir} is an import that no run has trained; generate from the folder that was imported, or train "
+                f"first: forge-train run JOB.toml --run.dir {run_dir}"
+            ]
+        )
+    if not paths.config.exists():
+        raise ConfigError(
+            [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
+        )
 
 
 def load_folder(

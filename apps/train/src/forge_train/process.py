@@ -106,7 +106,7 @@ def end(code: int, is_run: bool) -> NoReturn:
                 raise
             # Python's own flush at exit would fail again and change the exit code to 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    if is_run and is_rank_of_many():
+    if is_rank_of_many():
         from forge_parallel import leave
 
         leave(code)

@@ -3,54 +3,73 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from forge_data import Batch
-from forge_parallel import make_meshes, select_device
+from forge_parallel import Meshes, ParallelConfig, World, find_world, select_device
 from forge_resilience import Agreement, ExitCode
+from forge_train.config.axes import Axes
 from forge_train.config.layers import Layers, flatten, read_layers
 from forge_train.config.resolve import resolve
 from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError, config_errors
-from forge_train.jobs import load_model
+from forge_train.errors import ConfigError, config_errors, refuse, run_on_all_ranks
+from forge_train.jobs import load_model, refuse_no_run
 from forge_train.metrics.rows import finite
+from forge_train.ranks import meet
 from forge_train.trainer.build import open_held_out
 from forge_train.trainer.compute import make_compute
 from forge_train.trainer.evaluation import Evaluation
-from forge_train.trainer.layout import micro_batches
+from forge_train.trainer.layout import layout_problems, micro_batches
 from forge_train.trainer.objective import find_objective
 from forge_train.trainer.run_directory import RunDirectory
 
-__all__ = ["evaluate_run", "evaluation_job", "print_evaluation"]
+__all__ = ["EvalFlags", "evaluate_run", "evaluation_job", "print_evaluation"]
 
 _OWN = ("eval.", "data.validation.")  # keys that another file may give
 _REPLACED = ("eval.sets.", "eval.choices.", "eval.exact_match.")
 
 
-def print_evaluation(
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")],
-    /,
+@dataclass(frozen=True)
+class EvalFlags:
+    """The arguments of `forge-train eval`."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")]
     config: Annotated[
         Path | None,
         tyro.conf.arg(
             help="a TOML file with [eval] and [data.validation] alone, in place of the run's sets and questions"
         ),
-    ] = None,
+    ] = None
     step: Annotated[
         int | None, tyro.conf.arg(help="step of the checkpoint (default: the newest good one)")
-    ] = None,
-    rows: Annotated[int, tyro.conf.arg(help="rows that are computed at once")] = 8,
-    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto",
+    ] = None
+    rows: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
+    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
     as_json: Annotated[
         bool, tyro.conf.arg(name="json", help="print one JSON object instead of a table")
-    ] = False,
-) -> int:
-    """Evaluate a checkpoint of a run in one process, with fp32 weights: nothing is written."""
-    at, found = evaluate_run(run, config, step, rows, device)
-    _show(at, found, as_json)
+    ] = False
+    parallel: Axes = field(default_factory=Axes)
+
+    def check(self, nproc: int) -> None:
+        """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""
+        layout = self.parallel.parallel(self.device)
+        world = World(world_size=nproc, local_world_size=nproc)
+        _job(self.run, self.config, self.rows, layout, world)
+
+
+def print_evaluation(flags: EvalFlags) -> int:
+    """Evaluate a checkpoint of a run with fp32 weights, in one process or as one rank of many: nothing is written."""
+    parallel = flags.parallel.parallel(flags.device)
+    at, found = evaluate_run(
+        flags.run, flags.config, flags.step, flags.rows, flags.device, parallel
+    )
+    if find_world().rank == 0:
+        _show(at, found, flags.as_json)
     return ExitCode.DONE
 
 
@@ -60,6 +79,8 @@ def evaluate_run(
     step: int | None = None,
     rows: int = 8,
     device: str = "auto",
+    parallel: ParallelConfig | None = None,
+    meshes: Meshes | None = None,
 ) -> tuple[int, dict[str, dict[str, float]]]:
     """(step, {set or questions: {measure: value}}) of a run's checkpoint; "validation" is [data.validation].
 
@@ -68,35 +89,77 @@ def evaluate_run(
 
     Measures of a set are loss (nats per label), perplexity and bits_per_byte, of questions accuracy and
     accuracy_per_byte. The weights are fp32, so numbers of a run in bf16 differ in the last digits from its own.
-    Reads only. Raises ConfigError, DataError or StateError.
+    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it, and has the numbers; `parallel` says how they share
+    the work, by default as data ranks. `meshes` are those of `parallel` where a group runs already.
+    Reads only. Raises ConfigError, DataError or StateError; for the layout before the ranks meet.
     """
+    if meshes is not None:
+        world = World(world_size=meshes.world_size, local_world_size=meshes.world_size)
+    else:
+        with config_errors():
+            world = find_world()
+    if parallel is None:
+        parallel = Axes().parallel(device)
+    job = _job(run, config, rows, parallel, world)
+    with meet(parallel) if meshes is None else nullcontext(meshes) as ranks:
+        return _measure(run, step, job, ranks)
+
+
+def _job(
+    run: str | Path,
+    config: str | Path | None,
+    rows: int,
+    parallel: ParallelConfig,
+    world: World,
+) -> JobConfig:
+    """The evaluations as a job of these ranks. ConfigError for what cannot be evaluated, or not by them."""
     if rows < 1:
         raise ConfigError([f"--rows {rows} must be 1 or more; use 8"])
-    paths = RunDirectory(run)
+    paths, other = RunDirectory(run), None if config is None else Path(config)
+    refuse_no_run(paths)
     with config_errors():
-        where = select_device(device)
-    model, _, at = load_model(run, where, step)
-    job = evaluation_job(paths, None if config is None else Path(config), rows)
-    meshes = make_meshes(job.parallel, where)
-    layout, agreement = job.parallel.axes(1), Agreement(meshes.host_group)
-    evaluation = Evaluation(job, open_held_out(job, model, layout))
+        select_device(parallel.device)
+        parallel.axes(world.world_size, world.local_world_size)
+    job = evaluation_job(paths, other, rows, parallel, world.world_size)
+    refuse(layout_problems(job, world.world_size, world.local_world_size))
+    return job
+
+
+def _measure(
+    run: str | Path, step: int | None, job: JobConfig, meshes: Meshes
+) -> tuple[int, dict[str, dict[str, float]]]:
+    model, _, at = load_model(run, meshes.device, step, parallel=job.parallel, meshes=meshes)
+    agreement = Agreement(meshes.host_group, alone=meshes.world_size == 1)
+    layout = job.parallel.axes(meshes.world_size)
+    evaluation = run_on_all_ranks(
+        agreement, lambda: Evaluation(job, open_held_out(job, model, layout))
+    )
     if not evaluation.names:
         raise ConfigError(
             [f"{run} has nothing to evaluate; name a file with [eval.sets] by --config"]
         )
     division = micro_batches(job, layout)
-    compute = make_compute(model, job, meshes, division, find_objective(job.train))
+    with config_errors():
+        compute = make_compute(model, job, meshes, division, find_objective(job.train))
+
+    def count(batch: Batch) -> float:
+        return batch.label_weight if meshes.is_batch_leader else 0.0
+
     return at, {
-        name: evaluation.measure(name, compute, _count, agreement) for name in evaluation.names
+        name: evaluation.measure(name, compute, count, agreement) for name in evaluation.names
     }
 
 
-def _count(batch: Batch) -> float:
-    return batch.label_weight
-
-
-def evaluation_job(paths: RunDirectory, other: Path | None, rows: int) -> JobConfig:
-    """The run's job in one process, `rows` at once, with the evaluations of another file in place of its own."""
+def evaluation_job(
+    paths: RunDirectory,
+    other: Path | None,
+    rows: int,
+    parallel: ParallelConfig | None = None,
+    world_size: int = 1,
+) -> JobConfig:
+    """The run's job on these ranks in fp32, `rows` at once on each of them that reads, with the evaluations of another
+    file in place of its own."""
+    parallel = parallel or ParallelConfig(precision="fp32")
     given = None if other is None else read_layers(other)
     layers = Layers()
     for key, value in flatten(read_layers(paths.config).values):
@@ -113,13 +176,18 @@ def evaluation_job(paths: RunDirectory, other: Path | None, rows: int) -> JobCon
         )
     if any(key.startswith("data.validation.") for key in keys):
         layers.values.get("data", {}).pop("validation", None)
-    here = {
+    here: dict[str, Any] = {
         "run.dir": str(paths.path),
-        "train.global_batch": rows,
+        # a pipeline takes at least as many micro-batches as it has stages
+        "train.global_batch": rows * parallel.axes(world_size).batch_size * parallel.pp,
         "train.micro_batch": rows,
-        "parallel.precision": "fp32",
         "eval.every_steps": 1,
     }
+    usual = ParallelConfig()
+    for item in fields(parallel):
+        value = getattr(parallel, item.name)
+        if value != getattr(usual, item.name):
+            here[f"parallel.{item.name}"] = value
     for key, value in {**keys, **here}.items():
         layers.set(key, value, str(other) if key in keys else "forge-train eval")
     # the run's file holds what it derived: without validation it had none

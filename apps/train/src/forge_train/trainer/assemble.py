@@ -55,24 +55,9 @@ def assemble(
 
     `report` prints a line. Raises ConfigError for what the parts refuse of the configuration.
     """
-    built_in = config.model.is_built_in
-    if not built_in:
-        refuse_other_model(model, agreement)
     num_experts, names = num_experts_by_layer(model), tensor_names(model)
+    model = shard(model, config, meshes, agreement, report)
     with config_errors():
-        shard_experts(model, config, meshes)
-        model = parallelize(
-            model,
-            config.parallel,
-            meshes,
-            seq_len=config.data.seq_len,
-            recompute_contexts=recompute_contexts
-            if num_experts or config.parallel.ep > 1
-            else None,
-            report=report,
-        )
-        # an imported model keeps the values of its builder where it declares no table of its own
-        initialise(model, config.init_seed, strict=built_in, by_kind=built_in, whole=names)
         objective = find_objective(config.train)
         compute = make_compute(model, config, meshes, division, objective)
         optimizer = _build_optimizer(model, config, meshes)
@@ -86,6 +71,33 @@ def assemble(
         stages=Stages(config.optimizer, config.train.stages, optimizer),
         moe=moe_hooks(model, meshes, division.size / config.train.global_batch, num_experts),
     )
+
+
+def shard(
+    model: nn.Module,
+    config: JobConfig,
+    meshes: Meshes,
+    agreement: Agreement,
+    report: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """A whole model over the ranks of `config.parallel`, with its initial values. Collective, as `assemble`."""
+    built_in = config.model.is_built_in
+    if not built_in and meshes.world_size > 1:
+        refuse_other_model(model, agreement)
+    records, names = num_experts_by_layer(model) or config.parallel.ep > 1, tensor_names(model)
+    with config_errors():
+        shard_experts(model, config, meshes)
+        model = parallelize(
+            model,
+            config.parallel,
+            meshes,
+            seq_len=config.data.seq_len,
+            recompute_contexts=recompute_contexts if records else None,
+            report=report,
+        )
+        # an imported model keeps the values of its builder where it declares no table of its own
+        initialise(model, config.init_seed, strict=built_in, by_kind=built_in, whole=names)
+    return model
 
 
 def _build_optimizer(model: nn.Module, config: JobConfig, meshes: Meshes) -> Any:

@@ -69,18 +69,23 @@ def share_places(loader: Loader, meshes: Meshes) -> None:
         loader.share_places(maximum)
 
 
-class _AsImported:
-    """A model that takes weights in fp32, as an import writes them, where it stores them in bf16."""
+class InDtypes:
+    """A model, or a part of it, whose tensors a checkpoint holds in other dtypes, by name: they are read and then cast."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._model, self._dtypes = model, dtypes
+
+    @classmethod
+    def imported(cls, model: Any) -> InDtypes:
+        """In fp32, as an import writes them, where the model stores them in bf16."""
+        tensors = model.state_dict().items()
+        half = [n for n, t in tensors if getattr(t, "dtype", None) == torch.bfloat16]
+        return cls(model, dict.fromkeys(half, torch.float32))
 
     def state_dict(self) -> dict[str, Any]:
         saved = self._model.state_dict()
-        half = {
-            n: t.float() for n, t in saved.items() if getattr(t, "dtype", None) == torch.bfloat16
-        }
-        return {**saved, **half}
+        cast = {n: saved[n].to(dtype) for n, dtype in self._dtypes.items() if n in saved}
+        return {**saved, **cast}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._model.load_state_dict(state)
@@ -128,7 +133,7 @@ class Checkpoints:
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
             if self._store.steps() == [0] and self._imported():
-                step = self._store.load({"model": _AsImported(self._state["model"])})
+                step = self._store.load({"model": InDtypes.imported(self._state["model"])})
             else:
                 step = self._store.load(self._state, self._check_saved)
         if step is None and begin is not None:
