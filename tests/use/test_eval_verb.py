@@ -41,7 +41,8 @@ def test_a_checkpoint_has_the_numbers_of_its_run(
     got = {f"eval/{n}/{m}": v for n, ms in found.items() if n != "step" for m, v in ms.items()}
     assert {c: got[c] for c in own} == pytest.approx(own, rel=1e-5)
     if "val_loss" in row:
-        assert got["eval/validation/loss"] == pytest.approx(row["val_loss"], rel=1e-5)
+        for measure in ("loss", "bits_per_byte"):
+            assert got[f"eval/validation/{measure}"] == pytest.approx(row[f"val_{measure}"], rel=1e-5)  # fmt: skip
 
 
 def test_another_file_gives_other_sets(job: Path, tmp_path: Path) -> None:

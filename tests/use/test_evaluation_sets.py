@@ -121,7 +121,8 @@ def test_metrics_have_a_row_of_step_0_and_the_columns_of_each_set(alone: Path) -
     assert metrics["step"] == [0, 1, 2, 3, 4, 5, 6]
     assert metrics["loss"][0] is None
     assert metrics["val_loss"][0] == found[0]["val_loss"] == pytest.approx(math.log(257), abs=0.2)
-    for column in ("eval/seen/loss", "eval/held/bits_per_byte", "eval/code/accuracy_per_byte"):
+    own = ("eval/seen/loss", "eval/held/bits_per_byte", "eval/code/accuracy_per_byte")
+    for column in ("val_bits_per_byte", *own):
         assert metrics[column] == [found.get(step, {}).get(column) for step in range(7)]
 
 
@@ -135,6 +136,7 @@ def test_measures_are_those_of_a_loop_by_hand(alone: Path) -> None:
         bits = nats / math.log(2) / size
         assert last[f"eval/{name}/bits_per_byte"] == pytest.approx(bits, rel=1e-6)
     assert last["val_loss"] == last["eval/held/loss"]
+    assert last["val_bits_per_byte"] == last["eval/held/bits_per_byte"]
 
 
 def choices_by_hand(model: Any, tokenizer: Any) -> list[list[float]]:
@@ -216,7 +218,7 @@ def test_mixtures_over_expert_ranks_measure_alike(alone: Path, tmp_path: Path) -
 def assert_alike(got: dict[int, Any], wanted: dict[int, Any]) -> None:
     assert got.keys() == wanted.keys()
     for step, row in wanted.items():
-        columns = {k: v for k, v in row.items() if k == "val_loss" or k.startswith("eval/")}
+        columns = {k: v for k, v in row.items() if k.startswith(("val_", "eval/"))}
         assert len(columns) >= 1
         assert {k: got[step][k] for k in columns} == pytest.approx(columns, rel=1e-5), step
 

@@ -12,10 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from tests.use.test_evaluation_sets import QUESTIONS
 
+from forge_testing import run_on_ranks
 from forge_testing.jobs import write_job
 from forge_testing.runs import fit_alone
+from forge_train import ConfigError
 from forge_train.report.evaluate import evaluate_run
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval has an environment of its own")
@@ -57,10 +60,10 @@ def exported(run: Path) -> Path:
     return out
 
 
-def native(run: Path) -> Any:
+def native(run: Path, **layout: Any) -> Any:
     from forge_train.lm_harness import Forge
 
-    return Forge(str(run), batch_size=3, device="cpu")
+    return Forge(str(run), batch_size=3, device="cpu", **layout)
 
 
 def transformers_of(exported: Path) -> Any:
@@ -91,7 +94,7 @@ def scored(model: Any, folder: Path) -> dict[str, Any]:
     result = lm_eval.simple_evaluate(
         model=model, tasks=[task], task_manager=manager, bootstrap_iters=0
     )
-    return result["results"]["local_choices"]
+    return result and result["results"]["local_choices"]
 
 
 def test_a_local_task_has_the_score_of_the_export_and_of_the_run_itself(
@@ -110,25 +113,112 @@ def requests(*arguments: Any) -> list[Any]:
     return [SimpleNamespace(args=each) for each in arguments]
 
 
+TEXTS = (("def main(self):\n" * 12,), ("short",), ("x = 1\n",))
+PAIRS = (
+    ("def ", "main(self)"),
+    ("", "return"),
+    ("x = 1\n" * 40, "for i"),
+    ("x", " = 1"),
+    ("a ", "b"),
+)
+OPTIONS = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+PROMPTS = (
+    ("def ", OPTIONS),
+    ("for i in", {**OPTIONS, "until": "return"}),
+    ("x =", {**OPTIONS, "max_gen_toks": 3}),
+)
+
+
+def assert_same_pairs(got: Any, wanted: Any) -> None:
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == theirs[1]
+
+
 def test_log_likelihoods_are_those_of_the_export(run: Path, exported: Path) -> None:
     ours, theirs = native(run), transformers_of(exported)
-    asked = requests(
-        ("def ", "main(self)"),
-        ("", "return"),
-        ("x = 1\n" * 40, "for i"),
-        ("x", " = 1"),
-        ("a ", "b"),
-    )
-    for got, wanted in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
-        assert got[0] == pytest.approx(wanted[0], rel=1e-5)
-        assert got[1] == wanted[1]
-    texts = requests(("def main(self):\n" * 12,), ("short",))
-    got = ours.loglikelihood_rolling(texts)
-    assert got == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-5)
+    asked = requests(*PAIRS)
+    assert_same_pairs(ours.loglikelihood(asked), theirs.loglikelihood(asked))
+    got = ours.loglikelihood_rolling(requests(*TEXTS))
+    assert got == pytest.approx(theirs.loglikelihood_rolling(requests(*TEXTS)), rel=1e-5)
 
 
 def test_greedy_text_is_that_of_the_export(run: Path, exported: Path) -> None:
-    options = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
-    asked = requests(("def ", options), ("for i in", {**options, "until": "return"}))
-    ours, theirs = native(run).generate_until(asked), transformers_of(exported).generate_until(asked)  # fmt: skip
-    assert ours == theirs
+    ours, theirs = native(run), transformers_of(exported)
+    asked = requests(*PROMPTS)
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+def answers(model: Any, folder: Path) -> dict[str, Any]:
+    """What a rank gets, by method; lm_eval gives results to the first rank of a host."""
+    return {
+        "scores": scored(model, folder),
+        "pairs": model.loglikelihood(requests(*PAIRS)),
+        "texts": model.loglikelihood_rolling(requests(*TEXTS)),
+    }
+
+
+def answers_of_rank(path: Path, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    model = native(path, **layout)
+    own = folder / str(dist.get_rank())  # of the files of a task
+    own.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", own.name)
+        found = answers(model, own)
+    try:
+        found["written"] = model.generate_until(requests(*PROMPTS))
+    except ConfigError as error:
+        found["refused"] = error.problems
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {}),
+        (3, {"dp_replicate": 3}),
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sequence_parallel": False}),
+        (4, {"tp": 2}),
+    ],
+    ids=["dp2", "copies3", "tp2", "tp2-whole-sequences", "dp2-tp2"],
+)
+def test_ranks_answer_what_one_process_and_the_export_do(
+    run: Path, exported: Path, tmp_path: Path, world: int, layout: dict[str, Any]
+) -> None:
+    wanted = answers(transformers_of(exported), tmp_path)
+    first, *others = run_on_ranks(world, answers_of_rank, run, tmp_path, layout)
+    for metric in ("acc,none", "acc_norm,none"):
+        assert first["scores"][metric] == wanted["scores"][metric]
+    assert all(other["scores"] is None for other in others)
+    for found in (first, *others):
+        assert_same_pairs(found["pairs"], wanted["pairs"])
+        assert found["texts"] == pytest.approx(wanted["texts"], rel=1e-5)
+        if "tp" in layout:
+            assert "tp 2 cuts the model" in found["refused"][0]
+        else:
+            assert found["written"] == native(run).generate_until(requests(*PROMPTS))
+
+
+def pairs_of_rank(path: Path) -> list[Any]:
+    return native(path, tp=2).loglikelihood(requests(*PAIRS))
+
+
+@pytest.mark.distributed
+def test_a_folder_of_hugging_face_is_asked_in_ranks(exported: Path) -> None:
+    wanted = native(exported).loglikelihood(requests(*PAIRS))
+    for found in run_on_ranks(2, pairs_of_rank, exported):
+        assert_same_pairs(found, wanted)
+
+
+def other_requests(path: Path) -> str:
+    asked = PAIRS[dist.get_rank() :]
+    with pytest.raises(ConfigError) as refused:
+        native(path).loglikelihood(requests(*asked))
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+def test_ranks_with_other_requests_do_not_wait_for_each_other(run: Path) -> None:
+    assert all("ranks [1]" in found for found in run_on_ranks(2, other_requests, run))

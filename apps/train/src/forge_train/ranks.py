@@ -11,8 +11,6 @@ from forge_parallel import Meshes, ParallelConfig, StartError, launch
 from forge_resilience.local_workers import run_local_workers
 from forge_train.errors import JobError
 
-__all__ = ["meet", "start_ranks"]
-
 
 def start_ranks(verb: str, args: Sequence[str], nproc: int) -> int:
     """Run `forge-train VERB ARGS` in `nproc` processes, without a watch; their exit code."""

@@ -28,7 +28,7 @@ from forge_train.trainer.layout import layout_problems, micro_batches
 from forge_train.trainer.objective import find_objective
 from forge_train.trainer.run_directory import RunDirectory
 
-__all__ = ["EvalFlags", "evaluate_run", "evaluation_job", "job_of_ranks", "print_evaluation"]
+__all__ = ["EvalFlags", "checked_job", "evaluate_run", "evaluation_job", "print_evaluation"]
 
 _OWN = ("eval.", "data.validation.")  # keys that another file may give
 _REPLACED = ("eval.sets.", "eval.choices.", "eval.exact_match.")
@@ -59,7 +59,7 @@ class EvalFlags:
         """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""
         layout = self.parallel.parallel(self.device)
         world = World(world_size=nproc, local_world_size=nproc)
-        job_of_ranks(self.run, self.config, self.rows, layout, world)
+        checked_job(self.run, self.config, self.rows, layout, world)
 
 
 def print_evaluation(flags: EvalFlags) -> int:
@@ -100,12 +100,12 @@ def evaluate_run(
             world = find_world()
     if parallel is None:
         parallel = Axes().parallel(device)
-    job = job_of_ranks(run, config, rows, parallel, world)
+    job = checked_job(run, config, rows, parallel, world)
     with meet(parallel) if meshes is None else nullcontext(meshes) as ranks:
         return _measure(run, step, job, ranks)
 
 
-def job_of_ranks(
+def checked_job(
     run: str | Path,
     config: str | Path | None,
     rows: int,

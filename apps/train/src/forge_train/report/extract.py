@@ -26,7 +26,7 @@ from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
 from forge_train.jobs import load_model
 from forge_train.ranks import meet
 from forge_train.report.activation_files import Parts, output_problems
-from forge_train.report.evaluate import job_of_ranks
+from forge_train.report.evaluate import checked_job
 from forge_train.trainer.build import open_held_out
 from forge_train.trainer.compute import make_compute
 from forge_train.trainer.layout import micro_batches
@@ -184,7 +184,7 @@ def _job(asked: _Asked, parallel: ParallelConfig, world: World) -> JobConfig:
     """The job of these ranks. ConfigError for what cannot be written, or not by them."""
     if problems := asked.problems():
         raise ConfigError(problems)
-    job = job_of_ranks(asked.run, None, asked.batch, parallel, world)
+    job = checked_job(asked.run, None, asked.batch, parallel, world)
     if isinstance(job.model, VLMModelConfig):
         raise ConfigError(
             [

@@ -63,6 +63,8 @@ class Evaluation:
         found += [
             f"eval/{name}/{m}" for name in self.choices for m in ("accuracy", "accuracy_per_byte")
         ]
+        if VALIDATION in self.streams and self._lengths is not None:
+            found.append("val_bits_per_byte")
         return [*found, *([COLUMN] if self.exact_match is not None else [])]
 
     def losses(self, found: Mapping[str, float]) -> dict[str, float]:
@@ -95,8 +97,9 @@ class Evaluation:
         found: dict[str, float] = {}
         for name in (n for n in self.names if self._is_due(n, step, last)):
             measures = self.measure(name, compute, count, agreement)
-            if name == VALIDATION:  # of all runs alike, whatever it is
-                measures = {"val_loss": measures["loss"]}
+            if name == VALIDATION:  # e to its loss is no column of every run
+                shown = ("loss", "bits_per_byte")
+                measures = {f"val_{m}": measures[m] for m in shown if m in measures}
             elif name != COLUMN:
                 measures = {f"eval/{name}/{measure}": v for measure, v in measures.items()}
             found |= measures
