@@ -134,3 +134,30 @@ def test_a_process_is_killed_and_the_same_command_ends(run: Path, tmp_path: Path
     if not torn.exists():
         assert subprocess.run(command, check=True)
     assert torn.read_bytes() == whole.read_bytes()
+
+
+PEAKS = """
+import sys
+from pathlib import Path
+from forge_train.report.extract import extract_run
+run, folder = map(Path, sys.argv[1:])
+for rows in (500, 10_000):
+    for name in (f"{rows}.npz", f"{rows}"):
+        points = ("*.resid_*",)
+        extract_run(run, points, folder / name, rows, 100, "seen", shard_mib=8, device="cpu")
+    status = Path("/proc/self/status").read_text()
+    print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.slow
+def test_ten_thousand_rows_take_the_memory_of_a_few(run: Path, tmp_path: Path) -> None:
+    """As one file and as a folder: the peak of the process grows by a fraction of the files that it writes."""
+    command = [sys.executable, "-c", PEAKS, str(run), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    few, many = (int(kib) * 1024 for kib in done.stdout.split())
+    with numpy.load(tmp_path / "10000.npz") as found:
+        assert len(found["tokens"]) == 10_000
+    size = (tmp_path / "10000.npz").stat().st_size
+    assert size > 50 * 2**20
+    assert many - few < size / 8, (few, many, size)
