@@ -20,7 +20,10 @@ from forge_train import ConfigError, StateError
 from forge_train.cli import extract
 from forge_train.jobs import load_model
 from forge_train.report import extract as module
+from forge_train.report.evaluate import evaluation_job
 from forge_train.report.extract import extract_run
+from forge_train.trainer.build import open_held_out
+from forge_train.trainer.run_directory import RunDirectory
 
 POINTS = ("layers.0.resid_*", "layers.0.attn_weights", "logits")
 
@@ -54,7 +57,8 @@ def test_the_file_holds_what_the_model_computes(run: Path, tmp_path: Path) -> No
 def test_rows_are_those_of_the_set(run: Path, tmp_path: Path) -> None:
     extract_run(run, ("logits",), tmp_path / "x.npz", rows=3, set_name="seen")
     model, _, _ = load_model(run)
-    stream = module._stream(run, model, 8, "seen")
+    job = evaluation_job(RunDirectory(run), None, 8)
+    stream = open_held_out(job, model, job.parallel.axes(1))["eval.sets.seen"]
     wanted = batch_of(stream, range(3)).tokens.numpy()
     assert numpy.array_equal(numpy.load(tmp_path / "x.npz")["tokens"], wanted)
 
@@ -101,12 +105,17 @@ def test_the_command_lists_points_and_refuses(
         (dict(set_name="nothing"), "--set nothing must be a set that .*: validation, seen"),
         (dict(rows=0), "--rows 0 must be 1 or more"),
         (dict(dtype="int8"), "--dtype int8 must be one of fp32, fp16"),
-        (dict(output=tmp_path / "x.bin"), r"x.bin must end in .npz"),
+        (dict(output=tmp_path / "x.bin"), r"x.bin must end in .npz, or be the name of a folder"),
+        (dict(shard_mib=0), "--shard_mib 0 must be 1 or more"),
         (dict(output=out), "exists already"),
     ):
         given = {"run": run, "points": ("logits",), "output": tmp_path / "y.npz", **more}
         with pytest.raises(ConfigError, match=words):
             extract_run(**given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--output must be given to write activations"):
+        extract([str(run), "--points", "logits"])
+    with pytest.raises(ConfigError, match=r"parallel: .*tp 2"):
+        extract([str(run), "--points", "logits", "--output", str(tmp_path / "y.npz"), "--nproc", "3", "--parallel.tp", "2"])  # fmt: skip
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"], "what is refused leaves nothing"
 
 
@@ -125,3 +134,30 @@ def test_a_process_is_killed_and_the_same_command_ends(run: Path, tmp_path: Path
     if not torn.exists():
         assert subprocess.run(command, check=True)
     assert torn.read_bytes() == whole.read_bytes()
+
+
+PEAKS = """
+import sys
+from pathlib import Path
+from forge_train.report.extract import extract_run
+run, folder = map(Path, sys.argv[1:])
+for rows in (500, 10_000):
+    for name in (f"{rows}.npz", f"{rows}"):
+        points = ("*.resid_*",)
+        extract_run(run, points, folder / name, rows, 100, "seen", shard_mib=8, device="cpu")
+    status = Path("/proc/self/status").read_text()
+    print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.slow
+def test_ten_thousand_rows_take_the_memory_of_a_few(run: Path, tmp_path: Path) -> None:
+    """As one file and as a folder: the peak of the process grows by a fraction of the files that it writes."""
+    command = [sys.executable, "-c", PEAKS, str(run), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    few, many = (int(kib) * 1024 for kib in done.stdout.split())
+    with numpy.load(tmp_path / "10000.npz") as found:
+        assert len(found["tokens"]) == 10_000
+    size = (tmp_path / "10000.npz").stat().st_size
+    assert size > 50 * 2**20
+    assert many - few < size / 8, (few, many, size)

@@ -285,10 +285,21 @@ def evaluate(args: list[str]) -> int:
 
 
 def extract(args: list[str]) -> int:
-    """Write activations of a checkpoint on a run's held-out rows as one .npz file; go on if it was killed."""
-    from forge_train.report.extract import run_extract
+    """Write activations of a checkpoint on a run's held-out rows as one .npz file; go on if it was killed.
 
-    return tyro.cli(run_extract, prog="forge-train extract", args=args, use_underscores=True)
+    An --output without suffix is a folder of safetensors. Without --points and --output it lists the model's points.
+    `--nproc N` and `--parallel.tp` as in eval.
+    """
+    from forge_train.report.extract import ExtractFlags, run_extract
+
+    nproc, rest = _nproc(args)
+    flags = _flags(ExtractFlags, rest, "extract", extract.__doc__ or "")
+    if nproc is None or nproc == 1:
+        return run_extract(flags)
+    from forge_train.ranks import start_ranks
+
+    flags.check(nproc)
+    return start_ranks("extract", rest, nproc)
 
 
 #: Verbs of `study`: the function that tyro calls, by import path.

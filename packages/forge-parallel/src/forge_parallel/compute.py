@@ -208,6 +208,19 @@ class Compute:
         return self._once_per_copy(total)
 
     @torch.no_grad()
+    def forward(self, batch: BatchLike) -> None:
+        """Call the model on `rows_at_once` rows for who looks inside of it (`forge_parallel.points`); its logits are
+        computed and dropped."""
+        given = self._local(batch, training=False)
+        if self._pipeline is None:
+            self.model(given.tokens, **given.keywords, **given.extras)
+            return
+        none = torch.zeros((), device=self.meshes.device)
+        self._pipeline.evaluate(
+            given.tokens, given.targets, lambda *_: none, given.extras, **given.keywords
+        )
+
+    @torch.no_grad()
     def row_losses(self, batch: BatchLike) -> Tensor:
         """Sum of weighted token losses of each of `rows_at_once` rows, (B,) fp32, without gradients.
 

@@ -1,16 +1,10 @@
-"""Activations of a run's checkpoint on its held-out rows, as one .npz file.
-
-What is computed lies in parts beside the file until all are there, so that memory holds one batch, and a command that
-was killed goes on by itself. The finished file has the same bytes then.
-"""
+"""Activations of a run's checkpoint on its held-out rows, as one .npz file or a folder of safetensors, in any layout."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import zipfile
-from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,56 +15,118 @@ from torch import nn
 
 from forge_core.interp import ActivationStore, points_of
 from forge_data import Batch, Stream, batch_of
-from forge_parallel import select_device
-from forge_resilience import ExitCode
+from forge_parallel import Meshes, ParallelConfig, World, find_world
+from forge_parallel.compute import Compute
+from forge_parallel.points import WholePoints
+from forge_resilience import Agreement, ExitCode
+from forge_train.config.axes import Axes
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError, StateError, config_errors
+from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
 from forge_train.jobs import load_model
-from forge_train.report.evaluate import evaluation_job
+from forge_train.ranks import meet
+from forge_train.report.activation_files import Parts, output_problems
+from forge_train.report.evaluate import checked_job
 from forge_train.trainer.build import open_held_out
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.compute import make_compute
+from forge_train.trainer.layout import micro_batches
+from forge_train.trainer.objective import find_objective
 
-__all__ = ["extract_run", "run_extract"]
+__all__ = ["ExtractFlags", "extract_run", "run_extract"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _OF_ROWS = ("tokens", "positions", "document_ids")
-_REQUEST = "request.json"
 
 
-def run_extract(
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")],
-    /,
+@dataclass(frozen=True)
+class ExtractFlags:
+    """The arguments of `forge-train extract`."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")]
     points: Annotated[
         tuple[str, ...], tyro.conf.arg(help="patterns of points, such as 'layers.*.resid_post'")
-    ] = (),
-    output: Annotated[Path | None, tyro.conf.arg(help="the .npz file to write")] = None,
-    rows: Annotated[int, tyro.conf.arg(help="rows of the set, fewer if it has not as many")] = 64,
-    batch: Annotated[int, tyro.conf.arg(help="rows that are computed at once")] = 8,
+    ] = ()
+    output: Annotated[
+        Path | None, tyro.conf.arg(help="the .npz file to write, or a folder for safetensors")
+    ] = None
+    rows: Annotated[int, tyro.conf.arg(help="rows of the set, fewer if it has not as many")] = 64
+    batch: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
     set_name: Annotated[
         str, tyro.conf.arg(name="set", help="'validation', or a name of [eval.sets]")
-    ] = "validation",
+    ] = "validation"
     step: Annotated[
         int | None, tyro.conf.arg(help="step of the checkpoint (default: the newest good one)")
-    ] = None,
-    dtype: Annotated[str, tyro.conf.arg(help="of the file: 'fp32' or 'fp16'")] = "fp32",
-    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto",
-) -> int:
-    """Write activations of a checkpoint on held-out rows, in one process with fp32 weights; go on if it was killed.
+    ] = None
+    dtype: Annotated[str, tyro.conf.arg(help="of the file: 'fp32' or 'fp16'")] = "fp32"
+    shard_mib: Annotated[int, tyro.conf.arg(help="most MiB of a file in a folder")] = 256
+    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
+    parallel: Axes = field(default_factory=Axes)
 
-    Without --points it prints the points of the model.
+    def check(self, nproc: int) -> None:
+        """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""
+        self._check_output()
+        layout = self.parallel.parallel(self.device)
+        _job(self.asked(), layout, World(world_size=nproc, local_world_size=nproc))
+
+    def asked(self) -> _Asked:
+        """What is to be written."""
+        self._check_output()
+        assert self.output is not None
+        return _Asked(
+            self.run, self.points, self.output, self.rows, self.batch, self.set_name, self.step,
+            self.dtype, self.shard_mib,
+        )  # fmt: skip
+
+    def _check_output(self) -> None:
+        missing = [n for n in ("points", "output") if not getattr(self, n)]
+        if missing:
+            raise ConfigError(
+                [
+                    f"--{missing[0]} must be given to write activations; give --points 'layers.*.resid_post' --output "
+                    "activations.npz, or neither, in one process, to list the points"
+                ]
+            )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    run: Path
+    points: tuple[str, ...]
+    output: Path
+    rows: int
+    batch: int
+    set_name: str
+    step: int | None
+    dtype: str
+    shard_mib: int
+
+    def problems(self) -> list[str]:
+        found = [
+            f"--{name} {getattr(self, name)} must be 1 or more"
+            for name in ("rows", "batch", "shard_mib")
+            if getattr(self, name) < 1
+        ]
+        if self.dtype not in _DTYPES:
+            found.append(f"--dtype {self.dtype} must be one of {', '.join(_DTYPES)}")
+        return found + output_problems(self.output)
+
+
+def run_extract(flags: ExtractFlags) -> int:
+    """Write activations of a checkpoint on held-out rows with fp32 weights, in one process or as one rank of many.
+
+    Without points and output it prints the points of the model.
     """
-    if not points:
+    with config_errors():
+        world = find_world()
+    if not flags.points and flags.output is None and world.world_size == 1:
         with config_errors():
-            model, _, _ = load_model(run, "cpu", step)
+            model, _, _ = load_model(flags.run, "cpu", flags.step)
             print("\n".join(points_of(model)))
         return ExitCode.DONE
-    if output is None:
-        raise ConfigError(["--output must name the file to write; give --output activations.npz"])
-    at, count = extract_run(
-        run, points, output, rows, batch, set_name, step=step, dtype=dtype, device=device
-    )
-    print(f"{output}: {count} rows of {set_name} at step {at}")
+    parallel = flags.parallel.parallel(flags.device)
+    at, count = _extract(flags.asked(), parallel, None)
+    if world.rank == 0:
+        print(f"{flags.output}: {count} rows of {flags.set_name} at step {at}")
     return ExitCode.DONE
 
 
@@ -84,159 +140,141 @@ def extract_run(
     *,
     step: int | None = None,
     dtype: str = "fp32",
+    shard_mib: int = 256,
     device: str = "auto",
+    parallel: ParallelConfig | None = None,
+    meshes: Meshes | None = None,
 ) -> tuple[int, int]:
-    """(step, rows) of an .npz file with the points (see `forge_core.interp.points`) of the first `rows` rows of a set.
+    """(step, rows) of a file with the points (see `forge_core.interp.points`) of the first `rows` rows of a set.
 
         extract_run("runs/mine", ("layers.*.resid_post",), "stream.npz", rows=256)
         numpy.load("stream.npz")["layers.3.resid_post"]     # (256, S, M)
 
-    The file has the rows' tokens, positions and document_ids (rows, S), too, and `meta`, a text of JSON. Memory and the
-    time lost by a kill are those of `batch` rows; the disk holds twice the file while it is put together. The run is read
-    only. Raises ConfigError, DataError or StateError.
+    The file has the rows' tokens, positions and document_ids (rows, S), too, and `meta`, a text of JSON. An output
+    without suffix is a folder of safetensors of at most `shard_mib` MiB each, with the same arrays of some rows, and
+    index.json, which names arrays, shards and their rows.
+
+    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it; `parallel` says how they share the work, by default as
+    data ranks. `meshes` are those of `parallel` where a group runs already. Each data rank computes `batch` rows at
+    once (under pp that many for each stage); the first of its ranks writes them, and rank 0 the file, so the output must
+    lie where all ranks see it. Values are those of one process up to the order of sums.
+
+    Memory and the time lost by a kill are those of `batch` rows, and of a shard; the disk holds twice the output while
+    it is put together. The same command after a kill goes on to the same bytes. The run is read only. Raises
+    ConfigError, DataError or StateError.
     """
-    out = Path(output)
-    problems = [
-        f"--{n} {v} must be 1 or more" for n, v in (("rows", rows), ("batch", batch)) if v < 1
-    ]
-    if out.suffix != ".npz":
-        problems.append(f"--output {out} must end in .npz; rename it")
-    if dtype not in _DTYPES:
-        problems.append(f"--dtype {dtype} must be one of {', '.join(_DTYPES)}")
-    if out.exists():
-        problems.append(f"--output {out} exists already; name another file, or remove it")
-    if problems:
+    asked = _Asked(
+        Path(run), tuple(points), Path(output), rows, batch, set_name, step, dtype, shard_mib
+    )
+    return _extract(asked, parallel or Axes().parallel(device), meshes)
+
+
+def _extract(asked: _Asked, parallel: ParallelConfig, meshes: Meshes | None) -> tuple[int, int]:
+    if meshes is not None:
+        world = World(world_size=meshes.world_size, local_world_size=meshes.world_size)
+    else:
+        with config_errors():
+            world = find_world()
+    job = _job(asked, parallel, world)
+    with meet(parallel) if meshes is None else nullcontext(meshes) as ranks:
+        return _write(asked, job, ranks)
+
+
+def _job(asked: _Asked, parallel: ParallelConfig, world: World) -> JobConfig:
+    """The job of these ranks. ConfigError for what cannot be written, or not by them."""
+    if problems := asked.problems():
         raise ConfigError(problems)
-    with config_errors():
-        where = select_device(device)
-    model, _, at = load_model(run, where, step)
-    with config_errors(), ActivationStore(points).watch(model):
-        pass  # each pattern has its points
-    stream = _stream(run, model, batch, set_name)
-    count = min(rows, len(stream))
-    # all that the parts depend on; a run that went on has another step
-    request = {"run": str(Path(run).resolve()), "step": at, "set": set_name, "points": list(points)}
-    request |= {"rows": count, "batch": batch, "dtype": dtype}
-    parts = _folder_of_parts(out, request)
-    for ids in (range(i, min(i + batch, count)) for i in range(0, count, batch)):
-        part = parts / f"rows-{ids.start:09d}.npz"
-        if not part.exists():
-            _write_part(part, _values(model, batch_of(stream, ids), points, dtype, where))
-    _join(parts, out, json.dumps(request))
-    return at, count
-
-
-def _stream(run: str | Path, model: nn.Module, batch: int, set_name: str) -> Stream:
-    job = evaluation_job(RunDirectory(run), None, batch)
-    _refuse_images(job, run)
-    found = {
-        key.rpartition(".")[2]: s
-        for key, s in open_held_out(job, model, job.parallel.axes(1)).items()
-    }
-    if set_name not in found:
-        names = ", ".join(found) or "none"
-        raise ConfigError(
-            [f"--set {set_name} must be a set that {run} evaluates: {names}; name one of them"]
-        )
-    return found[set_name]
-
-
-def _refuse_images(job: JobConfig, run: str | Path) -> None:
+    job = checked_job(asked.run, None, asked.batch, parallel, world)
     if isinstance(job.model, VLMModelConfig):
         raise ConfigError(
             [
-                f"{run} is of a model with images, whose rows have no one shape; use forge_core.interp on it"
+                f"{asked.run} is of a model with images, whose rows have no one shape; use forge_core.interp on it"
             ]
         )
+    return job
+
+
+def _write(asked: _Asked, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
+    model, _, at = load_model(
+        asked.run, meshes.device, asked.step, parallel=job.parallel, meshes=meshes
+    )
+    agreement = Agreement(meshes.host_group, alone=meshes.world_size == 1)
+    stream = run_on_all_ranks(agreement, lambda: _stream(asked, job, model, meshes))
+    with config_errors():
+        division = micro_batches(job, job.parallel.axes(meshes.world_size))
+        compute = make_compute(model, job, meshes, division, find_objective(job.train))
+        whole = WholePoints(model, job.parallel, meshes)
+        with ActivationStore(asked.points, whole=whole).watch(model):
+            pass  # each pattern has its points
+    count = min(asked.rows, len(stream))
+    parts = Parts(asked.output)
+    request = _request(asked, job, meshes, at, count)
+    run_on_all_ranks(agreement, lambda: parts.open(request) if meshes.rank == 0 else None)
+    done = run_on_all_ranks(agreement, parts.starts)  # before any rank writes another
+    starts, readers = range(0, count, compute.rows_at_once), meshes.batch_size
+    for first in range(0, len(starts), readers):
+        missing = [start for start in starts[first : first + readers] if start not in done]
+        if not missing:
+            continue
+        # collectives pair up: a rank without a part of its own computes another one's, too
+        start = missing[min(meshes.batch_rank, len(missing) - 1)]
+        batch = _batch(stream, start, min(start + compute.rows_at_once, count), compute)
+        values = _values(compute, batch, asked, whole)
+        values = {name: value[: count - start] for name, value in values.items()}
+        writes = meshes.is_batch_leader and meshes.batch_rank < len(missing)
+        write = partial(parts.write, start, values) if writes else _nothing
+        run_on_all_ranks(agreement, write)
+    most = asked.shard_mib * 2**20
+    run_on_all_ranks(agreement, lambda: parts.join(most) if meshes.rank == 0 else None)
+    return at, count
+
+
+def _nothing() -> None:
+    """Written by a rank whose values another one has."""
+
+
+def _request(asked: _Asked, job: JobConfig, meshes: Meshes, at: int, count: int) -> dict[str, Any]:
+    """All that the parts depend on; a run that went on has another step."""
+    usual = asdict(ParallelConfig(precision="fp32"))
+    layout = {k: v for k, v in asdict(job.parallel).items() if v != usual[k] and k != "device"}
+    return {
+        "run": str(asked.run.resolve()),
+        "step": at,
+        "set": asked.set_name,
+        "points": list(asked.points),
+        "rows": count,
+        "batch": asked.batch,
+        "dtype": asked.dtype,
+        "ranks": meshes.world_size,
+        "parallel": layout,
+    }
+
+
+def _stream(asked: _Asked, job: JobConfig, model: nn.Module, meshes: Meshes) -> Stream:
+    layout = job.parallel.axes(meshes.world_size)
+    found = {key.rpartition(".")[2]: s for key, s in open_held_out(job, model, layout).items()}
+    if asked.set_name not in found:
+        names = ", ".join(found) or "none"
+        raise ConfigError(
+            [
+                f"--set {asked.set_name} must be a set that {asked.run} evaluates: {names}; name one of them"
+            ]
+        )
+    return found[asked.set_name]
+
+
+def _batch(stream: Stream, start: int, stop: int, compute: Compute) -> Batch:
+    """Rows [start, stop), and the first of them again up to the number that is computed at once."""
+    filler = compute.rows_at_once - (stop - start)
+    return batch_of(stream, [*range(start, stop), *[start] * filler])
 
 
 def _values(
-    model: nn.Module, batch: Batch, points: tuple[str, ...], dtype: str, device: torch.device
+    compute: Compute, batch: Batch, asked: _Asked, whole: WholePoints
 ) -> dict[str, numpy.ndarray]:
     """What a part holds, by name."""
-    store = ActivationStore(points, dtype=_DTYPES[dtype])
-    with config_errors(), torch.no_grad(), store.watch(model):
-        ids, positions = batch.tokens.to(device), batch.positions.to(device)
-        model(ids, positions=positions, document_ids=batch.document_ids)
-    found = {name: store[name].numpy() for name in store.names}
+    store = ActivationStore(asked.points, dtype=_DTYPES[asked.dtype], whole=whole)
+    with config_errors(), store.watch(compute.model):
+        compute.forward(batch)
+    found = {name: store[name].numpy() for name in sorted(store.names)}
     return found | {name: getattr(batch, name).numpy() for name in _OF_ROWS}
-
-
-def _folder_of_parts(out: Path, request: dict[str, Any]) -> Path:
-    """The folder beside `out`, new or of the same request; StateError for parts of another one."""
-    parts = out.with_name(out.name + ".parts")
-    asked = parts / _REQUEST
-    if asked.exists():
-        before = json.loads(asked.read_text())
-        other = next((key for key in request if before.get(key) != request[key]), None)
-        if other is not None:
-            raise StateError(
-                [
-                    f"{parts} holds parts of another command ({other} {before.get(other)!r}, now {request[other]!r}); give "
-                    "that command again, or remove the folder"
-                ]
-            )
-        return parts
-    parts.mkdir(parents=True, exist_ok=True)
-    temporary = asked.with_suffix(".tmp")
-    temporary.write_text(json.dumps(request))
-    os.replace(temporary, asked)
-    return parts
-
-
-def _write_part(path: Path, values: dict[str, numpy.ndarray]) -> None:
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        numpy.savez(file, **values)  # type: ignore[arg-type, unused-ignore]
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _join(parts: Path, out: Path, meta: str) -> None:
-    """One file of all parts, array by array, part by part; then the parts go."""
-    files = sorted(parts.glob("rows-*.npz"))
-    temporary = parts / "all.tmp"
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-        with numpy.load(files[0]) as first:
-            shapes = {name: (first[name].shape[1:], first[name].dtype) for name in first.files}
-        rows = sum(len(values) for values in _each(files, "tokens"))
-        for name, (shape, dtype) in shapes.items():
-            _write_array(archive, name, (rows, *shape), dtype, files)
-        with archive.open(_entry("meta"), "w") as file:
-            numpy.lib.format.write_array(file, numpy.array(meta))
-    with open(temporary, "rb") as written:
-        os.fsync(written.fileno())
-    os.replace(temporary, out)
-    shutil.rmtree(parts)
-
-
-def _write_array(
-    archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: Any, files: list[Path]
-) -> None:
-    header = {
-        "descr": numpy.lib.format.dtype_to_descr(dtype),
-        "fortran_order": False,
-        "shape": shape,
-    }
-    with archive.open(_entry(name), "w", force_zip64=True) as file:
-        numpy.lib.format.write_array_header_2_0(file, header)  # type: ignore[no-untyped-call, unused-ignore]
-        for values in _each(files, name):
-            if values.shape[1:] != shape[1:]:
-                raise StateError(
-                    [
-                        f"{name} has rows of {values.shape[1:]} and {shape[1:]}, which are no one array"
-                    ]
-                )
-            file.write(numpy.ascontiguousarray(values).tobytes())
-
-
-def _each(files: list[Path], name: str) -> Iterator[numpy.ndarray]:
-    for path in files:
-        with numpy.load(path) as part:
-            yield part[name]
-
-
-def _entry(name: str) -> zipfile.ZipInfo:
-    """Without a time, so that the same values are the same file."""
-    return zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))

@@ -2,6 +2,7 @@
 
 from forge_core.interp.attention import attention_weights
 from forge_core.interp.intervene import intervene
+from forge_core.interp.pictures import draw_attention
 from forge_core.interp.points import points_of
 from forge_core.interp.probe import LinearProbe, fit_classifier, fit_ridge, logit_lens
 from forge_core.interp.similarity import MinibatchCKA, debiased_linear_cka, linear_cka, svcca
@@ -13,6 +14,7 @@ __all__ = [
     "MinibatchCKA",
     "attention_weights",
     "debiased_linear_cka",
+    "draw_attention",
     "fit_classifier",
     "fit_ridge",
     "intervene",

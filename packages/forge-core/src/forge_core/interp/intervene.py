@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_core.interp.points import chosen, visited
+from forge_core.interp.points import Place, Whole, chosen, in_rows, rows_of, visited
 
 #: Of a value and the name of its point, the value in its place: same shape, dtype and device.
 Change = Callable[[Tensor, str], Tensor]
 
 
 @contextmanager
-def intervene(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
+def intervene(
+    model: nn.Module, changes: Mapping[str, Change], *, whole: Whole | None = None
+) -> Iterator[None]:
     """Inside of it calls of `model` compute with changed values.
 
         with intervene(model, {"layers.2.head_out": lambda x, name: x * keep}):   # keep (H, 1): ablated heads
@@ -26,16 +29,23 @@ def intervene(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]
     several patterns, their changes follow one another. A change that returns its argument changes nothing. That of
     `attn_scores` or `attn_weights` computes attention from its definition, with all (B, H, S, S) weights.
 
-    The values are those of this process: parts of rows or heads where ranks share them. A recomputed forward
-    (activation checkpointing) calls a change again. Cost: that of the changes.
+    The values are those of this process: parts of rows or heads where ranks share them. With `whole`
+    (`forge_parallel.points.WholePoints`) a change gets whole values on each of these ranks, must return the same on all
+    of them, and has no gradient; each rank goes on with its part. Ranks of a pipeline call the changes of their own
+    blocks. A recomputed forward (activation checkpointing) calls a change again. Cost: that of the changes, and with
+    `whole` one gather of the value for each axis that shares it.
 
     Raises ValueError for a pattern without a point, a value of other shape, dtype or device, a point in compiled code,
-    and at the end for a point that no call has reached.
+    with `whole` in a call with gradients, and at the end for a point that no call has reached.
     """
-    change = _Changes(changes)
-    places = chosen(model, changes)
-    with visited(places, change):
-        yield
+    _, places = chosen(model, changes, whole)
+    change = _Changes(changes, places, whole)
+    begin = model.register_forward_pre_hook(change.begin, with_kwargs=True, prepend=True)
+    try:
+        with visited(places, change):
+            yield
+    finally:
+        begin.remove()
     missing = [name for name in places if name not in change.reached]
     if missing:
         raise ValueError(
@@ -47,15 +57,33 @@ def intervene(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]
 class _Changes:
     changes = True
 
-    def __init__(self, changes: Mapping[str, Change]) -> None:
-        self._changes = dict(changes)
+    def __init__(
+        self, changes: Mapping[str, Change], places: dict[str, Place], whole: Whole | None
+    ) -> None:
+        self._changes, self._places, self._whole = dict(changes), places, whole
         self.reached: set[str] = set()
+        self._rows = 0
+
+    def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._rows = rows_of(args, kwargs)
 
     def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         pass
 
     def visit(self, name: str, value: Tensor) -> Tensor:
         self.reached.add(name)
+        if self._whole is None:
+            return self._changed(name, value)
+        if value.requires_grad:
+            raise ValueError(
+                f"the change of {name}, of which ranks have parts, has no gradient; call the model under torch.no_grad()"
+            )
+        place, by_row = self._places[name], in_rows(value, self._rows)
+        joined = self._whole.join(place, by_row)
+        changed = self._changed(name, joined)
+        return value if changed is joined else self._whole.cut(place, changed).reshape(value.shape)
+
+    def _changed(self, name: str, value: Tensor) -> Tensor:
         for pattern, change in self._changes.items():
             if fnmatchcase(name, pattern):
                 value = _same_kind(name, value, change(value, name))

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from forge_core.model.attention import LocalAttention
 from forge_core.model.context import TokenContext
 
-#: Computed beside the attention, where its `attend` is that of whole rows.
+#: Computed beside the attention, where its `attend` offers what they are made by, as `LocalAttention` does.
 _OF_ATTEND = ("attn_scores", "attn_weights")
+_OFFERS = ("scores", "softmax", "mix")
 
 
 class Visitor(Protocol):
@@ -52,6 +52,31 @@ class Place(NamedTuple):
     module: nn.Module
     kind: str  # "input", "output", "attend", or "point"
     point: str
+
+
+class Whole(Protocol):
+    """The whole values of points of which ranks have parts; every method is called by all of these ranks alike.
+
+    `forge_parallel.points.WholePoints` is one.
+    """
+
+    def names(self, here: list[str]) -> list[str]:
+        """The points of all ranks, given those of this rank's part of the model."""
+
+    def check(self, name: str, place: Any) -> None:
+        """ValueError for a point whose parts it does not know."""
+
+    def join(self, place: Any, part: Tensor) -> Tensor:
+        """The whole value, without graph, of this rank's part; rows come first."""
+
+    def cut(self, place: Any, value: Tensor) -> Tensor:
+        """This rank's part of a whole value."""
+
+    def exchange(
+        self, found: dict[str, list[Tensor]], max_bytes: int | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The values of other ranks' points, one after another, given those of this rank's. ValueError, on all ranks,
+        if those of all are more than `max_bytes`."""
 
 
 def points_of(model: nn.Module) -> dict[str, Place]:
@@ -85,23 +110,33 @@ def points_of(model: nn.Module) -> dict[str, Place]:
     return found
 
 
-def chosen(model: nn.Module, patterns: Iterable[str]) -> dict[str, Place]:
-    """The points that match one of the patterns (as in fnmatch; `*` stands for dots too).
+def chosen(
+    model: nn.Module, patterns: Iterable[str], whole: Whole | None = None
+) -> tuple[list[str], dict[str, Place]]:
+    """The points that match one of the patterns (as in fnmatch; `*` stands for dots too), and those of them that are here
+    and not in another rank's part of the model.
 
-    ValueError for a pattern that matches nothing, and for a point inside of compiled code.
+    ValueError for a pattern that matches nothing, for a point inside of compiled code, and for one that `whole` does
+    not know.
     """
-    points, found = points_of(model), dict[str, Place]()
+    here = points_of(model)
+    points = list(here) if whole is None else whole.names(list(here))
+    found = set[str]()
     for pattern in patterns:
         names = [name for name in points if fnmatchcase(name, pattern)]
         if not names:
-            near = get_close_matches(pattern, points, 3, 0.5) or list(points)[:3]
+            near = get_close_matches(pattern, points, 3, 0.5) or points[:3]
             raise ValueError(
                 f"point {pattern!r} must be one of the {len(points)} of {type(model).__name__}, and matches none; "
                 f"near: {', '.join(near)}"
             )
-        found |= {name: points[name] for name in names}
-    _refuse_compiled(model, found)
-    return {name: place for name, place in points.items() if name in found}
+        found |= {*names}
+    places = {name: place for name, place in here.items() if name in found}
+    _refuse_compiled(model, places)
+    if whole is not None:
+        for name, place in places.items():
+            whole.check(name, place)
+    return [name for name in points if name in found], places
 
 
 @contextmanager
@@ -111,6 +146,16 @@ def visited(places: dict[str, Place], visitor: Visitor) -> Iterator[None]:
         for name, place in places.items():
             stack.callback(_hook(place, name, visitor))
         yield
+
+
+def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """B of the arguments of a model's call: the rows of its first tensor."""
+    return next(v.size(0) for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+
+
+def in_rows(value: Tensor, rows: int) -> Tensor:
+    """A value with rows first: (B * S, E) of routers as (B, S, E)."""
+    return value if value.size(0) == rows else value.unflatten(0, (rows, -1))
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -125,7 +170,8 @@ def _own(path: str, module: Any) -> Iterator[Place]:
         return
     for point in getattr(module, "points", ()):
         yield Place(path, module, "point", point)
-    if isinstance(getattr(module, "attend", None), LocalAttention):
+    attend = getattr(module, "attend", None)
+    if all(hasattr(attend, offer) for offer in _OFFERS):
         for point in _OF_ATTEND:
             yield Place(path, module, "attend", point)
 
@@ -210,29 +256,32 @@ def _watch_attend(module: Any, visit: _Visit) -> Callable[[], None]:
     return restore
 
 
-class _WatchedAttention(LocalAttention):
+class _WatchedAttention:
     """Attention whose scores and weights visitors see. What nobody changes is computed as without them."""
 
-    def __init__(self, plain: LocalAttention) -> None:
-        super().__init__(plain.spec)
+    def __init__(self, plain: Any) -> None:
         self.plain = plain
         self.visits: list[_Visit] = []
+
+    def __getattr__(self, name: str) -> Any:  # what else the attention says of itself
+        return getattr(self.plain, name)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, sinks: Tensor | None = None
     ) -> Tensor:
         given = () if sinks is None else (sinks,)
-        shape = torch.Size((q.size(0), q.size(2), q.size(1), q.size(1)))
+        keys = q.size(1) * self.plain.ranks_of_row
+        shape = torch.Size((q.size(0), q.size(2), q.size(1), keys))
         dtype = torch.promote_types(q.dtype, torch.float32)
         for _, name, visitor in self.visits:
             visitor.reserve(name, shape, dtype)
         graph = torch.is_grad_enabled() and any(visitor.changes for _, _, visitor in self.visits)
         with torch.set_grad_enabled(graph):
             weights = self._changed_weights(q, k, ctx, sinks)
-        if weights is None:
-            return self.plain(q, k, v, ctx, *given)
-        values = v.to(weights.dtype).repeat_interleave(q.size(2) // v.size(2), dim=2)
-        return torch.einsum("bhst,bthd->bshd", weights, values).to(q.dtype)
+        out: Tensor = (
+            self.plain(q, k, v, ctx, *given) if weights is None else self.plain.mix(weights, v)
+        )
+        return out
 
     def _changed_weights(
         self, q: Tensor, k: Tensor, ctx: TokenContext, sinks: Tensor | None

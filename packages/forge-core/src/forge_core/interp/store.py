@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_core.interp.points import chosen, visited
+from forge_core.interp.points import Place, Whole, chosen, in_rows, rows_of, visited
 
 
 class ActivationStore:
@@ -30,7 +30,10 @@ class ActivationStore:
     A value is refused before it would exceed `max_bytes`: scores of 8,192 tokens are 256 MB a head. The model computes
     the same as without, but for scores and weights of attention, which are computed beside it.
 
-    The values are those of this process: parts of rows or heads where ranks share them.
+    The values are those of this process: parts of rows or heads where ranks share them. With `whole`
+    (`forge_parallel.points.WholePoints`) each of these ranks keeps whole values, which costs one gather of a value for
+    each axis that shares it; at the end of `watch` ranks of a pipeline send one another the values of their blocks. All
+    of these ranks then watch the same points.
     """
 
     changes = False
@@ -44,16 +47,18 @@ class ActivationStore:
         device: str | torch.device = "cpu",
         folder: str | Path | None = None,
         max_bytes: int | None = None,
+        whole: Whole | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}, it must be 1 or more; 1 keeps all rows")
         self.points = (points,) if isinstance(points, str) else tuple(points)
         self.every, self.dtype, self.device = every, dtype, torch.device(device)
-        self.max_bytes = max_bytes
+        self.max_bytes, self.whole = max_bytes, whole
         self.folder = None if folder is None else _empty_folder(Path(folder))
         #: Rows of all calls so far, kept or not, and bytes of what is kept.
         self.rows = self.nbytes = 0
         self._kept: dict[str, list[Tensor]] = {}
+        self._places: dict[str, Place] = {}  # of the model that is watched
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._batch: int | None = None  # rows of the call that runs
@@ -92,13 +97,14 @@ class ActivationStore:
         ValueError for a pattern without a point and a point in compiled code, and in a call for a point that it has not
         reached or reached twice.
         """
-        places = chosen(model, self.points)
-        for name in places:
+        names, self._places = chosen(model, self.points, self.whole)
+        for name in names:
             self._kept.setdefault(name, [])
+        before, bytes_before = {name: len(self._kept[name]) for name in names}, self.nbytes
         begin = model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         try:
-            with visited(places, self):
-                end = model.register_forward_hook(lambda *_: self._end(list(places)))
+            with visited(self._places, self):
+                end = model.register_forward_hook(lambda *_: self._end())
                 try:
                     yield self
                 finally:
@@ -106,13 +112,24 @@ class ActivationStore:
         finally:
             begin.remove()
             self._drop()
+        if self.whole is not None:
+            left = None if self.max_bytes is None else self.max_bytes - bytes_before
+            found = {name: self._kept[name][before[name] :] for name in self._places}
+            for name, value in self.whole.exchange(found, left):
+                self._kept[name].append(self._put(name, value.to(self.device)))
+                self.nbytes += value.nbytes
 
     def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         """ValueError if a value of this shape does not fit."""
         if self._batch is None or self.max_bytes is None:
             return
         kept = len(range(*self._slice(shape[0]).indices(shape[0])))
-        size = kept * math.prod(shape[1:]) * self._dtype(dtype).itemsize
+        self._refuse_over(name, (kept, *shape[1:]), dtype)
+
+    def _refuse_over(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if self.max_bytes is None:
+            return
+        size = math.prod(shape) * self._dtype(dtype).itemsize
         total = self.nbytes + self._pending_bytes + size
         if total > self.max_bytes:
             raise ValueError(
@@ -129,14 +146,13 @@ class ActivationStore:
                 f"point {name} was reached twice in one call, so that its rows are not those of the tokens; watch a "
                 "call that runs each block once"
             )
-        by_row = value.detach()
-        if by_row.size(0) != self._batch:  # (B * S, E) of routers
-            by_row = by_row.unflatten(0, (self._batch, -1))
-        self.reserve(name, by_row.shape, by_row.dtype)
-        found = by_row[self._slice(self._batch)]
+        found = in_rows(value.detach(), self._batch)[self._slice(self._batch)]
+        if self.whole is not None and len(found):
+            found = self.whole.join(self._places[name], found)
+        self._refuse_over(name, found.shape, found.dtype)
         found = found.to(self.device, self._dtype(value.dtype), copy=True)
         self._pending_bytes += found.nbytes
-        self._pending[name] = found if self.folder is None else self._to_disk(name, found)
+        self._pending[name] = self._put(name, found)
         return value
 
     def _slice(self, rows: int) -> slice:
@@ -145,10 +161,10 @@ class ActivationStore:
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
-    def _to_disk(self, name: str, value: Tensor) -> Tensor:
-        if not value.numel():
+    def _put(self, name: str, value: Tensor) -> Tensor:
+        """`value`, or the file of it."""
+        if self.folder is None or not value.numel():
             return value
-        assert self.folder is not None
         path = self.folder / f"{name}.{len(self._kept[name]):06d}.bin"
         options: Any = {"shared": True, "size": value.numel(), "dtype": value.dtype}
         torch.from_file(str(path), **options).copy_(value.flatten())
@@ -156,18 +172,17 @@ class ActivationStore:
 
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop()  # of a call that failed
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        self._batch = tensors[0].size(0)
+        self._batch = rows_of(args, kwargs)
 
-    def _end(self, names: list[str]) -> None:
-        missing = [name for name in names if name not in self._pending]
+    def _end(self) -> None:
+        missing = [name for name in self._places if name not in self._pending]
         if missing:
             self._drop()
             raise ValueError(
                 f"point {missing[0]} must be reached by each call that is watched, and was not; name the points that are, "
                 "and call the model in whole rows without a cache for attn_scores and attn_weights"
             )
-        for name in names:
+        for name in self._places:
             value = self._pending[name]
             if len(value):
                 self._kept[name].append(value)

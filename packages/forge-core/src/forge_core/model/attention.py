@@ -36,6 +36,11 @@ class LocalAttention:
     its own holds (B, H, S, S) scores and is given whole rows of ctx. A `ctx.mask` takes the place of all that.
     """
 
+    #: Of how many ranks each has a part of a row's tokens.
+    ranks_of_row = 1
+    #: Whether it computes the mask of a context.
+    takes_mask = True
+
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self._mask = None if spec.mask == "causal" else MASKS.checked(spec.mask, {})
@@ -74,6 +79,11 @@ class LocalAttention:
         size, device = scores.size(-1), scores.device
         mask = self._visible(self._mask or causal_mask, ctx, size, device).unsqueeze(1)
         return softmax_scores(scores, mask, self.spec, sinks)
+
+    def mix(self, weights: Tensor, v: Tensor) -> Tensor:
+        """The output (B, S, H, D) of `weights` (B, H, S, S) and values v (B, S, K, D), in the dtype of v."""
+        values = v.to(weights.dtype).repeat_interleave(weights.size(1) // v.size(2), dim=2)
+        return torch.einsum("bhst,bthd->bshd", weights, values).to(v.dtype)
 
     def _visible(
         self, mask: Callable[..., Tensor], ctx: TokenContext, size: int, device: torch.device
@@ -124,7 +134,7 @@ class RotaryMixer(WithPoints):
         `ctx.mask` meets an `attend` of other code.
         """
         if ctx.mask is not None:
-            if not isinstance(self.attend, LocalAttention):
+            if not getattr(self.attend, "takes_mask", False):
                 raise ValueError(
                     f"{type(self.attend).__name__} does not compute the mask of its context; use attention of whole rows "
                     "in one process (cp = 1), or a model without such a mask"

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -226,23 +226,83 @@ class ContextAttention:
             q = q * (self.scale * q.size(-1) ** 0.5)
         return blockwise_attention(q, k, v, tiling, self.exchange)
 
+    @property
+    def ranks_of_row(self) -> int:
+        """The ranks that share the tokens of a row."""
+        return int(self.axis.size)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled products of this rank's queries with the keys of whole rows: q (B, s, H, D), k (B, s, K, D) ->
+        (B, H, s, S), fp32 at least, without gradients. One all-gather of k.
+
+        `scores`, `softmax` and `mix` compute attention from its definition, for who looks into it (forge_core.interp).
+        """
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            raise ValueError(
+                "scores of tokens that lie on several ranks have no gradient; call the model under torch.no_grad(), or "
+                "use cp 1"
+            )
+        scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
+        wide = torch.promote_types(q.dtype, torch.float32)
+        keys = _of_queries(join_sequence(k.contiguous(), self.axis).to(wide), q.size(2))
+        return q.to(wide).transpose(1, 2) @ keys.permute(0, 2, 3, 1) * scale
+
+    def softmax(self, scores: Tensor, ctx: Any = None, sinks: Tensor | None = None) -> Tensor:
+        """The weights of `scores`: causal, within documents and the window. No sinks, which cp refuses."""
+        seen = self._visible(ctx, scores.size(-1), scores.device)  # (B or 1, s, S)
+        return scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
+
+    def mix(self, weights: Tensor, v: Tensor) -> Tensor:
+        """The output (B, s, H, D) of `weights` (B, H, s, S), v (B, s, K, D) of this rank. One all-gather of v."""
+        values = join_sequence(v.contiguous(), self.axis).to(weights.dtype)
+        values = _of_queries(values, weights.size(1))
+        return torch.einsum("bhst,bthd->bshd", weights, values).to(v.dtype)
+
+    def _visible(self, ctx: Any, length: int, device: torch.device) -> Tensor:
+        keys = torch.arange(length, device=device)
+        behind = cut_sequence(keys, self.axis, dim=0)[:, None] - keys  # (s, S)
+        seen = (behind >= 0) & (behind < (self.window or length))
+        ids = getattr(ctx, "document_ids", None)
+        if ids is None:
+            return seen[None]
+        number = torch.zeros(len(ids), length, dtype=torch.int64)
+        for row, borders in enumerate(self._documents(ctx, device)):
+            for n, (begin, end) in enumerate(borders):
+                number[row, begin:end] = n
+        number = number.to(device)
+        return seen & (cut_sequence(number, self.axis)[:, :, None] == number[:, None, :])
+
     def _place(self, length: int) -> Place:
         return Place(length, self.axis.rank, self.axis.size, self.name, self.window)
 
     def _tiling(self, ctx: Any, device: torch.device) -> Tiling:
-        def rows() -> Rows:
+        def make() -> Tiling:
+            found = self._documents(ctx, device)
+            return packed_tiling(found, self._place(ctx.document_ids.size(1)))
+
+        tiling: Tiling = _once(ctx, ("tiles", id(self.exchange), self.window), make)
+        return tiling
+
+    def _documents(self, ctx: Any, device: torch.device) -> Rows:
+        def make() -> Rows:
             ids = self._rows.get(ctx.document_ids)
             if ids is None or ids.device.type != "cpu":
                 ids = join_sequence(ctx.document_ids.to(device), self.axis).cpu()
             return documents(ids)
 
-        def make() -> Tiling:
-            found = once(("documents", id(self.exchange)), rows)
-            return packed_tiling(found, self._place(ctx.document_ids.size(1)))
+        found: Rows = _once(ctx, ("documents", id(self.exchange)), make)
+        return found
 
-        once = getattr(ctx, "once", lambda _, make: make())
-        tiling: Tiling = once(("tiles", id(self.exchange), self.window), make)
-        return tiling
+
+def _once(ctx: Any, key: Any, make: Callable[[], Any]) -> Any:
+    """`make()`, once per forward if the context can keep it."""
+    keep = getattr(ctx, "once", None)
+    return make() if keep is None else keep(key, make)
+
+
+def _of_queries(x: Tensor, heads: int) -> Tensor:
+    """Keys or values (B, S, K, D) for each query head: (B, S, H, D)."""
+    return x.repeat_interleave(heads // x.size(2), dim=2)
 
 
 def documents(ids: Tensor) -> Rows:

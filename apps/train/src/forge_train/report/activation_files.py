@@ -1,0 +1,198 @@
+"""Files of activations: parts while they are computed, then one .npz, or a folder of safetensors.
+
+Parts lie beside the output until all are there, so that memory holds one of them, and a command that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from forge_train.errors import StateError
+
+__all__ = ["Parts", "output_problems"]
+
+_REQUEST = "request.json"
+
+
+def output_problems(out: Path) -> list[str]:
+    """Why nothing can be written there: a file .npz, or a folder."""
+    if out.exists():
+        return [f"--output {out} exists already; name another file, or remove it"]
+    if out.suffix == ".npz":
+        return []
+    if out.suffix:
+        return [
+            f"--output {out} must end in .npz, or be the name of a folder for safetensors; rename it"
+        ]
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        return [
+            f"--output {out}, a folder, needs safetensors, which is not installed; pip install 'forge-train[safetensors]'"
+        ]
+    return []
+
+
+class Parts:
+    """The parts of an output, each the rows from a start on; all of them are of one request."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.folder = out, out.with_name(out.name + ".parts")
+
+    def open(self, request: dict[str, Any]) -> None:
+        """Make the folder, or go on with that of the same request; StateError for one of another."""
+        asked = self.folder / _REQUEST
+        if asked.exists():
+            before = json.loads(asked.read_text())
+            other = next((key for key in request if before.get(key) != request[key]), None)
+            if other is not None:
+                raise StateError(
+                    [
+                        f"{self.folder} holds parts of another command ({other} {before.get(other)!r}, now "
+                        f"{request[other]!r}); give that command again, or remove the folder"
+                    ]
+                )
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write(asked, json.dumps(request).encode())
+
+    def starts(self) -> set[int]:
+        """The first rows of the parts that are there."""
+        return {int(path.stem.removeprefix("rows-")) for path in self.folder.glob("rows-*.npz")}
+
+    def write(self, start: int, values: dict[str, numpy.ndarray]) -> None:
+        """Write one part, whole or not at all."""
+        path = self.folder / f"rows-{start:09d}.npz"
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            numpy.savez(file, **values)  # type: ignore[arg-type, unused-ignore]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def join(self, shard_bytes: int) -> None:
+        """Make the output of all parts, and remove them. Memory: a part, and a shard of a folder."""
+        request = json.loads((self.folder / _REQUEST).read_text())
+        files = sorted(self.folder.glob("rows-*.npz"))
+        counts = [len(_array(path, "tokens")) for path in files]
+        rows = sum(counts)
+        if rows != request["rows"]:
+            raise StateError(
+                [
+                    f"{self.folder} has {rows} of {request['rows']} rows; all ranks must write to one folder: let "
+                    "--output lie on a file system that they share"
+                ]
+            )
+        with numpy.load(files[0]) as first:
+            shapes = {name: (first[name].shape[1:], first[name].dtype) for name in first.files}
+        if self.out.suffix == ".npz":
+            made = _npz(self.folder / "all.tmp", files, rows, shapes, json.dumps(request))
+        else:
+            made = _shards(
+                self.folder / "shards", dict(zip(files, counts)), shapes, request, shard_bytes
+            )
+        os.replace(made, self.out)
+        shutil.rmtree(self.folder)
+
+
+#: By name, the shape and dtype of a row.
+_Shapes = dict[str, tuple[tuple[int, ...], Any]]
+
+
+def _npz(path: Path, files: list[Path], rows: int, shapes: _Shapes, meta: str) -> Path:
+    """One file of all parts, array by array, part by part."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, (shape, dtype) in shapes.items():
+            header = {
+                "descr": numpy.lib.format.dtype_to_descr(dtype),
+                "fortran_order": False,
+                "shape": (rows, *shape),
+            }
+            with archive.open(_entry(name), "w", force_zip64=True) as file:
+                numpy.lib.format.write_array_header_2_0(file, header)  # type: ignore[no-untyped-call, unused-ignore]
+                for part in files:
+                    file.write(numpy.ascontiguousarray(_array(part, name, shape)).tobytes())
+        with archive.open(_entry("meta"), "w") as file:
+            numpy.lib.format.write_array(file, numpy.array(meta))
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())
+    return path
+
+
+def _shards(
+    folder: Path, files: dict[Path, int], shapes: _Shapes, request: dict[str, Any], most: int
+) -> Path:
+    """A folder of safetensors of at most `most` bytes, if a row is not larger, and index.json; goes on if it was killed."""
+    from safetensors.numpy import save
+
+    folder.mkdir(exist_ok=True)
+    rows = request["rows"]
+    size = sum(math.prod(shape) * numpy.dtype(dtype).itemsize for shape, dtype in shapes.values())
+    at_once = max(1, most // size)
+    starts = range(0, rows, at_once)
+    shards = []
+    for number, start in enumerate(starts, 1):
+        stop = min(start + at_once, rows)
+        path = folder / f"rows-{number:05d}-of-{len(starts):05d}.safetensors"
+        shards.append({"file": path.name, "first_row": start, "rows": stop - start})
+        if path.exists():
+            continue
+        values = {
+            name: _rows(files, name, shape, start, stop) for name, (shape, _) in shapes.items()
+        }
+        # one entry: several would be in another order each time
+        meta = {"meta": json.dumps(request | shards[-1])}
+        _write(path, save(values, metadata=meta))
+    arrays = {
+        name: {"row_shape": list(shape), "dtype": str(dtype)}
+        for name, (shape, dtype) in shapes.items()
+    }
+    index = {"meta": request, "arrays": arrays, "shards": shards}
+    _write(folder / "index.json", json.dumps(index, indent=1).encode())
+    return folder
+
+
+def _rows(
+    files: dict[Path, int], name: str, shape: tuple[int, ...], start: int, stop: int
+) -> numpy.ndarray:
+    """Rows [start, stop) of an array, from the parts that have them, of so many rows each."""
+    found, first = [], 0
+    for path, count in files.items():
+        if first < stop and first + count > start:
+            found.append(_array(path, name, shape)[max(0, start - first) : stop - first])
+        first += count
+    return numpy.concatenate(found)
+
+
+def _array(path: Path, name: str, shape: tuple[int, ...] | None = None) -> numpy.ndarray:
+    """An array of a part; StateError if its rows have another shape."""
+    with numpy.load(path) as part:
+        values: numpy.ndarray = part[name]
+    if shape is not None and values.shape[1:] != shape:
+        raise StateError(
+            [f"{name} has rows of {values.shape[1:]} and {shape}, which are no one array"]
+        )
+    return values
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    """Without a time, so that the same values are the same file."""
+    return zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,58 @@
+"""Attention as a picture: a square for each head, the text of each token, the weights as colours."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+from forge_core.interp import draw_attention
+
+TEXTS = ["The", " model", "\n", "$a_b$"]
+
+
+def weights(heads: int = 5) -> torch.Tensor:
+    scores = torch.randn(heads, 4, 4, generator=torch.Generator().manual_seed(0))
+    return scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def texts(path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
+
+
+def test_heads_and_tokens_are_named_as_they_are(tmp_path):
+    out = tmp_path / "a.svg"
+    draw_attention(weights(), out, labels=TEXTS, heads=[0, 4], title="layer 3")
+    found = texts(out)
+    assert {"head 0", "head 4", "layer 3", "attention weight"} <= {*found}
+    assert "head 1" not in found
+    for text in ("The", "·model", "\\n", "$a_b$"):
+        assert found.count(text) >= 2, "beside the queries and below the keys"
+
+
+def test_the_same_weights_are_the_same_file_and_others_another(tmp_path):
+    for name, value in (("a", weights()), ("b", weights()), ("c", weights().flip(0))):
+        draw_attention(value, tmp_path / f"{name}.png")
+    a, b, c = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+    assert a.startswith(b"\x89PNG")
+
+
+def test_long_rows_and_other_keys_are_drawn(tmp_path):
+    long = torch.rand(1, 80, 80)
+    draw_attention(long, tmp_path / "long.svg", labels=["word"] * 80)
+    assert "word" not in texts(tmp_path / "long.svg"), "80 labels could not be read"
+    draw_attention(
+        torch.rand(2, 4, 3), tmp_path / "x.svg", labels=TEXTS, key_labels=["cat", "dog", "owl"]
+    )
+    assert {"cat", "·model"} <= {*texts(tmp_path / "x.svg")}
+
+
+def test_wrong_shapes_labels_and_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must be \(heads, queries, keys\) of one row"):
+        draw_attention(weights()[None], tmp_path / "a.png")
+    with pytest.raises(ValueError, match="labels are 2, they must be one for each of the 4 tokens"):
+        draw_attention(weights(), tmp_path / "a.png", labels=TEXTS[:2])
+    with pytest.raises(ValueError, match=r"must end in .png, .svg or .pdf; use a.png"):
+        draw_attention(weights(), tmp_path / "a.gif")
