@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +11,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from forge_core import Transformer, TransformerConfig, initialise
 from forge_core.interp import ActivationStore
 from forge_core.model.feed_forward import FeedForward
 from forge_data import Loader, open_training
@@ -103,7 +106,8 @@ def test_a_step_is_the_same_bits(tmp_path: Path, extra: str, overrides: dict[str
     assert_same_bits(mine, {name: saved[name] for name in mine})
     assert tree(run) == before
     # the initial state, where retention has left nothing else
-    assert replay_step(run, 2).start == 0
+    found = replay_step(run, 2)
+    assert (found.start, found.differs) == (0, {})
 
 
 def test_what_a_step_saw(tmp_path: Path) -> None:
@@ -198,3 +202,85 @@ def test_a_flipped_weight_is_found_by_step_and_name(
     assert wrong is not None
     assert (wrong.step, wrong.quantity, wrong.name) == (31, "output", "layers.2.feed_forward")
     assert study(["bisect", str(tmp_path / "right"), str(tmp_path / "right")]) == 0
+
+
+def rank_replays(run: Path, step: int, output: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    as_rank()
+    found = replay_step(run, step, output=output)
+    return dict(found.differs), full(found.trainer), len(found.seen)
+
+
+def as_rank() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environment.items()})
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_a_step_is_the_same_bits(tmp_path: Path) -> None:
+    job = make_job(tmp_path, MOE)
+    options = {"model__moe__bias_update_rate": 1e-2, "checkpoint__keep_last": 9}
+    fit_on_ranks(2, job, **options)
+    before = tree(tmp_path / "run")
+    saved = {
+        k.partition(".")[2]: v
+        for k, v in saved_tensors(tmp_path / "run", 6).items()
+        if k.startswith(("model.", "optimizer."))
+    }
+    for differs, mine, rows in run_on_ranks(2, rank_replays, tmp_path / "run", 6, tmp_path / "out"):
+        assert (differs, rows) == ({}, 12)
+        assert_same_bits(mine, {name: saved[name] for name in mine})
+    assert tree(tmp_path / "run") == before
+
+
+def with_wrong_role(vocab_size: int, wrong: bool = True) -> Transformer:
+    """Under tp each rank sees other heads, and the gradients of the norms of queries are not added up."""
+    sizes = {"dim": 16, "num_layers": 3, "num_heads": 2, "qk_norm": True}
+    model = Transformer(TransformerConfig(vocab_size=vocab_size, **sizes))
+    roles = model.parallel_roles()
+    assert roles["layers.1.mixer.q_norm.*"] == "replicate_sum_grad"
+    if wrong:
+        roles["layers.1.mixer.q_norm.*"] = "sequence"
+        model.parallel_roles = lambda: roles  # type: ignore[method-assign]
+    initialise(model, 0)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
+def test_a_wrong_role_is_found_by_step_and_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: bool
+) -> None:
+    options = {
+        "model.name": "tests.use.test_time_machine:with_wrong_role",
+        "model.args.wrong": wrong,
+        "metrics.console": "off",
+    }
+    if wrong:
+        options["optimizer.eps"] = 1e-8  # small gradients count
+    job = make_job(tmp_path / "a")
+    fit_alone(job, **options)
+    ranks = {**options, "parallel.tp": 2, "parallel.sequence_parallel": not wrong}
+    fit_on_ranks(2, make_job(tmp_path / "b"), **ranks)
+    a, b = str(tmp_path / "a/run"), str(tmp_path / "b/run")
+    if not wrong:
+        assert study(["bisect", a, b]) == 0
+        # nor are there differences of single tensors
+        record(Path(a), 0, 3, tmp_path / "one")
+        run_on_ranks(2, rank_records, Path(b), 3, tmp_path / "two")
+        assert first_difference(Record(tmp_path / "one"), Record(tmp_path / "two")) is None
+        return
+    assert study(["bisect", a, b, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["interval"]["start"] == 0
+    where = found["difference"]
+    assert (where["step"], where["quantity"]) == (1, "gradient")
+    assert (where["name"], where["others"]) == ("layers.1.mixer.q_norm.weight", [])
+    assert "layers.1.mixer.q_norm.weight" in found["text"]
+
+
+def rank_records(run: Path, end: int, folder: Path) -> None:
+    as_rank()
+    record(run, 0, end, folder)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forge_ckpt import SavedTensors
+from forge_train.config.files import read_toml
 from forge_train.config.init import committed
 from forge_train.errors import ConfigError, StateError, config_errors
-from forge_train.study.difference import Difference, bound_of, close, first_difference
+from forge_train.study.difference import BOUND, Difference, bound_of, close, first_difference
 from forge_train.study.record import Record
 from forge_train.study.replay import logged_rows
 from forge_train.trainer.run_directory import RunDirectory
@@ -115,14 +116,24 @@ def bisect_runs(
     """
     if a.resolve() == b.resolve():
         raise ConfigError([f"{a} is given twice; name two runs"])
-    interval = find_interval(a, b, tolerance or 0.0)
+    if tolerance is None:
+        tolerance = 0.0 if _layout(a) == _layout(b) else BOUND
+    interval = find_interval(a, b, tolerance)
     if interval.end is None or logged_only:
-        return _with_text(Verdict(interval, None, bound=tolerance or 0.0), a, b)
+        return _with_text(Verdict(interval, None, bound=tolerance), a, b)
     with tempfile.TemporaryDirectory(prefix="forge-bisect-") as folder:
         sides = [Path(folder, name) for name in ("a", "b")]
         for run, side in zip((a, b), sides):
             replay(run, interval.start, interval.end, side)
         return bisect_records(sides[0], sides[1], tolerance, interval, (a, b))
+
+
+def _layout(run: Path) -> tuple[Any, int | None]:
+    """[parallel] of a run, and its number of ranks."""
+    paths = RunDirectory(run)
+    if not paths.config.exists():
+        raise ConfigError([f"{run} has no {paths.config.name}; name the folder of a run, as in run.dir"])  # fmt: skip
+    return read_toml(paths.config).get("parallel"), paths.num_ranks()
 
 
 def bisect_records(
@@ -156,8 +167,6 @@ def _departs(run: Path, record: Record) -> int | None:
 
 
 def _with_text(verdict: Verdict, a: Path, b: Path, callbacks: bool = True) -> Verdict:
-    from dataclasses import replace
-
     return replace(verdict, text=" ".join(_sentences(verdict, a, b, callbacks)))
 
 

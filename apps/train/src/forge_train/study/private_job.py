@@ -43,7 +43,9 @@ def find_start(run: Path, step: int) -> int:
         raise ConfigError(
             [f"{run} has no {paths.config.name}; name the folder of a run, as in run.dir"]
         )
-    lengths = [event["total_steps"] for event in read_events(paths.events) if "total_steps" in event]
+    lengths = [
+        event["total_steps"] for event in read_events(paths.events) if "total_steps" in event
+    ]
     if step < 1 or step > max(lengths[-1:], default=step):
         raise ConfigError(
             [f"--step {step} must be from 1 to {lengths[-1] if lengths else 'the last'}, the steps of {run}; name one of them"]

@@ -132,7 +132,7 @@ class Recorder(Visitor):
     def add(self, kind: str, name: str, value: Tensor, instance: int = -1, call: int = 0) -> None:
         """Add a tensor, which may change afterwards."""
         plain = value.detach().to("cpu").contiguous().reshape(-1)
-        samples = plain[:: max(1, -(-len(plain) // _SAMPLES))].float()
+        samples = plain[:: max(1, -(-len(plain) // _SAMPLES))].float().clone()
         digest = hashlib.sha256(plain.view(torch.uint8).numpy()).hexdigest()[:16]
         norm = float(torch.linalg.vector_norm(plain.double())) if len(plain) else 0.0
         dtype = str(value.dtype).removeprefix("torch.")
