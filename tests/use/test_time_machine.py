@@ -26,7 +26,7 @@ from forge_testing.runs import (
     make_job,
     saved_tensors,
 )
-from forge_train import Callback, ConfigError, StateError, Trainer, load_job, read_run
+from forge_train import Callback, ConfigError, StateError, Trainer, load_job
 from forge_train.cli import study
 from forge_train.study.bisect import bisect_runs, find_interval
 from forge_train.study.difference import first_difference
@@ -156,7 +156,7 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=word):
             call()
     (run / "model.toml").write_text("")
-    with pytest.raises(StateError, match="imported.*name a step"):
+    with pytest.raises(StateError, match=r"imported.*name a step"):
         find_start(run, 2)
 
 

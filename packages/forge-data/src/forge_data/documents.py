@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from forge_data.batch import Batch
 from forge_data.mixed_stream import MixedStream
 from forge_data.phased_stream import part_at
@@ -50,7 +52,7 @@ def _locate(stream: Stream, instance: int) -> tuple[str, list[int] | None]:
     own = instance - part.start
     source = type(getattr(leaf, "source", leaf)).__name__
     if isinstance(leaf, MixedStream):
-        numbers, ids = leaf.mixture.locate([own])
+        numbers, ids = leaf.mixture.locate(np.array([own]))
         number, own = int(numbers[0]), int(ids[0])
         source, leaf = leaf.names[number], leaf.streams[number]
     numbered = getattr(leaf, "documents_of", None)

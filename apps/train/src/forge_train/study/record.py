@@ -48,8 +48,8 @@ class Entry(NamedTuple):
     dtype: str
     digest: str
     norm: float
-    first: int
-    count: int
+    start: int
+    length: int
 
 
 class Part(NamedTuple):
@@ -133,7 +133,7 @@ class Recorder(Visitor):
         """Add a tensor, which may change afterwards."""
         plain = value.detach().to("cpu").contiguous().reshape(-1)
         samples = plain[:: max(1, -(-len(plain) // _SAMPLES))].float().clone()
-        digest = hashlib.sha256(plain.view(torch.uint8).numpy()).hexdigest()[:16]
+        digest = hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()[:16]
         norm = float(torch.linalg.vector_norm(plain.double())) if len(plain) else 0.0
         dtype = str(value.dtype).removeprefix("torch.")
         place = (self._count, len(samples))
@@ -260,7 +260,7 @@ class Record:
             for fields in json.loads((folder / f"rank-{rank}.json").read_text()):
                 e = Entry(*fields)
                 if e.kind == kind:
-                    values = samples[e.first : e.first + e.count]
+                    values = samples[e.start : e.start + e.length]
                     part = Part(tuple(e.shape), e.dtype, e.digest, e.norm, values)
                     found.setdefault(e.name, {}).setdefault((e.instance, e.call), []).append(part)
         return found

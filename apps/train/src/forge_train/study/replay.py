@@ -207,12 +207,14 @@ def train_again(job: ResolvedJob, first: int, last: int, visitor: Visitor) -> Re
 def private_folder(run: str | Path, output: str | Path | None) -> Iterator[Path]:
     """`output`, which must be new and outside of the run, or a temporary folder."""
     if output is None:
-        with tempfile.TemporaryDirectory(prefix="forge-replay-") as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory(prefix="forge-replay-") as temporary:
+            yield Path(temporary)
         return
     folder, inside = Path(output), Path(run).resolve()
     if inside in (folder.resolve(), *folder.resolve().parents):
-        raise ConfigError([f"--output {output} is inside of {run}, which is only read; name a folder elsewhere"])  # fmt: skip
+        raise ConfigError(
+            [f"--output {output} is inside of {run}, which is only read; name a folder elsewhere"]
+        )
     if RunDirectory(folder).config.exists():
         raise StateError([f"--output {output} holds a replay or a run already; name a new folder"])
     yield folder

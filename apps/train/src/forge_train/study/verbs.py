@@ -75,6 +75,7 @@ def replay(
 
     It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks.
     """
+    from forge_train.study.private_job import find_start, parse_settings
     from forge_train.trainer.run_directory import RunDirectory
 
     if from_step is not None and record is None:
@@ -88,11 +89,17 @@ def replay(
             [f"--debugger needs one process, and there are {ranks if not many else 'several'}; use --nproc 1 with --set "
              "keys of a layout for one"]
         )  # fmt: skip
+    find_start(run_dir, step)  # refused here, once
     if ranks > 1:
-        return _on_ranks(ranks, output)
+        on, off = ("anomaly", anomaly), ("callbacks", callbacks)
+        flags = [f"--{name}" for name, given in (on, off, ("json", json)) if given]
+        for name, value in (("step", step), ("record", record), ("from_step", from_step)):
+            flags += [] if value is None else [f"--{name}", str(value)]
+        for name, several in (("hook", hook), ("set", set)):
+            flags += [f"--{name}", *several] if several else []
+        return _on_ranks(ranks, ["replay", str(run_dir), *flags], output)
     if record is not None:
         return _record(run_dir, step, from_step, callbacks, set, output, record)
-    from forge_train.study.private_job import parse_settings
     from forge_train.study.replay import replay_step
 
     found = replay_step(
@@ -173,24 +180,15 @@ def _run(args: list[str], run: Path) -> None:
         raise StateError([f"the replay of {run} ended with code {done.returncode}, see above"])
 
 
-def _on_ranks(nproc: int, output: Path | None) -> int:
-    """This command in `nproc` processes that share a folder."""
+def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
+    """A study verb in `nproc` processes that share a folder."""
     import tempfile
 
     from forge_resilience.local_workers import run_local_workers
 
-    given, rest = sys.argv[1:], []
-    skip = False
-    for arg in given:
-        if skip or arg.startswith("--nproc="):
-            skip = False
-        elif arg == "--nproc":
-            skip = True
-        else:
-            rest.append(arg)
     with tempfile.TemporaryDirectory(prefix="forge-replay-") as folder:
-        shared = [] if output is not None else ["--output", str(Path(folder, "run"))]
-        command = [sys.executable, "-m", "forge_train", *rest, *shared]
+        shared = output or Path(folder, "run")
+        command = [sys.executable, "-m", "forge_train", "study", *args, "--output", str(shared)]
         return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
 
 
@@ -252,12 +250,14 @@ def _as_json(found: Replayed) -> dict[str, Any]:
 
 def _lines(run: Path, found: Replayed) -> list[str]:
     from forge_train.study.replay import COMPARED
+    from forge_train.trainer.run_directory import RunDirectory
 
     begin = f"its checkpoint of step {found.start}" if found.start else "its initial state"
     ranks = found.trainer.meshes.world_size
-    lines = [
-        f"step {found.step} of {run}, trained again from {begin} on {ranks} process{'es' if ranks > 1 else ''}"
-    ]
+    lines = [f"step {found.step} of {run}, trained again from {begin} on {_processes(ranks)}"]
+    before = RunDirectory(run).num_ranks()
+    if before not in (None, ranks):
+        lines.append(f"not as in the run: it had {_processes(before)}")
     lines += [
         f"not as in the run: {k} was {a!r} and is {b!r}" for k, (a, b) in found.changed.items()
     ]
@@ -265,7 +265,7 @@ def _lines(run: Path, found: Replayed) -> list[str]:
         lines.append("the run has no row of this step (metrics.every_steps)")
     for name in COMPARED:
         mine = found.row.get(name)
-        line = f"  {name:10} {mine!s:22}"
+        line = f"  {name:10} {mine!s:24}"
         if found.logged is not None:
             same = name not in found.differs
             line += "the same bits as logged" if same else f"logged {found.logged.get(name)}"
@@ -279,3 +279,7 @@ def _lines(run: Path, found: Replayed) -> list[str]:
     if len(found.seen) > _LISTED:
         lines.append(f"  and {len(found.seen) - _LISTED} more, see --json")
     return lines
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
