@@ -218,7 +218,9 @@ def as_rank() -> None:
 
 
 @pytest.mark.distributed
-def test_on_two_ranks_a_step_is_the_same_bits(tmp_path: Path) -> None:
+def test_on_two_ranks_a_step_is_the_same_bits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     job = make_job(tmp_path, MOE)
     options = {"model__moe__bias_update_rate": 1e-2, "checkpoint__keep_last": 9}
     fit_on_ranks(2, job, **options)
@@ -231,6 +233,14 @@ def test_on_two_ranks_a_step_is_the_same_bits(tmp_path: Path) -> None:
     for differs, mine, rows in run_on_ranks(2, rank_replays, tmp_path / "run", 6, tmp_path / "out"):
         assert (differs, rows) == ({}, 12)
         assert_same_bits(mine, {name: saved[name] for name in mine})
+    capfd.readouterr()
+    assert study(["replay", str(tmp_path / "run"), "--step", "6", "--anomaly"]) == 0
+    shown = capfd.readouterr().out
+    assert "checkpoint of step 3 on 2 processes" in shown
+    assert "not as in the run" not in shown
+    assert shown.count("the same bits as logged") == 4
+    assert study(["replay", str(tmp_path / "run"), "--step", "2", "--nproc", "1"]) == 0
+    assert "not as in the run: it had 2 processes" in capfd.readouterr().out
     assert tree(tmp_path / "run") == before
 
 

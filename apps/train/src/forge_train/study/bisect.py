@@ -211,7 +211,9 @@ def _of_interval(interval: Interval) -> str:
 
 def _of_difference(found: Difference) -> list[str]:
     more = f" ({len(found.others)} more differ in this step)" if found.others else ""
-    error = "" if found.error is None else f", by {found.error:.1e} of its largest value"
+    error = f", by {found.error:.1e} of its largest value" if found.error else ""
+    if found.error == 0:  # the digest alone saw it
+        error = ", in elements that are not among the samples of the record"
     step = found.step
     if found.quantity == "weight":
         return [
