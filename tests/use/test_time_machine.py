@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -105,7 +106,8 @@ def test_a_step_is_the_same_bits(tmp_path: Path, extra: str, overrides: dict[str
     assert len(mine) > 10
     assert_same_bits(mine, {name: saved[name] for name in mine})
     assert tree(run) == before
-    # the initial state, where retention has left nothing else
+    assert find_start(run, 7) == 6
+    # the initial state, where there is no checkpoint before
     found = replay_step(run, 2)
     assert (found.start, found.differs) == (0, {})
 
@@ -124,6 +126,8 @@ def test_what_a_step_saw(tmp_path: Path) -> None:
     assert found.differs == {} and seen == [4]  # noqa: PT018
     assert store["layers.0.resid_post"].shape == (12, 32, 16)
     assert not torch.is_anomaly_enabled()
+    wrong = dataclasses.replace(found, logged={**found.row, "loss": 1.0})
+    assert wrong.differs == {"loss": (1.0, found.row["loss"])}
     # slowly, from the source itself
     config = load_job(run / "config.toml").config
     stream = open_training(config.data)
