@@ -303,7 +303,10 @@ def extract(args: list[str]) -> int:
 
 
 #: Verbs of `study`: the function that tyro calls, by import path.
-STUDIES: dict[str, str] = {}
+STUDIES: dict[str, str] = {
+    "replay": "forge_train.study.verbs.replay",
+    "bisect": "forge_train.study.verbs.bisect",
+}
 
 
 def study(args: list[str]) -> int:

@@ -106,6 +106,19 @@ class PackedStream:
             borders = self._planned(self.plan, rows, **found)
         return {**found, **self._documents(*borders), "source": np.zeros(shape[0], np.int64)}
 
+    def documents_of(self, instance: int) -> list[int]:
+        """The documents of an instance by their number in the source, in the order of its `document_ids`."""
+        row = int(self.rows(np.array([instance]))[0])
+        if self.plan is not None:
+            found: list[int] = self.plan.documents[
+                self.plan.rows[row] : self.plan.rows[row + 1]
+            ].tolist()
+            return found
+        last = min((row + 1) * self.seq_len, self.source.num_tokens) - 1
+        offsets = self.source.documents
+        begin, end = np.searchsorted(offsets, [row * self.seq_len, last], side="right")
+        return list(range(int(begin) - 1, int(end)))
+
     def fingerprint(self) -> dict[str, str | int]:
         """Everything that determines the rows, as flat JSON; a resume compares it."""
         source = self.source.fingerprint()

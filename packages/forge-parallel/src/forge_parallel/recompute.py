@@ -17,13 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forge_parallel._torch_compat import DispatchMode, alias, mutated_arguments, storage_id
+from forge_parallel._torch_compat import (
+    DispatchMode,
+    alias,
+    in_backward,
+    mutated_arguments,
+    storage_id,
+)
 from forge_parallel.order import mark
 
-__all__ = ["recompute", "selective_contexts"]
+__all__ = ["is_recomputing", "recompute", "selective_contexts"]
 
 Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MODES = ("none", "full", "selective")
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside of a backward: hooks of its modules see values that they have seen before."""
+    return in_backward()
+
 
 # Names and not operators: some exist only in some versions and builds of torch, or after an import.
 _SAVED_OPERATORS = {

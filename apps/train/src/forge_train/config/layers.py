@@ -77,6 +77,11 @@ class Layers:
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
+    def drop_table(self, dotted: str) -> None:
+        """Remove a table with all of its keys, as if no layer had it."""
+        for key in [k for k in self.origins if k.startswith(f"{dotted}.")]:
+            self._drop(key)
+
     def replace_old_keys(self) -> None:
         """Turn keys of version 0.1 into those of today."""
         names = self.at("train.callbacks")

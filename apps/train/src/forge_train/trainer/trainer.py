@@ -279,7 +279,7 @@ class Trainer:
         try:
             if self.numerics.policy.can_roll_back and self.checkpoints.last_step < 0:
                 self._save(self.config.checkpoint.wait)  # the initial state, to go back to
-            while self.progress.step < self.total_steps and self._decision.stop is None:
+            while self._goes_on():
                 with self.window.step(self.progress.step + 1):
                     self.train_step()
                     self._after_step()
@@ -289,6 +289,10 @@ class Trainer:
             self._roll_back(found.outcome)
             return False
         return True
+
+    def _goes_on(self) -> bool:
+        """Whether there is another step to train."""
+        return self.progress.step < self.total_steps and self._decision.stop is None
 
     def _roll_back(self, bad: Outcome) -> None:
         """Load a checkpoint from before the bad steps, and leave their data out of the stream. Collective.

@@ -1,0 +1,115 @@
+"""The job of a run as a private one: the same numbers from one of its checkpoints on, in another folder."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_ckpt import SavedTensors
+from forge_resilience import read_events
+from forge_train.config.init import committed
+from forge_train.config.layers import read_layers
+from forge_train.config.resolve import ResolvedJob, resolve
+from forge_train.errors import ConfigError, StateError
+from forge_train.trainer.checkpoints import IMPORTED
+from forge_train.trainer.run_directory import RunDirectory, is_fixed
+from forge_train.trainer.store_errors import store_errors
+
+#: Tables that change no number of a step and act on the world outside.
+_OUTSIDE = (
+    "health",
+    "metrics.sinks",
+    "resilience.alerts",
+    "resilience.watch",
+    "resilience.replicas",
+)
+_QUIET = {
+    "metrics.console": "off",
+    "metrics.tensorboard": False,
+    "health.at_start": False,
+    "eval.at_start": False,
+}
+
+
+def find_start(run: Path, step: int) -> int:
+    """The step to begin from for a replay of `step`: that of the newest checkpoint before it, or 0, the initial state.
+
+    StateError where neither is there: an import, whose weights no checkpoint holds any more.
+    """
+    paths = RunDirectory(run)
+    if not paths.config.exists():
+        raise ConfigError(
+            [f"{run} has no {paths.config.name}; name the folder of a run, as in run.dir"]
+        )
+    lengths = [
+        event["total_steps"] for event in read_events(paths.events) if "total_steps" in event
+    ]
+    if step < 1 or step > max(lengths[-1:], default=step):
+        raise ConfigError(
+            [f"--step {step} must be from 1 to {lengths[-1] if lengths else 'the last'}, the steps of {run}; name one of them"]
+        )  # fmt: skip
+    steps = sorted(committed(run))
+    before = [s for s in steps if s < step]
+    if before:
+        return before[-1]
+    if paths.imported.is_file():
+        raise StateError(
+            [f"{run} holds no checkpoint before step {step}, and its initial weights were imported; there are "
+             f"checkpoints of {steps or 'no step'}: name a step behind one of them"]
+        )  # fmt: skip
+    return 0
+
+
+def private_job(
+    run: Path,
+    start: int,
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    callbacks: bool = False,
+) -> ResolvedJob:
+    """The job that goes on from the run's checkpoint of step `start`, or begins as the run did, in `folder`.
+
+    It has no sinks, alerts, probes and console, and its own callbacks only with `callbacks`. `settings` are keys that
+    replace those of the run, such as another layout; ConfigError for one that makes another experiment.
+    """
+    paths = RunDirectory(run)
+    layers = read_layers(paths.config)
+    layers.replace_old_keys()
+    for table in (*_OUTSIDE, *(() if callbacks else ("callbacks",))):
+        layers.drop_table(table)
+    if start in committed(run):
+        checkpoint = paths.checkpoint(start)
+        with store_errors(paths.checkpoints, StateError), SavedTensors(checkpoint) as saved:
+            objects = saved.keys()
+        seed = layers.at("init.seed")
+        layers.drop_table("init")
+        layers.set("init.from", str(checkpoint.absolute()), "replay")
+        keep = ["weights"] if IMPORTED in objects else ["weights", "optimizer", "cursor"]
+        layers.set("init.keep", keep, "replay")
+        if seed is not None:
+            layers.set("init.seed", seed, "replay")
+    for key, value in (_QUIET | {"run.dir": str(folder)} | dict(settings or {})).items():
+        layers.set(key, value, "replay")
+    wrong = [key for key in settings or {} if is_fixed(key) or key.startswith(("run.", "init."))]
+    if wrong:
+        raise ConfigError(
+            [f"--set {key}: it makes another experiment of {run}; set keys of [parallel], or how often something is done"
+             for key in wrong]
+        )  # fmt: skip
+    return resolve(layers)
+
+
+def parse_settings(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Keys and values of `KEY=VALUE`, values as in TOML; a word without quotes is a string."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError([f"--set {pair!r} must be KEY=VALUE; write --set parallel.tp=1"])
+        try:
+            found[key.strip()] = tomllib.loads(f"x = {value}")["x"]
+        except tomllib.TOMLDecodeError:
+            found[key.strip()] = value
+    return found

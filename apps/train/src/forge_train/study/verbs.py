@@ -1,0 +1,285 @@
+"""The verbs `forge-train study replay` and `forge-train study bisect`."""
+
+from __future__ import annotations
+
+import json as _json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from forge_resilience import ExitCode
+from forge_train import process
+from forge_train.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from forge_train.study.bisect import Verdict
+    from forge_train.study.replay import Replayed
+
+_LISTED = 32  # rows of a step that are printed
+
+
+def replay(
+    run_dir: Annotated[
+        tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run, finished or not")
+    ],
+    /,
+    step: Annotated[int, tyro.conf.arg(help="the step to train again, counted from 1")],
+    nproc: Annotated[
+        int | None,
+        tyro.conf.arg(help="processes on this machine (default: as many as the run had)"),
+    ] = None,
+    anomaly: Annotated[
+        bool,
+        tyro.conf.arg(help="torch's anomaly mode in that step: names the operation that made nan"),
+    ] = False,
+    debugger: Annotated[
+        bool, tyro.conf.arg(help="stop in pdb before that step (one process)")
+    ] = False,
+    hook: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            help="module:attr, called with the Trainer before that step; a context manager that it returns is left behind it"
+        ),
+    ] = (),
+    callbacks: Annotated[
+        bool,
+        tyro.conf.arg(help="with the job's own callbacks, which may act outside of the replay"),
+    ] = False,
+    set: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="KEY=VALUE, say another layout: parallel.tp=1")
+    ] = (),
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="new folder for what the trainer writes (default: a temporary one); all ranks of a launcher need one"
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="write weights, outputs and gradients of the steps here, for study bisect"
+        ),
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        tyro.conf.arg(
+            help="with --record: begin at this checkpoint, 0 for the initial state, and record all steps behind it"
+        ),
+    ] = None,
+    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
+) -> int:
+    """Train a step of a run again, exactly, and list the documents that it saw. The run's folder is only read.
+
+    It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks.
+    """
+    from forge_train.study.private_job import find_start, parse_settings
+    from forge_train.trainer.run_directory import RunDirectory
+
+    if from_step is not None and record is None:
+        raise ConfigError(["--from_step says where a record begins; give --record DIR, too"])
+    many = process.is_rank_of_many()
+    if many and output is None:
+        raise ConfigError(["--output must name a new folder that all ranks share; a launcher started several"])  # fmt: skip
+    ranks = 1 if many else nproc or RunDirectory(run_dir).num_ranks() or 1
+    if debugger and (many or ranks > 1):
+        raise ConfigError(
+            [f"--debugger needs one process, and there are {ranks if not many else 'several'}; use --nproc 1 with --set "
+             "keys of a layout for one"]
+        )  # fmt: skip
+    find_start(run_dir, step)  # refused here, once
+    if ranks > 1:
+        on, off = ("anomaly", anomaly), ("callbacks", callbacks)
+        flags = [f"--{name}" for name, given in (on, off, ("json", json)) if given]
+        for name, value in (("step", step), ("record", record), ("from_step", from_step)):
+            flags += [] if value is None else [f"--{name}", str(value)]
+        for name, several in (("hook", hook), ("set", set)):
+            flags += [f"--{name}", *several] if several else []
+        return _on_ranks(ranks, ["replay", str(run_dir), *flags], output)
+    if record is not None:
+        return _record(run_dir, step, from_step, callbacks, set, output, record)
+    from forge_train.study.replay import replay_step
+
+    found = replay_step(
+        run_dir,
+        step,
+        hooks=[_import(name) for name in hook],
+        anomaly=anomaly,
+        debugger=debugger,
+        callbacks=callbacks,
+        settings=parse_settings(set),
+        output=output,
+    )
+    if found.trainer.meshes.rank == 0:
+        print(_json.dumps(_as_json(found)) if json else "\n".join(_lines(run_dir, found)))
+    return ExitCode.DONE
+
+
+def bisect(
+    run_a: Annotated[
+        tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run, or a record")
+    ],
+    run_b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="the other one")],
+    /,
+    tolerance: Annotated[
+        float | None,
+        tyro.conf.arg(
+            help="relative bound (default: 0, the same bits; 1e-3 for replays in two layouts)"
+        ),
+    ] = None,
+    logged_only: Annotated[
+        bool, tyro.conf.arg(help="compare rows and checkpoints alone, without replays")
+    ] = False,
+    callbacks: Annotated[
+        bool, tyro.conf.arg(help="replay with the jobs' own callbacks, which may act outside")
+    ] = False,
+    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
+) -> int:
+    """Find the first step and module at which two runs of one model differ, by replays of both. Ends with 1 if they do.
+
+    Each run is replayed in its own layout on this machine, from their last common checkpoint. To compare machines or
+    versions, record each there with `study replay RUN --step N --record DIR`, and give the two records.
+    """
+    from forge_train.study.bisect import bisect_records, bisect_runs
+
+    records = [(folder / "record.json").is_file() for folder in (run_a, run_b)]
+    if any(records) and not all(records):
+        raise ConfigError([f"{run_a} and {run_b} must be two runs or two records; write a record of the run, too"])  # fmt: skip
+    if all(records):
+        return _show(bisect_records(run_a, run_b, tolerance), json)
+
+    def replay_side(run: Path, start: int, end: int, folder: Path) -> None:
+        command = [
+            "replay",
+            str(run),
+            "--step",
+            str(end),
+            "--from_step",
+            str(start),
+            "--record",
+            str(folder),
+        ]
+        _run([*command, *(["--callbacks"] if callbacks else [])], run)
+
+    return _show(bisect_runs(run_a, run_b, replay_side, tolerance, logged_only), json)
+
+
+def _show(verdict: Verdict, json: bool) -> int:
+    print(_json.dumps(verdict.as_json()) if json else verdict.text)
+    return ExitCode.ERROR if verdict.differs else ExitCode.DONE
+
+
+def _run(args: list[str], run: Path) -> None:
+    """A study verb in a process of its own, which may start ranks; StateError where it fails."""
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-m", "forge_train", "study", *args], stdout=subprocess.DEVNULL, check=False)  # fmt: skip
+    if done.returncode:
+        raise StateError([f"the replay of {run} ended with code {done.returncode}, see above"])
+
+
+def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
+    """A study verb in `nproc` processes that share a folder."""
+    import tempfile
+
+    from forge_resilience.local_workers import run_local_workers
+
+    with tempfile.TemporaryDirectory(prefix="forge-replay-") as folder:
+        shared = output or Path(folder, "run")
+        command = [sys.executable, "-m", "forge_train", "study", *args, "--output", str(shared)]
+        return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
+
+
+def _record(
+    run: Path,
+    step: int,
+    from_step: int | None,
+    callbacks: bool,
+    settings: tuple[str, ...],
+    output: Path | None,
+    folder: Path,
+) -> int:
+    from forge_train.study.private_job import find_start, parse_settings, private_job
+    from forge_train.study.record import Recorder
+    from forge_train.study.replay import private_folder, train_again
+
+    start = find_start(run, step if from_step is None else from_step + 1)
+    if from_step is not None and start != from_step and from_step:
+        raise ConfigError([f"--from_step {from_step} is no checkpoint of {run}; the one before it is of step {start}"])  # fmt: skip
+    start = start if from_step is None else from_step
+    if (folder / "record.json").exists():
+        raise StateError([f"--record {folder} holds a record; name a new folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(folder)
+    with private_folder(run, output) as private:
+        job = private_job(run, start, private, parse_settings(settings), callbacks)
+        trainer = train_again(job, start + 1, step, recorder)
+        recorder.finish(trainer, run, start, callbacks)
+    if trainer.meshes.rank == 0:
+        print(f"steps {start + 1} to {step} of {run} are recorded in {folder}")
+    return ExitCode.DONE
+
+
+def _import(name: str) -> Any:
+    import pkgutil
+
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError([f"--hook {name!r} cannot be imported ({error}); name it module:attr"]) from error  # fmt: skip
+    if not callable(found):
+        raise ConfigError([f"--hook {name!r} is a {type(found).__name__}, and must be called with the Trainer; name a function"])  # fmt: skip
+    return found
+
+
+def _as_json(found: Replayed) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "step": found.step,
+        "start": found.start,
+        "row": found.row,
+        "logged": found.logged,
+        "differs": found.differs,
+        "changed": found.changed,
+        "seen": [asdict(row) for row in found.seen],
+    }
+
+
+def _lines(run: Path, found: Replayed) -> list[str]:
+    from forge_train.study.replay import COMPARED
+    from forge_train.trainer.run_directory import RunDirectory
+
+    begin = f"its checkpoint of step {found.start}" if found.start else "its initial state"
+    ranks = found.trainer.meshes.world_size
+    lines = [f"step {found.step} of {run}, trained again from {begin} on {_processes(ranks)}"]
+    before = RunDirectory(run).num_ranks()
+    if before not in (None, ranks):
+        lines.append(f"not as in the run: it had {_processes(before)}")
+    lines += [
+        f"not as in the run: {k} was {a!r} and is {b!r}" for k, (a, b) in found.changed.items()
+    ]
+    if found.logged is None:
+        lines.append("the run has no row of this step (metrics.every_steps)")
+    for name in COMPARED:
+        mine = found.row.get(name)
+        line = f"  {name:10} {mine!s:24}"
+        if found.logged is not None:
+            same = name not in found.differs
+            line += "the same bits as logged" if same else f"logged {found.logged.get(name)}"
+        lines.append(line.rstrip())
+    lines.append(f"it saw {len(found.seen)} rows:")
+    for row in found.seen[:_LISTED]:
+        for number, text in enumerate(row.texts):
+            document = "" if row.documents is None else f" document {row.documents[number]}"
+            where = f"  instance {row.instance}, {row.source}" if not number else "   "
+            lines.append(f"{where}{document}: {text!r}")
+    if len(found.seen) > _LISTED:
+        lines.append(f"  and {len(found.seen) - _LISTED} more, see --json")
+    return lines
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

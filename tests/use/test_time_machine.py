@@ -1,0 +1,300 @@
+"""forge-train study replay and bisect: a step again with the same bits, and the place where two runs part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_core import Transformer, TransformerConfig, initialise
+from forge_core.interp import ActivationStore
+from forge_core.model.feed_forward import FeedForward
+from forge_data import Loader, open_training
+from forge_testing import run_on_ranks
+from forge_testing.runs import (
+    assert_same_bits,
+    fit_alone,
+    fit_on_ranks,
+    full,
+    make_job,
+    saved_tensors,
+)
+from forge_train import Callback, ConfigError, StateError, Trainer, load_job
+from forge_train.cli import study
+from forge_train.study.bisect import bisect_runs, find_interval
+from forge_train.study.difference import first_difference
+from forge_train.study.private_job import find_start, private_job
+from forge_train.study.record import Record, Recorder
+from forge_train.study.replay import replay_step, train_again
+
+MOE = """
+[model.moe]
+num_experts = 4
+top_k = 2
+width_multiplier = 0.5
+"""
+FLIPPED = "layers.2.feed_forward.down_proj.weight"
+
+
+class Flip(Callback):
+    """Flips the sign of one weight before step 37."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 36:
+            with torch.no_grad():
+                dict(trainer.model.named_parameters())[FLIPPED][3, 5] *= -1.0
+
+
+_forward = FeedForward.forward
+_modules: list[Any] = []
+
+
+def broken_in_layer_2(self: Any, *args: Any) -> torch.Tensor:
+    """The feed-forward of the third layer is a thousandth too large."""
+    if self not in _modules:
+        _modules.append(self)
+    out = _forward(self, *args)
+    return out * 1.001 if _modules.index(self) == 2 else out
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = False) -> None:
+    """One rank or process of `study replay --record`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(folder)
+    job = private_job(run, start, folder.parent / f"{folder.name}-private", None, callbacks)
+    trainer = train_again(job, start + 1, end, recorder)
+    recorder.finish(trainer, run, start, callbacks)
+
+
+@pytest.mark.parametrize(
+    ("extra", "overrides"),
+    [
+        ("", {"train.micro_batch": 4, "metrics.every_steps": 2}),
+        (MOE, {"model.moe.bias_update_rate": 1e-2}),
+        ("", {"optimizer.name": "schedule_free_adamw", "schedule.name": "constant"}),
+    ],
+    ids=["accumulated", "mixture", "schedule-free"],
+)
+def test_a_step_is_the_same_bits(tmp_path: Path, extra: str, overrides: dict[str, Any]) -> None:
+    job = make_job(tmp_path, extra)
+    options = {"metrics.console": "off", "checkpoint.keep_last": 9, **overrides}
+    fit_alone(job, **options)
+    run = tmp_path / "run"
+    before = tree(run)
+    found = replay_step(run, 8)
+    assert (found.start, found.logged is None, found.differs) == (6, False, {})
+    # the state behind step 9 is that of the run's checkpoint
+    found = replay_step(run, 9)
+    saved = {k.partition(".")[2]: v for k, v in saved_tensors(run, 9).items() if k[0] in "mo"}
+    mine = full(found.trainer)
+    assert len(mine) > 10
+    assert_same_bits(mine, {name: saved[name] for name in mine})
+    assert tree(run) == before
+    assert find_start(run, 7) == 6
+    # the initial state, where there is no checkpoint before
+    found = replay_step(run, 2)
+    assert (found.start, found.differs) == (0, {})
+
+
+def test_what_a_step_saw(tmp_path: Path) -> None:
+    fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
+    run = tmp_path / "run"
+    store = ActivationStore(["layers.*.resid_post"])
+    seen: list[int] = []
+
+    def hook(trainer: Trainer) -> Any:
+        seen.append(trainer.progress.step)
+        return store.watch(trainer.model)
+
+    found = replay_step(run, 5, hooks=[hook], anomaly=True)
+    assert found.differs == {} and seen == [4]  # noqa: PT018
+    assert store["layers.0.resid_post"].shape == (12, 32, 16)
+    assert not torch.is_anomaly_enabled()
+    wrong = dataclasses.replace(found, logged={**found.row, "loss": 1.0})
+    assert wrong.differs == {"loss": (1.0, found.row["loss"])}
+    # slowly, from the source itself
+    config = load_job(run / "config.toml").config
+    stream = open_training(config.data)
+    loader = Loader(stream, 12)
+    batches = [next(loader) for _ in range(5)]
+    assert [row.instance for row in found.seen] == sorted(batches[4].instance_ids.tolist())
+    offsets = stream.source.documents
+    for row, tokens in zip(found.seen, batches[4].tokens):
+        at = int(stream.rows(np.array([row.instance]))[0]) * 32
+        places = range(at, min(at + 32, stream.source.num_tokens))
+        documents = [max(d for d, o in enumerate(offsets) if o <= place) for place in places]
+        assert row.documents == list(dict.fromkeys(documents))
+        text = bytes(tokens[: documents.count(documents[0])].tolist()).decode(errors="replace")
+        assert (row.source, row.texts[0]) == ("text", text)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
+    run = tmp_path / "run"
+    for call, word in (
+        (lambda: replay_step(run, 13), "1 to 12"),
+        (lambda: replay_step(run, 0), "1 to 12"),
+        (lambda: replay_step(tmp_path, 1), "no config.toml"),
+        (lambda: replay_step(run, 4, output=run / "x"), "only read"),
+        (lambda: replay_step(run, 4, settings={"model.dim": 8}), "another experiment"),
+        (lambda: study(["bisect", str(run), str(run)]), "given twice"),
+        (lambda: study(["replay", str(run), "--step", "4", "--from_step", "3"]), "--record"),
+        (lambda: study(["replay", str(run), "--step", "4", "--set", "x"]), "KEY=VALUE"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            call()
+    (run / "model.toml").write_text("")
+    with pytest.raises(StateError, match=r"imported.*name a step"):
+        find_start(run, 2)
+
+
+def runs(tmp_path: Path, **of_b: Any) -> tuple[Path, Path]:
+    """Two runs of a model with three layers, 45 steps each."""
+    shared = {
+        "metrics.console": "off",
+        "model.num_layers": 3,
+        "train.steps": 45,
+        "train.global_batch": 4,
+        "checkpoint.every_steps": 10,
+        "checkpoint.keep_last": 9,
+    }
+    found = []
+    for name, more in (("a", {}), ("b", of_b)):
+        fit_alone(make_job(tmp_path / name), **shared, **more)
+        found.append(tmp_path / name / "run")
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+def test_a_flipped_weight_is_found_by_step_and_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = runs(tmp_path, **{"callbacks.flip.name": "tests.use.test_time_machine:Flip"})
+    interval = find_interval(a, b)
+    assert (interval.start, interval.end, interval.cause) == (30, 37, "loss of step 37")
+    assert study(["bisect", str(a), str(b), "--callbacks", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["difference"]["step"] == 37
+    assert (found["difference"]["quantity"], found["difference"]["name"]) == ("weight", FLIPPED)
+    assert found["difference"]["others"] == []
+    assert f"{FLIPPED} differs before step 37" in found["text"]
+    # without it the fault is one that the code does not make again, and its step is known
+    verdict = bisect_runs(a, b, record)
+    assert (verdict.difference, verdict.departs) == (None, (None, 37))
+    assert "B departs" in verdict.text and "--callbacks" in verdict.text  # noqa: PT018
+    # the same weights, and a module that computes otherwise
+    with mock.patch("forge_core.model.feed_forward.FeedForward.forward", broken_in_layer_2):
+        record(a, 30, 32, tmp_path / "broken")
+    record(a, 30, 32, tmp_path / "right")
+    wrong = first_difference(Record(tmp_path / "right"), Record(tmp_path / "broken"))
+    assert wrong is not None
+    assert (wrong.step, wrong.quantity, wrong.name) == (31, "output", "layers.2.feed_forward")
+    assert study(["bisect", str(tmp_path / "right"), str(tmp_path / "right")]) == 0
+
+
+def rank_replays(run: Path, step: int, output: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    as_rank()
+    found = replay_step(run, step, output=output)
+    return dict(found.differs), full(found.trainer), len(found.seen)
+
+
+def as_rank() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environment.items()})
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_a_step_is_the_same_bits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(tmp_path, MOE)
+    options = {"model__moe__bias_update_rate": 1e-2, "checkpoint__keep_last": 9}
+    fit_on_ranks(2, job, **options)
+    before = tree(tmp_path / "run")
+    saved = {
+        k.partition(".")[2]: v
+        for k, v in saved_tensors(tmp_path / "run", 6).items()
+        if k.startswith(("model.", "optimizer."))
+    }
+    for differs, mine, rows in run_on_ranks(2, rank_replays, tmp_path / "run", 6, tmp_path / "out"):
+        assert (differs, rows) == ({}, 12)
+        assert_same_bits(mine, {name: saved[name] for name in mine})
+    capfd.readouterr()
+    assert study(["replay", str(tmp_path / "run"), "--step", "6", "--anomaly"]) == 0
+    shown = capfd.readouterr().out
+    assert "checkpoint of step 3 on 2 processes" in shown
+    assert "not as in the run" not in shown
+    assert shown.count("the same bits as logged") == 4
+    assert study(["replay", str(tmp_path / "run"), "--step", "2", "--nproc", "1"]) == 0
+    assert "not as in the run: it had 2 processes" in capfd.readouterr().out
+    assert tree(tmp_path / "run") == before
+
+
+def with_wrong_role(vocab_size: int, wrong: bool = True) -> Transformer:
+    """Under tp each rank sees other heads, and the gradients of the norms of queries are not added up."""
+    sizes = {"dim": 16, "num_layers": 3, "num_heads": 2, "qk_norm": True}
+    model = Transformer(TransformerConfig(vocab_size=vocab_size, **sizes))
+    roles = model.parallel_roles()
+    assert roles["layers.1.mixer.q_norm.*"] == "replicate_sum_grad"
+    if wrong:
+        roles["layers.1.mixer.q_norm.*"] = "sequence"
+        model.parallel_roles = lambda: roles  # type: ignore[method-assign]
+    initialise(model, 0)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
+def test_a_wrong_role_is_found_by_step_and_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: bool
+) -> None:
+    options = {
+        "model.name": "tests.use.test_time_machine:with_wrong_role",
+        "model.args.wrong": wrong,
+        "metrics.console": "off",
+    }
+    if wrong:
+        options["optimizer.eps"] = 1e-8  # small gradients count
+    job = make_job(tmp_path / "a")
+    fit_alone(job, **options)
+    ranks = {**options, "parallel.tp": 2, "parallel.sequence_parallel": not wrong}
+    fit_on_ranks(2, make_job(tmp_path / "b"), **ranks)
+    a, b = str(tmp_path / "a/run"), str(tmp_path / "b/run")
+    if not wrong:
+        assert study(["bisect", a, b]) == 0
+        # nor are there differences of single tensors
+        record(Path(a), 0, 3, tmp_path / "one")
+        run_on_ranks(2, rank_records, Path(b), 3, tmp_path / "two")
+        assert first_difference(Record(tmp_path / "one"), Record(tmp_path / "two")) is None
+        return
+    assert study(["bisect", a, b, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["interval"]["start"] == 0
+    where = found["difference"]
+    assert (where["step"], where["quantity"]) == (1, "gradient")
+    assert (where["name"], where["others"]) == ("layers.1.mixer.q_norm.weight", [])
+    assert "layers.1.mixer.q_norm.weight" in found["text"]
+
+
+def rank_records(run: Path, end: int, folder: Path) -> None:
+    as_rank()
+    record(run, 0, end, folder)
