@@ -72,7 +72,9 @@ def fit_scaling(
     Cost: below a second; 972 starts are compared and the best 24 followed.
     """
     points = _points(parameters, tokens, losses)
-    theta, objective = _search(points, torch.ones(1, points.shape[1]), _starts(points, delta), delta)
+    theta, objective = _search(
+        points, torch.ones(1, points.shape[1]), _starts(points, delta), delta
+    )
     return _fits(theta, objective)[0]
 
 
@@ -128,7 +130,9 @@ def _points(
         )
     rows = torch.tensor([list(parameters), list(tokens), list(losses)], dtype=torch.float64)
     if not bool(((rows > 0) & rows.isfinite()).all()):
-        raise ValueError("parameters, tokens and losses must be finite and above 0; leave out runs that diverged")
+        raise ValueError(
+            "parameters, tokens and losses must be finite and above 0; leave out runs that diverged"
+        )
     points = rows.log()
     if problems := _problems(points):
         raise ValueError("\n".join(problems))
@@ -183,7 +187,9 @@ def _residuals(points: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
     log_n, log_d, log_l = points
     a, b, e, alpha, beta = (column[..., None] for column in theta.unbind(-1))
     alpha, beta = alpha.exp(), beta.exp()
-    terms = torch.stack([a - alpha * log_n, b - beta * log_d, e.expand(*e.shape[:-1], log_n.numel())])
+    terms = torch.stack(
+        [a - alpha * log_n, b - beta * log_d, e.expand(*e.shape[:-1], log_n.numel())]
+    )
     fitted = terms.logsumexp(0)
     of_a, of_b, of_e = (terms - fitted).exp()
     slopes = torch.stack([of_a, of_b, of_e, -of_a * alpha * log_n, -of_b * beta * log_d], -1)
@@ -195,9 +201,7 @@ def _huber(residual: Tensor, delta: float) -> Tensor:
     return torch.where(size <= delta, 0.5 * residual**2, delta * (size - 0.5 * delta))
 
 
-def _search(
-    points: Tensor, weights: Tensor, starts: Tensor, delta: float
-) -> tuple[Tensor, Tensor]:
+def _search(points: Tensor, weights: Tensor, starts: Tensor, delta: float) -> tuple[Tensor, Tensor]:
     """The best theta (W, 5) and objective (W,) of runs weighted by each row of `weights` (W, R), over all starts (S, 5)."""
     weights = weights.double()[:, None, :]  # (W, 1, R)
     theta = starts.expand(len(weights), *starts.shape).clone()  # (W, S, 5)

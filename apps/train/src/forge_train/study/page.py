@@ -73,11 +73,15 @@ def result_of(study: Study) -> Result:
 def _row(run: StudyRun) -> dict[str, Any]:
     """What a run varies, and its loss at the last step. StateError for one that was not evaluated there."""
     events = read_run(run.dir).events
-    losses = [e["val_loss"] for e in events if e["event"] == "evaluation" and e["step"] == run.steps]
+    losses = [
+        e["val_loss"] for e in events if e["event"] == "evaluation" and e["step"] == run.steps
+    ]
     loss = losses[-1] if losses else None
     if loss is None or not math.isfinite(loss):
         raise StateError(
-            [f"{run.dir} has no finite validation loss of step {run.steps}; remove the folder and train it again"]
+            [
+                f"{run.dir} has no finite validation loss of step {run.steps}; remove the folder and train it again"
+            ]
         )
     return {
         "name": run.name,
@@ -185,7 +189,11 @@ def page(result: Result, stem: str) -> str:
     runs = result["runs"]
     sizes = dict.fromkeys(run["size"] for run in runs)
     budgets = dict.fromkeys(run["tokens_per_parameter"] for run in runs)
-    what = "all parameters" if result["parameters"] == "all" else "parameters without embedding and head"
+    what = (
+        "all parameters"
+        if result["parameters"] == "all"
+        else "parameters without embedding and head"
+    )
     lines = [
         f"# Scaling study `{result['study']}`",
         "",
@@ -251,7 +259,11 @@ def _fit_section(fit: Result, result: Result) -> Iterator[str]:
         )
     yield from ("", "### Compute-optimal sizes", "")
     yield "N and D of the lowest predicted loss among those with 6 N D operations; all but the first row are extrapolated."
-    yield from ("", f"| 6 N D | N | {level} interval | D | {level} interval | loss |", "|---|---|---|---|---|---|")
+    yield from (
+        "",
+        f"| 6 N D | N | {level} interval | D | {level} interval | loss |",
+        "|---|---|---|---|---|---|",
+    )
     for row in fit["optimum"]:
         (n, *of_n), (d, *of_d) = row["parameters"], row["tokens"]
         yield (
@@ -336,15 +348,28 @@ def _by_flops(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None)
     budgets = _spread(min(work), 3 * max(work))
     for number, size in enumerate(dict.fromkeys(run["parameters"] for run in runs)):
         own = [run for run in runs if run["parameters"] == size]
-        axes.plot([6.0 * size * r["tokens"] for r in own], [r["val_loss"] for r in own], "o", color=f"C{number}")
+        axes.plot(
+            [6.0 * size * r["tokens"] for r in own],
+            [r["val_loss"] for r in own],
+            "o",
+            color=f"C{number}",
+        )
         if law is not None:
-            axes.plot(budgets, [law.loss(size, c / (6.0 * size)) for c in budgets], color=f"C{number}", linewidth=1)
+            axes.plot(
+                budgets,
+                [law.loss(size, c / (6.0 * size)) for c in budgets],
+                color=f"C{number}",
+                linewidth=1,
+            )
     if law is not None:
         best = [law.loss(*law.optimum(c)) for c in budgets]
         axes.plot(budgets, best, "k--", label="lowest loss of the law")
         axes.legend(fontsize=8)
     losses = [run["val_loss"] for run in runs]
-    axes.set_ylim(min(losses) - 0.15 * (max(losses) - min(losses)), max(losses) + 0.15 * (max(losses) - min(losses)))
+    axes.set_ylim(
+        min(losses) - 0.15 * (max(losses) - min(losses)),
+        max(losses) + 0.15 * (max(losses) - min(losses)),
+    )
     axes.set_xscale("log")
     axes.set_xlabel("6 N D, FLOPs")
     axes.grid(alpha=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -41,7 +42,9 @@ def print_plan(study: Study, gpu: str | None) -> None:
         key = (run.size, run.optimizer)
         if key not in prices:
             prices[key] = _planned(run, gpu) if gpu else _measured(run, study.config.threads)
-    table = Table("run", "parameters", "from step", "to step", "own tokens", "own FLOPs", "seconds", "GB")
+    table = Table(
+        "run", "parameters", "from step", "to step", "own tokens", "own FLOPs", "seconds", "GB"
+    )
     total = 0.0
     for run in study.runs:
         cost = prices[run.size, run.optimizer]
@@ -74,11 +77,21 @@ def _measured(run: StudyRun, threads: int) -> Price:
         file.write_text(run.job.to_toml(given=True), encoding="utf-8")
         flags = [f"--{key}={value}" for key, value in _MEASURED.items()]
         began = time.monotonic()
-        command = [sys.executable, "-m", "forge_train", "run", str(file), f"--run.dir={out}", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "forge_train",
+            "run",
+            str(file),
+            f"--run.dir={out}",
+            *flags,
+        ]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, capture_output=True, text=True, env=environ)
         if done.returncode:
-            raise JobError([f"{run.size}: {_STEPS} steps could not be measured: {done.stderr.strip()}"])
+            raise JobError(
+                [f"{run.size}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]
+            )
         whole = time.monotonic() - began
         rows = read_run(out).metrics
     steps = sorted(_differences(rows["seconds"]))
@@ -87,4 +100,4 @@ def _measured(run: StudyRun, threads: int) -> Price:
 
 
 def _differences(values: list[float]) -> Iterator[float]:
-    yield from (after - before for before, after in zip(values, values[1:]))
+    yield from (after - before for before, after in itertools.pairwise(values))

@@ -1,16 +1,16 @@
 """study.toml: a base job, axes of what is tried, and the runs that follow from them.
 
-    [study]
-    dir = "runs/scaling"
-    tokens_per_parameter = [5.0, 10.0, 20.0]
-    [base.data.sources.text]         # a job, here or in a file: study.job = "job.toml"
-    name = "builtin"
-    [sizes.small]                    # keys of [model], or path = "model.toml"
-    dim = 16
-    [optimizers.adamw]               # keys of [optimizer]
-    lr = 1e-2
-    [schedules.wsd]                  # keys of [schedule]
-    name = "wsd"
+[study]
+dir = "runs/scaling"
+tokens_per_parameter = [5.0, 10.0, 20.0]
+[base.data.sources.text]         # a job, here or in a file: study.job = "job.toml"
+name = "builtin"
+[sizes.small]                    # keys of [model], or path = "model.toml"
+dim = 16
+[optimizers.adamw]               # keys of [optimizer]
+lr = 1e-2
+[schedules.wsd]                  # keys of [schedule]
+name = "wsd"
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from forge_train.config.layers import Layers, read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.structure import structure_table
 from forge_train.errors import ConfigError, JobError, refuse
-from forge_train.trainer.build import build_trained, total_steps
+from forge_train.trainer.build import build_trained
 from forge_train.trainer.course import Course
 
 #: Tables of names, and the section of a job whose keys an entry holds.
@@ -168,7 +168,9 @@ def read_study(path: Path) -> Study:
         raise ConfigError([f"{path}: {error}"]) from error
     known = ("study", "base", *AXES)
     problems = [
-        f"{key} is not a table of a study; use {', '.join(known)}" for key in table if key not in known
+        f"{key} is not a table of a study; use {', '.join(known)}"
+        for key in table
+        if key not in known
     ]
     config, found = structure_table(table.get("study", {}), StudyConfig, "study")
     problems += found
@@ -218,7 +220,9 @@ def _base(path: Path, config: StudyConfig, table: Any) -> Layers:
     if layers.at("eval.every_steps") == 0:
         problems.append("eval.every_steps 0 measures nothing to fit; leave it out")
     if layers.at("data.phases"):
-        problems.append("data.phases are no part of a study, whose budgets they would mix; leave them out")
+        problems.append(
+            "data.phases are no part of a study, whose budgets they would mix; leave them out"
+        )
     refuse(problems)
     return layers
 
@@ -259,7 +263,9 @@ def _group(
         return runs
     if len(warmups) > 1:
         raise ConfigError(
-            [f"schedules of one trunk must have one warmup_steps, not {sorted(warmups)}; set study.trunk = false"]
+            [
+                f"schedules of one trunk must have one warmup_steps, not {sorted(warmups)}; set study.trunk = false"
+            ]
         )
     name = _name(size[0], optimizer[0], "", seed, "trunk")
     forks = [_forked(config, run, name) for run in runs]
@@ -300,7 +306,10 @@ def _made(
     layers = copy.deepcopy(layers)
     layers.set("train.steps", steps, "study.tokens_per_parameter")
     layers.set("run.dir", str(Path(config.dir).absolute() / "runs" / name), "study.dir")
-    job = resolve(layers)
+    try:
+        job = resolve(layers)
+    except ConfigError as error:  # of the length: what else is wrong was found before
+        raise ConfigError([f"{name}: {problem}" for problem in error.problems]) from error
     model = build_trained(job.config)
     _, before, own = Course(job.config).at_step(steps)
     tokens = before + own
@@ -333,7 +342,7 @@ def _forked(config: StudyConfig, run: StudyRun, trunk: str) -> StudyRun:
             ]
         )
     source = Path(config.dir).absolute() / "runs" / trunk
-    toml = f'{run.toml}\n[init]\nfrom = {tomlkit.item(f"{source}@{begin}").as_string()}\nkeep = {_KEEP}\n'
+    toml = f"{run.toml}\n[init]\nfrom = {tomlkit.item(f'{source}@{begin}').as_string()}\nkeep = {_KEEP}\n"
     return replace(run, parent=trunk, begin=begin, toml=toml)
 
 

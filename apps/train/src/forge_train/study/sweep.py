@@ -33,11 +33,14 @@ def run_sweep(
     ] = False,
     gpu: Annotated[
         str | None,
-        tyro.conf.arg(help="with --plan: price by the planner for this GPU, not by a few measured steps"),
+        tyro.conf.arg(
+            help="with --plan: price by the planner for this GPU, not by a few measured steps"
+        ),
     ] = None,
     jobs: Annotated[int, tyro.conf.arg(help="runs at the same time on this machine")] = 1,
     slurm: Annotated[
-        bool, tyro.conf.arg(help="write batch scripts with an element for each run, and train nothing")
+        bool,
+        tyro.conf.arg(help="write batch scripts with an element for each run, and train nothing"),
     ] = False,
     submit: Annotated[bool, tyro.conf.arg(help="with --slurm: submit them")] = False,
     site: Annotated[
@@ -45,7 +48,9 @@ def run_sweep(
     ] = None,
     report: Annotated[
         Path | None,
-        tyro.conf.arg(help="page to write, .md, with a .json and .svg beside it (default: in study.dir)"),
+        tyro.conf.arg(
+            help="page to write, .md, with a .json and .svg beside it (default: in study.dir)"
+        ),
     ] = None,
 ) -> int:
     """Train the runs of a study that are not done, fit a scaling law to them, and write a page about both."""
@@ -116,7 +121,10 @@ class Sweep:
         if self.stopped:
             return ExitCode.REQUEUE
         for name, code in self.failed.items():
-            print(f"forge-train: {name} ended with code {code}: see {self._log(name)}", file=sys.stderr)
+            print(
+                f"forge-train: {name} ended with code {code}: see {self._log(name)}",
+                file=sys.stderr,
+            )
         return next(iter(self.failed.values()), ExitCode.DONE)
 
     def _next(self) -> StudyRun | None:
@@ -157,7 +165,10 @@ class Sweep:
         elif code or not run.is_done():
             self.failed[run.name] = code if code > 0 else ExitCode.ERROR
         left = len(self.waiting) + len(self.running)
-        print(f"{run.name}: code {code}, {life['processor_seconds']} processor seconds; {left} to go", flush=True)
+        print(
+            f"{run.name}: code {code}, {life['processor_seconds']} processor seconds; {left} to go",
+            flush=True,
+        )
 
     def _stop(self, *_: Any) -> None:
         if not self.stopped:
