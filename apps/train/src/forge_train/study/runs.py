@@ -191,7 +191,7 @@ def read_study(path: Path) -> Study:
                 seen |= dict.fromkeys(error.problems)
     refuse(list(seen))
     runs.sort(key=lambda run: run.parent is not None)  # stable: trunks first
-    return Study(path.stem, config, tuple(runs))
+    return Study(Path(config.dir).name, config, tuple(runs))
 
 
 _Entry = tuple[str, Layers]
