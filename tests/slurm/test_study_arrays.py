@@ -24,7 +24,9 @@ _SLURM = "[base.resilience]\nsave_limit_seconds = 20\n[base.slurm]\ncpus_per_tas
 
 def test_what_an_array_of_runs_cannot_have_is_refused(tmp_path: Path) -> None:
     path = write_study(tmp_path, base='[base.slurm]\narray = "0-3%1"\non_stop = "resubmit"')
-    with pytest.raises(ConfigError, match=r"(?s)slurm\.array '0-3%1' is made by the study.*forks wait for"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)slurm\.array '0-3%1' is made by the study.*forks wait for"
+    ):
         run_sweep(path, slurm=True)
     assert not (tmp_path / "out").exists()
 
@@ -50,7 +52,9 @@ def test_its_scripts_give_shellcheck_nothing_to_say(tmp_path: Path, capsys: Any)
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_preempted_elements_end_with_the_bits_of_an_undisturbed_sweep(slurm: Any, tmp_path: Path) -> None:
+def test_preempted_elements_end_with_the_bits_of_an_undisturbed_sweep(
+    slurm: Any, tmp_path: Path
+) -> None:
     """The trunk is preempted while forks wait for it; then a fork is."""
     for name in ("here", "there"):
         (tmp_path / name).mkdir()

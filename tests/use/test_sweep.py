@@ -128,6 +128,11 @@ def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(ConfigError, match="begun with another configuration"):
         read_study(tmp_path / "study.toml").runs[0].write()
+    with pytest.raises(ConfigError, match="did not save there"):  # a trunk of other budgets
+        passed = run.dir / f"checkpoints/step-{run.steps:08d}"
+        passed.mkdir()
+        (passed / "manifest.json").touch()
+        study.runs[1].write()
 
 
 # ---- real runs

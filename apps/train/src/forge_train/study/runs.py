@@ -128,7 +128,16 @@ class StudyRun:
         return self.steps in committed(self.dir)
 
     def write(self) -> None:
-        """Write the configuration. ConfigError if the run has begun as another one, JobError where the disk refuses."""
+        """Write the configuration. ConfigError if the run, or its trunk, has begun as another one, JobError where the disk
+        refuses."""
+        of_trunk = committed(self.dir.with_name(self.parent)) if self.parent else {}
+        if not committed(self.dir) and max(of_trunk, default=0) > self.begin not in of_trunk:
+            raise ConfigError(
+                [
+                    f"{self.parent} has passed step {self.begin}, from which {self.name} forks, and did not save there: it was "
+                    "trained for other budgets; choose another study.dir"
+                ]
+            )
         if self.file.exists() and self.file.read_text(encoding="utf-8") == self.toml:
             return
         if committed(self.dir):
