@@ -128,10 +128,10 @@ def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(ConfigError, match="begun with another configuration"):
         read_study(tmp_path / "study.toml").runs[0].write()
+    passed = run.dir / f"checkpoints/step-{run.steps:08d}"
+    passed.mkdir()
+    (passed / "manifest.json").touch()
     with pytest.raises(ConfigError, match="did not save there"):  # a trunk of other budgets
-        passed = run.dir / f"checkpoints/step-{run.steps:08d}"
-        passed.mkdir()
-        (passed / "manifest.json").touch()
         study.runs[1].write()
 
 
@@ -267,9 +267,11 @@ def test_runs_of_an_exact_law_give_it_and_its_largest_size() -> None:
     found = fitted(rows_of(LAW), resamples=10, level=0.9)
     for name, (value, low, high) in found["constants"].items():
         assert value == pytest.approx(getattr(LAW, name), rel=1e-4)
-        assert low <= value * 1.0001 and high >= value * 0.9999
+        assert low <= value * 1.0001
+        assert high >= value * 0.9999
     held = found["held_out"]
-    assert held["parameters"] == 8000 and len(held["errors"]) == 3
+    assert held["parameters"] == 8000
+    assert len(held["errors"]) == 3
     assert held["mean_absolute_error"] < 1e-6
     # a largest size that behaves otherwise is seen where it is held out
     rows = [

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
+from forge_data import open_stream
 from forge_resilience.provenance import git_state
 from forge_train.config.files import replace_text
+from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, StateError
 from forge_train.report.read_run import read_run
 from forge_train.study.runs import Study, StudyRun
@@ -64,10 +66,22 @@ def result_of(study: Study) -> Result:
         "seq_len": job.data.seq_len,
         "global_batch": job.train.global_batch,
         "vocab_size": job.model.vocab_size,
+        "corpus_tokens": _corpus_tokens(job),
         "runs": rows,
         "fits": fits,
         "cost": _cost(study),
     }
+
+
+def _corpus_tokens(job: JobConfig) -> int | None:
+    """Tokens of the training data, each once; None where a source does not know it."""
+    streams = [
+        open_stream(source, job.data.seq_len, packing=job.data.packing)
+        for source in job.data.sources.values()
+    ]
+    if not all(hasattr(stream, "__len__") for stream in streams):
+        return None
+    return job.data.seq_len * sum(len(stream) for stream in streams)
 
 
 def _row(run: StudyRun) -> dict[str, Any]:
@@ -281,6 +295,12 @@ def _remarks(result: Result) -> Iterator[str]:
         f"- The models have {smallest:,} to {largest:,} parameters, a factor of {largest / smallest:.0f}. A law of so short a range "
         "tests the method; its constants say nothing about models that people use."
     )
+    if corpus := result["corpus_tokens"]:
+        most = max(run["tokens"] for run in result["runs"])
+        yield (
+            f"- The data has {corpus:,} tokens, and the longest run sees it {most / corpus:.1f} times. Repeated tokens teach less than "
+            "new ones, which the form of the law does not know."
+        )
     yield (
         "- One learning rate and one batch were used for all sizes unless the study's tables say otherwise; each size may have a better "
         "one, and the exponents take the difference up."
