@@ -201,6 +201,7 @@ def _beside(facts: JobFacts, name: str) -> str:
 
 
 def two_jobs(run_dir: str, queued: list[tuple[str, str]]) -> list[str]:
+    """A sentence for each job that is in the queue for this folder already."""
     return [
         f"{run_dir} has job {number} in the queue ({state}), and two jobs cannot train one run; "
         f"scancel {number} first, or choose another folder"

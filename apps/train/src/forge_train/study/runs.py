@@ -69,11 +69,11 @@ class StudyConfig:
     level: float = _field(0.95, "part of them that an interval holds")
 
     def __post_init__(self) -> None:
-        budgets = self.tokens_per_parameter
-        problems = [
-            f"tokens_per_parameter {list(budgets)} must be one number or more, all different and above 0; use [5.0, 10.0, "
-            "20.0]" for _ in range(not budgets or min(budgets) <= 0 or len(set(budgets)) < len(budgets))
-        ]  # fmt: skip
+        problems, budgets = list[str](), self.tokens_per_parameter
+        if not budgets or min(budgets) <= 0 or len(set(budgets)) < len(budgets):
+            problems.append(
+                f"tokens_per_parameter {list(budgets)} must be one number or more, all different and above 0; use [5.0, 10.0]"
+            )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             problems.append(f"seeds {list(self.seeds)} must be one or more, all different; use [0]")
         for name, value in (("threads", self.threads), ("resamples", self.resamples)):
