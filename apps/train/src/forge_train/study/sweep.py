@@ -5,6 +5,7 @@ What is done is read from the folders of the runs alone, so a sweep that was kil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -89,8 +90,8 @@ def run_sweep(
 class Sweep:
     """Runs that are started as soon as their trunk is done, those with the most operations first.
 
-    A signal stops it: the runs save and leave, and so does the sweep, with the code that means "go on later". A run that fails
-    keeps others than its forks from nothing.
+    A signal stops it: the runs save and leave, and so does the sweep, with the code that means "go on later". Of a run that
+    fails only the forks cannot start.
     """
 
     def __init__(self, study: Study, jobs: int) -> None:
@@ -144,6 +145,8 @@ class Sweep:
                 start_new_session=True, preexec_fn=_die_with_parent(),
             )  # fmt: skip
         self.running[process.pid] = (run, process, time.monotonic())
+        if self.stopped:  # while it was started
+            self._tell(process.pid)
 
     def _wait(self) -> None:
         """Wait for the end of a run, and write down what it cost."""
@@ -174,7 +177,12 @@ class Sweep:
         if not self.stopped:
             print("stopping: the runs save; the same command goes on", file=sys.stderr)
         self.stopped = True
-        for pid in self.running:
+        for pid in list(self.running):
+            self._tell(pid)
+
+    @staticmethod
+    def _tell(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and is not yet counted
             os.kill(pid, signal.SIGTERM)
 
     def _log(self, name: str) -> Path:
