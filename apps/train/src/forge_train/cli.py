@@ -306,6 +306,7 @@ def extract(args: list[str]) -> int:
 STUDIES: dict[str, str] = {
     "replay": "forge_train.study.verbs.replay",
     "bisect": "forge_train.study.verbs.bisect",
+    "sweep": "forge_train.study.sweep.run_sweep",
 }
 
 

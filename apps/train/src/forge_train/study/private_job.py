@@ -20,6 +20,7 @@ from forge_train.trainer.store_errors import store_errors
 #: Tables that change no number of a step and act on the world outside.
 _OUTSIDE = (
     "health",
+    "profile",
     "metrics.sinks",
     "resilience.alerts",
     "resilience.watch",
@@ -28,6 +29,7 @@ _OUTSIDE = (
 _QUIET = {
     "metrics.console": "off",
     "metrics.tensorboard": False,
+    "metrics.gradients_every_steps": 0,
     "health.at_start": False,
     "eval.at_start": False,
 }

@@ -16,7 +16,7 @@ from forge_data import Batch
 from forge_parallel import StartError, launch
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError, StateError
-from forge_train.metrics.sinks import read_rows
+from forge_train.metrics.jsonl import read_rows
 from forge_train.study.private_job import find_start, private_job
 from forge_train.study.seen import SeenRow, seen_rows
 from forge_train.trainer.callbacks import Callback

@@ -220,6 +220,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
     the job starts: its log and its list of lives are written there.
     """
     _check(config, facts)
+    hardware = _hardware(config, facts)
     blocks = [
         "#!/bin/bash",
         "\n".join(_directives(config, facts)),
@@ -236,8 +237,10 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         "\n".join(_start_ranks(config, command, facts)),
         _LOOP.format(
             requeue=int(ExitCode.REQUEUE),
-            hardware=_hardware(config, facts),
-            final=" | ".join(str(int(code)) for code in _FINAL),
+            hardware=hardware,
+            final=" | ".join(
+                str(int(code)) for code in _FINAL if not (hardware and code == ExitCode.HARDWARE)
+            ),
             retries=config.retries,
             max_restarts=_max_restarts(config),
         ),
