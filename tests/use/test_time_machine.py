@@ -221,6 +221,7 @@ def as_rank() -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_on_two_ranks_a_step_is_the_same_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
