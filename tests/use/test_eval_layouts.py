@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.use.test_evaluation_sets import asked
+from tests.use.test_evaluation_sets import asked, rows_of
 
 from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import run_on_ranks
@@ -56,8 +56,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose checkpoint holds adapters beside frozen weights."""
-    return trained(tmp_path_factory.mktemp("adapted"), **ADAPTERS)
+    """A run whose checkpoint holds adapters beside the frozen weights of another run."""
+    folder = tmp_path_factory.mktemp("adapted")
+    trunk = trained(folder / "trunk")
+    return trained(folder / "run", **ADAPTERS, **{"init.from": str(trunk)})
 
 
 def opened(run: Path, options: dict[str, Any], step: int | None = None) -> Fitted:
@@ -101,6 +103,9 @@ def test_every_layout_measures_what_one_process_does(
     run, (world, options) = request.getfixturevalue(kind), LAYOUTS[layout]
     step, wanted = evaluate_run(run, rows=3)
     assert wanted.keys() == {"validation", "seen", "held", "code"}
+    if kind == "adapted":  # in fp32, as it was trained
+        row = rows_of(run.parent / "job.toml")[step]
+        assert wanted["held"]["loss"] == pytest.approx(row["eval/held/loss"], rel=1e-5)
     for at, found in run_on_ranks(world, measured, run, options):  # on every rank
         assert (at, found.keys()) == (step, wanted.keys())
         for name, measures in wanted.items():
@@ -114,6 +119,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_refused_by_all_ranks_alike(mixtur
     assert "step 5 is not one of [3]" in found[0].problems[0]
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_and_one_of_them_prints(mixture: Path) -> None:
     command = [sys.executable, "-m", "forge_train", "eval", str(mixture), "--nproc", "2", "--rows", "3"]  # fmt: skip
     command += ["--parallel.tp", "2", "--parallel.sequence_parallel", "false", "--json"]
