@@ -8,7 +8,7 @@
     layers.3.attn_weights             (B, H, S, S)  behind the softmax
     layers.3.head_out                 (B, S, H, D)  attn_weights v, before the output projection
     layers.3.mlp_hidden               (B, S, F)  what the last projection of a dense feed-forward reads
-    layers.3.router_logits            (B * S, E)  of a mixture of experts; (B, S, E) in a store
+    layers.3.router_logits            (B * S, E)  of a mixture of experts; (B, S, E) in a store, and with `whole`
     final_norm, logits                (B, S, M), (B, S, V)
 
 A part of your own has a tuple `points`, and passes its tensors through `self.point(name, value)` (see

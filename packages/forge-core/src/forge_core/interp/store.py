@@ -33,7 +33,7 @@ class ActivationStore:
     The values are those of this process: parts of rows or heads where ranks share them. With `whole`
     (`forge_parallel.points.WholePoints`) each of these ranks keeps whole values, which costs one gather of a value for
     each axis that shares it; at the end of `watch` ranks of a pipeline send one another the values of their blocks. All
-    of these ranks then watch the same points.
+    of these ranks then watch the same points, each with a folder of its own.
     """
 
     changes = False
