@@ -41,7 +41,11 @@ name = "builtin"     # English text that every Python installation has, as bytes
 steps = 240
 global_batch = 8
 [optimizer]
-lr = 6e-3
+name = "muon"
+lr = 0.03
+[optimizer.muon]
+adjust = "original"
+adamw_lr_multiplier = 0.2
 [schedule]
 warmup_steps = 10
 [parallel]
@@ -187,7 +191,7 @@ plt.show()
 # ## Logit lens
 #
 # Final norm and head can read the stream of any depth, as if the model ended there. Each square is the best guess for
-# the token that follows the one below it, its colour the probability of the token that really follows. The last line is
+# the token that follows the one below it, its colour the probability of the token that really follows. The top line is
 # the model's own prediction.
 
 # %%
