@@ -12,6 +12,7 @@
 # %%
 import shutil
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -100,7 +101,7 @@ for step in steps:
             history[name].append(saved.read(name).float())
 norms = {name: [float(w.norm()) for w in weights] for name, weights in history.items()}
 moves = {
-    name: [float((b - a).norm() / a.norm()) for a, b in zip(weights, weights[1:])]
+    name: [float((b - a).norm() / a.norm()) for a, b in pairwise(weights)]
     for name, weights in history.items()
 }
 colours = plt.get_cmap("tab20")(numpy.arange(len(matrices)) % 20)
@@ -138,7 +139,7 @@ ranks = {
 }
 fig, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
 shades = plt.get_cmap("viridis")(numpy.linspace(0, 0.95, len(steps)))
-for step, values, shade in zip(steps, spectra, shades):
+for values, shade in zip(spectra, shades):
     left.plot(range(1, len(values) + 1), values, color=shade)
 scale = plt.cm.ScalarMappable(plt.Normalize(steps[0], steps[-1]), "viridis")
 fig.colorbar(scale, ax=left, label="step")

@@ -72,7 +72,9 @@ else:
     runs["this run"] = Path(RUN)
 run = next(iter(runs.values()))
 for name, path in runs.items():
-    print(f"{name}: validation loss {[v for v in read_run(path).metrics['val_loss'] if v is not None][-1]:.3f}")
+    print(
+        f"{name}: validation loss {[v for v in read_run(path).metrics['val_loss'] if v is not None][-1]:.3f}"
+    )
 
 # %% [markdown]
 # ## Balance over training
@@ -83,15 +85,24 @@ for name, path in runs.items():
 # token sees.
 
 # %%
-fig, panels = plt.subplots(1, len(runs), figsize=(6 * len(runs), 4), sharey=True, squeeze=False, layout="constrained")
+fig, panels = plt.subplots(
+    1, len(runs), figsize=(6 * len(runs), 4), sharey=True, squeeze=False, layout="constrained"
+)
 for axes, (name, path) in zip(panels[0], runs.items()):
     metrics = read_run(path).metrics
     layers = [key.split(".")[1] for key in metrics if key.endswith(".max_load")]
     colours = plt.get_cmap("viridis")(numpy.linspace(0, 0.8, len(layers)))
     for layer, colour in zip(layers, colours):
-        axes.plot(metrics["step"], metrics[f"moe.{layer}.max_load"], color=colour, label=f"layer {layer}, fullest")
+        axes.plot(
+            metrics["step"],
+            metrics[f"moe.{layer}.max_load"],
+            color=colour,
+            label=f"layer {layer}, fullest",
+        )
         low = metrics[f"moe.{layer}.min_load"]
-        axes.plot(metrics["step"], low, color=colour, linestyle="--", label=f"layer {layer}, emptiest")
+        axes.plot(
+            metrics["step"], low, color=colour, linestyle="--", label=f"layer {layer}, emptiest"
+        )
     axes.axhline(1, color="0.6", linewidth=1)
     axes.set_xlabel("step")
     axes.set_title(name)
@@ -116,7 +127,9 @@ with numpy.load(folder / "routers.npz") as file:
     tokens, positions, documents = (
         torch.from_numpy(file[n]).long() for n in ("tokens", "positions", "document_ids")
     )
-    logits = [torch.from_numpy(file[n]).flatten(0, 1) for n in file.files if n.endswith("router_logits")]
+    logits = [
+        torch.from_numpy(file[n]).flatten(0, 1) for n in file.files if n.endswith("router_logits")
+    ]
 trace_file = folder / "routes"
 with (
     torch.no_grad(),
@@ -127,9 +140,12 @@ with (
 choices = {record.layer: record.ids for record in read_trace(trace_file)}  # (tokens, top_k)
 top_k = next(iter(choices.values())).size(1)
 loads = {
-    layer: torch.bincount(ids.flatten(), minlength=experts_of[layer]) / len(ids) for layer, ids in choices.items()
+    layer: torch.bincount(ids.flatten(), minlength=experts_of[layer]) / len(ids)
+    for layer, ids in choices.items()
 }
-short = {layer: f"layer {next(part for part in layer.split('.') if part.isdigit())}" for layer in choices}
+short = {
+    layer: f"layer {next(part for part in layer.split('.') if part.isdigit())}" for layer in choices
+}
 sure = [-(x.log_softmax(-1).exp() * x.log_softmax(-1)).sum(-1) for x in logits]  # nats, (tokens,)
 fig, (left, right) = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
 width = 0.8 / len(loads)
@@ -168,16 +184,31 @@ def shown(token: int) -> str:
 flat = tokens.flatten()
 count = min(COLUMNS * LINES, len(flat))
 palette = plt.get_cmap("tab20" if len(load) > 10 else "tab10")
-fig, panels = plt.subplots(len(choices), 1, figsize=(13, 1.7 * len(choices)), squeeze=False, layout="constrained")
+fig, panels = plt.subplots(
+    len(choices), 1, figsize=(13, 1.7 * len(choices)), squeeze=False, layout="constrained"
+)
 for axes, (layer, ids) in zip(panels[:, 0], choices.items()):
     picture = torch.full((COLUMNS * LINES,), -1)
     picture[:count] = ids[:count, 0]
     image = axes.imshow(
-        picture.view(LINES, COLUMNS), cmap=palette, vmin=-0.5, vmax=palette.N - 0.5, aspect="auto", alpha=0.6
+        picture.view(LINES, COLUMNS),
+        cmap=palette,
+        vmin=-0.5,
+        vmax=palette.N - 0.5,
+        aspect="auto",
+        alpha=0.6,
     )
     for place in range(count):
         line, column = divmod(place, COLUMNS)
-        axes.text(column, line, shown(int(flat[place])), ha="center", va="center", family="monospace", fontsize=8)
+        axes.text(
+            column,
+            line,
+            shown(int(flat[place])),
+            ha="center",
+            va="center",
+            family="monospace",
+            fontsize=8,
+        )
     axes.set_title(short[layer])
     axes.set_xticks([])
     axes.set_yticks([])
@@ -222,7 +253,12 @@ def information(ids: torch.Tensor, experts: int) -> float:
 
 shuffle = torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))
 fig, panels = plt.subplots(
-    1, len(choices), figsize=(6.2 * len(choices), 3.4), squeeze=False, sharey=True, layout="constrained"
+    1,
+    len(choices),
+    figsize=(6.2 * len(choices), 3.4),
+    squeeze=False,
+    sharey=True,
+    layout="constrained",
 )
 told = {}
 for axes, (layer, ids) in zip(panels[0], choices.items()):
@@ -237,7 +273,9 @@ for axes, (layer, ids) in zip(panels[0], choices.items()):
     axes.set_yticks(range(len(KINDS)), KINDS)
     axes.set_xlabel("expert")
     told[layer] = information(ids, experts_of[layer]), information(ids[shuffle], experts_of[layer])
-    axes.set_title(f"{short[layer]}: {told[layer][0]:.2f} bits about the kind (shuffled {told[layer][1]:.2f})")
+    axes.set_title(
+        f"{short[layer]}: {told[layer][0]:.2f} bits about the kind (shuffled {told[layer][1]:.2f})"
+    )
 fig.colorbar(image, ax=panels, label="log2 of chosen over usual", extend="both")
 plt.show()
 

@@ -69,7 +69,9 @@ for name, rates in RATES.items():
         run_dir = folder / f"{name}-{rate:g}"
         Trainer(load_job(base, {**keys, "run.dir": str(run_dir)})).fit()
         runs[name, rate] = read_run(run_dir)
-final = {key: [v for v in run.metrics["val_loss"] if v is not None][-1] for key, run in runs.items()}
+final = {
+    key: [v for v in run.metrics["val_loss"] if v is not None][-1] for key, run in runs.items()
+}
 best = {name: min(rates, key=lambda rate: final[name, rate]) for name, rates in RATES.items()}
 for (name, rate), loss in final.items():
     print(f"{name:6} lr {rate:<6g} validation loss {loss:.4f}{'  best' * (best[name] == rate)}")
@@ -84,7 +86,9 @@ for (name, rate), loss in final.items():
 colours = dict(zip(RATES, ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")))
 fig, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
 for name, rates in RATES.items():
-    axes.plot(rates, [final[name, rate] for rate in rates], marker="o", color=colours[name], label=name)
+    axes.plot(
+        rates, [final[name, rate] for rate in rates], marker="o", color=colours[name], label=name
+    )
     axes.plot(best[name], final[name, best[name]], marker="*", markersize=16, color=colours[name])
 axes.set_xscale("log")
 axes.set_xlabel("learning rate")
@@ -128,8 +132,12 @@ target = max(final[name, rate] for name, rate in best.items())
 needed = {}
 for name, rate in best.items():
     metrics = runs[name, rate].metrics
-    tokens, losses = zip(*[(t, v) for t, v in zip(metrics["tokens"], metrics["val_loss"]) if v is not None])
-    needed[name] = float(numpy.interp(-target, [-v for v in numpy.minimum.accumulate(losses)], tokens))
+    tokens, losses = zip(
+        *[(t, v) for t, v in zip(metrics["tokens"], metrics["val_loss"]) if v is not None]
+    )
+    needed[name] = float(
+        numpy.interp(-target, [-v for v in numpy.minimum.accumulate(losses)], tokens)
+    )
     print(f"{name:6} reaches {target:.3f} after {needed[name]:8,.0f} of {tokens[-1]:,} tokens")
 fig, axes = plt.subplots(figsize=(6.5, 0.5 * len(needed) + 1.2), layout="constrained")
 axes.barh(list(needed), list(needed.values()), color=[colours[name] for name in needed])

@@ -9,6 +9,7 @@ from forge_core.optim import OPTIMIZERS, SCHEDULES
 from forge_train.config.describe import key_rows
 
 PAGE = (Path(__file__).parents[2] / "docs/from-kempnerforge.md").read_text()
+PAGE, _, _ = PAGE.partition("\n# ")  # behind it: code, scripts and notebooks
 # Its tables of June 2026, by section.
 THERE = {
     "model": "dim n_layers n_heads n_kv_heads vocab_size ffn_dim_multiplier ffn_hidden_dim norm_type norm_eps"
