@@ -150,6 +150,13 @@ def files(t: Trainer) -> Any:
     return sorted(f.name for f in t.paths.path.iterdir()), steps
 
 
+def profiled(t: Trainer) -> Any:
+    """Files of profiles, and whether they tell of memory."""
+    t.fit()
+    found = sorted(t.paths.profile.rglob("*.json"))
+    return [(f.parent.name, f.name, "memory" in json.loads(f.read_text())) for f in found]
+
+
 def logged(t: Trainer) -> Any:
     t.fit()
     return read_run(t.paths.path).metrics["step"]
@@ -927,6 +934,12 @@ PROBES: dict[str, Probe] = {
         {"file": "others"}, files, {"metrics.sinks.<name>.name": f"{PARTS}:Lines"}
     ),
     "metrics.console": Probe("off", lambda t: console_mode(t.config.metrics.console)),
+    "profile.start_step": Probe(3, profiled, {"profile.num_steps": 1, "train.steps": 10}),
+    "profile.num_steps": Probe(1, profiled, {"profile.start_step": 2}),
+    "profile.every_steps": Probe(
+        2, profiled, {"profile.start_step": 2, "profile.num_steps": 1, "train.steps": 5}
+    ),
+    "profile.memory": Probe(True, profiled, {"profile.start_step": 2, "profile.num_steps": 1}),
     "sample.prompt": Probe("If ", sample),
     "sample.max_new_tokens": Probe(3, sample),
     "sample.temperature": Probe(0.0, sample),
@@ -967,6 +980,7 @@ ELSEWHERE = {
     "model.positions",  # of three axes: with [model.mrope]; else where a row comes without any: forge_vlm's tests
     *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
     "init.encoder",  # tests/vlm/test_encoder_folders.py
+    "profile.ranks",  # tests/use/test_profile.py
     *(  # tests/use/test_evaluation_sets.py; the other keys are those of data.validation
         f"eval.choices.<name>.{f.name}" for f in fields(ChoicesConfig)
     ),

@@ -9,7 +9,6 @@ from forge_core.optim import OPTIMIZERS, SCHEDULES
 from forge_train.config.describe import key_rows
 
 PAGE = (Path(__file__).parents[2] / "docs/from-kempnerforge.md").read_text()
-PAGE, _, _ = PAGE.partition("\n# ")  # behind it: code, scripts and notebooks
 # Its tables of June 2026, by section.
 THERE = {
     "model": "dim n_layers n_heads n_kv_heads vocab_size ffn_dim_multiplier ffn_hidden_dim norm_type norm_eps"
@@ -27,6 +26,7 @@ THERE = {
     " hf_dataset_config hf_dataset_split hf_dataset_text_field hf_streaming pack_sequences datasets[].path"
     " datasets[].weight datasets[].name datasets[].hf_name datasets[].hf_config mix_temperature"
     " phases[].start_step phases[].dataset_weights phases[].lr_scale anneal_start_step anneal_weights",
+    "profiling": "enable start_step end_step trace_dir",
     "eval": "enabled interval steps dataset_path file_pattern hf_dataset_name hf_dataset_config hf_dataset_split"
     " hf_dataset_text_field",
 }

@@ -18,7 +18,7 @@ from forge_train import cli
 from forge_train.config.describe import key_rows
 
 ROOT = Path(__file__).parents[2]
-_, _, PAGE = (ROOT / "docs/from-kempnerforge.md").read_text().partition("\n# Code")
+PAGE = (ROOT / "docs/from-kempnerforge-code.md").read_text()
 # What there was in June 2026 (hooks of the loop: July), by section of the page.
 THERE = {
     "Hooks and evaluation": "TrainingHook, HookRunner, StepContext, run_training, step_fn, run_eval",

@@ -428,3 +428,16 @@ def raise_recompile_limit(number: int) -> None:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, number)
+
+
+def start_memory_history() -> None:
+    """Record allocations of the CUDA allocator with their stacks, from now on. Not run by us: it needs a GPU."""
+    require_attributes(torch.cuda.memory, "_record_memory_history", "_dump_snapshot")
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+
+
+def stop_memory_history(path: str | None) -> None:
+    """Write the allocations since `start_memory_history` to `path`, if one is given, and record no more."""
+    if path is not None:
+        torch.cuda.memory._dump_snapshot(path)
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -30,6 +30,7 @@ from forge_parallel.pipeline import (
     sync_tied_gradients,
     tied_copies,
 )
+from forge_parallel.profile.span import span
 from forge_parallel.protocols import BatchLike
 
 __all__ = ["AFTER_EMBEDDING", "Compute", "evaluate", "extra_problems"]
@@ -172,11 +173,13 @@ class Compute:
         parts = batch.split(self.micro_batch)
         for part in parts:
             accumulate(self.model, last=part is parts[-1])
-            sums = self._sums(part)
-            loss = sums[0] / normaliser()
-            others = [value.detach() / normaliser() for value in sums[1:]]
-            del sums
-            loss.backward()
+            with span("forward"):
+                sums = self._sums(part)
+                loss = sums[0] / normaliser()
+                others = [value.detach() / normaliser() for value in sums[1:]]
+                del sums
+            with span("backward"):
+                loss.backward()
             total = total + torch.stack([loss.detach(), *others])
         return self._once_per_copy(total)
 

@@ -23,6 +23,7 @@ from forge_train.config.experts import MoESection
 from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
 from forge_train.config.lora import LoRASection
+from forge_train.config.profile import ProfileConfig
 
 if TYPE_CHECKING:
     from forge_ckpt import Keep
@@ -411,6 +412,7 @@ class JobConfig:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+    profile: ProfileConfig
     sample: SampleConfig
     resilience: ResilienceConfig
     slurm: SlurmConfig

@@ -68,7 +68,7 @@ class RunDirectory:
     metrics.jsonl     a row per logged step        events.jsonl  starts, saves, stops
     checkpoints/      the store                    sample.txt    text of the trained model
     base/             with [lora]: the frozen weights, a store of one step
-    tensorboard/      with metrics.tensorboard
+    tensorboard/      with metrics.tensorboard      profile/  with [profile]
     model.toml, hf/   of weights from Hugging Face: their model, files for an export
     parent.json       of a fork: the checkpoint that it began from, and what it took of it
     """
@@ -83,6 +83,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.base = self.path / "base"
         self.sample = self.path / "sample.txt"
+        self.profile = self.path / "profile"
         self.parent = self.path / "parent.json"
         self.imported = self.path / IMPORTED_MODEL
 

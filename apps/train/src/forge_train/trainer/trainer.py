@@ -29,9 +29,11 @@ from forge_parallel import (
     select_device,
 )
 from forge_parallel.compute import Compute
+from forge_parallel.profile import ProfileWindow, span
 from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote
 from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.policy import Outcome
+from forge_train.config.profile import profile_problems
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import (
     ConfigError,
@@ -123,6 +125,7 @@ class Trainer:
         refuse(model_problems(self.model, config, layout))
         self.course = Course(config)
         self.total_steps = total_steps(config, self.model)
+        refuse(profile_problems(config.profile, world.world_size, self.total_steps))
         freeze_groups(self.model, config)
         with config_errors():
             self.schedule = run_schedule(config, self.total_steps)
@@ -262,6 +265,7 @@ class Trainer:
             while not self._reach_the_end():
                 pass  # after a rollback
         finally:
+            self.window.close()
             self.recorder.close()
         self._switch("eval")
         finished = self.progress.step >= self.total_steps
@@ -274,8 +278,10 @@ class Trainer:
             if self.numerics.policy.can_roll_back and self.checkpoints.last_step < 0:
                 self._save(self.config.checkpoint.wait)  # the initial state, to go back to
             while self.progress.step < self.total_steps and self._decision.stop is None:
-                self.train_step()
-                self._after_step()
+                with self.window.step(self.progress.step + 1):
+                    self.train_step()
+                    self._after_step()
+                self._write_profile()
             self._finish()
         except Rollback as found:
             self._roll_back(found.outcome)
@@ -346,10 +352,24 @@ class Trainer:
         self.stages, self.moe = parts.stages, parts.moe
         self.phases = self._begin_phases(parts.compute)
         self.routing = RoutingSteps(self.model, self.config.run.seed, self.meshes)
+        self.window = self._profile_window()
         self.replicas = ReplicaPolicy(
             self.config.resilience.replicas, self.model, self.optimizer, self.meshes, self._record
         )
         seed_rank(self.config.run.seed, self.meshes)
+
+    def _profile_window(self) -> ProfileWindow:
+        """The steps that this rank profiles; none on a rank that is not among [profile] ranks."""
+        config, rank = self.config.profile, self.meshes.rank
+        return ProfileWindow(
+            self.paths.profile,
+            start_step=config.start_step,
+            num_steps=config.num_steps if rank in config.ranks else 0,
+            every_steps=config.every_steps,
+            rank=rank,
+            device=self.device,
+            memory=config.memory,
+        )
 
     def _begin_phases(self, compute: Compute) -> Phases:
         config, meshes = self.config, self.meshes
@@ -473,7 +493,7 @@ class Trainer:
         step, start = self.progress.step + 1, self.loader.cursor  # steps are counted from 1
         self.phases.enter(step)
         self.heartbeat.enter("data", step)
-        with self.rows.meter.waiting():
+        with span("data"), self.rows.meter.waiting():
             batch, fault = self._next_batch()
         self.heartbeat.enter("step")
         self._enter_stage(step)
@@ -481,16 +501,20 @@ class Trainer:
         tokens = (self.loader.cursor - start) * self.phases.stretch.seq_len  # filler is not data
         lr = self._learning_rate(step, self.progress.tokens + tokens)
         self.checkpoints.listen()
-        share = self._forward_backward(batch, fault)
-        grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
-        assert sums is not None
-        loss = sums[0]  # of the global batch, on every rank
-        clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
+        with span("forward_backward"):
+            share = self._forward_backward(batch, fault)
+        with span("grad_norm"):
+            grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
+            assert sums is not None
+            loss = sums[0]  # of the global batch, on every rank
+            clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
         if self.rows.is_waiting:
             self._check_numerics()  # up to the row's step, before weights change once more
         set_lr(self.optimizer, lr)
         bad = self.numerics.policy.judge(loss, grad_norm)
-        self._update(bad)
+        with span("optimizer"):
+            self._update(bad)
+        self.window.measure(self.model, self.optimizer)
         self.moe.end_step(self.progress.step, self.total_steps, bad)
         self.optimizer.zero_grad()
         # after the update: hooks may run the model, which leaves weights gathered for the next forward
@@ -610,7 +634,7 @@ class Trainer:
         if self._last_evaluated == step or not self.evaluation.due(step, last):
             return
         self.heartbeat.enter("evaluate")
-        with self.rows.meter.paused() as pause, self.evaluation_point():
+        with span("evaluate"), self.rows.meter.paused() as pause, self.evaluation_point():
             found = self.evaluation(self.phases.evaluates, self._count, self.agreement, step, last)
         self.moe.forget()
         self._last_evaluated, self._found = step, found
@@ -627,6 +651,10 @@ class Trainer:
 
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
+        with span("save"):
+            self._save_step(wait)
+
+    def _save_step(self, wait: bool) -> None:
         step = self.progress.step
         self.heartbeat.enter("save")
         with self.rows.meter.paused() as settling:
@@ -651,6 +679,20 @@ class Trainer:
         ):  # of the last one `save` says it
             seconds = settling.seconds + pause.seconds
             self._record("pause", cause="save", step=step, seconds=seconds)
+
+    def _write_profile(self) -> None:
+        """Write the window that ended with this step. A disk that refuses costs the profile, not the run."""
+        if not self.window.is_full:
+            return
+        step = self.progress.step
+        self.heartbeat.enter("profile")
+        with self.rows.meter.paused() as pause:
+            try:
+                self.window.write()
+                outcome = {}
+            except OSError as error:
+                outcome = {"error": str(error)}
+        self._record("profile", step=step, rank=self.meshes.rank, seconds=pause.seconds, **outcome)
 
     def _announce(self, steps: Sequence[int]) -> None:
         """Call on_checkpoint for steps that all ranks know to be committed."""
@@ -705,11 +747,13 @@ class Trainer:
         self._record(event, step=self.progress.step, rank=self.meshes.rank, **fields)
 
     def _call(self, hook: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            if hook != "on_step_end" or self._due(callback.every_steps):
-                getattr(callback, hook)(self, *args)
-        if self.callbacks:  # one may have run the model and changed its weights since
-            reshard(self.model)
+        if not self.callbacks:
+            return
+        with span("hooks"):
+            for callback in self.callbacks:
+                if hook != "on_step_end" or self._due(callback.every_steps):
+                    getattr(callback, hook)(self, *args)
+            reshard(self.model)  # one may have run the model and changed its weights since
             self.replicas.unseal()
 
 

@@ -1,0 +1,54 @@
+"""The [profile] table: windows of torch.profiler by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge_parallel.profile import window_problems
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A window of steps under torch.profiler, off by default: a trace and a table in <run.dir>/profile."""
+
+    start_step: int = _field(
+        10, "first step of the window; the profiler warms up in the one before"
+    )
+    num_steps: int = _field(0, "steps of the window; 0: no profile")
+    every_steps: int = _field(0, "steps from the beginning of a window to the next; 0: one window")
+    ranks: tuple[int, ...] = _field((0,), "ranks that profile; each writes files of its own")
+    memory: bool = _field(
+        False,
+        "record allocations, too: bytes by category in the table, and on CUDA a snapshot with stacks",
+    )
+
+    def __post_init__(self) -> None:
+        problems = window_problems(self.start_step, self.num_steps, self.every_steps)
+        if not self.ranks or any(rank < 0 for rank in self.ranks):
+            problems.append(f"ranks {list(self.ranks)} must hold numbers of ranks; use [0]")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+def profile_problems(config: ProfileConfig, world_size: int, total_steps: int) -> list[str]:
+    """Why a run of so many ranks and steps never comes to this window."""
+    if not config.num_steps:
+        return []
+    problems = []
+    last = config.start_step + config.num_steps - 1
+    if last > total_steps:
+        problems.append(
+            f"profile: the window of steps {config.start_step} to {last} must be within the run of {total_steps} "
+            "steps; lower profile.start_step or profile.num_steps"
+        )
+    missing = [rank for rank in config.ranks if rank >= world_size]
+    if missing:
+        problems.append(
+            f"profile.ranks {missing} must be below the number of ranks, {world_size}; use [0]"
+        )
+    return problems
