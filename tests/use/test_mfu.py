@@ -82,7 +82,7 @@ def step(model: torch.nn.Module, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operations_of_a_step_are_within_a_percent_of_those_that_torch_counts(name: str) -> None:
+def test_operations_of_a_step_are_those_that_torch_counts(name: str) -> None:
     case = CASES[name]
     model = build(case)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -92,7 +92,9 @@ def test_operations_of_a_step_are_within_a_percent_of_those_that_torch_counts(na
     other_half = 3 * case.layers * H * case.score_dims * S
     padding = 3 * case.layers * H * 2 * case.padded_dims * S
     print(f"{name}: torch {found:.0f}, uncut {causal + other_half:.0f}, causal {causal:.0f}")
-    assert causal + other_half + padding == pytest.approx(found, rel=0.01)
+    # torch needs no gradient of pixels; forge_vlm's tests take that apart
+    within = 0.01 if name == "vision" else 1e-6
+    assert causal + other_half + padding == pytest.approx(found, rel=within)
     assert other_half / found > 0.02  # a wrong half would be seen
 
 

@@ -319,8 +319,12 @@ def test_a_window_without_its_warm_up_or_with_an_error_is_left_out(tmp_path: Pat
     with pytest.raises(KeyError), window.step(12):
         raise KeyError
     assert window.write() is None
-    with torch.profiler.profile():  # the first one has ended
-        pass
+    for step in (21, 22, 23):  # and the next one is whole
+        with window.step(step):
+            pass
+    found = window.write()
+    assert found is not None
+    assert (found["step"], found["steps"]) == (22, 2)
 
 
 def test_numbers_without_meaning_are_refused(tmp_path: Path) -> None:

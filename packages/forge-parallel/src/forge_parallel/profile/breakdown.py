@@ -69,7 +69,7 @@ def breakdown(events: Sequence[Event]) -> dict[str, Any]:
     host = _walk(events)
     device = [e for e in events if e.get("ph") == "X" and e.get("cat") in _DEVICE]
     whole = union(windows) or _extent(events)
-    found = _of_device(device, host) if device else _of_host(events, host)
+    found = _of_device(device, host) if device else _of_host(host)
     by_kind = {kind: intersect(union(found.get(kind, [])), whole) for kind in KINDS}
     kinds, claimed = dict[str, float](), Intervals()
     for kind, intervals in by_kind.items():
@@ -95,18 +95,12 @@ def _of_device(device: Iterable[Event], host: _Host) -> dict[str, list[Interval]
     return found
 
 
-def _of_host(events: Iterable[Event], host: _Host) -> dict[str, list[Interval]]:
+def _of_host(host: _Host) -> dict[str, list[Interval]]:
     found = defaultdict[str, list[Interval]](list)
     for start, end, names in host.pieces:
         kind = kind_of_operators(names)
         if kind is not None:
             found[kind].append((start, end))
-    # collectives of a worker thread may overlap without being nested
-    found["communication"] += [
-        _interval(e)
-        for e in events
-        if _is_span(e) and kind_of_operators([e["name"]]) == "communication"
-    ]
     return found
 
 
@@ -167,7 +161,10 @@ def _walk(events: Iterable[Event]) -> _Host:
 def _pieces(
     thread: list[Event], launches: dict[int, tuple[float, tuple[str, ...]]]
 ) -> Iterator[tuple[float, float, tuple[str, ...]]]:
-    """Stretches of a thread in which the innermost operator stays the same, with all names that are open."""
+    """Stretches of a thread in which the innermost operator stays the same, with all names that are open.
+
+    Collectives of a worker thread may overlap without being nested: until the last one ends they are one stretch.
+    """
     opened: list[tuple[float, tuple[str, ...]]] = []  # end and names, from the outermost on
     cursor = 0.0
     for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):

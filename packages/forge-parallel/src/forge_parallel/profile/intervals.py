@@ -42,7 +42,7 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
     gaps, cursor = [], low
     for start, end in b:
         gaps.append((cursor, min(start, high)))
-        cursor = max(cursor, end)
+        cursor = end
     gaps.append((cursor, high))
     return intersect(a, [(start, end) for start, end in gaps if start < end])
 
