@@ -288,7 +288,7 @@ def extract(args: list[str]) -> int:
 
 
 #: Verbs of `study`: the function that tyro calls, by import path.
-STUDIES: dict[str, str] = {}
+STUDIES: dict[str, str] = {"sweep": "forge_train.study.sweep.run_sweep"}
 
 
 def study(args: list[str]) -> int:

@@ -13,6 +13,7 @@ from forge_core.optim import hidden_matrices
 from forge_parallel import ParallelConfig
 from forge_parallel.plan import (
     HARDWARE,
+    Estimate,
     Hardware,
     Profile,
     SearchSpace,
@@ -52,6 +53,32 @@ class PlanFlags:
 
 def show_plan(config: JobConfig, flags: PlanFlags) -> None:
     """Print memory and time of `config` on these GPUs, and alternatives. ConfigError if it cannot run there."""
+    plan, space, reasons = _estimated(config, flags)
+    parallel, gpu, fits = plan.candidate.config, space.hardware, plan.fits
+    sizes = dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8))
+    others = search(replace(space, micro_batches=tuple(sizes), config=parallel))
+    if flags.json:
+        rows = [{"layout": describe(c.candidate), "peak": c.peak, "fits": c.fits,
+                 "tokens_per_second": c.time.tokens_per_second} for c in others[:_SHOWN]]  # fmt: skip
+        print(json.dumps({**plan.to_dict(), "reasons": reasons, "alternatives": rows}))
+    else:
+        print("\n".join([*reasons, render(plan, others[:_SHOWN])]), end="")
+    if not fits:
+        allowed = (describe(c.candidate) for c in others if c.fits)
+        fix = next(allowed, "more GPUs, shorter rows or a smaller model")
+        raise ConfigError([
+            f"parallel: {describe(plan.candidate)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must "
+            f"stay below {gpu.limit / 1e9:.0f} of an {gpu.name}; use {fix}"
+        ])  # fmt: skip
+
+
+def price(config: JobConfig, gpu: str, gpus: int = 1, nodes: int | None = None) -> Estimate:
+    """Memory and time of a step of `config` on these GPUs. ConfigError if it cannot run there."""
+    return _estimated(config, PlanFlags(gpus=gpus, gpu=gpu, nodes=nodes))[0]
+
+
+def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpace, list[str]]:
+    """The estimate, the space of alternatives, and why an automatic layout is what it is."""
     gpu, per_node = _machine(config, flags)
     profile = _profile(config)
     space = _space(config, profile, flags.gpus, per_node, gpu)
@@ -72,24 +99,10 @@ def show_plan(config: JobConfig, flags: PlanFlags) -> None:
             gpus_per_node=per_node,
             storage=space.storage,
         )
-        fits = plan.fits  # raises if the step cannot be traced
+        _ = plan.fits  # raises if the step cannot be traced
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
-    sizes = dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8))
-    others = search(replace(space, micro_batches=tuple(sizes), config=parallel))
-    if flags.json:
-        rows = [{"layout": describe(c.candidate), "peak": c.peak, "fits": c.fits,
-                 "tokens_per_second": c.time.tokens_per_second} for c in others[:_SHOWN]]  # fmt: skip
-        print(json.dumps({**plan.to_dict(), "reasons": reasons, "alternatives": rows}))
-    else:
-        print("\n".join([*reasons, render(plan, others[:_SHOWN])]), end="")
-    if not fits:
-        allowed = (describe(c.candidate) for c in others if c.fits)
-        fix = next(allowed, "more GPUs, shorter rows or a smaller model")
-        raise ConfigError([
-            f"parallel: {describe(plan.candidate)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must "
-            f"stay below {gpu.limit / 1e9:.0f} of an {gpu.name}; use {fix}"
-        ])  # fmt: skip
+    return plan, space, reasons
 
 
 def choose_layout(

@@ -72,11 +72,11 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     job = resolve(layers)
     if flags.orchestrate or flags.sizes is not None:
         return _orchestrate(job, flags)
-    _refuse_layouts(job)
+    refuse_layouts(job)
     # else refused when the job starts, hours later
     RunDirectory(job.config.run.dir).allowed_changes(job)
-    facts, config = _facts(job), _elements(job)
-    _look_at_limits(config, facts)
+    facts, config = job_facts(job), _elements(job)
+    look_at_limits(config, facts)
     with config_errors():
         if flags.interactive:
             return _interactive(config, _command(config, facts), facts, job, flags.print)
@@ -86,7 +86,7 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         return ExitCode.DONE
     queued = [job for name in _SCRIPTS for job in jobs_of(_beside(facts, name))]
     if queued and flags.submit:
-        raise ConfigError(_two_jobs(facts, queued))
+        raise ConfigError(two_jobs(facts.run_dir, queued))
     _write(facts.script, text, facts, job)
     if flags.submit:
         return _submit(facts)
@@ -102,9 +102,9 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
 def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
     """Keep the job in the queue at its legal sizes, in place of this process or in a small job."""
     sizes = _legal_sizes(job, flags)
-    facts = replace(_facts(job), script=_beside(_facts(job), "orchestrated.sh"))
+    facts = replace(job_facts(job), script=_beside(job_facts(job), "orchestrated.sh"))
     config = replace(_elements(job), on_stop="leave", nodes=max(sizes))
-    _look_at_limits(config, facts)
+    look_at_limits(config, facts)
     name = chain_name(facts.run_dir)
     command = orchestrator_command(job, facts, sizes, name)
     own = replace(
@@ -127,7 +127,7 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
         for found in jobs_of(_beside(facts, script))
     ]
     if others:
-        raise ConfigError(_two_jobs(facts, others))
+        raise ConfigError(two_jobs(facts.run_dir, others))
     _write(facts.script, text, facts, job)
     if flags.submit:
         _write(own.script, small, facts, job)
@@ -200,10 +200,10 @@ def _beside(facts: JobFacts, name: str) -> str:
     return os.path.join(os.path.dirname(facts.script), name)
 
 
-def _two_jobs(facts: JobFacts, queued: list[tuple[str, str]]) -> list[str]:
+def two_jobs(run_dir: str, queued: list[tuple[str, str]]) -> list[str]:
     return [
-        f"run.dir {facts.run_dir} has job {number} in the queue ({state}), and two jobs cannot train one run; "
-        f"scancel {number} first, or choose another run.dir"
+        f"{run_dir} has job {number} in the queue ({state}), and two jobs cannot train one run; "
+        f"scancel {number} first, or choose another folder"
         for number, state in queued
     ]
 
@@ -213,7 +213,7 @@ def _command(config: SlurmConfig, facts: JobFacts) -> list[str]:
     return [python, "-m", "forge_train", "run", _config_file(facts)]
 
 
-def _look_at_limits(config: SlurmConfig, facts: JobFacts) -> None:
+def look_at_limits(config: SlurmConfig, facts: JobFacts) -> None:
     """Refuse a time limit, and warn of kills, that leave no time for a save."""
     if config.time_limit is None:
         problem = limit_problem(facts.lead_seconds, config.partition)
@@ -232,7 +232,7 @@ def add_site(layers: Layers, name: str | None) -> None:
             layers.set(f"slurm.{key}", value, f"site {path}")
 
 
-def _refuse_layouts(job: ResolvedJob) -> None:
+def refuse_layouts(job: ResolvedJob) -> None:
     """Refuse numbers of nodes on which the ranks would end with a ConfigError, hours later."""
     config = job.config.slurm
     per_node = config.ranks_per_node
@@ -243,7 +243,8 @@ def _refuse_layouts(job: ResolvedJob) -> None:
     refuse(list(found))
 
 
-def _facts(job: ResolvedJob) -> JobFacts:
+def job_facts(job: ResolvedJob) -> JobFacts:
+    """The places of a job's script, its logs and its run."""
     run_dir = os.path.abspath(job.config.run.dir)
     with config_errors():
         return JobFacts(
@@ -274,17 +275,21 @@ def _supervisor(job: ResolvedJob, run_dir: str) -> tuple[str, ...]:
 
 
 def _elements(job: ResolvedJob) -> SlurmConfig:
-    """The description with the folder of each element of an array among its arguments, and restarts of crashes.
-
-    A supervisor of one node of several cannot start the others' ranks again: the script does it for all of them.
-    """
-    config, watch = job.config.slurm, job.config.resilience.watch
-    if watch.action == "restart" and config.node_range[1] > 1 and not config.retries:
-        config = replace(config, retries=watch.max_restarts)
+    """The description with the folder of each element of an array among its arguments, and restarts of crashes."""
+    config = with_retries(job)
     if not config.array_run_dirs:
         return config
     own = f"--run.dir={os.path.abspath(job.config.run.dir)}/task-%a"
     return replace(config, array_arguments=(own, *config.array_arguments))
+
+
+def with_retries(job: ResolvedJob) -> SlurmConfig:
+    """The description with restarts of crashes: a supervisor of one node of several cannot start the others' ranks again, so
+    that the script does it for all of them."""
+    config, watch = job.config.slurm, job.config.resilience.watch
+    if watch.action == "restart" and config.node_range[1] > 1 and not config.retries:
+        return replace(config, retries=watch.max_restarts)
+    return config
 
 
 def _config_file(facts: JobFacts) -> str:

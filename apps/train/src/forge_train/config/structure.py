@@ -39,16 +39,23 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     unknown = [name for name in values if name not in types_of_sections]
     problems += _unknowns(unknown, types_of_sections)
     for name, kind in types_of_sections.items():
-        table = values.get(name, {})
-        if not isinstance(table, dict):
-            problems.append(f"{name}: {_show(table)} must be a table; write [{name}] and its keys")
-            continue
-        table = _known_part(table, kind, name, problems)
-        try:
-            built[name] = _CONVERTER.structure(table, kind)
-        except Exception as error:
-            problems.extend(_explain(error, name, inner_dataclass(kind)))
+        section, found = structure_table(values.get(name, {}), kind, name)
+        problems += found
+        if section is not None:
+            built[name] = section
     return built, problems
+
+
+def structure_table(table: Any, kind: Any, name: str) -> tuple[Any, list[str]]:
+    """One table as its dataclass, or None, and all problems, each a sentence that starts with the dotted key."""
+    if not isinstance(table, dict):
+        return None, [f"{name}: {_show(table)} must be a table; write [{name}] and its keys"]
+    problems: list[str] = []
+    table = _known_part(table, kind, name, problems)
+    try:
+        return _CONVERTER.structure(table, kind), problems
+    except Exception as error:
+        return None, [*problems, *_explain(error, name, inner_dataclass(kind))]
 
 
 def fits(value: Any, kind: Any) -> bool:

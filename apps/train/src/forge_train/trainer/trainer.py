@@ -566,9 +566,11 @@ class Trainer:
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.
         """
+        # taken here, so that a request of a hook outlives a save that is due at the same step
+        requested, self._save_requested = self._save_requested, False
         vote = Vote(
             stop=self._stop.number,
-            save=self._save_requested or self.checkpoints.wants_retry,
+            save=requested or self.checkpoints.wants_retry,
             saved=self.checkpoints.committed,
             fault=int(fault_code(fault)),
             digest=batch.digest,
@@ -664,7 +666,6 @@ class Trainer:
         self._check_numerics()
         self._send_row()
         self.replicas.before_save(step)
-        self._save_requested = False
         loss = self._found.get("val_loss") if self._last_evaluated == step else None
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
         with self.rows.meter.paused() as pause:

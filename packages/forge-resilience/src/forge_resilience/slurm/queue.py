@@ -17,11 +17,14 @@ def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
             if name in _KEPT or not name.startswith(("SLURM_", "SLURMD_", "FORGE_CHAIN"))}  # fmt: skip
 
 
-def submit(script: str) -> str:
-    """Submit the script and return the job's id. Raises RuntimeError with what sbatch said."""
+def submit(script: str, *options: str) -> str:
+    """Submit the script, with further options of sbatch, and return the job's id. Raises RuntimeError with what sbatch said."""
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", script], capture_output=True, text=True, env=clean_environ()
+            ["sbatch", "--parsable", *options, script],
+            capture_output=True,
+            text=True,
+            env=clean_environ(),
         )
     except FileNotFoundError:
         raise RuntimeError(

@@ -1,0 +1,379 @@
+"""The result of a study: its runs and the scaling law fitted to them, as JSON, and a page and a picture of that JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
+from forge_resilience.provenance import git_state
+from forge_train.config.files import replace_text
+from forge_train.errors import ConfigError, StateError
+from forge_train.report.read_run import read_run
+from forge_train.study.runs import Study, StudyRun
+
+CONSTANTS = ("E", "A", "alpha", "B", "beta")
+Result = dict[str, Any]
+
+
+def check_plot() -> None:
+    """ConfigError where matplotlib is missing: before hours of training, not behind them."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            ["study sweep needs matplotlib for its picture; pip install 'forge-train[plot]'"]
+        ) from error
+
+
+def write_page(study: Study, path: Path) -> None:
+    """Write the page `path` (.md), and .json and .svg beside it, of a study whose runs are done."""
+    result = result_of(study)
+    replace_text(path.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
+    draw(result, path.with_suffix(".svg"))
+    replace_text(path, page(result, path.stem))
+
+
+# ---- the result
+
+
+def result_of(study: Study) -> Result:
+    """Runs, fits and costs of a study, as JSON takes them; runs and fits are functions of the configuration alone."""
+    config = study.config
+    rows = [_row(run) for run in study.runs if run.budget is not None]
+    kinds = dict.fromkeys((row["optimizer"], row["schedule"]) for row in rows)
+    fits = []
+    for optimizer, schedule in kinds:
+        own = [row for row in rows if (row["optimizer"], row["schedule"]) == (optimizer, schedule)]
+        fits.append(
+            {"optimizer": optimizer, "schedule": schedule}
+            | fitted(own, config.resamples, config.level)
+        )
+    job = study.runs[0].job.config
+    return {
+        "study": study.name,
+        "parameters": config.parameters,
+        "trunk": config.trunk,
+        "threads": config.threads,
+        "resamples": config.resamples,
+        "level": config.level,
+        "sources": [source.name for source in job.data.sources.values()],
+        "seq_len": job.data.seq_len,
+        "global_batch": job.train.global_batch,
+        "vocab_size": job.model.vocab_size,
+        "runs": rows,
+        "fits": fits,
+        "cost": _cost(study),
+    }
+
+
+def _row(run: StudyRun) -> dict[str, Any]:
+    """What a run varies, and its loss at the last step. StateError for one that was not evaluated there."""
+    events = read_run(run.dir).events
+    losses = [
+        e["val_loss"] for e in events if e["event"] == "evaluation" and e["step"] == run.steps
+    ]
+    loss = losses[-1] if losses else None
+    if loss is None or not math.isfinite(loss):
+        raise StateError(
+            [
+                f"{run.dir} has no finite validation loss of step {run.steps}; remove the folder and train it again"
+            ]
+        )
+    return {
+        "name": run.name,
+        "size": run.size,
+        "optimizer": run.optimizer,
+        "schedule": run.schedule,
+        "seed": run.seed,
+        "tokens_per_parameter": run.budget,
+        "parameters": run.parameters,
+        "steps": run.steps,
+        "forked_at": run.begin,
+        "tokens": run.tokens,
+        "flops": run.flops,
+        "val_loss": loss,
+    }
+
+
+def _cost(study: Study) -> dict[str, Any]:
+    """Processor seconds of the lives that this machine's sweeps saw end, and the state of the sources."""
+    path = study.dir / "lives.jsonl"
+    lives = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    git = git_state()
+    return {
+        "processes": len(lives),
+        "processor_seconds": round(sum(life["processor_seconds"] for life in lives), 1),
+        "flops": sum(run.flops * run.own_part for run in study.runs),
+        "commit": git.get("commit", "unknown")[:12] + ("+" if git.get("dirty") else ""),
+    }
+
+
+def fitted(rows: Sequence[dict[str, Any]], resamples: int, level: float) -> Result:
+    """The law of some runs, with intervals, the optimum of some budgets, and the error on the largest size when the law is
+    fitted without it. `refused` says why there is none."""
+    columns = _columns(rows)
+    try:
+        fit = fit_scaling(*columns)
+        others = bootstrap(*columns, resamples=resamples)
+    except ValueError as error:
+        return {"refused": str(error)}
+    constants = {
+        name: [getattr(fit, name), *interval([getattr(o, name) for o in others], level)]
+        for name in CONSTANTS
+    }
+    return {
+        "num_runs": len(rows),
+        "objective": fit.objective,
+        "constants": constants,
+        "largest_error": max(abs(_error(fit, row)) for row in rows),
+        "held_out": _held_out(rows),
+        "optimum": [_optimum(fit, others, flops, level) for flops in _budgets(rows)],
+    }
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[float], list[float]]:
+    parameters, tokens, losses = (
+        [float(row[key]) for row in rows] for key in ("parameters", "tokens", "val_loss")
+    )
+    return parameters, tokens, losses
+
+
+def _error(fit: ScalingFit, row: dict[str, Any]) -> float:
+    """Predicted over measured loss, less one."""
+    return fit.loss(row["parameters"], row["tokens"]) / row["val_loss"] - 1
+
+
+def _held_out(rows: Sequence[dict[str, Any]]) -> Result:
+    """The errors on the runs of the largest size, of a law that was fitted to the others."""
+    largest = max(row["parameters"] for row in rows)
+    held = [row for row in rows if row["parameters"] == largest]
+    try:
+        fit = fit_scaling(*_columns([row for row in rows if row["parameters"] < largest]))
+    except ValueError as error:
+        return {"refused": str(error)}
+    errors = [_error(fit, row) for row in held]
+    return {
+        "parameters": largest,
+        "constants": {name: getattr(fit, name) for name in CONSTANTS},
+        "errors": {row["name"]: error for row, error in zip(held, errors)},
+        "mean_absolute_error": sum(map(abs, errors)) / len(errors),
+    }
+
+
+def _budgets(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Powers of ten from inside the runs to a hundred times the largest, of 6 N D."""
+    most = max(6.0 * row["parameters"] * row["tokens"] for row in rows)
+    return [10.0 ** (math.floor(math.log10(most)) + k) for k in range(3)]
+
+
+def _optimum(fit: ScalingFit, others: Sequence[ScalingFit], flops: float, level: float) -> Result:
+    parameters, tokens = fit.optimum(flops)
+    around = [other.optimum(flops) for other in others]
+    return {
+        "flops": flops,
+        "parameters": [parameters, *interval([n for n, _ in around], level)],
+        "tokens": [tokens, *interval([d for _, d in around], level)],
+        "loss": fit.loss(parameters, tokens),
+    }
+
+
+# ---- the page
+
+
+def page(result: Result, stem: str) -> str:
+    """Markdown of a result; the picture is `stem`.svg."""
+    runs = result["runs"]
+    sizes = dict.fromkeys(run["size"] for run in runs)
+    budgets = dict.fromkeys(run["tokens_per_parameter"] for run in runs)
+    what = (
+        "all parameters"
+        if result["parameters"] == "all"
+        else "parameters without embedding and head"
+    )
+    lines = [
+        f"# Scaling study `{result['study']}`",
+        "",
+        f"{len(runs)} runs of {len(sizes)} sizes and {len(budgets)} budgets on the source {', '.join(result['sources'])} "
+        f"({result['vocab_size']} ids, rows of {result['seq_len']} tokens, {result['global_batch']} rows a step). N counts "
+        f"{what}. D counts tokens as they are seen, repeated ones too. "
+        + _trunk_sentence(result)
+        + " The loss is that of held-out rows after the last step, in nats per token.",
+        "",
+        f"![loss by tokens, and by FLOPs]({stem}.svg)",
+    ]
+    for fit in result["fits"]:
+        lines += _fit_section(fit, result)
+    lines += ["", "## Runs", ""]
+    lines += [
+        "| run | N | D | D / N | steps | forked at | FLOPs | loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {run['name']} | {run['parameters']:,} | {run['tokens']:,} | {run['tokens'] / run['parameters']:.1f} | "
+        f"{run['steps']:,} | {run['forked_at'] or '-'} | {run['flops']:.2e} | {run['val_loss']:.4f} |"
+        for run in runs
+    ]
+    lines += ["", *_remarks(result), ""]
+    return "\n".join(lines)
+
+
+def _trunk_sentence(result: Result) -> str:
+    if not result["trunk"]:
+        return "Each run was trained from its beginning."
+    return (
+        "All budgets of a size and seed are decays of one trunk, which was trained once at a constant rate: bit for bit the "
+        "runs that would have trained the trunk's steps themselves."
+    )
+
+
+def _fit_section(fit: Result, result: Result) -> Iterator[str]:
+    kind = ", ".join(filter(None, (fit["optimizer"], fit["schedule"])))
+    yield from ("", f"## The law{f' of {kind}' if kind else ''}", "")
+    if "refused" in fit:
+        yield f"No law is fitted: {fit['refused']}."
+        return
+    level = f"{result['level']:.0%}"
+    yield (
+        f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {fit['num_runs']} runs (Huber's loss of log L, delta 0.001, from a grid "
+        f"of starts; Hoffmann et al. 2022, approach 3). Intervals hold {level} of {result['resamples']} fits to runs drawn with "
+        "replacement."
+    )
+    yield from ("", f"| constant | fit | {level} interval |", "|---|---|---|")
+    for name, (value, low, high) in fit["constants"].items():
+        yield f"| {name} | {value:.4g} | {low:.4g} to {high:.4g} |"
+    yield ""
+    yield f"The largest error of the fit on its own runs is {fit['largest_error']:.2%} of a loss."
+    held = fit["held_out"]
+    yield ""
+    if "refused" in held:
+        yield f"Nothing is held out: without the largest size {held['refused']}."
+    else:
+        errors = ", ".join(f"{error:+.2%}" for error in held["errors"].values())
+        yield (
+            f"**Held out**: a law that is fitted without the largest size (N = {held['parameters']:,}) predicts its losses with errors "
+            f"of {errors} by rising budget; {held['mean_absolute_error']:.2%} in the mean."
+        )
+    yield from ("", "### Compute-optimal sizes", "")
+    yield "N and D of the lowest predicted loss among those with 6 N D operations; all but the first row are extrapolated."
+    yield from (
+        "",
+        f"| 6 N D | N | {level} interval | D | {level} interval | loss |",
+        "|---|---|---|---|---|---|",
+    )
+    for row in fit["optimum"]:
+        (n, *of_n), (d, *of_d) = row["parameters"], row["tokens"]
+        yield (
+            f"| {row['flops']:.0e} | {n:.2g} | {of_n[0]:.2g} to {of_n[1]:.2g} | {d:.2g} | {of_d[0]:.2g} to {of_d[1]:.2g} | "
+            f"{row['loss']:.3f} |"
+        )
+
+
+def _remarks(result: Result) -> Iterator[str]:
+    cost = result["cost"]
+    smallest, largest = (f(run["parameters"] for run in result["runs"]) for f in (min, max))
+    yield "## What this says, and what it does not"
+    yield ""
+    yield (
+        f"- The models have {smallest:,} to {largest:,} parameters, a factor of {largest / smallest:.0f}. A law of so short a range "
+        "tests the method; its constants say nothing about models that people use."
+    )
+    yield (
+        "- One learning rate and one batch were used for all sizes unless the study's tables say otherwise; each size may have a better "
+        "one, and the exponents take the difference up."
+    )
+    yield (
+        "- 6 N D is the usual estimate of the operations of training; the column FLOPs counts matrices, head and attention of each "
+        "model (`forge_core.flops_per_token`)."
+    )
+    yield (
+        "- Resampling few runs gives wide intervals, and ones that do not hold what all runs have in common: one corpus, one order "
+        "of the data per seed, one held-out set."
+    )
+    yield ""
+    yield (
+        f"Cost: {cost['processor_seconds']:,.0f} processor seconds in {cost['processes']} processes of {result['threads']} thread, "
+        f"{cost['flops']:.2e} FLOPs, trunks included; commit {cost['commit']}. `forge-train study sweep STUDY.toml --report PAGE.md` "
+        "trains what is missing and writes this page, its picture and its numbers (.json)."
+    )
+
+
+# ---- the picture
+
+
+def draw(result: Result, path: Path) -> None:
+    """Loss by tokens, one colour a size, and by operations with the lowest loss of the law. Needs matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    fits = result["fits"]
+    figure = Figure(figsize=(10, 4.2 * len(fits)), layout="constrained")
+    for (left, right), fit in zip(figure.subplots(len(fits), 2, squeeze=False), fits):
+        mine = [
+            run for run in result["runs"]
+            if (run["optimizer"], run["schedule"]) == (fit["optimizer"], fit["schedule"])
+        ]  # fmt: skip
+        law = None if "refused" in fit else ScalingFit(
+            **{name: values[0] for name, values in fit["constants"].items()}, objective=fit["objective"]
+        )  # fmt: skip
+        _by_tokens(left, mine, law)
+        _by_flops(right, mine, law)
+        left.set_title(", ".join(filter(None, (fit["optimizer"], fit["schedule"]))), fontsize=10)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forge"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _by_tokens(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None) -> None:
+    most, least = (f(run["tokens"] for run in runs) for f in (max, min))
+    for number, size in enumerate(dict.fromkeys(run["parameters"] for run in runs)):
+        own = [run for run in runs if run["parameters"] == size]
+        axes.plot([r["tokens"] for r in own], [r["val_loss"] for r in own], "o", color=f"C{number}",
+                  label=f"N = {size:,}")  # fmt: skip
+        if law is not None:
+            tokens = _spread(least, most)
+            axes.plot(tokens, [law.loss(size, d) for d in tokens], color=f"C{number}", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("D, tokens")
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _by_flops(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None) -> None:
+    """The points by 6 N D, the law's loss of each size, and its lowest loss of each budget."""
+    work = [6.0 * run["parameters"] * run["tokens"] for run in runs]
+    budgets = _spread(min(work), 3 * max(work))
+    for number, size in enumerate(dict.fromkeys(run["parameters"] for run in runs)):
+        own = [run for run in runs if run["parameters"] == size]
+        axes.plot(
+            [6.0 * size * r["tokens"] for r in own],
+            [r["val_loss"] for r in own],
+            "o",
+            color=f"C{number}",
+        )
+        if law is not None:
+            axes.plot(
+                budgets,
+                [law.loss(size, c / (6.0 * size)) for c in budgets],
+                color=f"C{number}",
+                linewidth=1,
+            )
+    if law is not None:
+        best = [law.loss(*law.optimum(c)) for c in budgets]
+        axes.plot(budgets, best, "k--", label="lowest loss of the law")
+        axes.legend(fontsize=8)
+    losses = [run["val_loss"] for run in runs]
+    axes.set_ylim(
+        min(losses) - 0.15 * (max(losses) - min(losses)),
+        max(losses) + 0.15 * (max(losses) - min(losses)),
+    )
+    axes.set_xscale("log")
+    axes.set_xlabel("6 N D, FLOPs")
+    axes.grid(alpha=0.3)
+
+
+def _spread(low: float, high: float, number: int = 60) -> list[float]:
+    return [low * (high / low) ** (k / (number - 1)) for k in range(number)]

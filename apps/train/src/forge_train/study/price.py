@@ -1,0 +1,103 @@
+"""What the runs of a study need: by the planner for a kind of GPU, or by a few measured steps on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from forge_train.errors import JobError
+from forge_train.plan import price
+from forge_train.report.read_run import read_run
+from forge_train.study.runs import Study, StudyRun
+
+_STEPS = 12
+_MEASURED = {
+    "train.steps": _STEPS, "schedule.name": "constant", "schedule.warmup_steps": 0, "eval.every_steps": 0,
+    "checkpoint.every_steps": 0, "metrics.every_steps": 1, "metrics.console": "off", "sample.max_new_tokens": 0,
+}  # fmt: skip
+
+
+class Price(NamedTuple):
+    """Seconds until the first step, seconds of a step, and bytes of memory."""
+
+    start: float
+    step: float
+    memory: float
+
+
+def print_plan(study: Study, gpu: str | None) -> None:
+    """The runs with parameters, tokens, operations, seconds and memory, and their sum; trains nothing."""
+    prices: dict[tuple[str, str], Price] = {}
+    for run in study.runs:
+        key = (run.size, run.optimizer)
+        if key not in prices:
+            prices[key] = _planned(run, gpu) if gpu else _measured(run, study.config.threads)
+    table = Table(
+        "run", "parameters", "from step", "to step", "own tokens", "own FLOPs", "seconds", "GB"
+    )
+    total = 0.0
+    for run in study.runs:
+        cost = prices[run.size, run.optimizer]
+        seconds = cost.start + cost.step * (run.steps - run.begin)
+        total += seconds
+        table.add_row(
+            run.name, f"{run.parameters:,}", str(run.begin), str(run.steps), f"{run.tokens * run.own_part:,.0f}",
+            f"{run.flops * run.own_part:.2e}", f"{seconds:,.1f}", f"{cost.memory / 1e9:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+    by = f"the planner for one {gpu}" if gpu else f"{_STEPS} steps of each size on this machine"
+    print(
+        f"{len(study.runs)} runs, {sum(r.tokens * r.own_part for r in study.runs):,.0f} tokens, "
+        f"{sum(r.flops * r.own_part for r in study.runs):.2e} FLOPs, {total:,.0f} seconds one after another, at most "
+        f"{max(p.memory for p in prices.values()) / 1e9:.2f} GB; by {by}"
+    )
+
+
+def _planned(run: StudyRun, gpu: str) -> Price:
+    slurm = run.job.config.slurm
+    nodes = slurm.node_range[1]
+    found = price(run.job.config, gpu, nodes * slurm.ranks_per_node, nodes)
+    return Price(0.0, found.time.step, found.peak)
+
+
+def _measured(run: StudyRun, threads: int) -> Price:
+    """Of a real run of a few steps in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder) / "job.toml", Path(folder) / "run"
+        file.write_text(run.job.to_toml(given=True), encoding="utf-8")
+        flags = [f"--{key}={value}" for key, value in _MEASURED.items()]
+        began = time.monotonic()
+        command = [
+            sys.executable,
+            "-m",
+            "forge_train",
+            "run",
+            str(file),
+            f"--run.dir={out}",
+            *flags,
+        ]
+        environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+        if done.returncode:
+            raise JobError(
+                [f"{run.size}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]
+            )
+        whole = time.monotonic() - began
+        rows = read_run(out).metrics
+    steps = sorted(_differences(rows["seconds"]))
+    step = steps[len(steps) // 2]
+    return Price(max(0.0, whole - _STEPS * step), step, max(rows["memory_bytes"]))
+
+
+def _differences(values: list[float]) -> Iterator[float]:
+    yield from (after - before for before, after in itertools.pairwise(values))

@@ -1,0 +1,22 @@
+"""The trunk of a study saves where its decays fork from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge_train.trainer.callbacks import Callback
+from forge_train.trainer.trainer import Trainer
+
+
+class SaveAt(Callback):
+    """Saves checkpoints at `steps`, whatever `checkpoint.every_steps` says."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = frozenset(steps)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.on_step_end(trainer)  # a life may begin one step before
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step + 1 in self.steps:
+            trainer.request_save()

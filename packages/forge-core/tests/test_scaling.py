@@ -1,0 +1,116 @@
+"""Fits of scaling laws: exact laws are found again, intervals hold the truth, what cannot be fitted is refused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
+
+# Constants of Besiroglu et al. 2024 for the runs of Hoffmann et al. 2022.
+TRUTH = ScalingFit(E=1.8172, A=482.01, alpha=0.3478, B=2085.43, beta=0.3658, objective=0.0)
+SIZES = (1e7, 3e7, 1e8, 3e8, 1e9)
+RATIOS = (5.0, 20.0, 80.0)
+
+
+def runs(truth: ScalingFit = TRUTH, noise: float = 0.0, seed: int = 0, repeats: int = 1) -> tuple:
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [(n, n * ratio) for n, ratio in itertools.product(SIZES, RATIOS)] * repeats
+    sigma = noise * torch.randn(len(pairs), generator=generator, dtype=torch.float64)
+    losses = [truth.loss(n, d) * math.exp(s) for (n, d), s in zip(pairs, sigma.tolist())]
+    return [n for n, _ in pairs], [d for _, d in pairs], losses
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [TRUTH, ScalingFit(1.69, 406.4, 0.34, 410.7, 0.28, 0.0), ScalingFit(0.5, 20.0, 0.2, 3e4, 0.6, 0.0)],
+    ids=["besiroglu", "hoffmann", "steep"],
+)  # fmt: skip
+def test_an_exact_law_is_found_again(truth: ScalingFit) -> None:
+    fit = fit_scaling(*runs(truth))
+    for name in ("E", "A", "alpha", "B", "beta"):
+        assert getattr(fit, name) == pytest.approx(getattr(truth, name), rel=1e-5), name
+    assert fit.objective < 1e-20
+
+
+def test_one_run_that_went_wrong_moves_a_huber_fit_little() -> None:
+    """It has 5 % more loss; least squares, delta = 1, moves alpha ten times as far."""
+    n, d, losses = runs(repeats=2)
+    losses[7] *= 1.05
+    robust, squares = fit_scaling(n, d, losses), fit_scaling(n, d, losses, delta=1.0)
+    assert abs(robust.alpha - TRUTH.alpha) < 0.1 * abs(squares.alpha - TRUTH.alpha)
+
+
+def test_the_search_ends_no_higher_than_lbfgs_from_the_truth() -> None:
+    """The slow obvious reference: torch's L-BFGS on the objective as the paper writes it."""
+    n, d, losses = (torch.tensor(v, dtype=torch.float64) for v in runs(noise=0.01))
+    start = [math.log(TRUTH.A), math.log(TRUTH.B), math.log(TRUTH.E), TRUTH.alpha, TRUTH.beta]
+    theta = torch.tensor(start, dtype=torch.float64, requires_grad=True)
+    lbfgs = torch.optim.LBFGS(
+        [theta], max_iter=2000, tolerance_grad=1e-13, tolerance_change=1e-16, history_size=20,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
+
+    def objective() -> torch.Tensor:
+        a, b, e, alpha, beta = theta
+        terms = [a - alpha * n.log(), b - beta * d.log(), e.expand(len(n))]
+        fitted = torch.stack(terms).logsumexp(0)
+        return torch.nn.functional.huber_loss(fitted, losses.log(), reduction="sum", delta=1e-3)
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        value = objective()
+        value.backward()
+        return value
+
+    for _ in range(5):
+        lbfgs.step(closure)
+    fit = fit_scaling(n.tolist(), d.tolist(), losses.tolist())
+    assert fit.objective <= float(objective().detach()) * (1 + 1e-6)
+    assert fit.objective > 1e-6  # of noise there is something left
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """12 noisy studies; 90 % intervals: fewer than 8 of 12 would happen to a right one in 0.4 % of cases."""
+    held = {"alpha": 0, "beta": 0}
+    widths = []
+    for seed in range(12):
+        found = bootstrap(*runs(noise=0.003, seed=seed, repeats=2), resamples=60, seed=seed)
+        for name in held:
+            low, high = interval([getattr(fit, name) for fit in found], 0.9)
+            held[name] += low <= getattr(TRUTH, name) <= high
+        widths.append(high - low)
+    assert all(count >= 8 for count in held.values()), held
+    assert max(widths) < 0.5  # they say something
+
+
+def test_the_bootstrap_is_a_function_of_its_seed() -> None:
+    one, same, other = (bootstrap(*runs(noise=0.003), resamples=3, seed=s) for s in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def test_the_optimum_is_the_lowest_loss_of_a_budget() -> None:
+    parameters, tokens = TRUTH.optimum(1e21)
+    assert 6 * parameters * tokens == pytest.approx(1e21)
+    best = TRUTH.loss(parameters, tokens)
+    for factor in (0.5, 0.99, 1.01, 2.0):
+        assert TRUTH.loss(parameters * factor, tokens / factor) > best
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    n, d, losses = runs()
+    with pytest.raises(ValueError, match="5 runs cannot fit 5 constants"):
+        fit_scaling(n[:5], d[:5], losses[:5])
+    with pytest.raises(ValueError, match="2 distinct numbers of parameters"):
+        fit_scaling(n[:6], d[:6], losses[:6])
+    same = [20 * value for value in n]
+    with pytest.raises(ValueError, match="train each size on several budgets"):
+        fit_scaling(n, same, losses)
+    with pytest.raises(ValueError, match="finite and above 0"):
+        fit_scaling(n, d, [math.nan, *losses[1:]])
+    with pytest.raises(ValueError, match="equally many"):
+        fit_scaling(n, d[1:], losses)

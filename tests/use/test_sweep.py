@@ -1,0 +1,294 @@
+"""forge-train study sweep: the runs of a study, killed and continued, and the page about them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_core.scaling import ScalingFit
+from forge_testing.processes import start, wait_for_step
+from forge_testing.runs import assert_same_bits, fit_alone, saved_tensors
+from forge_train import ConfigError
+from forge_train.config.init import committed
+from forge_train.study.page import draw, fitted, page
+from forge_train.study.runs import read_study
+from forge_train.study.sweep import run_sweep
+
+STUDY = """
+[study]
+dir = "{dir}"
+tokens_per_parameter = [2.0, 6.0]
+{study}
+[sizes.d8]
+dim = 8
+num_layers = 1
+num_heads = 2
+{sizes}
+[optimizers.adamw]
+lr = 1e-2
+[schedules.wsd]
+name = "wsd"
+[base.data]
+seq_len = 32
+[base.data.sources.text]
+name = "builtin"
+[base.train]
+global_batch = 8
+[base.parallel]
+device = "cpu"
+precision = "fp32"
+[base.eval]
+sequences = 16
+[base.checkpoint]
+every_steps = 9
+[base.metrics]
+every_steps = 1
+[base.sample]
+max_new_tokens = 0
+{base}
+"""
+TRUNK, SHORT, LONG = "d8-adamw-seed0-trunk", "d8-adamw-wsd-seed0-x2", "d8-adamw-wsd-seed0-x6"
+
+
+def write_study(folder: Path, study: str = "", sizes: str = "", base: str = "") -> Path:
+    path = folder / "study.toml"
+    path.write_text(STUDY.format(dir=folder / "out", study=study, sizes=sizes, base=base))
+    return path
+
+
+def test_the_runs_that_follow_from_a_study(tmp_path: Path) -> None:
+    """Numbers by hand: without 257 x 8 of embedding and of head; 4 x 8 x 8 of attention, 3 x 8 x 64 of the feed-forward, 3 norms."""
+    path = write_study(
+        tmp_path,
+        'seeds = [0, 7]\nparameters = "non_embedding"',
+        base="[base.schedule]\nwarmup_steps = 2",
+    )
+    study = read_study(path)
+    trunk, other, *forks = study.runs
+    assert [trunk.name, other.name] == [TRUNK, TRUNK.replace("0", "7")]
+    assert [fork.parent for fork in forks] == [TRUNK, TRUNK, other.name, other.name]
+    count = 4 * 8 * 8 + 3 * 8 * 64 + 3 * 8
+    assert {run.parameters for run in study.runs} == {count}
+    steps = [-(-2 * count // 256), -(-6 * count // 256)]
+    assert [(fork.begin, fork.steps) for fork in forks[:2]] == [
+        (s - max(1, round(s / 5)), s) for s in steps
+    ]
+    assert trunk.steps == forks[1].begin
+    assert trunk.job.config.callbacks["save_at"].options == {"steps": [f.begin for f in forks[:2]]}
+    assert forks[1].tokens == 256 * steps[1]
+    assert {fork.job.config.run.seed for fork in forks} == {0, 7}
+
+
+def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
+    path = write_study(
+        tmp_path, "seeds = [1, 1]\nlevel = 2.0", "[sizes.a-b]\ndim = 8\n[size.typo]\ndim = 8"
+    )
+    with pytest.raises(ConfigError) as error:
+        read_study(path)
+    said = "\n".join(error.value.problems)
+    for part in (
+        "size is not a table of a study",
+        "seeds [1, 1] must be",
+        "level 2.0 must",
+        "sizes.a-b",
+    ):
+        assert part in said
+    path = write_study(tmp_path, sizes="[sizes.odd]\ndim = 9\nnum_heads = 2\n[sizes.bad]\ndin = 8")
+    with pytest.raises(ConfigError, match=r"(?s)num_heads 2.*model\.din is not a known key"):
+        read_study(path)
+    for base, part in (
+        ("[base.run]\nseed = 3", "run.seed is given by the study"),
+        (
+            "[base.schedule]\nwarmup_steps = 40",
+            f"{SHORT}: schedule: warmup_steps 40 and the 9 steps of decay must",
+        ),
+        (
+            "[base.schedule]\nwarmup_steps = 38",
+            "38 before them must be more than the 38 of the warm-up",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            read_study(write_study(tmp_path, base=base))
+
+
+def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None:
+    study = read_study(write_study(tmp_path))
+    run = study.runs[0]
+    run.write()
+    (run.dir / "checkpoints/step-00000003").mkdir(parents=True)
+    (run.dir / "checkpoints/step-00000003/manifest.json").touch()
+    run.write()  # the same configuration
+    text = (tmp_path / "study.toml").read_text().replace("lr = 1e-2", "lr = 2e-2")
+    (tmp_path / "study.toml").write_text(text)
+    with pytest.raises(ConfigError, match="begun with another configuration"):
+        read_study(tmp_path / "study.toml").runs[0].write()
+
+
+# ---- real runs
+
+
+def sweep(path: Path) -> subprocess.Popen[str]:
+    return start("study", "sweep", path)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out + err
+
+
+def lives(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out/lives.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, said = finish(sweep(write_study(folder)))
+    assert code == 0, said
+    return folder
+
+
+@pytest.mark.slow
+def test_a_decay_of_the_trunk_is_the_run_that_trained_all_steps(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """And a trunk saves where its decays fork, also one step behind a save that is due anyway (9 behind 8 of every 9)."""
+    trunk, short, long = read_study(undisturbed / "study.toml").runs
+    assert {short.begin, long.begin, *range(9, trunk.steps, 9)} == committed(trunk.dir).keys()
+    path = write_study(tmp_path, "trunk = false")
+    (alone, _) = read_study(path).runs
+    alone.write()
+    fit_alone(alone.file)
+    assert_same_bits(saved_tensors(short.dir, short.steps), saved_tensors(alone.dir, alone.steps))
+    rows = json.loads((undisturbed / "out/study.json").read_text())["runs"]
+    assert [row["name"] for row in rows] == [SHORT, LONG]
+    assert rows[1]["val_loss"] < rows[0]["val_loss"] < 5.6
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_ends_with_the_same_table(undisturbed: Path, tmp_path: Path) -> None:
+    """SIGKILL within the trunk and within a decay, SIGTERM in between; no run outlives its sweep; what is done stays."""
+    path = write_study(tmp_path)
+    runs = tmp_path / "out/runs"
+    for name, step, sig in (
+        (TRUNK, 20, signal.SIGKILL),
+        (TRUNK, 60, signal.SIGTERM),
+        (LONG, 1, signal.SIGKILL),
+    ):
+        process = sweep(path)
+        wait_for_step(process, runs / name / "metrics.jsonl", step)
+        process.send_signal(sig)
+        code, said = finish(process)
+        assert code == (75 if sig == signal.SIGTERM else -9), said
+        if sig == signal.SIGKILL:
+            (pid,) = {
+                json.loads(line)["pid"]
+                for line in (runs / name / "events.jsonl").read_text().splitlines()[-1:]
+            }
+            wait_until_gone(pid)
+    assert [life["exit_code"] for life in lives(tmp_path)] == [75, 0]
+    code, said = finish(sweep(path))
+    assert code == 0, said
+    before = len(lives(tmp_path))
+    assert run_sweep(path) == 0
+    assert len(lives(tmp_path)) == before  # nothing is trained twice
+    mine, theirs = (
+        json.loads((folder / "out/study.json").read_text()) for folder in (tmp_path, undisturbed)
+    )
+    assert mine["runs"] == theirs["runs"]
+    assert mine["fits"] == theirs["fits"]
+    for name in (TRUNK, SHORT, LONG):
+        assert_same_bits(saved_tensors(runs / name), saved_tensors(undisturbed / "out/runs" / name))
+
+
+def wait_until_gone(pid: int) -> None:
+    """A child of the killed sweep is killed by the kernel; whoever adopts it may be late to bury it."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(10**6):
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        os.sched_yield()
+    raise AssertionError(f"process {pid} outlives its sweep")
+
+
+@pytest.mark.slow
+def test_the_plan_prices_runs_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path)
+    assert run_sweep(path, plan=True, gpu="h100") == 0
+    by_planner = capsys.readouterr().out
+    assert run_sweep(path, plan=True) == 0
+    measured = capsys.readouterr().out
+    for text, source in (
+        (by_planner, "the planner for one h100"),
+        (measured, "12 steps of each size on this machine"),
+    ):
+        assert source in text
+        assert "3 runs, " in text
+    assert not (tmp_path / "out").exists()
+
+
+# ---- the page
+
+
+def rows_of(
+    law: ScalingFit, sizes: tuple[int, ...] = (1000, 2000, 4000, 8000)
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"n{n}-x{x}", "size": f"n{n}", "optimizer": "adamw", "schedule": "", "seed": 0,
+            "tokens_per_parameter": x, "parameters": n, "steps": 10 * x, "forked_at": 8 * x, "tokens": n * x,
+            "flops": 6.0 * n * n * x, "val_loss": law.loss(n, n * x),
+        }
+        for n in sizes for x in (5, 10, 20)
+    ]  # fmt: skip
+
+
+LAW = ScalingFit(E=1.2, A=40.0, alpha=0.45, B=300.0, beta=0.5, objective=0.0)
+
+
+def test_runs_of_an_exact_law_give_it_and_its_largest_size() -> None:
+    found = fitted(rows_of(LAW), resamples=10, level=0.9)
+    for name, (value, low, high) in found["constants"].items():
+        assert value == pytest.approx(getattr(LAW, name), rel=1e-4)
+        assert low <= value * 1.0001 and high >= value * 0.9999
+    held = found["held_out"]
+    assert held["parameters"] == 8000 and len(held["errors"]) == 3
+    assert held["mean_absolute_error"] < 1e-6
+    # a largest size that behaves otherwise is seen where it is held out
+    rows = [
+        row | {"val_loss": row["val_loss"] * (1.1 if row["parameters"] == 8000 else 1)}
+        for row in rows_of(LAW)
+    ]
+    error = fitted(rows, resamples=2, level=0.9)["held_out"]["mean_absolute_error"]
+    assert error == pytest.approx(1 - 1 / 1.1, rel=1e-4)
+    assert "5 constants" in fitted(rows[:5], 2, 0.9)["refused"]
+    assert "distinct" in fitted(rows[:9], 2, 0.9)["held_out"]["refused"]
+
+
+def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -> None:
+    """And the numbers are a fit of its own rows."""
+    pytest.importorskip("matplotlib")
+    docs = Path(__file__).parents[2] / "docs"
+    result = json.loads((docs / "scaling-study.json").read_text())
+    assert (docs / "scaling-study.md").read_text() == page(result, "scaling-study")
+    (fit,) = result["fits"]
+    again = fitted(result["runs"], resamples=2, level=result["level"])
+    for name, (value, low, high) in fit["constants"].items():
+        assert again["constants"][name][0] == pytest.approx(value, rel=1e-3), name
+        assert low <= high
+    assert len({row["size"] for row in result["runs"]}) >= 4
+    assert len({row["tokens_per_parameter"] for row in result["runs"]}) >= 3
+    draw(result, tmp_path / "again.svg")
+    assert "held-out loss" in (tmp_path / "again.svg").read_text()
