@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from scripts.write_notebooks import notebook_of
 
 ROOT = Path(__file__).parents[2]
