@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,13 @@ def test_it_runs_and_its_checks_hold(
     assert outputs[-1]["text"].endswith("all checks hold\n")
     assert [o["text"] for o in outputs if o.get("name") == "stderr"] == []
     assert files_of_tree() == before
+
+
+@pytest.mark.slow
+def test_points_of_a_hugging_face_folder_are_the_hidden_states_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "examples/interp_on_hf.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("differs by") == 6
+    assert done.stdout.count("without head") == 4
