@@ -199,6 +199,9 @@ def test_a_sweep_that_is_killed_ends_with_the_same_table(undisturbed: Path, tmp_
                 for line in (runs / name / "events.jsonl").read_text().splitlines()[-1:]
             }
             wait_until_gone(pid)
+        assert name != TRUNK or 111 not in committed(
+            runs / name
+        )  # no run without its sweep ended it
     assert [life["exit_code"] for life in lives(tmp_path)] == [75, 0]
     code, said = finish(sweep(path))
     assert code == 0, said

@@ -116,7 +116,9 @@ def _row(run: StudyRun) -> dict[str, Any]:
 def _cost(study: Study) -> dict[str, Any]:
     """Processor seconds of the lives that this machine's sweeps saw end, and the state of the sources."""
     path = study.dir / "lives.jsonl"
-    lives = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    names = {run.name for run in study.runs}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lives = [life for line in lines if (life := json.loads(line))["run"] in names]
     git = git_state()
     return {
         "processes": len(lives),
