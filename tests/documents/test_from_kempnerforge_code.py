@@ -16,6 +16,7 @@ import forge_data.cli
 import forge_vlm.data.command
 from forge_train import cli
 from forge_train.config.describe import key_rows
+from forge_train.metrics.columns import column_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/from-kempnerforge-code.md").read_text()
@@ -65,15 +66,6 @@ def key_names() -> set[str]:
     return {row.key for row in key_rows()}
 
 
-@cache
-def columns() -> str:
-    """The paragraph of the runner's README that lists the columns of metrics."""
-    (found,) = re.findall(
-        r"^A row: .*?\n\n", (ROOT / "apps/train/README.md").read_text(), re.M | re.S
-    )
-    return found
-
-
 def is_name(dotted: str) -> bool:
     """Whether a module, or a name in one, is there; where an extra is missing, by the module's source."""
     try:
@@ -101,7 +93,7 @@ def problem_of(span: str, help_of: Callable[[str, tuple[str, ...]], str]) -> str
         return None if (ROOT / span).is_file() else f"{span} is no file"
     if span.startswith("forge_"):
         return None if is_name(span) else f"{span} cannot be imported"
-    if f"`{span}`" in columns():
+    if column_of(span) is not None:
         return None
     return None if span in key_names() else f"{span} is no key, and nothing else either"
 
