@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from forge_train.errors import JobError
 from forge_train.plan import price
@@ -36,30 +37,31 @@ class Price(NamedTuple):
 
 
 def print_plan(study: Study, gpu: str | None) -> None:
-    """The runs with parameters, tokens, operations, seconds and memory, and their sum; trains nothing."""
+    """Print the runs with parameters, own steps, tokens and operations, seconds and memory, and their sum; train nothing."""
     prices: dict[tuple[str, str], Price] = {}
     for run in study.runs:
         key = (run.size, run.optimizer)
         if key not in prices:
             prices[key] = _planned(run, gpu) if gpu else _measured(run, study.config.threads)
-    table = Table(
-        "run", "parameters", "from step", "to step", "own tokens", "own FLOPs", "seconds", "GB"
-    )
+    names = Column("run", no_wrap=True, min_width=max(len(run.name) for run in study.runs))
+    heads = ("N", "steps", "tokens", "FLOPs", "seconds", "GB")
+    table = Table(names, *heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     total = 0.0
     for run in study.runs:
         cost = prices[run.size, run.optimizer]
         seconds = cost.start + cost.step * (run.steps - run.begin)
-        total += seconds
+        done = run.is_done()
+        total += 0.0 if done else seconds
         table.add_row(
-            run.name, f"{run.parameters:,}", str(run.begin), str(run.steps), f"{run.tokens * run.own_part:,.0f}",
-            f"{run.flops * run.own_part:.2e}", f"{seconds:,.1f}", f"{cost.memory / 1e9:.2f}",
+            run.name, f"{run.parameters:,}", f"{run.begin}-{run.steps}", f"{run.tokens * run.own_part:,.0f}",
+            f"{run.flops * run.own_part:.1e}", "done" if done else f"{seconds:,.1f}", f"{cost.memory / 1e9:.2f}",
         )  # fmt: skip
     Console().print(table)
     by = f"the planner for one {gpu}" if gpu else f"{_STEPS} steps of each size on this machine"
     print(
         f"{len(study.runs)} runs, {sum(r.tokens * r.own_part for r in study.runs):,.0f} tokens, "
-        f"{sum(r.flops * r.own_part for r in study.runs):.2e} FLOPs, {total:,.0f} seconds one after another, at most "
-        f"{max(p.memory for p in prices.values()) / 1e9:.2f} GB; by {by}"
+        f"{sum(r.flops * r.own_part for r in study.runs):.2e} FLOPs; {total:,.0f} seconds for those that are not done, one after "
+        f"another and without evaluations and saves; at most {max(p.memory for p in prices.values()) / 1e9:.2f} GB a run; by {by}"
     )
 
 
