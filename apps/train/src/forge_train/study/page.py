@@ -94,7 +94,8 @@ def _row(run: StudyRun) -> dict[str, Any]:
     if loss is None or not math.isfinite(loss):
         raise StateError(
             [
-                f"{run.dir} has no finite validation loss of step {run.steps}; remove the folder and train it again"
+                f"{run.dir} has no finite validation loss of step {run.steps}: remove the folder to train it again; if it diverges "
+                "again, take it out of the study"
             ]
         )
     return {
@@ -343,7 +344,12 @@ def draw(result: Result, path: Path) -> None:
         )  # fmt: skip
         _by_tokens(left, mine, law)
         _by_flops(right, mine, law)
-        left.set_title(", ".join(filter(None, (fit["optimizer"], fit["schedule"]))), fontsize=10)
+        kind = ", ".join(filter(None, (fit["optimizer"], fit["schedule"])))
+        lines = "no law" if law is None else "lines: the law"
+        left.set_title(
+            f"{kind}: loss by tokens (points: runs, {lines})".removeprefix(": "), fontsize=10
+        )
+        right.set_title("The same by compute: which size is best for a budget?", fontsize=10)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forge"}):
         figure.savefig(path, metadata={"Date": None})
 
@@ -358,7 +364,7 @@ def _by_tokens(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None
             tokens = _spread(least, most)
             axes.plot(tokens, [law.loss(size, d) for d in tokens], color=f"C{number}", linewidth=1)
     axes.set_xscale("log")
-    axes.set_xlabel("D, tokens")
+    axes.set_xlabel("D: tokens that a run has seen")
     axes.set_ylabel("held-out loss, nats per token")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
@@ -385,7 +391,7 @@ def _by_flops(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None)
             )
     if law is not None:
         best = [law.loss(*law.optimum(c)) for c in budgets]
-        axes.plot(budgets, best, "k--", label="lowest loss of the law")
+        axes.plot(budgets, best, "k--", label="best N of each budget, by the law")
         axes.legend(fontsize=8)
     losses = [run["val_loss"] for run in runs]
     axes.set_ylim(
@@ -393,7 +399,8 @@ def _by_flops(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None)
         max(losses) + 0.15 * (max(losses) - min(losses)),
     )
     axes.set_xscale("log")
-    axes.set_xlabel("6 N D, FLOPs")
+    axes.set_xlabel("6 N D: floating-point operations of a run (N: parameters)")
+    axes.set_ylabel("held-out loss, nats per token")
     axes.grid(alpha=0.3)
 
 
