@@ -142,7 +142,7 @@ fig, both = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
 for axes, (name, values) in zip(both, tables.items()):
     image = draw_table(axes, values)
     axes.set_title(f"{name} between depths, step {last}")
-fig.colorbar(image, ax=both, label="1: alike", shrink=0.8)
+fig.colorbar(image, ax=both, label="similarity (1: alike)", shrink=0.8)
 plt.show()
 
 # %% [markdown]
