@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -22,7 +22,9 @@ from forge_train.report.read_run import read_run
 from forge_train.study.runs import Study, StudyRun
 
 _STEPS = 12
-_MEASURED = {
+#: Without a warm-up the rate may be too high: numbers that are not finite do not end a measurement.
+_MEASURED: dict[str, Any] = {
+    "resilience.nonfinite.action": "skip", "resilience.nonfinite.max_in_a_row": _STEPS,
     "train.steps": _STEPS, "schedule.name": "constant", "schedule.warmup_steps": 0, "eval.every_steps": 0,
     "checkpoint.every_steps": 0, "metrics.every_steps": 1, "metrics.console": "off", "sample.max_new_tokens": 0,
 }  # fmt: skip
@@ -92,7 +94,7 @@ def _measured(run: StudyRun, threads: int) -> Price:
         done = subprocess.run(command, capture_output=True, text=True, env=environ)
         if done.returncode:
             raise JobError(
-                [f"{run.size}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]
+                [f"{run.name}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]
             )
         whole = time.monotonic() - began
         rows = read_run(out).metrics

@@ -149,8 +149,8 @@ class Sweep:
         for name, code in self.failed.items():
             print(f"forge-train: {name} {_ended(code)}: see {self._log(name)}", file=sys.stderr)
         print(
-            f"forge-train: {len(self.failed)} runs failed and {len(self.waiting)} that fork from them were not started, of "
-            f"{len(self.study.runs)}; the page needs all. The same command tries them again; or take them out of the study",
+            f"forge-train: of {len(self.study.runs)} runs {len(self.failed)} failed, and {len(self.waiting)} that fork from these "
+            "were not started; the page needs all. Run the same command to try again, or take the failed runs out of the study",
             file=sys.stderr,
         )
         return max(next(iter(self.failed.values())), ExitCode.ERROR)
