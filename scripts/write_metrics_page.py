@@ -10,9 +10,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = f"""# Columns of metrics.jsonl
 
 Generated from `forge_train.metrics.columns`. A row is one JSON object in a line; `forge_train.read_run(run).metrics`
-has a list for each column. A value that is not finite is null, and a row lacks the columns of what the job does not
-have. `<...>` stands for a name of the job, or the number of a layer or an expert. This is schema {SCHEMA}: a new column leaves it as
-it is, one that changes its meaning raises it. Rows without `schema` were written before there was one, and mean the
+has a list for each column. A value that is not finite is null. A row has no columns of parts that the job does not
+use. `<...>` stands for a name in the configuration, or the number of a layer or an expert. This is schema {SCHEMA}: the number grows
+when a column changes its meaning, not when a column is added. Rows without `schema` were written before there was one, and mean the
 same.
 
 """

@@ -83,7 +83,7 @@ tokens = torch.tensor([ids])
 # %% [markdown]
 # ## All heads over a text
 #
-# A row of a map is a token that looks, a column one that is looked at; the weights of a row sum to 1. A line
+# Each row of a map is a token that attends, each column a token that is attended to; the weights of a row sum to 1. A line
 # directly below the diagonal is a previous-token head. The text is a word that repeats every ten letters, so an
 # induction head draws lines nine and nineteen places below the diagonal.
 
@@ -106,8 +106,8 @@ for layer in range(num_layers):
         axes.set_xticks(range(length), labels, fontsize=7)
         axes.set_yticks(range(length), labels, fontsize=7)
         axes.set_title(f"layer {layer}, head {head}")
-grid[-1, 0].set_xlabel("is looked at")
-grid[-1, 0].set_ylabel("looks")
+grid[-1, 0].set_xlabel("token that is attended to")
+grid[-1, 0].set_ylabel("token that attends")
 fig.colorbar(image, ax=grid, label="attention weight", shrink=0.6)
 plt.show()
 
@@ -221,10 +221,10 @@ left.plot(range(1, 2 * HALF), intact, marker="o", label="the model")
 if strong:
     left.plot(range(1, 2 * HALF), without(strong), marker="o", label="without its induction heads")
 left.axhline(
-    math.log(model.config.vocab_size), linestyle="--", color="0.4", label="log of the vocabulary"
+    math.log(model.config.vocab_size), linestyle="--", color="0.4", label="a uniform guess"
 )
 left.axvspan(HALF - 0.5, 2 * HALF - 0.5, color="tab:green", alpha=0.12, label="second half")
-left.set_xlabel("place of the predicted token")
+left.set_xlabel("position of the predicted token")
 left.set_ylabel("loss (nats)")
 left.set_ylim(bottom=0)
 left.legend(fontsize=8)
@@ -258,8 +258,8 @@ limit = float(raw.abs().max())
 image = axes.imshow(raw, cmap="RdBu_r", vmin=-limit, vmax=limit)
 axes.set_xticks(range(length), labels, fontsize=7)
 axes.set_yticks(range(length), labels, fontsize=7)
-axes.set_xlabel("is looked at")
-axes.set_ylabel("looks")
+axes.set_xlabel("token that is attended to")
+axes.set_ylabel("token that attends")
 axes.set_title(f"scores of layer {layer}, head {head}")
 fig.colorbar(image, ax=axes, label="scaled product of query and key")
 plt.show()

@@ -115,7 +115,7 @@ left.set_title("Norm of each matrix")
 left.set_ylabel("Frobenius norm")
 left.set_yscale("log")
 right.set_title("Distance to the checkpoint before")
-right.set_ylabel("share of the norm")
+right.set_ylabel("norm of the change / norm of the matrix")
 right.set_yscale("log")
 for axes in (left, right):
     axes.set_xlabel("step")

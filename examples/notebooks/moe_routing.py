@@ -106,7 +106,7 @@ for axes, (name, path) in zip(panels[0], runs.items()):
     axes.axhline(1, color="0.6", linewidth=1)
     axes.set_xlabel("step")
     axes.set_title(name)
-panels[0][0].set_ylabel("load over the mean")
+panels[0][0].set_ylabel("tokens of an expert / mean")
 panels[0][0].set_ylim(bottom=0)
 if len(layers) <= 8:
     panels[0][0].legend(fontsize=8)
@@ -158,7 +158,7 @@ left.set_title(f"Load on held-out text; a layer's bars sum to {top_k}")
 left.legend()
 for layer, entropy in zip(choices, sure):
     right.hist(entropy, bins=40, histtype="step", linewidth=2, label=short[layer])
-right.axvline(math.log(len(load)), color="0.4", linestyle="--", label="all experts alike")
+right.axvline(math.log(len(load)), color="0.4", linestyle="--", label="all experts equally likely")
 right.set_xlim(left=0)
 right.set_xlabel("entropy of the router (nats)")
 right.set_ylabel("tokens")
@@ -212,7 +212,9 @@ for axes, (layer, ids) in zip(panels[:, 0], choices.items()):
     axes.set_title(short[layer])
     axes.set_xticks([])
     axes.set_yticks([])
-bar = fig.colorbar(image, ax=panels, label="first expert", ticks=range(len(load)), pad=0.01)
+bar = fig.colorbar(
+    image, ax=panels, label="expert with the largest weight", ticks=range(len(load)), pad=0.01
+)
 bar.ax.set_ylim(-0.5, len(load) - 0.5)
 plt.show()
 
@@ -276,7 +278,7 @@ for axes, (layer, ids) in zip(panels[0], choices.items()):
     axes.set_title(
         f"{short[layer]}: {told[layer][0]:.2f} bits about the kind (shuffled {told[layer][1]:.2f})"
     )
-fig.colorbar(image, ax=panels, label="log2 of chosen over usual", extend="both")
+fig.colorbar(image, ax=panels, label="log2(share of the expert here / in all text)", extend="both")
 plt.show()
 
 # %% [markdown]
@@ -301,7 +303,7 @@ for axes, (layer, ids) in zip(panels[0], choices.items()):
         axes.set_xticks(range(len(ratio)))
         axes.set_yticks(range(len(ratio)))
     axes.set_title(short[layer])
-fig.colorbar(image, ax=panels, label="together, over chance", extend="max")
+fig.colorbar(image, ax=panels, label="chosen together, relative to chance", extend="max")
 plt.show()
 
 # %% [markdown]

@@ -91,7 +91,7 @@ def test_operations_of_a_step_are_those_that_torch_counts(name: str) -> None:
     causal = flops_per_token(model, S)
     other_half = 3 * case.layers * H * case.score_dims * S
     padding = 3 * case.layers * H * 2 * case.padded_dims * S
-    print(f"{name}: torch {found:.0f}, uncut {causal + other_half:.0f}, causal {causal:.0f}")
+    print(f"{name}: torch {found:.0f}, full {causal + other_half:.0f}, causal {causal:.0f}")
     # torch needs no gradient of pixels; forge_vlm's tests take that apart
     within = 0.01 if name == "vision" else 1e-6
     assert causal + other_half + padding == pytest.approx(found, rel=within)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from forge_core.scaling import ScalingFit
+from forge_resilience import ExitCode
 from forge_testing.processes import start, wait_for_step
 from forge_testing.runs import assert_same_bits, fit_alone, saved_tensors
 from forge_train import ConfigError
 from forge_train.config.init import committed
+from forge_train.errors import JobError
 from forge_train.study.page import draw, fitted, page
 from forge_train.study.runs import read_study
 from forge_train.study.sweep import run_sweep
@@ -115,6 +117,26 @@ def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=part):
             read_study(write_study(tmp_path, base=base))
+
+
+def test_runs_of_a_study_have_names_and_lengths_of_their_own(tmp_path: Path) -> None:
+    """Names become folders, and two runs of one length would count twice in the fit."""
+    (tmp_path / "empty.toml").touch()
+    for old, new, part in (
+        ("[2.0, 6.0]", "[2.0, 2.0000001]", "different in six digits"),
+        ("[2.0, 6.0]", "[2.0, 2.001]", f"{SHORT} and {SHORT}.001 both have 47 steps"),
+        ("sizes.d8", f"sizes.{'d' * 41}", "at most 40 letters"),
+        ("dim = 8", 'path = "empty.toml"', "has no \\[model\\]"),
+        (f'"{tmp_path}/out"', '" "', "dir ' ' must name a folder"),
+    ):
+        path = write_study(tmp_path)
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        with pytest.raises(ConfigError, match=part):
+            read_study(path)
+    path.write_text(text.replace("[2.0, 6.0]", "[6.0, 2.0]"))
+    assert [run.name for run in read_study(path).runs] == [TRUNK, SHORT, LONG]
 
 
 def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None:
@@ -217,6 +239,36 @@ def test_a_sweep_that_is_killed_ends_with_the_same_table(undisturbed: Path, tmp_
         assert_same_bits(saved_tensors(runs / name), saved_tensors(undisturbed / "out/runs" / name))
 
 
+@pytest.mark.slow
+def test_a_run_that_fails_stops_its_forks_alone(tmp_path: Path) -> None:
+    """The sweep of another process is refused meanwhile."""
+    path = write_study(tmp_path, base="[optimizers.wild]\nlr = 1e30")
+    process = sweep(path)
+    wait_for_step(process, tmp_path / "out/runs" / TRUNK / "metrics.jsonl", 1)
+    with pytest.raises(JobError, match="another sweep trains"):
+        run_sweep(path)
+    code, said = finish(process)
+    assert code == ExitCode.NUMERICS
+    wild = TRUNK.replace("adamw", "wild")
+    assert f"{wild} ended with code 76: see {tmp_path}/out/runs/{wild}.log" in said
+    assert "of 6 runs 1 failed, and 2 that fork from these were not started" in said
+    assert [run.name for run in read_study(path).runs if run.is_done()] == [TRUNK, SHORT, LONG]
+
+
+@pytest.mark.slow
+def test_a_sweep_outlives_a_file_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path)
+    (tmp_path / f"out/runs/{SHORT}.log").mkdir(parents=True)
+    (tmp_path / "out/lives.jsonl").mkdir()
+    assert run_sweep(path) == ExitCode.ERROR
+    said = capsys.readouterr()
+    assert f"{SHORT} was not started" in said.out
+    assert "the cost on the page lacks this life" in said.err
+    assert [run.name for run in read_study(path).runs if run.is_done()] == [TRUNK, LONG]
+
+
 def wait_until_gone(pid: int) -> None:
     """A child of the killed sweep is killed by the kernel; whoever adopts it may be late to bury it."""
     stat = Path(f"/proc/{pid}/stat")
@@ -234,7 +286,7 @@ def wait_until_gone(pid: int) -> None:
 def test_the_plan_prices_runs_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_study(tmp_path)
+    path = write_study(tmp_path, base="[optimizers.wild]\nlr = 1e30")  # measured, too
     assert run_sweep(path, plan=True, gpu="h100") == 0
     by_planner = capsys.readouterr().out
     assert run_sweep(path, plan=True) == 0
@@ -244,7 +296,10 @@ def test_the_plan_prices_runs_and_writes_nothing(
         (measured, "12 steps of each size on this machine"),
     ):
         assert source in text
-        assert "3 runs, " in text
+        assert "6 runs, " in text
+        assert all(
+            f"{name} " in text for name in (TRUNK, SHORT, LONG)
+        )  # also where a terminal is narrow
     assert not (tmp_path / "out").exists()
 
 

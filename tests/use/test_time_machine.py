@@ -29,8 +29,8 @@ from forge_testing.runs import (
 )
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job
 from forge_train.cli import study
-from forge_train.study.bisect import bisect_runs, find_interval
-from forge_train.study.difference import first_difference
+from forge_train.study.bisect import Interval, Verdict, _with_text, bisect_runs, find_interval
+from forge_train.study.difference import Difference, first_difference
 from forge_train.study.private_job import find_start, private_job
 from forge_train.study.record import Record, Recorder
 from forge_train.study.replay import replay_step, train_again
@@ -179,6 +179,19 @@ def runs(tmp_path: Path, **of_b: Any) -> tuple[Path, Path]:
         fit_alone(make_job(tmp_path / name), **shared, **more)
         found.append(tmp_path / name / "run")
     return found[0], found[1]
+
+
+def test_runs_that_begin_otherwise_have_no_common_initial_state() -> None:
+    interval = Interval(0, 1, "loss of step 1", 20, 0)
+    verdict = Verdict(interval, Difference(1, "weight", "norm.weight", 1.7))
+    text = _with_text(verdict, Path("a"), Path("b")).text
+    assert (
+        "The weights differ from the beginning: norm.weight differs before step 1, by 1.7e+00"
+        in text
+    )
+    assert "same up to" not in text
+    later = Verdict(interval, Difference(2, "weight", "norm.weight", 1.7))
+    assert "so that the update or something between" in _with_text(later, Path("a"), Path("b")).text
 
 
 @pytest.mark.slow

@@ -114,3 +114,26 @@ def test_what_cannot_be_fitted_is_refused() -> None:
         fit_scaling(n, d, [math.nan, *losses[1:]])
     with pytest.raises(ValueError, match="equally many"):
         fit_scaling(n, d[1:], losses)
+    for bad in (0.0, -1.0, math.inf):  # 0 makes all objectives 0, and the first start wins
+        with pytest.raises(ValueError, match="delta"):
+            fit_scaling(n, d, losses, delta=bad)
+    for bad in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="finite and above 0; use 6"):
+            TRUTH.optimum(bad)
+
+
+def test_losses_that_do_not_fall_have_no_law() -> None:
+    """Before, an alpha of 5e-13 gave a best model of 3e16 parameters."""
+    n, d, _ = runs()
+    with pytest.raises(ValueError, match=r"(?s)number of parameters.*number of tokens"):
+        fit_scaling(n, d, [2.0] * len(n))
+    with pytest.raises(ValueError, match="number of parameters"):
+        fit_scaling(n, d, [1 + size / 1e9 + 1e3 / tokens**0.4 for size, tokens in zip(n, d)])
+    with pytest.raises(ValueError, match="number of tokens"):
+        fit_scaling(n, d, [1 + tokens / 1e11 + 1e3 / size**0.4 for size, tokens in zip(n, d)])
+
+
+def test_values_over_nine_orders_of_magnitude() -> None:
+    pairs = [(n, n * ratio) for n, ratio in itertools.product((1e3, 1e6, 1e9, 1e12), RATIOS)]
+    fit = fit_scaling(*zip(*pairs), [TRUTH.loss(*pair) for pair in pairs])
+    assert fit.alpha == pytest.approx(TRUTH.alpha, rel=1e-5)

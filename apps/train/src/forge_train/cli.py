@@ -311,14 +311,18 @@ STUDIES: dict[str, str] = {
 
 
 def study(args: list[str]) -> int:
-    """Look into runs that are over, or train a series of them: `forge-train study` lists how."""
+    """Train a step of a run again, find where two runs part, or train a scaling study; `forge-train study` lists the verbs."""
     from pydoc import locate
 
     from forge_train.errors import ConfigError
 
     names = ", ".join(STUDIES)
     if not args or args[0] in ("-h", "--help"):
-        print(f"usage: forge-train study VERB ...   VERB is one of {names}; VERB --help says more")
+        print(
+            "usage: forge-train study VERB ...   (forge-train study VERB --help says more)\n\nverbs"
+        )
+        for name, path in STUDIES.items():
+            print(f"  {name:10} {(locate(path).__doc__ or '').splitlines()[0]}")
         return ExitCode.DONE
     if args[0] not in STUDIES:
         raise ConfigError([f"{args[0]!r} is not a verb of forge-train study; use one of {names}"])

@@ -25,6 +25,9 @@ __all__ = ["NUM_CONSTANTS", "ScalingFit", "bootstrap", "fit_scaling", "interval"
 
 #: E, A, alpha, B, beta.
 NUM_CONSTANTS = 5
+_LEAST_TERM = (
+    1e-6  # of a loss: a term that changes by less over all runs says nothing about its exponent
+)
 _LEVELS = 3  # distinct N, and distinct D: E, A and alpha are not known from fewer
 _BEST_STARTS = 24
 _ITERATIONS = 400
@@ -47,9 +50,9 @@ class ScalingFit:
 
     def optimum(self, flops: float, flops_per_parameter: float = 6.0) -> tuple[float, float]:
         """(N, D) of the lowest loss among those of `flops = flops_per_parameter * N * D`."""
-        if not (flops > 0 and flops_per_parameter > 0):
+        if not (0 < flops < math.inf and 0 < flops_per_parameter < math.inf):
             raise ValueError(
-                f"flops {flops} and flops_per_parameter {flops_per_parameter} must be above 0; use 6.0 for the latter"
+                f"flops {flops} and flops_per_parameter {flops_per_parameter} must be finite and above 0; use 6.0 for the latter"
             )
         product, total = flops / flops_per_parameter, self.alpha + self.beta
         # d/dN of A N^-alpha + B (product / N)^-beta is zero there
@@ -68,14 +71,18 @@ def fit_scaling(
     """The constants that fit runs of N parameters, D tokens and a final loss each; `delta` is Huber's, of log L.
 
     Raises ValueError for fewer runs than constants + 1, fewer than three distinct N or D, an N and a D that are powers of each
-    other (the tokens per parameter of all runs are the same, say), and values that are not above 0.
+    other (the tokens per parameter of all runs are the same, say), values that are not above 0, and losses that do not fall with
+    N or with D.
     Cost: below a second; 972 starts are compared and the best 24 followed.
     """
-    points = _points(parameters, tokens, losses)
+    points = _points(parameters, tokens, losses, delta)
     theta, objective = _search(
         points, torch.ones(1, points.shape[1]), _starts(points, delta), delta
     )
-    return _fits(theta, objective)[0]
+    fit = _fits(theta, objective)[0]
+    if problems := _flat_terms(fit, points):
+        raise ValueError("\n".join(problems))
+    return fit
 
 
 def bootstrap(
@@ -94,7 +101,7 @@ def bootstrap(
     """
     if resamples < 1:
         raise ValueError(f"resamples {resamples} must be at least 1; use 200")
-    points = _points(parameters, tokens, losses)
+    points = _points(parameters, tokens, losses, delta)
     generator = torch.Generator().manual_seed(seed)
     number, counts = points.shape[1], list[Tensor]()
     while len(counts) < resamples:
@@ -121,9 +128,11 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
 
 
 def _points(
-    parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]
+    parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float], delta: float
 ) -> Tensor:
     """log N, log D, log L: (3, R). ValueError for what cannot be fitted."""
+    if not 0 < delta < math.inf:
+        raise ValueError(f"delta {delta} must be finite and above 0; use 1e-3")
     if not len(parameters) == len(tokens) == len(losses):
         raise ValueError(
             f"parameters, tokens and losses must be equally many, not {len(parameters)}, {len(tokens)} and {len(losses)}"
@@ -155,6 +164,23 @@ def _problems(points: Tensor) -> list[str]:
             "the tokens of each run follow from its parameters, so that their terms cannot be told apart; train each size "
             "on several budgets"
         )
+    return problems
+
+
+def _flat_terms(fit: ScalingFit, points: Tensor) -> list[str]:
+    """A sentence for each term of N or D that is the same in all runs."""
+    log_n, log_d, log_l = points
+    problems = []
+    for name, scale, exponent, row in (
+        ("parameters", fit.A, fit.alpha, log_n),
+        ("tokens", fit.B, fit.beta, log_d),
+    ):
+        term = (math.log(scale) - exponent * row - log_l.mean()).exp()
+        if float(term.max() - term.min()) < _LEAST_TERM:
+            problems.append(
+                f"the losses do not fall with the number of {name}, so that they have no exponent; look for runs that diverged "
+                "or whose learning rate does not suit their size"
+            )
     return problems
 
 

@@ -178,7 +178,7 @@ def _sentences(verdict: Verdict, a: Path, b: Path, callbacks: bool) -> list[str]
     if interval.rows or interval.checkpoints:
         lines.append(_of_interval(interval))
     if found is not None:
-        lines += _of_difference(found)
+        lines += _of_difference(found, interval.start + 1)
     elif any(verdict.departs):
         names = [n for n, step in zip("AB", verdict.departs) if step]
         steps = [f"step {step}" for step in verdict.departs if step]
@@ -206,15 +206,23 @@ def _of_interval(interval: Interval) -> str:
             if interval.start
             else f"{interval.rows} logged steps are the same."
         )
+    if not interval.start:  # nobody saved the initial state: only the replays compare it
+        return f"Of what was logged or saved, {interval.cause} is the first that differs."
     return f"The runs are the same up to {start}, and {interval.cause} is the first that was logged or saved and differs."
 
 
-def _of_difference(found: Difference) -> list[str]:
+def _of_difference(found: Difference, first: int) -> list[str]:
+    """The sentence of a difference; `first` is the first step that was compared."""
     more = f" ({len(found.others)} more differ in this step)" if found.others else ""
     error = f", by {found.error:.1e} of its largest value" if found.error else ""
     if found.error == 0:  # the digest alone saw it
         error = ", in elements that are not among the samples of the record"
     step = found.step
+    if found.quantity == "weight" and step == first:
+        return [
+            f"The weights differ from the beginning: {found.name} differs before step {step}{error}{more}. Compare the seeds, "
+            "the initial values and the source of the weights ([init])."
+        ]
     if found.quantity == "weight":
         return [
             f"{found.name} differs before step {step}{error}{more}; loss, gradients, norm and rate of the step before it "

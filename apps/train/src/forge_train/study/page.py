@@ -94,7 +94,8 @@ def _row(run: StudyRun) -> dict[str, Any]:
     if loss is None or not math.isfinite(loss):
         raise StateError(
             [
-                f"{run.dir} has no finite validation loss of step {run.steps}; remove the folder and train it again"
+                f"{run.dir} has no finite validation loss of step {run.steps}: remove the folder to train it again; if it diverges "
+                "again, take it out of the study"
             ]
         )
     return {
@@ -215,9 +216,9 @@ def page(result: Result, stem: str) -> str:
         "",
         f"{len(runs)} runs of {len(sizes)} sizes and {len(budgets)} budgets on the source {', '.join(result['sources'])} "
         f"({result['vocab_size']} ids, rows of {result['seq_len']} tokens, {result['global_batch']} rows a step). N counts "
-        f"{what}. D counts tokens as they are seen, repeated ones too. "
+        f"{what}. D counts the tokens of all steps, repeated ones included. "
         + _trunk_sentence(result)
-        + " The loss is that of held-out rows after the last step, in nats per token.",
+        + " The loss is measured on held-out rows after the last step, in nats per token.",
         "",
         f"![loss by tokens, and by FLOPs]({stem}.svg)",
     ]
@@ -241,8 +242,8 @@ def _trunk_sentence(result: Result) -> str:
     if not result["trunk"]:
         return "Each run was trained from its beginning."
     return (
-        "All budgets of a size and seed are decays of one trunk, which was trained once at a constant rate: bit for bit the "
-        "runs that would have trained the trunk's steps themselves."
+        "One trunk for each size and seed was trained at a constant learning rate. Each budget is a fork of its trunk that only "
+        "trains the decay; its weights are bit for bit those of a run that trains all steps."
     )
 
 
@@ -255,26 +256,26 @@ def _fit_section(fit: Result, result: Result) -> Iterator[str]:
     level = f"{result['level']:.0%}"
     yield (
         f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {fit['num_runs']} runs (Huber's loss of log L, delta 0.001, from a grid "
-        f"of starts; Hoffmann et al. 2022, approach 3). Intervals hold {level} of {result['resamples']} fits to runs drawn with "
-        "replacement."
+        f"of starts; Hoffmann et al. 2022, approach 3). The intervals contain {level} of {result['resamples']} fits to runs that were "
+        "drawn with replacement."
     )
     yield from ("", f"| constant | fit | {level} interval |", "|---|---|---|")
     for name, (value, low, high) in fit["constants"].items():
         yield f"| {name} | {value:.4g} | {low:.4g} to {high:.4g} |"
     yield ""
-    yield f"The largest error of the fit on its own runs is {fit['largest_error']:.2%} of a loss."
+    yield f"On the runs that it was fitted to, the largest relative error of the law is {fit['largest_error']:.2%}."
     held = fit["held_out"]
     yield ""
     if "refused" in held:
-        yield f"Nothing is held out: without the largest size {held['refused']}."
+        yield f"No size is held out, because no law can be fitted without the largest one: {held['refused']}."
     else:
         errors = ", ".join(f"{error:+.2%}" for error in held["errors"].values())
         yield (
-            f"**Held out**: a law that is fitted without the largest size (N = {held['parameters']:,}) predicts its losses with errors "
-            f"of {errors} by rising budget; {held['mean_absolute_error']:.2%} in the mean."
+            f"**Held out**: a law fitted without the largest size (N = {held['parameters']:,}) predicts the losses of that size with "
+            f"errors of {errors} (from the smallest to the largest budget); the mean absolute error is {held['mean_absolute_error']:.2%}."
         )
     yield from ("", "### Compute-optimal sizes", "")
-    yield "N and D of the lowest predicted loss among those with 6 N D operations; all but the first row are extrapolated."
+    yield "For each budget of 6 N D operations, N and D with the lowest predicted loss. All rows but the first are extrapolations."
     yield from (
         "",
         f"| 6 N D | N | {level} interval | D | {level} interval | loss |",
@@ -291,33 +292,33 @@ def _fit_section(fit: Result, result: Result) -> Iterator[str]:
 def _remarks(result: Result) -> Iterator[str]:
     cost = result["cost"]
     smallest, largest = (f(run["parameters"] for run in result["runs"]) for f in (min, max))
-    yield "## What this says, and what it does not"
+    yield "## Limits of this study"
     yield ""
     yield (
-        f"- The models have {smallest:,} to {largest:,} parameters, a factor of {largest / smallest:.0f}. A law of so short a range "
-        "tests the method; its constants say nothing about models that people use."
+        f"- The models have {smallest:,} to {largest:,} parameters, a factor of {largest / smallest:.0f}. Over so short a range the "
+        "study tests the method; do not use its constants for models of other sizes."
     )
     if corpus := result["corpus_tokens"]:
         most = max(run["tokens"] for run in result["runs"])
         yield (
-            f"- The data has {corpus:,} tokens, and the longest run sees it {most / corpus:.1f} times. Repeated tokens teach less than "
-            "new ones, which the form of the law does not know."
+            f"- The data has {corpus:,} tokens, and the longest run reads it {most / corpus:.1f} times. Repeated tokens lower the loss less "
+            "than new ones; the law makes no difference between them."
         )
     yield (
-        "- One learning rate and one batch were used for all sizes unless the study's tables say otherwise; each size may have a better "
-        "one, and the exponents take the difference up."
+        "- All sizes have the learning rate and the batch of the study file. If other values suit some sizes better, this changes the "
+        "exponents."
     )
     yield (
-        "- 6 N D is the usual estimate of the operations of training; the column FLOPs counts matrices, head and attention of each "
-        "model (`forge_core.flops_per_token`)."
+        "- 6 N D is the usual estimate of the floating-point operations of training. The column FLOPs counts the matrices, the head and "
+        "the attention of each model (`forge_core.flops_per_token`)."
     )
     yield (
-        "- Resampling few runs gives wide intervals, and ones that do not hold what all runs have in common: one corpus, one order "
-        "of the data per seed, one held-out set."
+        "- The intervals are wide because the runs are few. They do not include the effect of the corpus, of its order in each seed, or "
+        "of the held-out set, because all runs share them."
     )
     yield ""
     yield (
-        f"Cost: {cost['processor_seconds']:,.0f} processor seconds in {cost['processes']} processes of {result['threads']} thread, "
+        f"Cost: {cost['processor_seconds']:,.0f} processor seconds in {cost['processes']} processes, threads of each: {result['threads']}; "
         f"{cost['flops']:.2e} FLOPs, trunks included; commit {cost['commit']}. `forge-train study sweep STUDY.toml --report PAGE.md` "
         "trains what is missing and writes this page, its picture and its numbers (.json)."
     )
@@ -343,7 +344,12 @@ def draw(result: Result, path: Path) -> None:
         )  # fmt: skip
         _by_tokens(left, mine, law)
         _by_flops(right, mine, law)
-        left.set_title(", ".join(filter(None, (fit["optimizer"], fit["schedule"]))), fontsize=10)
+        kind = ", ".join(filter(None, (fit["optimizer"], fit["schedule"])))
+        lines = "no law" if law is None else "lines: the law"
+        left.set_title(
+            f"{kind}: loss by tokens (points: runs, {lines})".removeprefix(": "), fontsize=10
+        )
+        right.set_title("The same by compute: which size is best for a budget?", fontsize=10)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forge"}):
         figure.savefig(path, metadata={"Date": None})
 
@@ -358,7 +364,7 @@ def _by_tokens(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None
             tokens = _spread(least, most)
             axes.plot(tokens, [law.loss(size, d) for d in tokens], color=f"C{number}", linewidth=1)
     axes.set_xscale("log")
-    axes.set_xlabel("D, tokens")
+    axes.set_xlabel("D: tokens that a run has seen")
     axes.set_ylabel("held-out loss, nats per token")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
@@ -385,7 +391,7 @@ def _by_flops(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None)
             )
     if law is not None:
         best = [law.loss(*law.optimum(c)) for c in budgets]
-        axes.plot(budgets, best, "k--", label="lowest loss of the law")
+        axes.plot(budgets, best, "k--", label="best N of each budget, by the law")
         axes.legend(fontsize=8)
     losses = [run["val_loss"] for run in runs]
     axes.set_ylim(
@@ -393,7 +399,8 @@ def _by_flops(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None)
         max(losses) + 0.15 * (max(losses) - min(losses)),
     )
     axes.set_xscale("log")
-    axes.set_xlabel("6 N D, FLOPs")
+    axes.set_xlabel("6 N D: floating-point operations of a run (N: parameters)")
+    axes.set_ylabel("held-out loss, nats per token")
     axes.grid(alpha=0.3)
 
 

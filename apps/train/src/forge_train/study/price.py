@@ -10,10 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from forge_train.errors import JobError
 from forge_train.plan import price
@@ -21,7 +22,9 @@ from forge_train.report.read_run import read_run
 from forge_train.study.runs import Study, StudyRun
 
 _STEPS = 12
-_MEASURED = {
+#: Without a warm-up the rate may be too high: numbers that are not finite do not end a measurement.
+_MEASURED: dict[str, Any] = {
+    "resilience.nonfinite.action": "skip", "resilience.nonfinite.max_in_a_row": _STEPS,
     "train.steps": _STEPS, "schedule.name": "constant", "schedule.warmup_steps": 0, "eval.every_steps": 0,
     "checkpoint.every_steps": 0, "metrics.every_steps": 1, "metrics.console": "off", "sample.max_new_tokens": 0,
 }  # fmt: skip
@@ -36,30 +39,31 @@ class Price(NamedTuple):
 
 
 def print_plan(study: Study, gpu: str | None) -> None:
-    """The runs with parameters, tokens, operations, seconds and memory, and their sum; trains nothing."""
+    """Print the runs with parameters, own steps, tokens and operations, seconds and memory, and their sum; train nothing."""
     prices: dict[tuple[str, str], Price] = {}
     for run in study.runs:
         key = (run.size, run.optimizer)
         if key not in prices:
             prices[key] = _planned(run, gpu) if gpu else _measured(run, study.config.threads)
-    table = Table(
-        "run", "parameters", "from step", "to step", "own tokens", "own FLOPs", "seconds", "GB"
-    )
+    names = Column("run", no_wrap=True, min_width=max(len(run.name) for run in study.runs))
+    heads = ("N", "steps", "tokens", "FLOPs", "seconds", "GB")
+    table = Table(names, *heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     total = 0.0
     for run in study.runs:
         cost = prices[run.size, run.optimizer]
         seconds = cost.start + cost.step * (run.steps - run.begin)
-        total += seconds
+        done = run.is_done()
+        total += 0.0 if done else seconds
         table.add_row(
-            run.name, f"{run.parameters:,}", str(run.begin), str(run.steps), f"{run.tokens * run.own_part:,.0f}",
-            f"{run.flops * run.own_part:.2e}", f"{seconds:,.1f}", f"{cost.memory / 1e9:.2f}",
+            run.name, f"{run.parameters:,}", f"{run.begin}-{run.steps}", f"{run.tokens * run.own_part:,.0f}",
+            f"{run.flops * run.own_part:.1e}", "done" if done else f"{seconds:,.1f}", f"{cost.memory / 1e9:.2f}",
         )  # fmt: skip
     Console().print(table)
     by = f"the planner for one {gpu}" if gpu else f"{_STEPS} steps of each size on this machine"
     print(
         f"{len(study.runs)} runs, {sum(r.tokens * r.own_part for r in study.runs):,.0f} tokens, "
-        f"{sum(r.flops * r.own_part for r in study.runs):.2e} FLOPs, {total:,.0f} seconds one after another, at most "
-        f"{max(p.memory for p in prices.values()) / 1e9:.2f} GB; by {by}"
+        f"{sum(r.flops * r.own_part for r in study.runs):.2e} FLOPs; {total:,.0f} seconds for those that are not done, one after "
+        f"another and without evaluations and saves; at most {max(p.memory for p in prices.values()) / 1e9:.2f} GB a run; by {by}"
     )
 
 
@@ -90,7 +94,7 @@ def _measured(run: StudyRun, threads: int) -> Price:
         done = subprocess.run(command, capture_output=True, text=True, env=environ)
         if done.returncode:
             raise JobError(
-                [f"{run.size}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]
+                [f"{run.name}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]
             )
         whole = time.monotonic() - began
         rows = read_run(out).metrics

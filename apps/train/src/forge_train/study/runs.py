@@ -70,9 +70,12 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         problems, budgets = list[str](), self.tokens_per_parameter
-        if not budgets or min(budgets) <= 0 or len(set(budgets)) < len(budgets):
+        if not self.dir.strip():
+            problems.append(f"dir {self.dir!r} must name a folder; use 'runs/scaling'")
+        # as they stand in the names of runs
+        if not budgets or min(budgets) <= 0 or len({f"{b:g}" for b in budgets}) < len(budgets):
             problems.append(
-                f"tokens_per_parameter {list(budgets)} must be one number or more, all different and above 0; use [5.0, 10.0]"
+                f"tokens_per_parameter {list(budgets)} must be one number or more, all above 0 and different in six digits; use [5.0, 10.0]"
             )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             problems.append(f"seeds {list(self.seeds)} must be one or more, all different; use [0]")
@@ -211,8 +214,8 @@ def _axis_problems(axis: str, table: Any) -> Iterator[str]:
         yield f"{axis} must be a table of tables; write [{axis}.NAME] and keys of [{AXES[axis]}]"
         return
     for name in table:
-        if not re.fullmatch(r"\w+", name, re.ASCII):
-            yield f"{axis}.{name}: {name!r} must be letters, digits and underscores; rename it"
+        if not re.fullmatch(r"\w{1,40}", name, re.ASCII):
+            yield f"{axis}.{name}: {name!r} must be at most 40 letters, digits and underscores; rename it"
 
 
 def _base(path: Path, config: StudyConfig, table: Any) -> Layers:
@@ -242,8 +245,13 @@ def _entries(path: Path, axis: str, table: Mapping[str, Any]) -> list[_Entry]:
     for name, entry in (table or {"": {}}).items():
         layers, keys = Layers(), dict(entry)
         if axis == "sizes" and "path" in keys:
-            read = read_layers(path.parent / str(keys.pop("path")))
-            layers.add({"model": read.values.get("model", {})}, f"{axis}.{name}")
+            file = path.parent / str(keys.pop("path"))
+            read = read_layers(file)
+            if "model" not in read.values:
+                raise ConfigError(
+                    [f"{axis}.{name}: {file} has no [model]; name a file that has one"]
+                )
+            layers.add({"model": read.values["model"]}, f"{axis}.{name}")
         layers.add({AXES[axis]: keys}, f"{axis}.{name}")
         found.append((name, layers))
     return found
@@ -258,15 +266,20 @@ def _group(
     seed: int,
 ) -> list[StudyRun]:
     """The runs of a size, an optimizer and a seed: all budgets under all schedules, and their trunk."""
-    runs, warmups = [], set[int]()
+    runs, warmups = list[StudyRun](), set[int]()
     for schedule in schedules:
         layers = copy.deepcopy(base)
         for name, over in (size, optimizer, schedule):
             layers.add(over.values, over.origins[next(iter(over.origins))] if name else "base")
         layers.set("run.seed", seed, "study.seeds")
-        for budget in config.tokens_per_parameter:
+        for budget in sorted(config.tokens_per_parameter):
             names = (size[0], optimizer[0], schedule[0], seed)
-            runs.append(_run(config, layers, names, budget))
+            run = _run(config, layers, names, budget)
+            if runs and runs[-1].schedule == run.schedule and runs[-1].steps == run.steps:
+                raise ConfigError(
+                    [f"{runs[-1].name} and {run.name} both have {run.steps} steps; take budgets that differ more"]
+                )  # fmt: skip
+            runs.append(run)
         warmups.add(runs[-1].job.config.schedule.warmup_steps)
     if not config.trunk:
         return runs

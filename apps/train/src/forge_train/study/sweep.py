@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from forge_resilience import ExitCode
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, JobError
 from forge_train.study.runs import Study, StudyRun, read_study
 
 _PR_SET_PDEATHSIG = 1
@@ -79,12 +80,34 @@ def run_sweep(
     from forge_train.study.page import check_plot, write_page
 
     check_plot()
-    code = Sweep(described, jobs).run()
-    if code == ExitCode.DONE:
-        where = report or described.dir / "study.md"
-        write_page(described, where)
-        print(f"the page of the study: {where}")
+    with _alone(described.dir):
+        code = Sweep(described, jobs).run()
+        if code == ExitCode.DONE:
+            where = report or described.dir / "study.md"
+            try:
+                write_page(described, where)
+            except OSError as error:
+                raise JobError([f"{where} cannot be written ({error.strerror}); choose another --report"]) from error  # fmt: skip
+            print(f"the page of the study: {where}")
     return code
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lock a study. JobError while another sweep has it: both would train the same runs. The kernel frees it at any end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "a", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise JobError([f"study.dir: {folder} cannot be written ({error.strerror}); choose another"]) from error  # fmt: skip
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise JobError([f"study.dir: another sweep trains {folder}; wait for it, or stop it first"]) from error  # fmt: skip
+        except OSError:  # a file system without flock: each run still has a lock of its own
+            pass
+        yield
 
 
 class Sweep:
@@ -121,12 +144,16 @@ class Sweep:
                 signal.signal(number, handler)
         if self.stopped:
             return ExitCode.REQUEUE
+        if not self.failed:
+            return ExitCode.DONE
         for name, code in self.failed.items():
-            print(
-                f"forge-train: {name} ended with code {code}: see {self._log(name)}",
-                file=sys.stderr,
-            )
-        return next(iter(self.failed.values()), ExitCode.DONE)
+            print(f"forge-train: {name} {_ended(code)}: see {self._log(name)}", file=sys.stderr)
+        print(
+            f"forge-train: of {len(self.study.runs)} runs {len(self.failed)} failed, and {len(self.waiting)} that fork from these "
+            "were not started; the page needs all. Run the same command to try again, or take the failed runs out of the study",
+            file=sys.stderr,
+        )
+        return max(next(iter(self.failed.values())), ExitCode.ERROR)
 
     def _next(self) -> StudyRun | None:
         """The largest run that can start; those whose trunk failed never can."""
@@ -138,12 +165,17 @@ class Sweep:
         self.waiting.remove(run)
         environ = {**os.environ, "OMP_NUM_THREADS": str(self.study.config.threads)}
         command = [sys.executable, "-m", "forge_train", "run", str(run.file)]
-        with open(self._log(run.name), "ab") as log:
-            process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                # Ctrl-C reaches the sweep alone, which tells the runs; a sweep that is killed leaves no run behind
-                start_new_session=True, preexec_fn=_die_with_parent(),
-            )  # fmt: skip
+        try:
+            with open(self._log(run.name), "ab") as log:
+                process = subprocess.Popen(
+                    command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    # Ctrl-C reaches the sweep alone, which tells the runs; a sweep that is killed leaves no run behind
+                    start_new_session=True, preexec_fn=_die_with_parent(),
+                )  # fmt: skip
+        except OSError as error:  # a full disk, no processes left
+            self.failed[run.name] = ExitCode.ERROR
+            print(f"{run.name} was not started: {error}", flush=True)
+            return
         self.running[process.pid] = (run, process, time.monotonic())
         if self.stopped:  # while it was started
             self._tell(process.pid)
@@ -161,15 +193,18 @@ class Sweep:
             "seconds": round(time.monotonic() - began, 2),
             "processor_seconds": round(used.ru_utime + used.ru_stime, 2),
         }
-        with open(self.study.dir / "lives.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(life) + "\n")
+        try:
+            with open(self.study.dir / "lives.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(life) + "\n")
+        except OSError as error:
+            print(f"forge-train: the cost on the page lacks this life of {run.name}: {error}", file=sys.stderr)  # fmt: skip
         if code == ExitCode.REQUEUE:
             self.stopped = True  # somebody else told the run to stop
         elif code or not run.is_done():
-            self.failed[run.name] = code if code > 0 else ExitCode.ERROR
+            self.failed[run.name] = code or ExitCode.ERROR
         left = len(self.waiting) + len(self.running)
         print(
-            f"{run.name}: code {code}, {life['processor_seconds']} processor seconds; {left} to go",
+            f"{run.name} {_ended(code)}, {life['processor_seconds']} processor seconds; {left} to go",
             flush=True,
         )
 
@@ -187,6 +222,12 @@ class Sweep:
 
     def _log(self, name: str) -> Path:
         return self.study.dir / "runs" / f"{name}.log"
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}" if code else "ended"
 
 
 def _die_with_parent() -> Callable[[], Any] | None:
