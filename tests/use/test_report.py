@@ -162,6 +162,26 @@ def test_runs_beside_one_another_show_the_keys_that_differ(
     assert page.cells("train.steps") == []  # the same
 
 
+def test_a_profile_is_shown_as_its_tables(copy: Path) -> None:
+    span = {"count": 4, "host_seconds": 0.08, "device_seconds": 0.06, "idle_seconds": 0.02}
+    found: dict[str, Any] = {"step": 10, "rank": 1, "device": "cpu", "steps": 2, "seconds": 0.1}
+    found |= {"kinds": {"gemm": 0.07, "idle": 0.03}, "communication_hidden": 0.0}
+    found |= {"spans": {"forward": span}, "memory": {"step_peak": 3 * 2**20}}
+    for step, table in ((2, found), (10, found), (7, {**found, "kinds": {"of later": 1.0}})):
+        folder = copy / f"profile/step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "rank-1.json").write_text(json.dumps({**table, "step": step}))
+    page = Page(write_page([copy]))
+    assert page.cells("matrix products") == ["35.000", "70.0%"]
+    assert page.cells("idle") == ["15.000", "30.0%"]
+    assert page.cells("forward") == ["2", "40.000", "30.000", "10.000"]
+    assert page.cells("step's peak, these two") == ["3.00"]
+    assert page.cells("of later") == ["1"]  # of another version: as it is
+    places = [page.text.index(f"profile/step-{step}/") for step in (2, 7, 10)]
+    assert places == sorted(places)
+    assert "steps 10 to 11, rank 1" in page.text
+
+
 def hostile(folder: Path) -> Path:
     """A run whose every text wants to be markup; its own folder, too."""
     config = (folder / "config.toml").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import InlineTable, Table
 
+from forge_parallel.profile import tables
 from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledger
 from forge_train.config.files import read_text, replace_text
 from forge_train.config.layers import flatten
@@ -295,16 +297,30 @@ def _events(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-def _profiles(part: Part) -> list[tuple[str, Any]]:
-    """(path within the run, content) of each profile; one that cannot be read says why."""
-    found: list[tuple[str, Any]] = []
-    for path in sorted(part.paths.path.glob("profile/**/*.json")):
+def _profiles(part: Part) -> list[tuple[str, list[Any], Any]]:
+    """(title, tables, content) of each profile; one of another form than ours has no tables, and one that cannot be
+    read says why."""
+    root, found = part.paths.path, list[tuple[str, list[Any], Any]]()
+    for path in sorted(root.glob("profile/**/*.json"), key=_by_numbers):
+        content: Any
+        own = list[Any]()
+        title = str(path.relative_to(root))
         try:
             content = json.loads(read_text(path, _MOST_PROFILE))
-        except (ValueError, RecursionError) as error:
+            own = tables(content)
+            last = content["step"] + content["steps"] - 1
+            title = f"steps {content['step']} to {last}, rank {content['rank']} ({title})"
+        except (OSError, ValueError, RecursionError) as error:
             content = f"cannot be read: {error}"
-        found.append((str(path.relative_to(part.paths.path)), content))
+        except (ArithmeticError, AttributeError, LookupError, TypeError):
+            pass
+        found.append((title, own, content))
     return found
+
+
+def _by_numbers(path: Path) -> list[Any]:
+    """A key that sorts step-2 before step-10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def figure(value: Any) -> str:
