@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import InlineTable, Table
@@ -22,8 +23,8 @@ from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledg
 from forge_train.config.files import read_text, replace_text
 from forge_train.config.layers import flatten
 from forge_train.errors import ConfigError
-from forge_train.report.curves import Curves, expert_pictures, number
-from forge_train.report.read_run import Run, read_run
+from forge_train.report.curves import Curves, expert_pictures, floats, number
+from forge_train.report.read_run import Run, read
 from forge_train.report.timeline import shares, strip
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -84,7 +85,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _part(folder: Path) -> Part:
     paths = RunDirectory(folder)
     try:
-        run, text = read_run(folder), read_text(paths.config)
+        run, text = read(folder, floats), read_text(paths.config)
     except FileNotFoundError as error:
         raise ConfigError(
             [f"{error.filename or error}: {folder} must be the folder of a run; name another one"]
@@ -208,7 +209,9 @@ def _last_of_events(run: Run, name: str) -> Any:
 
 
 def _numbers(metrics: Mapping[str, list[Any]], name: str) -> list[float]:
-    return [v for value in metrics.get(name, ()) if (v := number(value)) is not None]
+    values = floats(metrics.get(name, ()))
+    found: list[float] = values[~numpy.isnan(values)].tolist()
+    return found
 
 
 def _evaluations(run: Run) -> list[tuple[str, float, Any, float, Any]]:
@@ -217,7 +220,8 @@ def _evaluations(run: Run) -> list[tuple[str, float, Any, float, Any]]:
     for name, values in run.metrics.items():
         if name != "val_loss" and not name.startswith("eval/"):
             continue
-        there = [(v, s) for value, s in zip(values, run.metrics["step"]) if (v := number(value)) is not None]  # fmt: skip
+        numbers = floats(values)
+        there = [(float(numbers[i]), run.metrics["step"][i]) for i in numpy.flatnonzero(~numpy.isnan(numbers))]  # fmt: skip
         if there:
             choose = max if name.endswith(_HIGHER) or "accuracy" in name else min
             best = choose(there, key=lambda pair: pair[0])

@@ -23,15 +23,13 @@ _MEMORY = {
 }
 
 
-#: Head and rows of a table; its first column has names, the others numbers.
-Table = tuple[list[str], list[list[str]]]
-
-
-def tables(found: Mapping[str, Any]) -> list[Table]:
+def tables(found: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
     """What `breakdown` found for a person, milliseconds a step: kinds of work, spans, with `memory` bytes by category.
 
+    Each is its head and its rows, of which the first column has names and the others numbers.
+
     for head, rows in tables(json.loads(path.read_text())):
-        print(head, *rows, sep="\n")
+        print(head, rows)
     """
     steps, whole = found["steps"], found["seconds"]
     kinds = [
@@ -43,7 +41,8 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         ["step", _milliseconds(whole, steps), _share(whole, whole)],
         ["communication, hidden under these", _milliseconds(hidden, steps), _share(hidden, whole)],
     ]
-    parts: list[Table] = [([f"work on {found['device']}", "ms a step", "share"], rows)]
+    parts: list[tuple[list[str], list[list[str]]]]
+    parts = [([f"work on {found['device']}", "ms a step", "share"], rows)]
     if found["spans"]:
         names = ["host_seconds", "device_seconds", "idle_seconds"]
         spans = [
