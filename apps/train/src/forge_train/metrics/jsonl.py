@@ -82,7 +82,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def warn(message: str) -> None:
     """A line on stderr."""
-    with contextlib.suppress(OSError, ValueError):  # a closed stderr must not stop a run
+    # a closed stderr must not stop a run, nor one that is None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.write(sys.stderr.fileno(), f"forge-train: {message}\n".encode())
 
 

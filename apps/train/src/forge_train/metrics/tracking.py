@@ -167,10 +167,12 @@ class MlflowSink:
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
-    """The id in a file, which the first life writes."""
-    if not path.exists():
-        replace_text(path, make() + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    """The id in a file, which the first life writes; an empty file has none."""
+    kept = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    if not kept:
+        kept = make()
+        replace_text(path, kept + "\n")
+    return kept
 
 
 def _name(key: str) -> str:

@@ -37,7 +37,7 @@ _KNOWN = (
     ("Memory", "bytes", r"memory_bytes", "Peak of tensors on an accelerator; on a CPU that of the process."),
 )  # fmt: skip
 _MAIN = 7  # of them are about learning, the others about speed
-_FROM_ZERO = ("tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes")
+_FROM_ZERO = ("lr", "tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes")
 _X = {"step": "step", "tokens": "tokens", "flops": "flops", "seconds": "hours"}
 _NOT_DRAWN = {*_X, "seconds_left"}
 

@@ -269,9 +269,15 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
             value = shlex.join(str(word) for word in value)
         elif key == "hosts" and isinstance(value, list):
             named = list(dict.fromkeys(str(host) for host in value))
-            value = f"{len(value)} ranks on {len(named)} hosts: {', '.join(named[:20])}"
+            value = f"{_count(value, 'rank')} on {_count(named, 'host')}: {', '.join(named[:20])}"
+        elif value == {}:
+            value = "none"
         found[key] = value if isinstance(value, str) else _json_text(value)
     return found
+
+
+def _count(values: Sequence[Any], name: str) -> str:
+    return f"{len(values)} {name}" + "s" * (len(values) != 1)
 
 
 def _compared(tables: Mapping[str, Mapping[str, str]]) -> list[tuple[str, list[str], bool]]:
