@@ -182,6 +182,25 @@ def test_a_profile_is_shown_as_its_tables(copy: Path) -> None:
     assert "steps 10 to 11, rank 1" in page.text
 
 
+def test_other_columns_have_their_units_and_meanings(copy: Path) -> None:
+    more = {f"gradient.{part}.{m}": 1.0 for part in ("0", "1", "rest") for m in ("norm", "snr")}
+    more |= {"schema": 1, "val_bits_per_byte": 2.0, "mine.1.x": 3.0, "mine.2.x": 4.0}
+    rows = rows_of(copy)
+    write_rows(copy, [row | more if row["step"] % 5 else row for row in rows])
+    page = Page(write_page([copy]))
+    found = {p["title"]: [t.get("name") for t in p["traces"]] for p in page.pictures.values()}
+    parts = [f"gradient.{part}.norm" for part in ("0", "1", "rest")]
+    assert found["gradient.<part>.norm"] == parts
+    assert found["mine.*.x"] == ["mine.1.x", "mine.2.x"]
+    assert found["Bits per byte"] == ["val_bits_per_byte"]
+    assert "schema" not in found
+    noise = next(p for p in page.pictures.values() if p["title"] == "gradient.<part>.snr")
+    assert noise["unit"] == "ratio"
+    assert noise["note"].startswith("Signal over the variance")
+    assert None not in page.curve(noise["id"], "gradient.0.snr")[1]  # not each row has one
+    assert page.cells("val_bits_per_byte")[0] == "2"
+
+
 def hostile(folder: Path) -> Path:
     """A run whose every text wants to be markup; its own folder, too."""
     config = (folder / "config.toml").read_text()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 
+from forge_train.metrics.columns import column_of
 from forge_train.report.read_run import Run
 
 #: Points of one curve, and of all known and of all other ones of a page.
@@ -26,7 +27,7 @@ _KNOWN = (
     ("Loss", "nats per token", r"loss|val_loss|eval/.*/loss", "Lower is better. loss is of the training batches, "
      "val_loss and eval/NAME/loss of rows that training never sees. A gap is a value that was not finite."),
     ("Perplexity", "", r"eval/.*/perplexity", "e to the loss."),
-    ("Bits per byte", "bits", r"eval/.*/bits_per_byte", "Loss by the bytes of the text: comparable between tokenizers."),
+    ("Bits per byte", "bits", r"val_bits_per_byte|eval/.*/bits_per_byte", "Loss by the bytes of the text: comparable between tokenizers."),
     ("Accuracy", "share", r"eval/.*", "Of questions: 1 is all right."),
     ("Learning rate", "", r"lr", "Before the factors of groups of parameters."),
     ("Gradient norm", "", r"grad_norm", "Before clipping; a gap is a value that was not finite."),
@@ -39,7 +40,7 @@ _KNOWN = (
 _MAIN = 7  # of them are about learning, the others about speed
 _FROM_ZERO = ("lr", "tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes")
 _X = {"step": "step", "tokens": "tokens", "flops": "flops", "seconds": "hours"}
-_NOT_DRAWN = {*_X, "seconds_left"}
+_NOT_DRAWN = {*_X, "schema", "seconds_left"}
 
 
 class Curves:
@@ -82,11 +83,19 @@ class Curves:
         groups: dict[str, list[str]] = {}
         for name in others:
             groups.setdefault(_group(name), []).append(name)
-        self.others = [self._picture(t, "", "", columns, room) for t, columns in groups.items()]
+        self.others = [self._other(title, columns, room) for title, columns in groups.items()]
 
     def _room(self, points: int, names: Sequence[str]) -> int:
         """Points of each of these columns of all runs, if together they shall have so many."""
         return max(_FEWEST_POINTS, min(_MOST_POINTS, points // (len(names) * len(self._runs) or 1)))
+
+    def _other(self, title: str, columns: Sequence[str], points: int) -> dict[str, Any]:
+        """The picture of a group of columns, with unit and meaning of one that is listed."""
+        entry = column_of(columns[0])
+        if entry is None:
+            return self._picture(title, "", "", columns, points)
+        meaning = f"{entry.meaning[:1].upper()}{entry.meaning[1:]}."
+        return self._picture(title, entry.unit, meaning, columns, points)
 
     def _picture(
         self, title: str, unit: str, note: str, columns: Sequence[str], points: int
@@ -115,7 +124,8 @@ class Curves:
         if not len(some) or (name == "skipped_steps" and not values[some].any()):
             return None
         sparse = 2 * len(some) < len(values)  # of evaluations: between them nothing is missing
-        rows = thin(values, some if sparse else range(some[0], len(values)), points)
+        joined = sparse or name.startswith("gradient.")  # which not each row has
+        rows = thin(values, some if joined else range(some[0], len(values)), points)
         given = self._runs[run].metrics[name]  # a whole number stays one
         several = len(self._runs) > 1
         index, of_run = columns.index(name), list(self._runs).index(run)
@@ -273,7 +283,11 @@ def _is_known(name: str) -> bool:
 
 
 def _group(name: str) -> str:
-    """Columns with one picture: `moe.1.dead` and `moe.2.dead` are moe.*.dead, `loss.source.a` is loss.source.*."""
+    """Columns with one picture: those of one entry in the list of columns, `moe.1.dead` and `moe.2.dead`. Others by their
+    names: `mine.1.x` and `mine.2.x` are mine.*.x, `mine.a` is mine.*."""
+    entry = column_of(name)
+    if entry is not None:
+        return entry.name
     parts = re.split(r"([./])", name)
     if any(part.isdecimal() for part in parts):
         return "".join("*" if part.isdecimal() else part for part in parts)

@@ -218,7 +218,7 @@ def _evaluations(run: Run) -> list[tuple[str, float, Any, float, Any]]:
     """(measure, last value, its step, best value, its step) of each column of an evaluation."""
     found = []
     for name, values in run.metrics.items():
-        if name != "val_loss" and not name.startswith("eval/"):
+        if not name.startswith(("val_", "eval/")):
             continue
         numbers = floats(values)
         there = [(float(numbers[i]), run.metrics["step"][i]) for i in numpy.flatnonzero(~numpy.isnan(numbers))]  # fmt: skip
