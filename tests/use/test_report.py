@@ -162,6 +162,45 @@ def test_runs_beside_one_another_show_the_keys_that_differ(
     assert page.cells("train.steps") == []  # the same
 
 
+def test_a_profile_is_shown_as_its_tables(copy: Path) -> None:
+    span = {"count": 4, "host_seconds": 0.08, "device_seconds": 0.06, "idle_seconds": 0.02}
+    found: dict[str, Any] = {"step": 10, "rank": 1, "device": "cpu", "steps": 2, "seconds": 0.1}
+    found |= {"kinds": {"gemm": 0.07, "idle": 0.03}, "communication_hidden": 0.0}
+    found |= {"spans": {"forward": span}, "memory": {"step_peak": 3 * 2**20}}
+    for step, table in ((2, found), (10, found), (7, {**found, "kinds": {"of later": 1.0}})):
+        folder = copy / f"profile/step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "rank-1.json").write_text(json.dumps({**table, "step": step}))
+    page = Page(write_page([copy]))
+    assert page.cells("matrix products") == ["35.000", "70.0%"]
+    assert page.cells("idle") == ["15.000", "30.0%"]
+    assert page.cells("forward") == ["2", "40.000", "30.000", "10.000"]
+    assert page.cells("step's peak, these two") == ["3.00"]
+    assert page.cells("of later") == ["1"]  # of another version: as it is
+    places = [page.text.index(f"profile/step-{step}/") for step in (2, 7, 10)]
+    assert places == sorted(places)
+    assert "steps 10 to 11, rank 1" in page.text
+
+
+def test_other_columns_have_their_units_and_meanings(copy: Path) -> None:
+    more = {f"gradient.{part}.{m}": 1.0 for part in ("0", "1", "rest") for m in ("norm", "snr")}
+    more |= {"schema": 1, "val_bits_per_byte": 2.0, "mine.1.x": 3.0, "mine.2.x": 4.0}
+    rows = rows_of(copy)
+    write_rows(copy, [row | more if row["step"] % 5 else row for row in rows])
+    page = Page(write_page([copy]))
+    found = {p["title"]: [t.get("name") for t in p["traces"]] for p in page.pictures.values()}
+    parts = [f"gradient.{part}.norm" for part in ("0", "1", "rest")]
+    assert found["gradient.<part>.norm"] == parts
+    assert found["mine.*.x"] == ["mine.1.x", "mine.2.x"]
+    assert found["Bits per byte"] == ["val_bits_per_byte"]
+    assert "schema" not in found
+    noise = next(p for p in page.pictures.values() if p["title"] == "gradient.<part>.snr")
+    assert noise["unit"] == "ratio"
+    assert noise["note"].startswith("Signal over the variance")
+    assert None not in page.curve(noise["id"], "gradient.0.snr")[1]  # not each row has one
+    assert page.cells("val_bits_per_byte")[0] == "2"
+
+
 def hostile(folder: Path) -> Path:
     """A run whose every text wants to be markup; its own folder, too."""
     config = (folder / "config.toml").read_text()

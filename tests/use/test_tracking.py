@@ -19,6 +19,7 @@ import pytest
 
 from forge_testing import forge_train, write_job
 from forge_train import read_run
+from forge_train.metrics.tracking import MlflowSink
 
 TABLES = """
 [metrics.sinks.curves]
@@ -35,7 +36,12 @@ def live(job: Path, steps: int) -> dict[str, list[Any]]:
     """One life of the run, as a process of its own; its metrics. The environment of CI switches wandb off."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "MLFLOW"))}
     flags = ["--train.steps", str(steps), "--schedule.name", "constant"]
-    command = [sys.executable, "-m", "forge_train", "run", job, *flags]
+    # a busy machine takes longer than 10 s to import both
+    code = (
+        "import sys; from forge_train.trainer import recorder; recorder.END_SECONDS = 120.0\n"
+        "from forge_train.cli import main\nmain(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "run", job, *flags]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "sinks" not in done.stderr
@@ -155,3 +161,19 @@ def test_without_a_key_wandb_asks_nobody_and_training_goes_on(tmp_path: Path) ->
         done.err
     )
     assert read_run(tmp_path / "run").metrics["step"] == [1, 2]
+
+
+def test_the_file_of_an_id_is_named_where_its_run_is_gone_and_made_anew_where_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 1\n")
+    (tmp_path / "mlflow.id").write_text("")
+    MlflowSink(tmp_path, 0).close()
+    assert len((tmp_path / "mlflow.id").read_text().strip()) == 32
+    (tmp_path / "mlflow.id").write_text("0" * 32)
+    with pytest.raises(ValueError, match=r"mlflow.id names the run .* not there; remove the file"):
+        MlflowSink(tmp_path, 0)

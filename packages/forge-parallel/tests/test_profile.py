@@ -141,7 +141,7 @@ def test_the_table_says_what_was_found() -> None:
     assert "| matrix products | 11.000 | 22.0% |" in text
     assert "| communication, exposed | 10.000 | 20.0% |" in text
     assert "| communication, hidden under these | 10.000 | 20.0% |" in text
-    assert "| **step** | 50.000 | 100.0% |" in text
+    assert "| step | 50.000 | 100.0% |" in text
     assert "| forward | 0.5 | 10.000 | 25.000 | 4.000 |" in text
     assert "| parameters | 3.00 |" in text
 

@@ -66,6 +66,12 @@ def test_a_checkpoint_that_was_damaged_undoes_the_lives_before_too():
     assert sum(ledger.milliseconds().values()) == ledger.wall_ms
 
 
+def test_writing_a_profile_is_no_work():
+    story = [*STORY[:4], event("profile", 33.0, step=21, rank=0, seconds=4.0), event("done", 40.0)]
+    found = read_ledger(story).milliseconds()
+    assert (found["profile"], found["steps"]) == (4_000, 10_000 + 8_000 + 7_000)
+
+
 def test_a_rollback_undoes_steps_of_the_same_life():
     story = [*STORY[:4], event("rollback", 33.0, step=21, to_step=10), event("done", 40.0, step=30)]
     ledger = read_ledger(story)
@@ -88,7 +94,7 @@ def test_a_run_that_goes_on_ends_at_its_last_sign():
 
 def test_spans_add_up_to_the_wall_clock_whatever_the_journal_says():
     """Random events at random times, also of a clock that goes back, and lines of others."""
-    names = ["start", "resume", "save", "save_staged", "pause", "evaluation", "hang", "rollback", "stop", "done"]  # fmt: skip
+    names = ["start", "resume", "save", "save_staged", "pause", "evaluation", "profile", "hang", "rollback", "stop", "done"]  # fmt: skip
     for seed in range(300):
         draw = random.Random(seed)
         now, events = 1e9, []

@@ -42,7 +42,7 @@ def test_the_state_of_a_checkout_is_its_commit_and_its_diff(
 
 def test_json_lines_are_values_of_any_kind_without_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n3\n{"torn": \n[1]\n')
-    assert list(read_json_lines(path)) == [{"a": 1}, 3, [1]]
+    path.write_bytes(b'{"a": 1}\n3\n{"torn": \n[1]\n"\xff\xe2\x80\xa8"\n[2')
+    assert list(read_json_lines(path)) == [{"a": 1}, 3, [1], "\ufffd\u2028"]
     assert list(read_events(path)) == [{"a": 1}]
     assert list(read_json_lines(tmp_path / "nothing")) == []

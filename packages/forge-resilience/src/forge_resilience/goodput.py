@@ -37,12 +37,14 @@ CAUSES = {
     "load": "loading the checkpoint",
     "save": "steps waited for a save",
     "evaluate": "evaluation",
+    "profile": "writing what a profiler saw",
     "hung": "no progress, until a supervisor noticed",
     "down": "from a loss to the next start",
     "queue": "from a requested stop to the next start",
     "idle": "between the end of the run and its extension",
 }
 _OFF = ("down", "queue", "idle")  # nothing runs: no ranks, no GPU hours
+_PAUSES = {"evaluation": "evaluate", "profile": "profile"}  # events of `seconds` without training
 _SAVES = ("save_staged", "save_written", "save", "pause")
 
 
@@ -95,8 +97,8 @@ def read_ledger(events: Iterable[Mapping[str, Any]], last_sign: float | None = N
     """The ledger of a journal (`read_events`), oldest event first.
 
     It understands `start` and `resume` (step, world_size; optionally `began`: when the process started, `seconds`
-    of the load, `reached`: {step, time} of the last row of the life before), `pause` (cause, seconds), `evaluation`
-    (seconds), saves, `rollback` (to_step), `hang` (seconds), `stop` and `done`. Times are ISO 8601 or seconds
+    of the load, `reached`: {step, time} of the last row of the life before), `pause` (cause, seconds), `evaluation` and
+    `profile` (seconds), saves, `rollback` (to_step), `hang` (seconds), `stop` and `done`. Times are ISO 8601 or seconds
     since 1970. `last_sign` is the time of the last sign of the last life, if later than its last event. A clock
     that went back counts as standing still.
     """
@@ -135,8 +137,8 @@ class _Reader:
         if not self.gap:
             self.sign = max(self.sign, now)
             self.step = max(self.step, event.get("step", 0))
-        if name == "evaluation":
-            self.interrupt("evaluate", now, seconds)
+        if name in _PAUSES:
+            self.interrupt(_PAUSES[name], now, seconds)
         elif name == "pause":
             self.interrupt(str(event.get("cause")), now, seconds)
             if event.get("cause") == "save":

@@ -76,16 +76,17 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """The values of a JSON-lines file, one per line; lines that a kill tore are left out, a missing file has none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError):
-            continue
+    """The values of a JSON-lines file, one per line; lines that a kill tore are left out, a missing file has none.
+
+    Memory: a line. The file is open until the last one was read.
+    """
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for line in file:
+            try:
+                value = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                continue
+            yield value
 
 
 def _plain(value: Any) -> Any:

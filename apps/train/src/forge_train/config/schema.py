@@ -335,8 +335,8 @@ class MetricsConfig:
     )
     gradients_every_steps: int = _field(
         0,
-        "steps between rows with norm, signal and noise of the gradient of each block; 0: none; without parallel.cp, "
-        "pp, ep, compile and float8",
+        "steps between rows with norm, signal and noise of the gradient of each block; 0: none; signal and "
+        "noise need two micro-batches a step; without parallel.cp, pp, ep, compile and float8",
     )
     source_shares: bool = _field(
         False, "columns for the share of a step's labels of each source of a mixture"

@@ -99,7 +99,7 @@ class BackgroundSink:
         """Switch the sink off at an exception: an observer must not end a run."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # also sys.exit, which would end the thread without a word
             self._sink = None
             warn(
                 f"{self.name}: {type(error).__name__}: {error}; this sink is off, training goes on"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,29 +59,31 @@ class JsonlSink:
             self._warned = True
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A line that a kill tore is left out, and one that is JSON but no row
-    (an object with a number `step`) with one warning on stderr; so is told that rows have a later schema."""
-    rows, foreign = [], 0
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file, one after the other; a missing file has none. A line that a kill tore is left out, and
+    one that is JSON but no row (an object with a number `step`) with one warning on stderr behind the last row; so is told
+    that rows have a later schema."""
+    foreign = later = newest = 0
     for row in read_json_lines(path):
-        if isinstance(row, dict) and type(row.get("step")) in (int, float):
-            rows.append(row)
-        else:
+        if not isinstance(row, dict) or type(row.get("step")) not in (int, float):
             foreign += 1
+            continue
+        if type(schema := row.get("schema")) is int and schema > SCHEMA:
+            later, newest = later + 1, max(newest, schema)
+        yield row
     if foreign:
         warn(f"{path}: {foreign} lines that are no rows of metrics were left out")
-    later = [n for row in rows if type(n := row.get("schema")) is int and n > SCHEMA]
     if later:
         warn(
-            f"{path}: {len(later)} rows have the schema {max(later)}, and this version knows up to {SCHEMA}: columns may mean "
+            f"{path}: {later} rows have the schema {newest}, and this version knows up to {SCHEMA}: columns may mean "
             "other things; read them with a newer forge-train"
         )
-    return rows
 
 
 def warn(message: str) -> None:
     """A line on stderr."""
-    with contextlib.suppress(OSError, ValueError):  # a closed stderr must not stop a run
+    # a closed stderr must not stop a run, nor one that is None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.write(sys.stderr.fileno(), f"forge-train: {message}\n".encode())
 
 

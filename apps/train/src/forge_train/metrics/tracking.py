@@ -124,6 +124,7 @@ class MlflowSink:
     ) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         own = (directory / "mlruns").resolve().as_uri()
@@ -136,7 +137,15 @@ class MlflowSink:
             return str(self._client.create_run(number, run_name=called, tags=tags).info.run_id)
 
         self._id = _kept(directory / "mlflow.id", create)
-        self._client.update_run(self._id, status="RUNNING")
+        try:
+            self._client.update_run(self._id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            raise ValueError(
+                f"{directory / 'mlflow.id'} names the run {self._id}, which is not there; remove the file for a new "
+                "run, or give the tracking_uri that has it"
+            ) from error
         data = self._client.get_run(self._id).data
         self._last = data.metrics.get("step", -1)
         self._send_params(read_toml(directory / "config.toml"), data.params)
@@ -167,10 +176,12 @@ class MlflowSink:
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
-    """The id in a file, which the first life writes."""
-    if not path.exists():
-        replace_text(path, make() + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    """The id in a file, which the first life writes; an empty file has none."""
+    kept = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    if not kept:
+        kept = make()
+        replace_text(path, kept + "\n")
+    return kept
 
 
 def _name(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 import math
@@ -9,6 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
+
+from forge_train.metrics.columns import column_of
 from forge_train.report.read_run import Run
 
 #: Points of one curve, and of all known and of all other ones of a page.
@@ -23,7 +27,7 @@ _KNOWN = (
     ("Loss", "nats per token", r"loss|val_loss|eval/.*/loss", "Lower is better. loss is of the training batches, "
      "val_loss and eval/NAME/loss of rows that training never sees. A gap is a value that was not finite."),
     ("Perplexity", "", r"eval/.*/perplexity", "e to the loss."),
-    ("Bits per byte", "bits", r"eval/.*/bits_per_byte", "Loss by the bytes of the text: comparable between tokenizers."),
+    ("Bits per byte", "bits", r"val_bits_per_byte|eval/.*/bits_per_byte", "Loss by the bytes of the text: comparable between tokenizers."),
     ("Accuracy", "share", r"eval/.*", "Of questions: 1 is all right."),
     ("Learning rate", "", r"lr", "Before the factors of groups of parameters."),
     ("Gradient norm", "", r"grad_norm", "Before clipping; a gap is a value that was not finite."),
@@ -34,9 +38,9 @@ _KNOWN = (
     ("Memory", "bytes", r"memory_bytes", "Peak of tensors on an accelerator; on a CPU that of the process."),
 )  # fmt: skip
 _MAIN = 7  # of them are about learning, the others about speed
-_FROM_ZERO = ("tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes")
+_FROM_ZERO = ("lr", "tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes")
 _X = {"step": "step", "tokens": "tokens", "flops": "flops", "seconds": "hours"}
-_NOT_DRAWN = {*_X, "seconds_left"}
+_NOT_DRAWN = {*_X, "schema", "seconds_left"}
 
 
 class Curves:
@@ -55,7 +59,16 @@ class Curves:
         self._runs = runs
         self.axes: list[dict[str, list[Any]]] = []
         self._axis_of: dict[tuple[str, tuple[int, ...]], int] = {}
-        names = list(dict.fromkeys(n for run in runs.values() for n in _drawn(run)))
+        self._values = {
+            (name, column): floats(values)
+            for name, run in runs.items()
+            for column, values in run.metrics.items()
+            if column not in _NOT_DRAWN
+        }
+        # columns with a number in any row
+        names = list(
+            dict.fromkeys(n for (_, n), v in self._values.items() if not numpy.isnan(v).all())
+        )
         self.points = self._room(_KNOWN_POINTS, [n for n in names if _is_known(n)])
         self.thinned = any(len(r.metrics.get("step", ())) > self.points for r in runs.values())
         known, taken = [], set[str]()
@@ -70,11 +83,19 @@ class Curves:
         groups: dict[str, list[str]] = {}
         for name in others:
             groups.setdefault(_group(name), []).append(name)
-        self.others = [self._picture(t, "", "", columns, room) for t, columns in groups.items()]
+        self.others = [self._other(title, columns, room) for title, columns in groups.items()]
 
     def _room(self, points: int, names: Sequence[str]) -> int:
         """Points of each of these columns of all runs, if together they shall have so many."""
         return max(_FEWEST_POINTS, min(_MOST_POINTS, points // (len(names) * len(self._runs) or 1)))
+
+    def _other(self, title: str, columns: Sequence[str], points: int) -> dict[str, Any]:
+        """The picture of a group of columns, with unit and meaning of one that is listed."""
+        entry = column_of(columns[0])
+        if entry is None:
+            return self._picture(title, "", "", columns, points)
+        meaning = f"{entry.meaning[:1].upper()}{entry.meaning[1:]}."
+        return self._picture(title, entry.unit, meaning, columns, points)
 
     def _picture(
         self, title: str, unit: str, note: str, columns: Sequence[str], points: int
@@ -98,12 +119,14 @@ class Curves:
         self, run: str, name: str, columns: Sequence[str], points: int
     ) -> dict[str, Any] | None:
         """The curve of a column of a run; None if the run has no value of it."""
-        values = [number(value) for value in self._runs[run].metrics.get(name, ())]
-        some = [i for i, value in enumerate(values) if value is not None]
-        if not some or (name == "skipped_steps" and not any(values)):
+        values = self._values.get((run, name), floats(()))
+        some = numpy.flatnonzero(~numpy.isnan(values))
+        if not len(some) or (name == "skipped_steps" and not values[some].any()):
             return None
         sparse = 2 * len(some) < len(values)  # of evaluations: between them nothing is missing
-        rows = thin(values, some if sparse else range(some[0], len(values)), points)
+        joined = sparse or name.startswith("gradient.")  # which not each row has
+        rows = thin(values, some if joined else range(some[0], len(values)), points)
+        given = self._runs[run].metrics[name]  # a whole number stays one
         several = len(self._runs) > 1
         index, of_run = columns.index(name), list(self._runs).index(run)
         label = f"{run}: {name}" if several and len(columns) > 1 else run if several else name
@@ -118,7 +141,7 @@ class Curves:
                 "dash": _DASHES[(index if several else turn) % len(_DASHES)],
                 "width": 2 if sparse or len(rows) <= 300 else 1.3,
             },
-            "y": [values[i] for i in rows],
+            "y": [number(given[i]) for i in rows],
             "axis": self._axis(run, tuple(rows)),
             "sparse": sparse,
         }
@@ -137,46 +160,60 @@ class Curves:
         return self._axis_of[run, rows]
 
 
-def thin(values: Sequence[float | None], rows: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the row numbers, of which every minimum and maximum of a part stays, and the first gap."""
+def thin(values: Any, rows: Any, most: int) -> list[int]:
+    """At most `most` of the row numbers, of which every minimum and maximum of a part stays, and the first gap.
+
+    `values` are those of all rows, nan or None where there is none.
+    """
+    rows = numpy.asarray(rows)
     if len(rows) <= most:
-        return list(rows)
-    gaps = any(values[i] is None for i in rows)
-    parts = most // (3 if gaps else 2)
-    kept: set[int] = set()
-    for k in range(parts):
-        part = rows[k * len(rows) // parts : (k + 1) * len(rows) // parts]
-        there = [(value, i) for i in part if (value := values[i]) is not None]
-        kept |= {min(there)[1], max(there)[1]} if there else set()
-        kept |= set([i for i in part if values[i] is None][:1])
-    return sorted(kept)
+        return [int(row) for row in rows]
+    chosen = numpy.asarray(values, dtype=numpy.float64)[rows]
+    parts = most // (3 if numpy.isnan(chosen).any() else 2)
+    width = -(-len(rows) // parts)
+    grid = numpy.full((parts, width), numpy.nan)
+    grid.flat[: len(rows)] = chosen
+    missing = numpy.isnan(grid)
+    some, starts = ~missing.all(axis=1), width * numpy.arange(parts)
+    lowest = starts + numpy.where(missing, numpy.inf, grid).argmin(axis=1)
+    highest = starts + numpy.where(missing, -numpy.inf, grid).argmax(axis=1)
+    gaps = (starts + missing.argmax(axis=1))[missing.any(axis=1)]
+    kept = numpy.unique([*lowest[some], *highest[some], *gaps[gaps < len(rows)]])
+    return [int(row) for row in rows[kept.astype(int)]]
+
+
+def floats(values: Sequence[Any]) -> numpy.ndarray:
+    """The finite numbers among values, and nan for anything else: float64 (len(values),)."""
+    if {*map(type, values)} <= {int, float, type(None)}:
+        with contextlib.suppress(OverflowError):  # an int beyond every float
+            found = numpy.array(values, dtype=numpy.float64)
+            found[numpy.isinf(found)] = numpy.nan
+            return found
+    numbers = [number(value) for value in values]
+    return numpy.array([math.nan if n is None else n for n in numbers], dtype=numpy.float64)
 
 
 def expert_pictures(name: str, run: Run) -> list[dict[str, Any]]:
     """Heat maps of a run with mixtures: the load of each expert, or without them that of each layer's fullest one."""
     loads = {n: v for n, v in run.metrics.items() if re.fullmatch(r"moe\..*\.load", n)}
     each = bool(loads)
-    lines: list[tuple[str, list[float | None]]] = []
+    lines: list[str] = []
+    columns: list[numpy.ndarray] = []  # (rows, experts) of each layer
     edges = []
     for column, values in loads.items():
-        layer, experts = (
-            column[4:-5],
-            max((len(v) for v in values if isinstance(v, list)), default=0),
-        )
+        columns.append(_matrix(values))
         edges.append(len(lines))
-        lines += [
-            (f"layer {layer}, expert {e}", [_element(value, e) for value in values])
-            for e in range(experts)
-        ]
+        lines += [f"layer {column[4:-5]}, expert {e}" for e in range(columns[-1].shape[1])]
     for column, values in {} if each else run.metrics.items():
         if re.fullmatch(r"moe\..*\.max_load", column):
-            lines.append((f"layer {column[4:-9]}", [number(value) for value in values]))
+            lines.append(f"layer {column[4:-9]}")
+            columns.append(floats(values)[:, None])
     if not lines:
         return []
     steps = [number(step) for step in run.metrics["step"]]
     parts = min(len(steps), max(20, min(200, 100_000 // len(lines))))
     cuts = [k * len(steps) // parts for k in range(parts + 1)]
-    rows = [[_mean(values[a:b]) for a, b in itertools.pairwise(cuts)] for _, values in lines]
+    rows = [row for column in columns for row in _means(column, cuts)]
     what = "expert" if each else "layer's fullest expert"
     note = (
         f"Tokens of each {what} over the mean of its layer: 1 is even, 0 (dark blue) is an expert that nothing reaches, red "
@@ -197,7 +234,7 @@ def expert_pictures(name: str, run: Run) -> list[dict[str, Any]]:
             {
                 "type": "heatmap",
                 "x": [steps[b - 1] for b in cuts[1:]],
-                "y": [html.escape(label) for label, _ in lines],
+                "y": [html.escape(label) for label in lines],
                 "z": rows,
                 "zmin": 0,
                 "zmax": 2,
@@ -220,21 +257,24 @@ def number(value: Any) -> float | None:
         return None
 
 
-def _element(value: Any, index: int) -> float | None:
-    return number(value[index]) if isinstance(value, list) and index < len(value) else None
+def _matrix(values: Sequence[Any]) -> numpy.ndarray:
+    """Lists of numbers, as `floats` makes them, as rows; nan where one has none: (len(values), length of the longest)."""
+    lists = [value if isinstance(value, numpy.ndarray) else floats(()) for value in values]
+    found = numpy.full((len(lists), max(map(len, lists), default=0)), numpy.nan)
+    for row, value in zip(found, lists, strict=True):
+        row[: len(value)] = value
+    return found
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return round(sum(there) / len(there), 4) if there else None
-
-
-def _drawn(run: Run) -> list[str]:
-    """Columns with a number in any row."""
+def _means(column: numpy.ndarray, cuts: Sequence[int]) -> list[list[float | None]]:
+    """By expert the mean of the rows of each part; None where a part has no number."""
+    parts = [column[a:b] for a, b in itertools.pairwise(cuts)]
+    counts = numpy.array([(~numpy.isnan(part)).sum(axis=0) for part in parts])
+    sums = numpy.array([numpy.nansum(part, axis=0, dtype=numpy.float64) for part in parts])
+    means = (sums / numpy.maximum(counts, 1)).round(4)
     return [
-        name
-        for name, values in run.metrics.items()
-        if name not in _NOT_DRAWN and any(number(value) is not None for value in values)
+        [value if count else None for value, count in zip(*of_expert)]
+        for of_expert in zip(means.T.tolist(), counts.T.tolist())
     ]
 
 
@@ -243,7 +283,11 @@ def _is_known(name: str) -> bool:
 
 
 def _group(name: str) -> str:
-    """Columns with one picture: `moe.1.dead` and `moe.2.dead` are moe.*.dead, `loss.source.a` is loss.source.*."""
+    """Columns with one picture: those of one entry in the list of columns, `moe.1.dead` and `moe.2.dead`. Others by their
+    names: `mine.1.x` and `mine.2.x` are mine.*.x, `mine.a` is mine.*."""
+    entry = column_of(name)
+    if entry is not None:
+        return entry.name
     parts = re.split(r"([./])", name)
     if any(part.isdecimal() for part in parts):
         return "".join("*" if part.isdecimal() else part for part in parts)

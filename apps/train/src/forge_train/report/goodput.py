@@ -29,8 +29,7 @@ def run_goodput(run_dir: str | Path) -> Goodput:
 
 def data_wait_seconds(run_dir: str | Path) -> float | None:
     """Seconds that rank 0's steps waited for data, over the rows of a run; None without a row."""
-    path = RunDirectory(run_dir).metrics
-    rows = read_rows(path) if path.exists() else []
+    rows = read_rows(RunDirectory(run_dir).metrics)
     waits = [row["data_wait_seconds"] for row in rows if row.get("data_wait_seconds") is not None]
     return sum(waits) if waits else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,16 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import InlineTable, Table
 
+from forge_parallel.profile import tables
 from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledger
 from forge_train.config.files import read_text, replace_text
 from forge_train.config.layers import flatten
 from forge_train.errors import ConfigError
-from forge_train.report.curves import Curves, expert_pictures, number
-from forge_train.report.read_run import Run, read_run
+from forge_train.report.curves import Curves, expert_pictures, floats, number
+from forge_train.report.read_run import Run, read
 from forge_train.report.timeline import shares, strip
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -82,7 +85,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _part(folder: Path) -> Part:
     paths = RunDirectory(folder)
     try:
-        run, text = read_run(folder), read_text(paths.config)
+        run, text = read(folder, floats), read_text(paths.config)
     except FileNotFoundError as error:
         raise ConfigError(
             [f"{error.filename or error}: {folder} must be the folder of a run; name another one"]
@@ -206,16 +209,19 @@ def _last_of_events(run: Run, name: str) -> Any:
 
 
 def _numbers(metrics: Mapping[str, list[Any]], name: str) -> list[float]:
-    return [v for value in metrics.get(name, ()) if (v := number(value)) is not None]
+    values = floats(metrics.get(name, ()))
+    found: list[float] = values[~numpy.isnan(values)].tolist()
+    return found
 
 
 def _evaluations(run: Run) -> list[tuple[str, float, Any, float, Any]]:
     """(measure, last value, its step, best value, its step) of each column of an evaluation."""
     found = []
     for name, values in run.metrics.items():
-        if name != "val_loss" and not name.startswith("eval/"):
+        if not name.startswith(("val_", "eval/")):
             continue
-        there = [(v, s) for value, s in zip(values, run.metrics["step"]) if (v := number(value)) is not None]  # fmt: skip
+        numbers = floats(values)
+        there = [(float(numbers[i]), run.metrics["step"][i]) for i in numpy.flatnonzero(~numpy.isnan(numbers))]  # fmt: skip
         if there:
             choose = max if name.endswith(_HIGHER) or "accuracy" in name else min
             best = choose(there, key=lambda pair: pair[0])
@@ -263,9 +269,15 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
             value = shlex.join(str(word) for word in value)
         elif key == "hosts" and isinstance(value, list):
             named = list(dict.fromkeys(str(host) for host in value))
-            value = f"{len(value)} ranks on {len(named)} hosts: {', '.join(named[:20])}"
+            value = f"{_count(value, 'rank')} on {_count(named, 'host')}: {', '.join(named[:20])}"
+        elif value == {}:
+            value = "none"
         found[key] = value if isinstance(value, str) else _json_text(value)
     return found
+
+
+def _count(values: Sequence[Any], name: str) -> str:
+    return f"{len(values)} {name}" + "s" * (len(values) != 1)
 
 
 def _compared(tables: Mapping[str, Mapping[str, str]]) -> list[tuple[str, list[str], bool]]:
@@ -295,16 +307,30 @@ def _events(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-def _profiles(part: Part) -> list[tuple[str, Any]]:
-    """(path within the run, content) of each profile; one that cannot be read says why."""
-    found: list[tuple[str, Any]] = []
-    for path in sorted(part.paths.path.glob("profile/**/*.json")):
+def _profiles(part: Part) -> list[tuple[str, list[Any], Any]]:
+    """(title, tables, content) of each profile; one of another form than ours has no tables, and one that cannot be
+    read says why."""
+    root, found = part.paths.path, list[tuple[str, list[Any], Any]]()
+    for path in sorted(root.glob("profile/**/*.json"), key=_by_numbers):
+        content: Any
+        own = list[Any]()
+        title = str(path.relative_to(root))
         try:
             content = json.loads(read_text(path, _MOST_PROFILE))
-        except (ValueError, RecursionError) as error:
+            own = tables(content)
+            last = content["step"] + content["steps"] - 1
+            title = f"steps {content['step']} to {last}, rank {content['rank']} ({title})"
+        except (OSError, ValueError, RecursionError) as error:
             content = f"cannot be read: {error}"
-        found.append((str(path.relative_to(part.paths.path)), content))
+        except (ArithmeticError, AttributeError, LookupError, TypeError):
+            pass
+        found.append((title, own, content))
     return found
+
+
+def _by_numbers(path: Path) -> list[Any]:
+    """A key that sorts step-2 before step-10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def figure(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,37 @@ def read_run(run_dir: str | Path) -> Run:
 
     Raises FileNotFoundError when `run_dir` is not the folder of a run, ValueError for a damaged one.
     """
+    return read(run_dir, list)
+
+
+def read(run_dir: str | Path, lists: Callable[[list[Any]], Any]) -> Run:
+    """`read_run` with the lists of rows, such as the loads of many experts, as `lists` makes them while it reads."""
     paths = RunDirectory(run_dir)
     if not paths.config.exists():
         raise FileNotFoundError(f"{paths.config} is not there; name the folder of a run")
-    rows = read_rows(paths.metrics) if paths.metrics.exists() else []
-    names = list(dict.fromkeys(name for row in rows for name in row))
     return Run(
         config=read_toml(paths.config),
         environment=json.loads(paths.environment.read_text(encoding="utf-8")),
-        metrics={name: [row.get(name) for row in rows] for name in names},
+        metrics=_columns(read_rows(paths.metrics), lists),
         events=list(read_events(paths.events)),
         parent=json.loads(paths.parent.read_text(encoding="utf-8"))
         if paths.parent.exists()
         else None,
     )
+
+
+def _columns(
+    rows: Iterable[dict[str, Any]], lists: Callable[[list[Any]], Any]
+) -> dict[str, list[Any]]:
+    """The values of each name. Memory: those values; rows, of which each has names of its own, are gone by then."""
+    found = dict[str, list[Any]]()
+    for number, row in enumerate(rows):
+        for name, value in row.items():
+            if name not in found:
+                found[name] = [None] * number
+            found[name].append(lists(value) if isinstance(value, list) else value)
+        if len(row) < len(found):
+            for values in found.values():
+                if len(values) == number:
+                    values.append(None)
+    return found

@@ -16,6 +16,7 @@ _COLOURS = {
     "load": "#3b6fb0",
     "save": "#8a6fd1",
     "evaluate": "#4ab5b8",
+    "profile": "#b07a4f",
     "hung": "#d14d4d",
     "down": "#8f2d2d",
     "queue": "#a3a3a3",

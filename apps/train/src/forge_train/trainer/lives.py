@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from forge_resilience.goodput import process_start_time
@@ -18,11 +19,11 @@ def life_fields(paths: RunDirectory, progress: Progress) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {"began": round(process_start_time(), 3)}
     try:
-        rows, written = read_rows(paths.metrics), paths.metrics.stat().st_mtime
+        written = paths.metrics.stat().st_mtime
+        last = next(iter(deque(read_rows(paths.metrics), maxlen=1)), None)
     except OSError:  # the first life
         return fields
-    if rows:
-        last = rows[-1]
+    if last is not None:
         fields["reached"] = {"step": last["step"], "time": round(written, 3)}
         fields["steps_lost"] = max(0, last["step"] - progress.step)
         seconds = (last.get("seconds") or 0.0) - progress.seconds

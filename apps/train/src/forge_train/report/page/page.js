@@ -57,7 +57,8 @@ function layout(picture, element) {
     const log = (box) => (controls.elements[box].checked ? "log" : "linear");
     Object.assign(found.xaxis, { type: log("logx"), title: { text: titles[x], standoff: 6 }, nticks: narrow ? 5 : 9 });
     Object.assign(found.yaxis, { type: log("logy"), title: { text: picture.unit, standoff: 4 }, exponentformat: "power" });
-    if (picture.from_zero) Object.assign(found.yaxis, { rangemode: "tozero", exponentformat: "SI" });
+    if (picture.from_zero) found.yaxis.rangemode = "tozero"; // also a constant, of which plotly.js would draw c - 1 to c + 1
+    if (picture.from_zero && picture.unit) found.yaxis.exponentformat = "SI";
     found.hovermode = "x unified";
     found.hoverlabel.bgcolor = style("--card");
   } else if (picture.labels) {
