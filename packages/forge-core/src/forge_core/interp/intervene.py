@@ -81,7 +81,11 @@ class _Changes:
         place, by_row = self._places[name], in_rows(value, self._rows)
         joined = self._whole.join(place, by_row)
         changed = self._changed(name, joined)
-        return value if changed is joined else self._whole.cut(place, changed).reshape(value.shape)
+        if changed is joined:
+            return value
+        if joined.shape != by_row.shape:  # or the value was whole already
+            changed = self._whole.cut(place, changed)
+        return changed.reshape(value.shape)
 
     def _changed(self, name: str, value: Tensor) -> Tensor:
         for pattern, change in self._changes.items():
