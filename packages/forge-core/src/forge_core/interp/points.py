@@ -230,7 +230,7 @@ def _hook(place: Place, name: str, visitor: Visitor) -> Callable[[], None]:
     visit = (place.point, name, visitor)
     if place.kind == "attend":
         return _watch(module, "attend", _WatchedAttention, visit)
-    return _watch(module, "point", _Watched, visit)
+    return _watch(module, "point", _WatchedPoint, visit)
 
 
 #: A point of a module, its name in the model, who visits it.
@@ -257,7 +257,7 @@ def _watch(module: Any, offer: str, kind: type[_Watched], visit: _Visit) -> Call
 
 
 class _Watched:
-    """`point` of a module, whose values visitors see."""
+    """What stands in the place of `plain`, and hands values to visitors; a copy of the model has the plain one."""
 
     def __init__(self, plain: Any, own: bool) -> None:
         self.plain, self.own = plain, own  # whether the instance had it, or its class
@@ -266,14 +266,18 @@ class _Watched:
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(self.plain, memo)
 
-    def __call__(self, point: str, value: Tensor) -> Tensor:
-        return self._visit(point, self.plain(point, value))
-
     def _visit(self, point: str, value: Tensor) -> Tensor:
         for at, name, visitor in self.visits:
             if at == point:
                 value = visitor.visit(name, value)
         return value
+
+
+class _WatchedPoint(_Watched):
+    """`point` of a module, whose values visitors see."""
+
+    def __call__(self, point: str, value: Tensor) -> Tensor:
+        return self._visit(point, self.plain(point, value))
 
 
 class _WatchedAttention(_Watched):
