@@ -283,3 +283,31 @@ def test_points_of_ones_own_have_a_kind_and_others_are_refused() -> None:
             strict=True,
         ):
             assert text.startswith(wanted)
+
+
+class Gathered(Transformer):
+    """Its head gives whole logits on every rank, as those of Hugging Face models do."""
+
+    def parallel_roles(self) -> dict[str, Any]:
+        roles = super().parallel_roles()
+        return {k: "gather_output" if r == "sharded_logits" else r for k, r in roles.items()}
+
+
+def change_of_whole_logits() -> dict[str, float]:
+    config = ParallelConfig(precision="fp32", tp=2)
+    meshes, model = make_meshes(config), build("dense")
+    model.__class__, batch = Gathered, batch_of(0, ROWS, True)
+    alone = call(model, batch)
+    parallelize(model, config, meshes, seq_len=SEQ)
+    whole, found = WholePoints(model, config, meshes), {}
+    store = ActivationStore("logits", whole=whole)
+    with intervene(model, {"logits": lambda x, _: x.neg_()}, whole=whole), store.watch(model):
+        found["changed"] = off(call(model, batch), -alone)
+    found["read"] = off(store["logits"], -alone)
+    return found
+
+
+@pytest.mark.distributed
+def test_whole_logits_of_every_rank_are_changed_whole_and_in_place() -> None:
+    for found in run_on_ranks(2, change_of_whole_logits):
+        assert max(found.values()) < CLOSE, found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -16,9 +18,10 @@ from tests.use.test_evaluation_sets import asked
 from forge_core.interp import ActivationStore
 from forge_data import batch_of
 from forge_testing.runs import fit_alone, make_job
-from forge_train import ConfigError, StateError
+from forge_train import ConfigError, DataError, StateError
 from forge_train.cli import extract
 from forge_train.jobs import load_model
+from forge_train.report import activation_files
 from forge_train.report import extract as module
 from forge_train.report.evaluate import evaluation_job
 from forge_train.report.extract import extract_run
@@ -88,6 +91,124 @@ def test_killed_and_started_again_it_is_the_same_file(
     extract_run(run, POINTS, torn, rows=7, batch=2)
     assert len(calls) == 5, "two parts were there already"
     assert torn.read_bytes() == whole.read_bytes()
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, where: object, name: str, run: Path, out: Path, calls: int = 1) -> None:  # fmt: skip
+    """Extract 6 rows of a point, and stop at the last of so many calls of `where.name`."""
+
+    class Killed(BaseException):
+        pass
+
+    plain, left = getattr(where, name), [calls]
+
+    def last(*args: object, **options: object) -> object:
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        return plain(*args, **options)
+
+    monkeypatch.setattr(where, name, last)
+    with pytest.raises(Killed):
+        extract_run(run, ("logits",), out, rows=6, batch=2)
+    monkeypatch.setattr(where, name, plain)
+
+
+def test_a_kill_behind_the_last_step_leaves_no_parts(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "x.npz"
+    killed_at(monkeypatch, activation_files.shutil, "rmtree", run, out)
+    assert numpy.load(out)["logits"].shape[0] == 6
+    with pytest.raises(ConfigError, match="exists already"):
+        extract_run(run, ("logits",), out, rows=6, batch=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_parts_that_are_damaged_or_of_nobody_are_not_used(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, parts = tmp_path / "x.npz", tmp_path / "x.npz.parts"
+    extract_run(run, ("logits",), tmp_path / "whole.npz", rows=6, batch=2)
+    killed_at(monkeypatch, module, "_values", run, out, calls=3)
+    first = parts / "rows-000000000.npz"
+    whole = first.read_bytes()
+    first.write_bytes(whole[:300])
+    with pytest.raises(StateError, match=r"rows-000000000\.npz is damaged .*; remove it, and give"):
+        extract_run(run, ("logits",), out, rows=6, batch=2)
+    for request in (None, "{"):  # parts that nobody knows the command of
+        parts.mkdir(exist_ok=True)
+        numpy.savez(first, tokens=numpy.zeros((2, 32)), logits=numpy.zeros((2, 32, 257)))
+        asked = parts / "request.json"
+        asked.unlink(missing_ok=True) if request is None else asked.write_text(request)
+        extract_run(run, ("logits",), out, rows=6, batch=2)
+        assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()
+        out.unlink()
+    # a command that was refused holds nobody up
+    values = module._values
+    monkeypatch.setattr(module, "_values", _unreached)
+    with pytest.raises(ConfigError, match="must be reached"):
+        extract_run(run, ("logits",), out, rows=6, batch=2)
+    monkeypatch.setattr(module, "_values", values)
+    assert extract_run(run, ("final_norm",), out, rows=6, batch=2) == (6, 6)
+
+
+def _unreached(*_: object) -> dict[str, numpy.ndarray]:
+    raise ConfigError(["a point must be reached"])
+
+
+def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> None:
+    out, most = tmp_path / "x.npz", resource.getrlimit(resource.RLIMIT_FSIZE)
+    lock = tmp_path / "x.npz.parts/lock"
+    lock.parent.mkdir()
+    held = "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    command = [sys.executable, "-c", held, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"1\n"
+        with pytest.raises(StateError, match="is written by another command; wait for it"):
+            extract_run(run, ("logits",), out, rows=6, batch=2)
+        other.communicate(b"\n")
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, most[1]))
+    try:
+        with pytest.raises(
+            StateError, match=r"x\.npz\.parts could not be written \(File too large"
+        ):
+            extract_run(run, ("logits",), out, rows=6, batch=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        signal.signal(signal.SIGXFSZ, before)
+    assert extract_run(run, ("logits",), out, rows=6, batch=2) == (6, 6)
+
+
+def test_what_fp16_cannot_hold_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*args: object, **options: object) -> object:
+        model, config, step = load_model(*args, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            model.layers["0"].mixer.q_proj.weight *= 1e9  # type: ignore[operator, union-attr, index]
+        return model, config, step
+
+    monkeypatch.setattr(module, "load_model", large)
+    points = ("layers.0.attn_scores",)
+    with pytest.raises(DataError, match=r"layers.0.attn_scores holds .*, and fp16 ends at 65504"):
+        extract_run(run, points, tmp_path / "x.npz", rows=2, dtype="fp16")
+    extract_run(run, points, tmp_path / "y.npz", rows=2)
+    assert numpy.abs(numpy.load(tmp_path / "y.npz")[points[0]]).max() > 65504
+
+
+def test_another_size_of_shards_after_a_kill_has_shards_of_its_own(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = tmp_path / "x.parts"
+    killed_at(monkeypatch, activation_files.os, "replace", run, tmp_path / "x", calls=6)
+    killed = {p.name for p in parts.glob("shards-*/*")}
+    assert killed == {"rows-00001-of-00001.safetensors", "index.json.tmp"}
+    join, names = activation_files.Parts.join, [f"rows-0000{i}-of-00006.safetensors" for i in range(1, 7)]  # fmt: skip
+    monkeypatch.setattr(activation_files.Parts, "join", lambda parts, _: join(parts, 1))
+    extract_run(run, ("logits",), tmp_path / "x", rows=6, batch=2)
+    assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["index.json", *names]
 
 
 def test_the_command_lists_points_and_refuses(

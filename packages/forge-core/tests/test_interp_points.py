@@ -8,7 +8,7 @@ from torch import nn
 
 from forge_core import AttentionSpec, Transformer, TransformerConfig
 from forge_core.interp import ActivationStore, intervene, points_of
-from forge_core.model import MLAConfig
+from forge_core.model import MLAConfig, MTPConfig
 
 SIZES = dict(vocab_size=64, dim=16, num_layers=3, num_heads=4, num_kv_heads=2, init_std=0.3)
 TOKENS = torch.randint(0, 64, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -158,6 +158,71 @@ def test_ablation_of_heads_equals_zeroed_weights():
         assert torch.equal(call(model), call(zeroed))
 
 
+@pytest.mark.parametrize("point", ["attn_weights", "attn_scores", "head_out", "resid_pre"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_change_in_place_is_a_change(point, mode):
+    model = build()
+
+    def in_place(x, _):
+        x[:, 1] = 0
+        return x
+
+    changes = (in_place, lambda x, name: in_place(x.clone(), name))
+    with mode():
+        found = []
+        for change in changes:
+            with intervene(model, {f"layers.1.{point}": change}):
+                found.append(call(model))
+        assert torch.equal(*found)
+        assert not torch.allclose(found[0], call(model), atol=1e-3)
+
+
+def test_rows_are_those_of_tokens_whatever_is_named_first():
+    model, positions = build(), torch.arange(11)[None]
+    store = ActivationStore("*.resid_post", every=2)
+    with store.watch(model):
+        model(positions=positions, tokens=TOKENS)
+    assert store.rows == 2
+    assert store["layers.0.resid_post"].shape == (1, 11, 16)
+
+
+def test_patterns_take_what_calls_without_tokens_ahead_reach():
+    model = build(mtp=MTPConfig(num_modules=1))
+    store = everything(model)
+    assert "logits" in store.names
+    assert not any(name.startswith("mtp") for name in store.names)
+    ahead = ActivationStore(["layers.2.resid_post", "mtp.*.head_out"])
+    with ahead.watch(model):
+        model(TOKENS, next_tokens=TOKENS[:, None])
+    assert ahead["mtp.0.block.mixer.head_out"].shape == (2, 11, 4, 4)
+    refused = pytest.raises(ValueError, match=r"mtp\..* must be reached by each call")
+    with refused, ActivationStore("mtp.*").watch(model):
+        call(model)
+
+
+def test_a_copy_has_the_attention_of_the_model_alone():
+    model = build()
+    with intervene(model, {"*.attn_weights": lambda x, _: x * 0, "*.head_out": lambda x, _: x}):
+        other = copy.deepcopy(model)
+        assert not torch.allclose(call(model), call(other))
+    assert torch.equal(call(other), call(model))
+
+
+def test_watches_may_end_in_any_order():
+    model = build()
+    stores = [ActivationStore("*.attn_*") for _ in range(2)]
+    watches = [store.watch(model) for store in stores]
+    for watch in watches:
+        watch.__enter__()
+    call(model)
+    watches[0].__exit__(None, None, None)
+    call(model)
+    watches[1].__exit__(None, None, None)
+    call(model)
+    assert [store.rows for store in stores] == [2, 4]
+    assert not any("point" in vars(m) for m in model.modules())
+
+
 def test_gradients_go_through_a_change():
     model = build()
     vector = torch.zeros(16, requires_grad=True)
@@ -254,6 +319,21 @@ class TestStore:
         assert sum(f.stat().st_size for f in (tmp_path / "new").iterdir()) == here.nbytes
         with pytest.raises(ValueError, match="holds files, it must be empty or new"):
             ActivationStore("*", folder=tmp_path / "new")
+
+    def test_a_folder_is_of_one_store_and_keeps_no_part_of_a_call(self, tmp_path):
+        model = build()
+        one, two = (ActivationStore("*.resid_pre", folder=tmp_path) for _ in range(2))
+        with one.watch(model):
+            call(model)
+        wanted = {name: one[name].clone() for name in one.names}
+        refused = pytest.raises(ValueError, match="holds a file of another store")
+        with refused, two.watch(model):
+            model(TOKENS.flip(1))
+        assert all(torch.equal(one[name], wanted[name]) for name in wanted)
+        small = ActivationStore("*.resid_pre", folder=tmp_path / "small", max_bytes=2 * 11 * 16 * 4)
+        with pytest.raises(ValueError, match="above max_bytes"), small.watch(model):
+            call(model)
+        assert not any((tmp_path / "small").iterdir())
 
     def test_max_bytes_is_refused_before_it_is_exceeded(self):
         model = build()

@@ -71,5 +71,18 @@ def test_what_cannot_be_fitted_is_refused():
         fit_ridge(X, torch.zeros(80, 1), -1.0)
     with pytest.raises(ValueError, match="must be integers"):
         fit_classifier(X, torch.zeros(80))
+    for fit, y in ((fit_ridge, X), (fit_classifier, LABELS)):
+        with pytest.raises(ValueError, match="x must be finite"):
+            fit(X.where(X < 1, torch.nan), y)
+    with pytest.raises(ValueError, match=r"labels must be 0 or more, and hold -100"):
+        fit_classifier(X, LABELS.where(LABELS > 0, -100))
+    with pytest.raises(ValueError, match=r"x \(0, 6\) must have samples"):
+        fit_classifier(X[:0], LABELS[:0])
     with pytest.raises(ValueError, match="has not converged after 2 steps"):
         fit_classifier(X, LABELS, l2=0.0, steps=2)
+
+
+def test_labels_are_of_any_type_of_integers():
+    wanted = fit_classifier(X, (LABELS > 0).long())
+    for labels in (LABELS > 0, (LABELS > 0).int(), (LABELS > 0).to(torch.uint8)):
+        assert torch.equal(fit_classifier(X, labels).weight, wanted.weight)

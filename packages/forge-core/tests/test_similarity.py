@@ -1,5 +1,7 @@
 """CKA and SVCCA against their definitions written out, and what they must not see."""
 
+import math
+
 import pytest
 import torch
 
@@ -93,3 +95,20 @@ def test_what_means_nothing_is_refused():
         linear_cka(X[..., None], Y)
     with pytest.raises(ValueError, match="has 3 samples, it must have 4 or more"):
         debiased_linear_cka(X[:3], Y[:3])
+
+
+@pytest.mark.parametrize("measure", [linear_cka, debiased_linear_cka, svcca])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e6 / 3])
+def test_what_is_constant_is_like_nothing(measure, value):
+    constant = torch.full((60, 4), value)
+    assert math.isnan(measure(X, constant))
+    assert math.isnan(measure(constant, constant))
+    batches = MinibatchCKA()
+    batches.update(X, constant)
+    assert math.isnan(batches.value())
+
+
+@pytest.mark.parametrize("measure", [linear_cka, debiased_linear_cka, svcca])
+def test_a_far_mean_does_not_count(measure):
+    far = X.double() * 1e-3 + 1e4
+    assert measure(X, far) == pytest.approx(1.0, abs=1e-9)

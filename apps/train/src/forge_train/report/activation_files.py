@@ -5,13 +5,16 @@ Parts lie beside the output until all are there, so that memory holds one of the
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 
@@ -19,12 +22,14 @@ from forge_train.errors import StateError
 
 __all__ = ["Parts", "output_problems"]
 
-_REQUEST = "request.json"
+_REQUEST, _LOCK = "request.json", "lock"
 
 
 def output_problems(out: Path) -> list[str]:
     """Why nothing can be written there: a file .npz, or a folder."""
     if out.exists():
+        # of a command that was killed behind its last step
+        shutil.rmtree(Parts(out).folder, ignore_errors=True)
         return [f"--output {out} exists already; name another file, or remove it"]
     if out.suffix == ".npz":
         return []
@@ -46,23 +51,42 @@ class Parts:
 
     def __init__(self, out: Path) -> None:
         self.out, self.folder = out, out.with_name(out.name + ".parts")
+        self._lock: IO[bytes] | None = None
 
     def open(self, request: dict[str, Any]) -> None:
-        """Make the folder, or go on with that of the same request; StateError for one of another."""
+        """Make the folder, or go on with that of the same request; StateError for one of another, or of a command
+        that still writes."""
         asked = self.folder / _REQUEST
-        if asked.exists():
-            before = json.loads(asked.read_text())
-            other = next((key for key in request if before.get(key) != request[key]), None)
-            if other is not None:
-                raise StateError(
-                    [
-                        f"{self.folder} holds parts of another command ({other} {before.get(other)!r}, now "
-                        f"{request[other]!r}); give that command again, or remove the folder"
-                    ]
-                )
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _write(asked, json.dumps(request).encode())
+        with _room_on_disk(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take()
+            before = _request(asked)
+            if not before or not self.starts():
+                _empty(self.folder)  # parts of nobody knows what
+                _write(asked, json.dumps(request).encode())
+                return
+        other = next((key for key in request if before.get(key) != request[key]), None)
+        if other is not None:
+            raise StateError(
+                [
+                    f"{self.folder} holds parts of another command ({other} {before.get(other)!r}, now "
+                    f"{request[other]!r}); give that command again, or remove the folder"
+                ]
+            )
+
+    def _take(self) -> None:
+        """Lock the folder until this process has ended, where the file system has locks."""
+        self._lock = (self.folder / _LOCK).open("wb")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise StateError(
+                [
+                    f"{self.folder} is written by another command; wait for it, or name another --output"
+                ]
+            ) from None
+        except OSError:
+            pass
 
     def starts(self) -> set[int]:
         """The first rows of the parts that are there."""
@@ -72,11 +96,12 @@ class Parts:
         """Write one part, whole or not at all."""
         path = self.folder / f"rows-{start:09d}.npz"
         temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
-            numpy.savez(file, **values)  # type: ignore[arg-type, unused-ignore]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with _room_on_disk(self.folder):
+            with open(temporary, "wb") as file:
+                numpy.savez(file, **values)  # type: ignore[arg-type, unused-ignore]
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
 
     def join(self, shard_bytes: int) -> None:
         """Make the output of all parts, and remove them. Memory: a part, and a shard of a folder."""
@@ -93,14 +118,43 @@ class Parts:
             )
         with numpy.load(files[0]) as first:
             shapes = {name: (first[name].shape[1:], first[name].dtype) for name in first.files}
-        if self.out.suffix == ".npz":
-            made = _npz(self.folder / "all.tmp", files, rows, shapes, json.dumps(request))
-        else:
-            made = _shards(
-                self.folder / "shards", dict(zip(files, counts)), shapes, request, shard_bytes
-            )
-        os.replace(made, self.out)
+        with _room_on_disk(self.folder):
+            if self.out.suffix == ".npz":
+                made = _npz(self.folder / "all.tmp", files, rows, shapes, json.dumps(request))
+            else:
+                folder = self.folder / f"shards-{shard_bytes}"
+                made = _shards(folder, dict(zip(files, counts)), shapes, request, shard_bytes)
+            os.replace(made, self.out)
         shutil.rmtree(self.folder)
+
+
+@contextlib.contextmanager
+def _room_on_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            [
+                f"{folder} could not be written ({error.strerror or error}); make room there, then give the command again"
+            ]
+        ) from error
+
+
+def _request(path: Path) -> dict[str, Any]:
+    """What a folder's parts are of; nothing if that is missing or damaged."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            path.unlink()
 
 
 #: By name, the shape and dtype of a row.
@@ -173,9 +227,14 @@ def _rows(
 
 
 def _array(path: Path, name: str, shape: tuple[int, ...] | None = None) -> numpy.ndarray:
-    """An array of a part; StateError if its rows have another shape."""
-    with numpy.load(path) as part:
-        values: numpy.ndarray = part[name]
+    """An array of a part; StateError if it cannot be read, or its rows have another shape."""
+    try:
+        with numpy.load(path) as part:
+            values: numpy.ndarray = part[name]
+    except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
+        raise StateError(
+            [f"{path} is damaged ({error}); remove it, and give the command again"]
+        ) from error
     if shape is not None and values.shape[1:] != shape:
         raise StateError(
             [f"{name} has rows of {values.shape[1:]} and {shape}, which are no one array"]

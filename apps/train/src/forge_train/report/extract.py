@@ -22,7 +22,7 @@ from forge_resilience import Agreement, ExitCode
 from forge_train.config.axes import Axes
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
+from forge_train.errors import ConfigError, DataError, config_errors, run_on_all_ranks
 from forge_train.jobs import load_model
 from forge_train.ranks import meet
 from forge_train.report.activation_files import Parts, output_problems
@@ -34,7 +34,7 @@ from forge_train.trainer.objective import find_objective
 
 __all__ = ["ExtractFlags", "extract_run", "run_extract"]
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+_DTYPES = {"fp32": numpy.float32, "fp16": numpy.float16}
 _OF_ROWS = ("tokens", "positions", "document_ids")
 
 
@@ -222,11 +222,26 @@ def _write(asked: _Asked, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
         values = _values(compute, batch, asked, whole)
         values = {name: value[: count - start] for name, value in values.items()}
         writes = meshes.is_batch_leader and meshes.batch_rank < len(missing)
-        write = partial(parts.write, start, values) if writes else _nothing
+        write = partial(_write_part, parts, start, values, asked) if writes else _nothing
         run_on_all_ranks(agreement, write)
     most = asked.shard_mib * 2**20
     run_on_all_ranks(agreement, lambda: parts.join(most) if meshes.rank == 0 else None)
     return at, count
+
+
+def _write_part(parts: Parts, start: int, values: dict[str, numpy.ndarray], asked: _Asked) -> None:
+    """Write values (rows, ...); DataError for one that the file's dtype cannot hold."""
+    floats = (name for name, value in values.items() if value.dtype == numpy.float32)
+    with numpy.errstate(over="ignore"):
+        narrow = {name: values[name].astype(_DTYPES[asked.dtype]) for name in floats}
+    for name, value in narrow.items():
+        if (numpy.isinf(value) & numpy.isfinite(values[name])).any():
+            raise DataError(
+                [
+                    f"{name} holds {numpy.abs(values[name]).max():.6g}, and {asked.dtype} ends at 65504; use --dtype fp32"
+                ]
+            )
+    parts.write(start, values | narrow)
 
 
 def _nothing() -> None:
@@ -273,7 +288,7 @@ def _values(
     compute: Compute, batch: Batch, asked: _Asked, whole: WholePoints
 ) -> dict[str, numpy.ndarray]:
     """What a part holds, by name."""
-    store = ActivationStore(asked.points, dtype=_DTYPES[asked.dtype], whole=whole)
+    store = ActivationStore(asked.points, dtype=torch.float32, whole=whole)
     with config_errors(), store.watch(compute.model):
         compute.forward(batch)
     found = {name: store[name].numpy() for name in sorted(store.names)}

@@ -26,7 +26,7 @@ def intervene(
             logits = model(tokens)
 
     The keys are patterns of points (see `forge_core.interp.points`), and gradients go through. Where a point matches
-    several patterns, their changes follow one another. A change that returns its argument changes nothing. That of
+    several patterns, their changes follow one another. A change may write in place and return its argument. That of
     `attn_scores` or `attn_weights` computes attention from its definition, with all (B, H, S, S) weights.
 
     The values are those of this process: parts of rows or heads where ranks share them. With `whole`
@@ -65,7 +65,7 @@ class _Changes:
         self._rows = 0
 
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._rows = rows_of(args, kwargs)
+        self._rows = rows_of(module, args, kwargs)
 
     def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         pass
@@ -81,13 +81,25 @@ class _Changes:
         place, by_row = self._places[name], in_rows(value, self._rows)
         joined = self._whole.join(place, by_row)
         changed = self._changed(name, joined)
-        return value if changed is joined else self._whole.cut(place, changed).reshape(value.shape)
+        if changed is joined:
+            return value
+        if joined.shape != by_row.shape:  # or the value was whole already
+            changed = self._whole.cut(place, changed)
+        return changed.reshape(value.shape)
 
     def _changed(self, name: str, value: Tensor) -> Tensor:
         for pattern, change in self._changes.items():
             if fnmatchcase(name, pattern):
-                value = _same_kind(name, value, change(value, name))
+                before = _version(value)
+                new = _same_kind(name, value, change(value, name))
+                # whoever compares by `is` sees a change in place, too
+                value = new.view_as(new) if new is value and _version(value) != before else new
         return value
+
+
+def _version(value: Tensor) -> object:
+    """Equal to the one before while nothing is written in place; never equal where torch does not count that."""
+    return object() if value.is_inference() else value._version
 
 
 def _same_kind(name: str, old: Tensor, new: Tensor) -> Tensor:

@@ -11,12 +11,16 @@
     layers.3.router_logits            (B * S, E)  of a mixture of experts; (B, S, E) in a store, and with `whole`
     final_norm, logits                (B, S, M), (B, S, V)
 
+Modules of multi-token prediction run where a call has tokens ahead, so their points need a pattern of their own: "mtp.*".
+
 A part of your own has a tuple `points`, and passes its tensors through `self.point(name, value)` (see
 `forge_core.model.points`).
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
@@ -30,6 +34,8 @@ from forge_core.model.context import TokenContext
 
 #: Computed beside the attention, where its `attend` offers what they are made by, as `LocalAttention` does.
 _OF_ATTEND = ("attn_scores", "attn_weights")
+#: Modules that calls without tokens ahead do not run.
+_AHEAD = "mtp."
 _OFFERS = ("scores", "softmax", "mix")
 
 
@@ -114,7 +120,7 @@ def chosen(
     model: nn.Module, patterns: Iterable[str], whole: Whole | None = None
 ) -> tuple[list[str], dict[str, Place]]:
     """The points that match one of the patterns (as in fnmatch; `*` stands for dots too), and those of them that are here
-    and not in another rank's part of the model.
+    and not in another rank's part of the model. A pattern that matches others does not take those of `mtp`.
 
     ValueError for a pattern that matches nothing, for a point inside of compiled code, and for one that `whole` does
     not know.
@@ -130,7 +136,7 @@ def chosen(
                 f"point {pattern!r} must be one of the {len(points)} of {type(model).__name__}, and matches none; "
                 f"near: {', '.join(near)}"
             )
-        found |= {*names}
+        found |= {*(name for name in names if not name.startswith(_AHEAD))} or {*names}
     places = {name: place for name, place in here.items() if name in found}
     _refuse_compiled(model, places)
     if whole is not None:
@@ -148,9 +154,12 @@ def visited(places: dict[str, Place], visitor: Visitor) -> Iterator[None]:
         yield
 
 
-def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """B of the arguments of a model's call: the rows of its first tensor."""
-    return next(v.size(0) for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+def rows_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """B of the arguments of a model's call: the rows of the first tensor in the order of its forward."""
+    order = [*inspect.signature(module.forward).parameters]
+    named = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
+    given = (*args, *(kwargs[name] for name in named))
+    return next(value.size(0) for value in given if isinstance(value, Tensor))
 
 
 def in_rows(value: Tensor, rows: int) -> Tensor:
@@ -218,50 +227,61 @@ def _hook(place: Place, name: str, visitor: Visitor) -> Callable[[], None]:
 
         remove = module.register_forward_hook(behind).remove
         return remove
+    visit = (place.point, name, visitor)
     if place.kind == "attend":
-        return _watch_attend(module, (place.point, name, visitor))
-    before_us = vars(module).get("point")  # that of an outer visitor
-    inner = module.point
-
-    def point(of: str, value: Tensor) -> Tensor:
-        value = inner(of, value)
-        return visitor.visit(name, value) if of == place.point else value
-
-    module.point = point
-
-    def restore() -> None:
-        if before_us is None:
-            del module.point
-        else:
-            module.point = before_us
-
-    return restore
+        return _watch(module, "attend", _WatchedAttention, visit)
+    return _watch(module, "point", _WatchedPoint, visit)
 
 
-#: A point of an attention, its name in the model, who visits it.
+#: A point of a module, its name in the model, who visits it.
 _Visit = tuple[str, str, Visitor]
 
 
-def _watch_attend(module: Any, visit: _Visit) -> Callable[[], None]:
-    attend = module.attend
-    if not isinstance(attend, _WatchedAttention):
-        attend = module.attend = _WatchedAttention(attend)
-    attend.visits.append(visit)
+def _watch(module: Any, offer: str, kind: type[_Watched], visit: _Visit) -> Callable[[], None]:
+    """Put something watched in the place of `module.point` or `module.attend`, until its last visitor has left."""
+    watched = getattr(module, offer)
+    if not isinstance(watched, kind):
+        watched = kind(watched, offer in vars(module))
+        setattr(module, offer, watched)
+    watched.visits.append(visit)
 
     def restore() -> None:
-        attend.visits.remove(visit)
-        if not attend.visits:
-            module.attend = attend.plain
+        watched.visits.remove(visit)
+        if watched.visits:
+            return
+        delattr(module, offer)
+        if watched.own:
+            setattr(module, offer, watched.plain)
 
     return restore
 
 
-class _WatchedAttention:
-    """Attention whose scores and weights visitors see. What nobody changes is computed as without them."""
+class _Watched:
+    """What stands in the place of `plain`, and hands values to visitors; a copy of the model has the plain one."""
 
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
+    def __init__(self, plain: Any, own: bool) -> None:
+        self.plain, self.own = plain, own  # whether the instance had it, or its class
         self.visits: list[_Visit] = []
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.plain, memo)
+
+    def _visit(self, point: str, value: Tensor) -> Tensor:
+        for at, name, visitor in self.visits:
+            if at == point:
+                value = visitor.visit(name, value)
+        return value
+
+
+class _WatchedPoint(_Watched):
+    """`point` of a module, whose values visitors see."""
+
+    def __call__(self, point: str, value: Tensor) -> Tensor:
+        return self._visit(point, self.plain(point, value))
+
+
+class _WatchedAttention(_Watched):
+    """Attention whose scores and weights visitors see. What nobody changes is computed as without them."""
 
     def __getattr__(self, name: str) -> Any:  # what else the attention says of itself
         return getattr(self.plain, name)
@@ -294,9 +314,3 @@ class _WatchedAttention:
         weights = self.plain.softmax(seen, ctx, sinks)
         behind = self._visit("attn_weights", weights)
         return None if seen is scores and behind is weights else behind
-
-    def _visit(self, point: str, value: Tensor) -> Tensor:
-        for at, name, visitor in self.visits:
-            if at == point:
-                value = visitor.visit(name, value)
-        return value

@@ -66,7 +66,11 @@ def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500)
         raise ValueError(
             f"labels {labels.dtype} {tuple(labels.shape)} must be integers (N,); use fit_ridge for numbers"
         )
-    x = x.detach().double()
+    if labels.min() < 0:
+        raise ValueError(
+            f"labels must be 0 or more, and hold {int(labels.min())}; leave out samples without a label"
+        )
+    x, labels = x.detach().double(), labels.long()
     mean, spread = x.mean(0), x.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1.0)
     scaled = (x - mean) / spread
@@ -101,5 +105,9 @@ def _check(x: Tensor, y: Tensor, l2: float) -> None:
             f"x {tuple(x.shape)} must be (samples, features) with the samples of y {tuple(y.shape)}; flatten rows "
             "and tokens of both"
         )
-    if l2 < 0:
+    if not len(x):
+        raise ValueError(f"x {tuple(x.shape)} must have samples; read more tokens")
+    if not (x.isfinite().all() and y.isfinite().all()):
+        raise ValueError("x must be finite, and y; leave out samples that hold nan or inf")
+    if not l2 >= 0:
         raise ValueError(f"l2 is {l2}, it must be 0 or more")

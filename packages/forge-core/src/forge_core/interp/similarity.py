@@ -1,8 +1,11 @@
 """How alike two representations of the same samples are.
 
 Shapes: N samples, P and Q features of the two. Tokens are samples: flatten (rows, S, M) to (rows * S, M).
-Computed in float64; results are Python numbers, which cost one sync on an accelerator.
+Computed in float64; results are Python numbers, which cost one sync on an accelerator, and nan where x or y is
+constant.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ def linear_cka(x: Tensor, y: Tensor) -> float:
     """Linear CKA of x (N, P) and y (N, Q), from 0 to 1 (Kornblith et al. 2019, equation 4).
 
     The same for a rotated, shifted or scaled x. With few samples it is near 1 for anything: see
-    `debiased_linear_cka`. Memory: P * Q. nan where x or y is constant.
+    `debiased_linear_cka`. Memory: P * Q.
     """
     x, y = _centred(x, y)
     return float((x.T @ y).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm()))
@@ -24,7 +27,7 @@ def debiased_linear_cka(x: Tensor, y: Tensor) -> float:
     May be below 0. Needs N of 4 or more. Memory: N * N; take a sample of the tokens.
     """
     between, of_x, of_y = _hsics(x, y)
-    return float(between / (of_x * of_y) ** 0.5)
+    return _share(between, of_x, of_y)
 
 
 class MinibatchCKA:
@@ -40,17 +43,19 @@ class MinibatchCKA:
 
     def __init__(self) -> None:
         self._sums = [0.0, 0.0, 0.0]
+        self._batches = 0
 
     def update(self, x: Tensor, y: Tensor) -> None:
         """Count one batch of samples."""
         self._sums = [a + b for a, b in zip(self._sums, _hsics(x, y))]
+        self._batches += 1
 
     def value(self) -> float:
         """CKA of all batches so far; ValueError before the first."""
-        if not any(self._sums):
+        if not self._batches:
             raise ValueError("MinibatchCKA has no samples, it must have a batch; call update first")
         between, of_x, of_y = self._sums
-        return float(between / (of_x * of_y) ** 0.5)
+        return _share(between, of_x, of_y)
 
 
 def svcca(x: Tensor, y: Tensor, *, share: float = 0.99) -> float:
@@ -62,6 +67,8 @@ def svcca(x: Tensor, y: Tensor, *, share: float = 0.99) -> float:
     if not 0.0 < share <= 1.0:
         raise ValueError(f"share is {share}, it must be above 0 and at most 1")
     x, y = _centred(x, y)
+    if not (x.any() and y.any()):
+        return math.nan
     bases = [_main_directions(z, share) for z in (x, y)]
     most = bases[0].size(1) + bases[1].size(1)
     if most >= len(x):
@@ -74,9 +81,9 @@ def svcca(x: Tensor, y: Tensor, *, share: float = 0.99) -> float:
 
 def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     for name, value in (("x", x), ("y", y)):
-        if value.dim() != 2:
+        if value.dim() != 2 or not value.numel():
             raise ValueError(
-                f"{name} {tuple(value.shape)} must be (samples, features); flatten rows and tokens"
+                f"{name} {tuple(value.shape)} must be (samples, features) of one or more; flatten rows and tokens"
             )
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} samples and y {len(y)}; both must be of the same tokens")
@@ -84,17 +91,28 @@ def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    x, y = _checked(x, y)
-    return x - x.mean(0), y - y.mean(0)
+    x, y = (_without_mean(z) for z in _checked(x, y))
+    return x, y
+
+
+def _without_mean(x: Tensor) -> Tensor:
+    """x (N, P) around its mean; a constant feature is exactly 0, where rounding would leave noise."""
+    centred = x - x.mean(0)
+    constant = centred.abs().amax(0) <= 1e-12 * x.abs().amax(0)
+    return centred.masked_fill(constant, 0.0)
 
 
 def _hsics(x: Tensor, y: Tensor) -> tuple[float, float, float]:
     """Unbiased HSIC of x and y, of x with itself, of y with itself."""
-    x, y = _checked(x, y)
+    x, y = _centred(x, y)  # the same, and more exact where means are large
     if len(x) < 4:
         raise ValueError(f"x has {len(x)} samples, it must have 4 or more; read more tokens")
     a, b = x @ x.T, y @ y.T
     return _unbiased_hsic(a, b), _unbiased_hsic(a, a), _unbiased_hsic(b, b)
+
+
+def _share(between: float, of_x: float, of_y: float) -> float:
+    return math.nan if of_x <= 0 or of_y <= 0 else between / math.sqrt(of_x * of_y)
 
 
 def _unbiased_hsic(a: Tensor, b: Tensor) -> float:

@@ -61,6 +61,7 @@ class ActivationStore:
         self._places: dict[str, Place] = {}  # of the model that is watched
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
+        self._files: list[Path] = []  # of pending values
         self._batch: int | None = None  # rows of the call that runs
 
     @property
@@ -118,6 +119,7 @@ class ActivationStore:
             for name, value in self.whole.exchange(found, left):
                 self._kept[name].append(self._put(name, value.to(self.device)))
                 self.nbytes += value.nbytes
+            self._files = []
 
     def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         """ValueError if a value of this shape does not fit."""
@@ -166,13 +168,20 @@ class ActivationStore:
         if self.folder is None or not value.numel():
             return value
         path = self.folder / f"{name}.{len(self._kept[name]):06d}.bin"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            raise ValueError(
+                f"folder {self.folder} holds a file of another store, {path.name}; give each a folder of its own"
+            ) from None
+        self._files.append(path)
         options: Any = {"shared": True, "size": value.numel(), "dtype": value.dtype}
         torch.from_file(str(path), **options).copy_(value.flatten())
         return torch.from_file(str(path), **options).view(value.shape)
 
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop()  # of a call that failed
-        self._batch = rows_of(args, kwargs)
+        self._batch = rows_of(module, args, kwargs)
 
     def _end(self) -> None:
         missing = [name for name in self._places if name not in self._pending]
@@ -189,9 +198,13 @@ class ActivationStore:
         self.nbytes += self._pending_bytes
         assert self._batch is not None
         self.rows += self._batch
+        self._files = []
         self._drop()
 
     def _drop(self) -> None:
+        for path in self._files:
+            path.unlink()
+        self._files = []
         self._pending, self._pending_bytes, self._batch = {}, 0, None
 
 
