@@ -29,6 +29,7 @@ from forge_testing.runs import (
 )
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job
 from forge_train.cli import study
+from forge_train.errors import NumericsError
 from forge_train.study.bisect import bisect_runs, find_interval
 from forge_train.study.difference import first_difference
 from forge_train.study.private_job import find_start, private_job
@@ -78,7 +79,7 @@ def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = Fals
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder)
     job = private_job(run, start, folder.parent / f"{folder.name}-private", None, callbacks)
-    trainer = train_again(job, start + 1, end, recorder)
+    trainer = train_again(run, job, start + 1, end, recorder)
     recorder.finish(trainer, run, start, callbacks)
 
 
@@ -110,6 +111,71 @@ def test_a_step_is_the_same_bits(tmp_path: Path, extra: str, overrides: dict[str
     # the initial state, where there is no checkpoint before
     found = replay_step(run, 2)
     assert (found.start, found.differs) == (0, {})
+
+
+def test_a_step_behind_rollbacks_leaves_out_what_they_left_out(tmp_path: Path) -> None:
+    """Back to step 6 and again to step 6, whose checkpoint is gone."""
+    rollbacks = "tests.resume.test_rollback"
+    options = {
+        "metrics.console": "off",
+        "train.steps": 11,
+        "train.objective": f"{rollbacks}:poisoned",
+        "train.objective_options.last": 90,
+        "resilience.nonfinite.action": "rollback",
+        "resilience.nonfinite.max_in_a_row": 0,
+        "resilience.rollback.batches_before": 1,
+        "resilience.rollback.lr_factor": 0.5,
+        "checkpoint.every_steps": 6,
+        "checkpoint.keep_last": 1,
+    }
+    fit_alone(make_job(tmp_path), **options)
+    run = tmp_path / "run"
+    before = tree(run)
+    for step in (6, 7, 9):
+        found = replay_step(run, step)
+        assert (found.start, found.differs, found.changed) == (0, {}, {})
+        assert not {row.instance for row in found.seen} & {*range(72, 96)}
+    assert tree(run) == before
+    # numbers that the run did not have end a replay
+    with pytest.raises(NumericsError, match="steps 7 to 7, of which"):
+        replay_step(run, 9, settings={"train.objective_options.last": 110})
+
+
+def test_a_fork_is_replayed_from_what_it_began_from(tmp_path: Path) -> None:
+    options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
+    trunk, run = make_job(tmp_path / "trunk"), tmp_path / "run"
+    fit_alone(trunk, **options)
+    source = {"init.from": str(tmp_path / "trunk/run")}
+    fit_alone(make_job(tmp_path), **options, **source)
+    fit_alone(trunk, **options, **{"train.steps": 15})  # its newest checkpoint is another one now
+    assert replay_step(run, 2).differs == {}
+    # one that goes on at its parent's step
+    goes_on = {
+        "init.from": f"{source['init.from']}@6",
+        "init.keep": ["weights", "optimizer", "cursor"],
+    }
+    fit_alone(make_job(tmp_path / "on"), **options, **goes_on)
+    run = tmp_path / "on/run"
+    found = replay_step(run, 8)
+    assert (found.start, found.differs) == (6, {})
+    with pytest.raises(ConfigError, match="must be from 7 to 12"):
+        replay_step(run, 6)
+    (run / "model.toml").write_text("")  # an imported trunk: init.from names its weights
+    assert find_start(run, 8) == 6
+
+
+def test_keys_that_a_later_life_changed_are_named(tmp_path: Path) -> None:
+    options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
+    job, run = make_job(tmp_path), tmp_path / "run"
+    for steps, lr in ((6, 1e-2), (9, 3e-3), (12, 1e-3)):
+        fit_alone(job, **options, **{"train.steps": steps, "optimizer.lr": lr})
+    found = replay_step(run, 5)
+    assert found.changed == {"train.steps": [6, 12], "optimizer.lr": [1e-2, 1e-3]}
+    assert "lr" in found.differs
+    found = replay_step(run, 8, settings={"optimizer.lr": 3e-3})
+    assert (found.changed, found.differs) == ({"train.steps": [9, 12]}, {})
+    found = replay_step(run, 11)
+    assert (found.changed, found.differs) == ({}, {})
 
 
 def test_what_a_step_saw(tmp_path: Path) -> None:
@@ -242,10 +308,10 @@ def test_on_two_ranks_a_step_is_the_same_bits(
     assert study(["replay", str(tmp_path / "run"), "--step", "6", "--anomaly"]) == 0
     shown = capfd.readouterr().out
     assert "checkpoint of step 3 on 2 processes" in shown
-    assert "not as in the run" not in shown
+    assert "not as when" not in shown
     assert shown.count("the same bits as logged") == 4
     assert study(["replay", str(tmp_path / "run"), "--step", "2", "--nproc", "1"]) == 0
-    assert "not as in the run: it had 2 processes" in capfd.readouterr().out
+    assert "not as when the run trained it: world_size was 2 and is 1" in capfd.readouterr().out
     assert tree(tmp_path / "run") == before
 
 

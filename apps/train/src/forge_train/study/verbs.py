@@ -66,7 +66,7 @@ def replay(
     from_step: Annotated[
         int | None,
         tyro.conf.arg(
-            help="with --record: begin at this checkpoint, 0 for the initial state, and record all steps behind it"
+            help="with --record: all steps behind this one (default: behind the newest checkpoint before --step)"
         ),
     ] = None,
     json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
@@ -75,21 +75,21 @@ def replay(
 
     It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks.
     """
+    from forge_train.study.journal import read_journal
     from forge_train.study.private_job import find_start, parse_settings
-    from forge_train.trainer.run_directory import RunDirectory
 
     if from_step is not None and record is None:
         raise ConfigError(["--from_step says where a record begins; give --record DIR, too"])
     many = process.is_rank_of_many()
     if many and output is None:
         raise ConfigError(["--output must name a new folder that all ranks share; a launcher started several"])  # fmt: skip
-    ranks = 1 if many else nproc or RunDirectory(run_dir).num_ranks() or 1
+    find_start(run_dir, step)  # refused here, once
+    ranks = 1 if many else nproc or read_journal(run_dir).world_size_for(step) or 1
     if debugger and (many or ranks > 1):
         raise ConfigError(
             [f"--debugger needs one process, and there are {ranks if not many else 'several'}; use --nproc 1 with --set "
              "keys of a layout for one"]
         )  # fmt: skip
-    find_start(run_dir, step)  # refused here, once
     if ranks > 1:
         on, off = ("anomaly", anomaly), ("callbacks", callbacks)
         flags = [f"--{name}" for name, given in (on, off, ("json", json)) if given]
@@ -206,19 +206,21 @@ def _record(
     from forge_train.study.replay import private_folder, train_again
 
     start = find_start(run, step if from_step is None else from_step + 1)
-    if from_step is not None and start != from_step and from_step:
-        raise ConfigError([f"--from_step {from_step} is no checkpoint of {run}; the one before it is of step {start}"])  # fmt: skip
-    start = start if from_step is None else from_step
+    first = (start if from_step is None else from_step) + 1
+    if first > step:
+        raise ConfigError(
+            [f"--from_step {from_step} must be before --step {step}; name an earlier one"]
+        )
     if (folder / "record.json").exists():
         raise StateError([f"--record {folder} holds a record; name a new folder"])
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder)
     with private_folder(run, output) as private:
         job = private_job(run, start, private, parse_settings(settings), callbacks)
-        trainer = train_again(job, start + 1, step, recorder)
+        trainer = train_again(run, job, first, step, recorder)
         recorder.finish(trainer, run, start, callbacks)
     if trainer.meshes.rank == 0:
-        print(f"steps {start + 1} to {step} of {run} are recorded in {folder}")
+        print(f"steps {first} to {step} of {run} are recorded in {folder}")
     return ExitCode.DONE
 
 
@@ -250,19 +252,18 @@ def _as_json(found: Replayed) -> dict[str, Any]:
 
 def _lines(run: Path, found: Replayed) -> list[str]:
     from forge_train.study.replay import COMPARED
-    from forge_train.trainer.run_directory import RunDirectory
 
     begin = f"its checkpoint of step {found.start}" if found.start else "its initial state"
     ranks = found.trainer.meshes.world_size
     lines = [f"step {found.step} of {run}, trained again from {begin} on {_processes(ranks)}"]
-    before = RunDirectory(run).num_ranks()
-    if before not in (None, ranks):
-        lines.append(f"not as in the run: it had {_processes(before)}")
     lines += [
-        f"not as in the run: {k} was {a!r} and is {b!r}" for k, (a, b) in found.changed.items()
+        f"not as when the run trained it: {k} was {a!r} and is {b!r}"
+        for k, (a, b) in found.changed.items()
     ]
     if found.logged is None:
-        lines.append("the run has no row of this step (metrics.every_steps)")
+        lines.append(
+            "the run has no row of this step: it logs every metrics.every_steps, or has not come so far"
+        )
     for name in COMPARED:
         mine = found.row.get(name)
         line = f"  {name:10} {mine!s:24}"
