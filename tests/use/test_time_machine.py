@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +36,7 @@ from forge_train import Callback, ConfigError, StateError, Trainer, load_job
 from forge_train.cli import study
 from forge_train.errors import NumericsError
 from forge_train.study.bisect import bisect_runs, find_interval
-from forge_train.study.difference import first_difference
+from forge_train.study.difference import Difference, first_difference
 from forge_train.study.private_job import find_start, private_job
 from forge_train.study.record import Record, Recorder
 from forge_train.study.replay import replay_step, train_again
@@ -74,13 +79,14 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = False) -> None:
+def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = False) -> Path:
     """One rank or process of `study replay --record`."""
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder)
     job = private_job(run, start, folder.parent / f"{folder.name}-private", None, callbacks)
     trainer = train_again(run, job, start + 1, end, recorder)
     recorder.finish(trainer, run, start, callbacks)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -210,6 +216,37 @@ def test_what_a_step_saw(tmp_path: Path) -> None:
         assert (row.source, row.texts[0]) == ("text", text)
 
 
+def shows(trainer: Trainer) -> Any:
+    """A hook that says what it is called around."""
+    print("hook before step", trainer.progress.step + 1)
+    stack = contextlib.ExitStack()
+    stack.callback(lambda: print("hook behind step", trainer.progress.step))
+    return stack
+
+
+@pytest.mark.slow
+def test_a_debugger_and_a_hook_on_the_command_line(tmp_path: Path) -> None:
+    fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "forge_train", "study", "replay", str(tmp_path / "run"), "--step", "5"]  # fmt: skip
+
+    def type_in(keys: str) -> tuple[int, str, str]:
+        flags = ["--debugger", "--hook", f"{__name__}:shows"]
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        done = subprocess.run([*command, *flags], input=keys, capture_output=True, text=True, env=environment)  # fmt: skip
+        assert not list(temporary.glob("forge-*"))
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, _ = type_in("p trainer.progress.step\nnext\np trainer.progress.step\ncontinue\n")
+    assert code == 0
+    assert "(Pdb) 4\n" in out and "(Pdb) 5\n" in out  # noqa: PT018
+    assert out.index("hook before step 5") < out.index("(Pdb)") < out.index("hook behind step 5")
+    assert out.count("the same bits as logged") == 4
+    code, _, err = type_in("quit\n")
+    assert (code, err) == (1, "forge-train: the debugger was left before the end of step 5\n")
+
+
 def test_refusals(tmp_path: Path) -> None:
     fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
     run = tmp_path / "run"
@@ -272,6 +309,40 @@ def test_a_flipped_weight_is_found_by_step_and_name(
     assert wrong is not None
     assert (wrong.step, wrong.quantity, wrong.name) == (31, "output", "layers.2.feed_forward")
     assert study(["bisect", str(tmp_path / "right"), str(tmp_path / "right")]) == 0
+
+
+def test_the_first_cause_is_named(tmp_path: Path) -> None:
+    options = {"metrics.console": "off", "schedule.name": "constant", "train.steps": 3}
+    a = tmp_path / "a/run"
+    fit_alone(make_job(tmp_path / "a"), **options)
+    for name, more, start, text in (
+        ("length", {"train.steps": 6}, 3, "3 logged steps and the checkpoint of step 3 are the same."),
+        ("seed", {"run.seed": 7}, 0, "weights that they begin with differ: embedding.weight, by"),
+        ("order", {"data.seed": 7}, 0, "the data behind them differs: tokens of instance"),
+        ("batch", {"train.global_batch": 6}, 0, "the order of the data"),
+        ("rate", {"optimizer.lr": 1e-3}, 0, "Lr of step 1 is the first that was logged or saved"),
+        ("clip", {"train.max_grad_norm": 0.1}, 0, "differs before step 2, "),
+    ):  # fmt: skip
+        fit_alone(make_job(tmp_path / name), **{**options, **more})
+        verdict = bisect_runs(a, tmp_path / name / "run", record_in(tmp_path / f"of-{name}"))
+        assert (verdict.interval.start, verdict.differs) == (start, name != "length")
+        assert text in verdict.text
+        json.dumps(verdict.as_json(), allow_nan=False)
+    found = dataclasses.replace(verdict, difference=Difference(1, "output", "norm", math.inf))
+    json.dumps(found.as_json(), allow_nan=False)
+    fit_alone(make_job(tmp_path / "dim"), **{**options, "model.dim": 32})
+    with pytest.raises(ConfigError, match=r"(?s)embedding.weight .*compare runs of one model"):
+        bisect_runs(a, tmp_path / "dim/run", record_in(tmp_path / "of-dim"))
+    record(tmp_path / "dim/run", 0, 1, tmp_path / "wide")
+    with pytest.raises(ConfigError, match=r"\(257, 16\) and .* \(257, 32\); compare runs of one"):
+        first_difference(Record(tmp_path / "of-seed/a"), Record(tmp_path / "wide"))
+
+
+def record_in(folder: Path) -> Any:
+    """`record`, which leaves its records."""
+    return lambda run, start, end, side: shutil.copytree(
+        record(run, start, end, folder / side.name), side
+    )
 
 
 def rank_replays(run: Path, step: int, output: Path) -> tuple[dict[str, Any], dict[str, Any], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,7 +199,10 @@ def replay_step(
     start = find_start(Path(run), step)
     with private_folder(run, output) as folder:
         job = private_job(Path(run), start, folder, settings, callbacks)
-        trainer = train_again(Path(run), job, step, step, visitor)
+        try:
+            trainer = train_again(Path(run), job, step, step, visitor)
+        except bdb.BdbQuit:
+            raise JobError([f"the debugger was left before the end of step {step}"]) from None
     logged = logged_rows(Path(run)).get(step)
     changed = changed_since(Path(run), step, job, trainer.meshes.world_size)
     return Replayed(step, start, trainer.rows_by_step[step], logged, visitor.seen, changed, trainer)

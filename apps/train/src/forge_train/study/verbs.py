@@ -80,6 +80,10 @@ def replay(
 
     if from_step is not None and record is None:
         raise ConfigError(["--from_step says where a record begins; give --record DIR, too"])
+    if record is not None and (anomaly or debugger or hook or json):
+        raise ConfigError(["--record writes tensors of steps, and --anomaly, --debugger, --hook and --json look at one; leave one or the other out"])  # fmt: skip
+    if nproc is not None and nproc < 1:
+        raise ConfigError([f"--nproc {nproc} must be at least 1; leave it out for as many as the run had"])  # fmt: skip
     many = process.is_rank_of_many()
     if many and output is None:
         raise ConfigError(["--output must name a new folder that all ranks share; a launcher started several"])  # fmt: skip
@@ -147,6 +151,10 @@ def bisect(
     records = [(folder / "record.json").is_file() for folder in (run_a, run_b)]
     if any(records) and not all(records):
         raise ConfigError([f"{run_a} and {run_b} must be two runs or two records; write a record of the run, too"])  # fmt: skip
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise ConfigError([f"--tolerance {tolerance} must be from 0, the same bits, to below 1; leave it out"])  # fmt: skip
+    if any(records) and (logged_only or callbacks):
+        raise ConfigError(["--logged_only and --callbacks are for runs, and a record is a replay already; leave them out"])  # fmt: skip
     if all(records):
         return _show(bisect_records(run_a, run_b, tolerance), json)
 
