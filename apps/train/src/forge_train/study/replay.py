@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from forge_data import Batch
 from forge_parallel import StartError, launch
+from forge_resilience import ExitCode, StopSignal
 from forge_resilience.policy import Outcome
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError, NumericsError, StateError
@@ -119,7 +120,9 @@ class Replay(Trainer):
     def _finish(self) -> None:
         self._send_row()
         if self.progress.step < self.last:
-            raise JobError([f"stopped by a signal behind step {self.progress.step}"])
+            stopped = JobError([f"stopped by a signal behind step {self.progress.step}"])
+            stopped.exit_code = ExitCode.REQUEUE
+            raise stopped
         self.visitor.end(self)
 
 
@@ -214,6 +217,7 @@ def train_again(run: Path, job: ResolvedJob, first: int, last: int, visitor: Vis
     trainer = Replay(run, job, first, last, visitor)
     try:
         with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopSignal(announce=False))  # nothing is saved
             begun = dist.is_initialized()
             meshes = (
                 None
@@ -222,7 +226,7 @@ def train_again(run: Path, job: ResolvedJob, first: int, last: int, visitor: Vis
                     launch(job.config.parallel, {"configuration": job.digest()})
                 )
             )
-            trainer.fit(meshes)
+            trainer.fit(meshes, stop)
     except StartError as error:
         failure = JobError(str(error).splitlines())
         failure.shared = error.shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as _json
 import os
 import sys
@@ -169,7 +170,7 @@ def bisect(
             "--record",
             str(folder),
         ]
-        _run([*command, *(["--callbacks"] if callbacks else [])], run)
+        _run([*command, *(["--callbacks"] if callbacks else [])], run, folder.parent)
 
     return _show(bisect_runs(run_a, run_b, replay_side, tolerance, logged_only), json)
 
@@ -179,13 +180,32 @@ def _show(verdict: Verdict, json: bool) -> int:
     return ExitCode.ERROR if verdict.differs else ExitCode.DONE
 
 
-def _run(args: list[str], run: Path) -> None:
-    """A study verb in a process of its own, which may start ranks; StateError where it fails."""
+def _run(args: list[str], run: Path, folder: Path) -> None:
+    """A study verb in a process of its own, which may start ranks, and has its temporary files in `folder`.
+
+    A signal is passed on and waited for: then KeyboardInterrupt. StateError where the verb fails.
+    """
     import subprocess
 
-    done = subprocess.run([sys.executable, "-m", "forge_train", "study", *args], stdout=subprocess.DEVNULL, check=False)  # fmt: skip
-    if done.returncode:
-        raise StateError([f"the replay of {run} ended with code {done.returncode}, see above"])
+    from forge_resilience import StopSignal
+
+    command = [sys.executable, "-m", "forge_train", "study", *args]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    passed_on = False
+    with (
+        StopSignal(announce=False) as stop,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as child,
+    ):
+        while child.poll() is None:
+            if stop.requested and not passed_on:
+                child.send_signal(stop.number)
+                passed_on = True
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0.2)
+    if stop.requested:
+        raise KeyboardInterrupt
+    if child.returncode:
+        raise StateError([f"the replay of {run} ended with code {child.returncode}, see above"])
 
 
 def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
