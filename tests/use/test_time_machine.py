@@ -170,6 +170,21 @@ def test_a_fork_is_replayed_from_what_it_began_from(tmp_path: Path) -> None:
     assert find_start(run, 8) == 6
 
 
+def test_a_run_from_hugging_face_is_replayed_from_its_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.use.test_hugging_face import save
+
+    save("Llama", tmp_path / "hf")
+    job = make_job(tmp_path)
+    text = job.read_text()
+    job.write_text(text[: text.index("[model]")] + text[text.index("[data]") :])
+    fit_alone(
+        job, **{"metrics.console": "off", "init.from": str(tmp_path / "hf"), "train.steps": 2}
+    )
+    found = replay_step(tmp_path / "run", 2)
+    assert (found.start, found.differs, found.changed) == (0, {}, {})
+
+
 def test_keys_that_a_later_life_changed_are_named(tmp_path: Path) -> None:
     options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
     job, run = make_job(tmp_path), tmp_path / "run"
