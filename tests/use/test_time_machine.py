@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +34,8 @@ from forge_testing.runs import (
 )
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job
 from forge_train.cli import study
-from forge_train.study.bisect import Interval, Verdict, _with_text, bisect_runs, find_interval
+from forge_train.errors import NumericsError
+from forge_train.study.bisect import bisect_runs, find_interval
 from forge_train.study.difference import Difference, first_difference
 from forge_train.study.private_job import find_start, private_job
 from forge_train.study.record import Record, Recorder
@@ -73,13 +79,14 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = False) -> None:
+def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = False) -> Path:
     """One rank or process of `study replay --record`."""
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder)
     job = private_job(run, start, folder.parent / f"{folder.name}-private", None, callbacks)
-    trainer = train_again(job, start + 1, end, recorder)
+    trainer = train_again(run, job, start + 1, end, recorder)
     recorder.finish(trainer, run, start, callbacks)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,86 @@ def test_a_step_is_the_same_bits(tmp_path: Path, extra: str, overrides: dict[str
     assert (found.start, found.differs) == (0, {})
 
 
+def test_a_step_behind_rollbacks_leaves_out_what_they_left_out(tmp_path: Path) -> None:
+    """Back to step 6 and again to step 6, whose checkpoint is gone."""
+    rollbacks = "tests.resume.test_rollback"
+    options = {
+        "metrics.console": "off",
+        "train.steps": 11,
+        "train.objective": f"{rollbacks}:poisoned",
+        "train.objective_options.last": 90,
+        "resilience.nonfinite.action": "rollback",
+        "resilience.nonfinite.max_in_a_row": 0,
+        "resilience.rollback.batches_before": 1,
+        "resilience.rollback.lr_factor": 0.5,
+        "checkpoint.every_steps": 6,
+        "checkpoint.keep_last": 1,
+    }
+    fit_alone(make_job(tmp_path), **options)
+    run = tmp_path / "run"
+    before = tree(run)
+    for step in (6, 7, 9):
+        found = replay_step(run, step)
+        assert (found.start, found.differs, found.changed) == (0, {}, {})
+        assert not {row.instance for row in found.seen} & {*range(72, 96)}
+    assert tree(run) == before
+    # numbers that the run did not have end a replay
+    with pytest.raises(NumericsError, match="steps 7 to 7, of which"):
+        replay_step(run, 9, settings={"train.objective_options.last": 110})
+
+
+def test_a_fork_is_replayed_from_what_it_began_from(tmp_path: Path) -> None:
+    options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
+    trunk, run = make_job(tmp_path / "trunk"), tmp_path / "run"
+    fit_alone(trunk, **options)
+    source = {"init.from": str(tmp_path / "trunk/run")}
+    fit_alone(make_job(tmp_path), **options, **source)
+    fit_alone(trunk, **options, **{"train.steps": 15})  # its newest checkpoint is another one now
+    assert replay_step(run, 2).differs == {}
+    # one that goes on at its parent's step
+    goes_on = {
+        "init.from": f"{source['init.from']}@6",
+        "init.keep": ["weights", "optimizer", "cursor"],
+    }
+    fit_alone(make_job(tmp_path / "on"), **options, **goes_on)
+    run = tmp_path / "on/run"
+    found = replay_step(run, 8)
+    assert (found.start, found.differs) == (6, {})
+    with pytest.raises(ConfigError, match="must be from 7 to 12"):
+        replay_step(run, 6)
+    (run / "model.toml").write_text("")  # an imported trunk: init.from names its weights
+    assert find_start(run, 8) == 6
+
+
+def test_a_run_from_hugging_face_is_replayed_from_its_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.use.test_hugging_face import save
+
+    save("Llama", tmp_path / "hf")
+    job = make_job(tmp_path)
+    text = job.read_text()
+    job.write_text(text[: text.index("[model]")] + text[text.index("[data]") :])
+    fit_alone(
+        job, **{"metrics.console": "off", "init.from": str(tmp_path / "hf"), "train.steps": 2}
+    )
+    found = replay_step(tmp_path / "run", 2)
+    assert (found.start, found.differs, found.changed) == (0, {}, {})
+
+
+def test_keys_that_a_later_life_changed_are_named(tmp_path: Path) -> None:
+    options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
+    job, run = make_job(tmp_path), tmp_path / "run"
+    for steps, lr in ((6, 1e-2), (9, 3e-3), (12, 1e-3)):
+        fit_alone(job, **options, **{"train.steps": steps, "optimizer.lr": lr})
+    found = replay_step(run, 5)
+    assert found.changed == {"train.steps": [6, 12], "optimizer.lr": [1e-2, 1e-3]}
+    assert "lr" in found.differs
+    found = replay_step(run, 8, settings={"optimizer.lr": 3e-3})
+    assert (found.changed, found.differs) == ({"train.steps": [9, 12]}, {})
+    found = replay_step(run, 11)
+    assert (found.changed, found.differs) == ({}, {})
+
+
 def test_what_a_step_saw(tmp_path: Path) -> None:
     fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
     run = tmp_path / "run"
@@ -142,6 +229,37 @@ def test_what_a_step_saw(tmp_path: Path) -> None:
         assert row.documents == list(dict.fromkeys(documents))
         text = bytes(tokens[: documents.count(documents[0])].tolist()).decode(errors="replace")
         assert (row.source, row.texts[0]) == ("text", text)
+
+
+def shows(trainer: Trainer) -> Any:
+    """A hook that says what it is called around."""
+    print("hook before step", trainer.progress.step + 1)
+    stack = contextlib.ExitStack()
+    stack.callback(lambda: print("hook behind step", trainer.progress.step))
+    return stack
+
+
+@pytest.mark.slow
+def test_a_debugger_and_a_hook_on_the_command_line(tmp_path: Path) -> None:
+    fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "forge_train", "study", "replay", str(tmp_path / "run"), "--step", "5"]  # fmt: skip
+
+    def type_in(keys: str) -> tuple[int, str, str]:
+        flags = ["--debugger", "--hook", f"{__name__}:shows"]
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        done = subprocess.run([*command, *flags], input=keys, capture_output=True, text=True, env=environment)  # fmt: skip
+        assert not list(temporary.glob("forge-*"))
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, _ = type_in("p trainer.progress.step\nnext\np trainer.progress.step\ncontinue\n")
+    assert code == 0
+    assert "(Pdb) 4\n" in out and "(Pdb) 5\n" in out  # noqa: PT018
+    assert out.index("hook before step 5") < out.index("(Pdb)") < out.index("hook behind step 5")
+    assert out.count("the same bits as logged") == 4
+    code, _, err = type_in("quit\n")
+    assert (code, err) == (1, "forge-train: the debugger was left before the end of step 5\n")
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -181,19 +299,6 @@ def runs(tmp_path: Path, **of_b: Any) -> tuple[Path, Path]:
     return found[0], found[1]
 
 
-def test_runs_that_begin_otherwise_have_no_common_initial_state() -> None:
-    interval = Interval(0, 1, "loss of step 1", 20, 0)
-    verdict = Verdict(interval, Difference(1, "weight", "norm.weight", 1.7))
-    text = _with_text(verdict, Path("a"), Path("b")).text
-    assert (
-        "The weights differ from the beginning: norm.weight differs before step 1, by 1.7e+00"
-        in text
-    )
-    assert "same up to" not in text
-    later = Verdict(interval, Difference(2, "weight", "norm.weight", 1.7))
-    assert "so that the update or something between" in _with_text(later, Path("a"), Path("b")).text
-
-
 @pytest.mark.slow
 def test_a_flipped_weight_is_found_by_step_and_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -219,6 +324,40 @@ def test_a_flipped_weight_is_found_by_step_and_name(
     assert wrong is not None
     assert (wrong.step, wrong.quantity, wrong.name) == (31, "output", "layers.2.feed_forward")
     assert study(["bisect", str(tmp_path / "right"), str(tmp_path / "right")]) == 0
+
+
+def test_the_first_cause_is_named(tmp_path: Path) -> None:
+    options = {"metrics.console": "off", "schedule.name": "constant", "train.steps": 3}
+    a = tmp_path / "a/run"
+    fit_alone(make_job(tmp_path / "a"), **options)
+    for name, more, start, text in (
+        ("length", {"train.steps": 6}, 3, "3 logged steps and the checkpoint of step 3 are the same."),
+        ("seed", {"run.seed": 7}, 0, "weights that they begin with differ: embedding.weight, by"),
+        ("order", {"data.seed": 7}, 0, "the data behind them differs: tokens of instance"),
+        ("batch", {"train.global_batch": 6}, 0, "the order of the data"),
+        ("rate", {"optimizer.lr": 1e-3}, 0, "Lr of step 1 is the first that was logged or saved"),
+        ("clip", {"train.max_grad_norm": 0.1}, 0, "differs before step 2, "),
+    ):  # fmt: skip
+        fit_alone(make_job(tmp_path / name), **{**options, **more})
+        verdict = bisect_runs(a, tmp_path / name / "run", record_in(tmp_path / f"of-{name}"))
+        assert (verdict.interval.start, verdict.differs) == (start, name != "length")
+        assert text in verdict.text
+        json.dumps(verdict.as_json(), allow_nan=False)
+    found = dataclasses.replace(verdict, difference=Difference(1, "output", "norm", math.inf))
+    json.dumps(found.as_json(), allow_nan=False)
+    fit_alone(make_job(tmp_path / "dim"), **{**options, "model.dim": 32})
+    with pytest.raises(ConfigError, match=r"(?s)embedding.weight .*compare runs of one model"):
+        bisect_runs(a, tmp_path / "dim/run", record_in(tmp_path / "of-dim"))
+    record(tmp_path / "dim/run", 0, 1, tmp_path / "wide")
+    with pytest.raises(ConfigError, match=r"\(257, 16\) and .* \(257, 32\); compare runs of one"):
+        first_difference(Record(tmp_path / "of-seed/a"), Record(tmp_path / "wide"))
+
+
+def record_in(folder: Path) -> Any:
+    """`record`, which leaves its records."""
+    return lambda run, start, end, side: shutil.copytree(
+        record(run, start, end, folder / side.name), side
+    )
 
 
 def rank_replays(run: Path, step: int, output: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -255,10 +394,10 @@ def test_on_two_ranks_a_step_is_the_same_bits(
     assert study(["replay", str(tmp_path / "run"), "--step", "6", "--anomaly"]) == 0
     shown = capfd.readouterr().out
     assert "checkpoint of step 3 on 2 processes" in shown
-    assert "not as in the run" not in shown
+    assert "not as when" not in shown
     assert shown.count("the same bits as logged") == 4
     assert study(["replay", str(tmp_path / "run"), "--step", "2", "--nproc", "1"]) == 0
-    assert "not as in the run: it had 2 processes" in capfd.readouterr().out
+    assert "not as when the run trained it: world_size was 2 and is 1" in capfd.readouterr().out
     assert tree(tmp_path / "run") == before
 
 

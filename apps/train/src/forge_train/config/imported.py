@@ -71,12 +71,18 @@ def over_table(layers: Layers, table: dict[str, Any], path: Path) -> Layers:
         f"{key} {layers.at(key)!r} must be {value!r}, that of the weights that {path} came with; leave the key "
         "out, or choose another run.dir"
         for key, value in flatten(table)
-        if merged.at(key) != value and key.removeprefix("model.") not in TRAINING_KEYS
+        if _plain(merged.at(key)) != _plain(value)
+        and key.removeprefix("model.") not in TRAINING_KEYS
     ]
     if problems:
         named = [problem for problem in problems if problem.startswith("model.name ")]
         raise ConfigError(named or problems)
     return merged
+
+
+def _plain(value: Any) -> Any:
+    """A tuple as the list that it is in a file."""
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 def table_of(section: BuiltInModelConfig, training: dict[str, Any]) -> dict[str, Any]:

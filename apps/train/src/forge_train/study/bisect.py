@@ -15,26 +15,31 @@ from forge_ckpt import SavedTensors
 from forge_train.config.files import read_toml
 from forge_train.config.init import committed
 from forge_train.errors import ConfigError, StateError, config_errors
+from forge_train.metrics.rows import finite
 from forge_train.study.difference import BOUND, Difference, bound_of, close, first_difference
+from forge_train.study.journal import read_journal
 from forge_train.study.record import Record
 from forge_train.study.replay import logged_rows
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
-_LOGGED = ("instances", "loss", "grad_norm")
+_LOGGED = ("instances", "loss", "grad_norm", "lr")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the first difference lies: behind step `start`, where both have the same weights (0: the initial ones), and
-    not behind step `end`; `end` is None where neither rows nor checkpoints differ. `cause` says what differs at `end`.
-    `rows` and `checkpoints` were compared."""
+    """Where the first difference lies: behind step `start`, and not behind step `end`, which is None where neither rows nor
+    checkpoints differ. `cause` says what differs at `end`. `rows` and `checkpoints` were compared.
+
+    `same_start`: both saved `start`, with the same weights. Else it is the initial state, which a replay compares.
+    """
 
     start: int
     end: int | None
     cause: str
     rows: int
     checkpoints: int
+    same_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,10 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"differs": self.differs, **asdict(self)}
+        found: dict[str, Any] = {"differs": self.differs, **asdict(self)}
+        if self.difference is not None and self.difference.error is not None:
+            found["difference"] |= finite({"error": self.difference.error})  # JSON has no inf
+        return found
 
 
 def find_interval(a: Path, b: Path, tolerance: float = 0.0) -> Interval:
@@ -77,9 +85,9 @@ def find_interval(a: Path, b: Path, tolerance: float = 0.0) -> Interval:
         count += 1
         name = different_tensor(a, b, step, tolerance)
         if name is None:
-            return Interval(step, end, cause, rows, count)
+            return Interval(step, end, cause, rows, count, same_start=True)
         end, cause = step, f"{name} in the checkpoints of step {step}"
-    return Interval(0, end, cause, rows, count)
+    return Interval(max(read_journal(run).begin for run in (a, b)), end, cause, rows, count)
 
 
 def different_tensor(a: Path, b: Path, step: int, tolerance: float = 0.0) -> str | None:
@@ -178,7 +186,7 @@ def _sentences(verdict: Verdict, a: Path, b: Path, callbacks: bool) -> list[str]
     if interval.rows or interval.checkpoints:
         lines.append(_of_interval(interval))
     if found is not None:
-        lines += _of_difference(found, interval.start + 1)
+        lines += _of_difference(found, interval)
     elif any(verdict.departs):
         names = [n for n, step in zip("AB", verdict.departs) if step]
         steps = [f"step {step}" for step in verdict.departs if step]
@@ -199,30 +207,26 @@ def _sentences(verdict: Verdict, a: Path, b: Path, callbacks: bool) -> list[str]
 
 
 def _of_interval(interval: Interval) -> str:
-    start = f"step {interval.start}" if interval.start else "the initial state"
+    saved = interval.same_start
     if interval.end is None:
-        return (
-            f"{interval.rows} logged steps and the checkpoint of {start} are the same."
-            if interval.start
-            else f"{interval.rows} logged steps are the same."
-        )
-    if not interval.start:  # nobody saved the initial state: only the replays compare it
-        return f"Of what was logged or saved, {interval.cause} is the first that differs."
-    return f"The runs are the same up to {start}, and {interval.cause} is the first that was logged or saved and differs."
+        checkpoint = f" and the checkpoint of step {interval.start}" if saved else ""
+        return f"{interval.rows} logged steps{checkpoint} are the same."
+    first = f"{interval.cause} is the first that was logged or saved and differs."
+    return (
+        f"The runs are the same up to step {interval.start}, and {first}"
+        if saved
+        else f"{first[0].upper()}{first[1:]}"
+    )
 
 
-def _of_difference(found: Difference, first: int) -> list[str]:
-    """The sentence of a difference; `first` is the first step that was compared."""
+def _of_difference(found: Difference, interval: Interval) -> list[str]:
     more = f" ({len(found.others)} more differ in this step)" if found.others else ""
     error = f", by {found.error:.1e} of its largest value" if found.error else ""
     if found.error == 0:  # the digest alone saw it
         error = ", in elements that are not among the samples of the record"
     step = found.step
-    if found.quantity == "weight" and step == first:
-        return [
-            f"The weights differ from the beginning: {found.name} differs before step {step}{error}{more}. Compare the seeds, "
-            "the initial values and the source of the weights ([init])."
-        ]
+    if found.quantity == "weight" and step == interval.start + 1 and not interval.same_start:
+        return [f"The weights that they begin with differ: {found.name}{error}{more}."]
     if found.quantity == "weight":
         return [
             f"{found.name} differs before step {step}{error}{more}; loss, gradients, norm and rate of the step before it "
@@ -239,10 +243,13 @@ def _of_difference(found: Difference, first: int) -> list[str]:
             f"In step {step} weights, data and outputs are the same, and the gradient of {found.name} is the first of the "
             f"backward that differs{error}{more}."
         ]
-    words = {
-        "instances": "the data is not the same: the digest of the instances",
-        "loss": "the loss",
-    }
+    if found.quantity == "data":
+        row = "" if found.instance is None else f" of instance {found.instance}"
+        return [
+            f"In step {step} the weights and the numbers of the instances are the same, and the data behind them differs: "
+            f"{found.name}{row}{more}."
+        ]
+    words = {"instances": "the order of the data (the digest of the instances)", "loss": "the loss"}
     name = words.get(found.quantity, found.quantity)
     values = "" if found.values is None else f" ({found.values[0]} in A, {found.values[1]} in B)"
     return [f"In step {step} all before it is the same, and {name} differs{values}."]

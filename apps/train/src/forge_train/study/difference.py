@@ -23,8 +23,8 @@ Values = dict[tuple[int, int], list[Part]]
 class Difference:
     """The first difference of two replays.
 
-    `quantity`: "weight" (before the step), "instances" (the data), "output", "loss", "gradient", "grad_norm" or "lr".
-    `name` is a parameter or a module, "" for a number of the row; `others` are the names of the same quantity that differ
+    `quantity`: "weight" (before the step), "instances" (their numbers), "data" (what is in them), "output", "loss",
+    "gradient", "grad_norm" or "lr". `name` is a parameter, a field of the batch, or a module, "" for a number of the row; `others` are the names of the same quantity that differ
     in this step, too. `error` is max|a - b| / max|b|, of samples; `instance` a row whose output differs.
     """
 
@@ -52,7 +52,7 @@ def bound_of(a: Record, b: Record, tolerance: float | None) -> float:
 def first_difference(a: Record, b: Record, tolerance: float | None = None) -> Difference | None:
     """The first difference of the steps that both have; None if there is none within `tolerance` (see `bound_of`).
 
-    In each step: weights before it, instances, outputs in the order of the forward, the loss, gradients in the order of
+    In each step: weights before it, instances and their content, outputs in the order of the forward, the loss, gradients in the order of
     the backward, their norm, the rate; behind the last step weights again. ConfigError where no step is in both.
     """
     bound, same = bound_of(a, b, tolerance), same_layout(a, b)
@@ -77,6 +77,7 @@ def _of_step(
         return
     rows = a.row(step), b.row(step)
     yield from _number(step, "instances", rows, 0.0)
+    yield from _tensors(a, b, step, "data", 0.0, same)
     yield from _tensors(a, b, step, "output", bound, same)
     yield from _number(step, "loss", rows, bound)
     yield from _tensors(a, b, step, "gradient", bound, same)
@@ -105,8 +106,8 @@ def _tensors(
     """The first name that differs: of outputs in the order of the forward, of gradients the other way round."""
     ours, theirs = a.entries(step, kind), b.entries(step, kind)
     names = [name for name in ours if name in theirs]
-    if not names and kind == "weight":
-        raise ConfigError([f"{a.folder} and {b.folder} have no parameter in common at step {step}; compare runs of one model"])  # fmt: skip
+    if kind == "weight":
+        _refuse_other_models(a, b, ours, theirs)
     if kind == "gradient":
         names.reverse()
     largest = max((_size(ours[name]) for name in names), default=0.0)
@@ -120,6 +121,25 @@ def _tensors(
     if found:
         (name, error, instance), others = found[0], [n for n, _, _ in found[1:]]
         yield Difference(step, kind, name, error, None if instance < 0 else instance, others)
+
+
+def _refuse_other_models(
+    a: Record, b: Record, ours: dict[str, Values], theirs: dict[str, Values]
+) -> None:
+    """ConfigError unless both have the same parameters, of the same shapes."""
+    runs = a.head.run, b.head.run
+    for name in [*ours, *theirs]:
+        shapes = [_shape(side.get(name)) for side in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            has = [
+                f"{run} {'has none' if s is None else f'has it as {s}'}"
+                for run, s in zip(runs, shapes)
+            ]
+            raise ConfigError([f"{name} is not the same parameter in both: {' and '.join(has)}; compare runs of one model"])  # fmt: skip
+
+
+def _shape(values: Values | None) -> tuple[int, ...] | None:
+    return None if values is None else next(iter(values.values()))[0].shape
 
 
 def _size(values: Values) -> float:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from forge_ckpt import SavedTensors
-from forge_resilience import read_events
 from forge_train.config.init import committed
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.errors import ConfigError, StateError
+from forge_train.study.journal import read_journal
 from forge_train.trainer.checkpoints import IMPORTED
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
 from forge_train.trainer.store_errors import store_errors
@@ -36,7 +37,8 @@ _QUIET = {
 
 
 def find_start(run: Path, step: int) -> int:
-    """The step to begin from for a replay of `step`: that of the newest checkpoint before it, or 0, the initial state.
+    """The step to begin from for a replay of `step`: that of the newest checkpoint before it, or that of the initial state,
+    0 but for a fork that goes on at its parent's step.
 
     StateError where neither is there: an import, whose weights no checkpoint holds any more.
     """
@@ -45,23 +47,22 @@ def find_start(run: Path, step: int) -> int:
         raise ConfigError(
             [f"{run} has no {paths.config.name}; name the folder of a run, as in run.dir"]
         )
-    lengths = [
-        event["total_steps"] for event in read_events(paths.events) if "total_steps" in event
-    ]
-    if step < 1 or step > max(lengths[-1:], default=step):
+    journal = read_journal(run)
+    begin, last = journal.begin, journal.total_steps
+    if step <= begin or (last is not None and step > last):
         raise ConfigError(
-            [f"--step {step} must be from 1 to {lengths[-1] if lengths else 'the last'}, the steps of {run}; name one of them"]
+            [f"--step {step} must be from {begin + 1} to {last or 'the last'}, the steps of {run}; name one of them"]
         )  # fmt: skip
     steps = sorted(committed(run))
     before = [s for s in steps if s < step]
     if before:
         return before[-1]
-    if paths.imported.is_file():
+    if paths.imported.is_file() and read_layers(paths.config).at("init.from") in (None, "none"):
         raise StateError(
             [f"{run} holds no checkpoint before step {step}, and its initial weights were imported; there are "
              f"checkpoints of {steps or 'no step'}: name a step behind one of them"]
         )  # fmt: skip
-    return 0
+    return begin
 
 
 def private_job(
@@ -92,6 +93,8 @@ def private_job(
         layers.set("init.keep", keep, "replay")
         if seed is not None:
             layers.set("init.seed", seed, "replay")
+    elif paths.parent.is_file():  # init.from may name the newest checkpoint of a run that went on
+        layers.set("init.from", json.loads(paths.parent.read_text())["checkpoint"], "replay")
     for key, value in (_QUIET | {"run.dir": str(folder)} | dict(settings or {})).items():
         layers.set(key, value, "replay")
     wrong = [key for key in settings or {} if is_fixed(key) or key.startswith(("run.", "init."))]

@@ -1,7 +1,7 @@
 """A replay written down, to be compared with another one: on another machine, of other code, in another layout.
 
     record.json                   the run, its layout and versions, and the rows of metrics
-    step-00000037/rank-0.json     entries in the order of the step: weights before it, outputs, gradients
+    step-00000037/rank-0.json     entries in the order of the step: weights before it, outputs, data, gradients
     step-00000037/rank-0.npy      samples of all of them, fp32
 
 An entry has the digest of a whole tensor, its norm, and up to 256 of its elements, evenly spread. Weights and
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
     """A tensor in a record. `instance` is -1 for what belongs to no single row, `call` counts calls of a module on the
     same rows; `samples` are elements `first .. first + count - 1` of the rank's file."""
 
-    kind: str  # "weight", "output" or "gradient"
+    kind: str  # "weight", "data", "output" or "gradient"
     name: str
     instance: int
     call: int
@@ -99,6 +99,7 @@ class Recorder(Visitor):
         outputs = _Outputs(self, trainer)
         with outputs.watched() if self.watches_modules else contextlib.nullcontext():
             yield
+        self._data(trainer)
         self._write(trainer, step)
 
     def gradients(self, trainer: Replay) -> None:
@@ -146,6 +147,19 @@ class Recorder(Visitor):
     def _weights(self, trainer: Replay) -> None:
         reshard(trainer.model)
         self._whole(trainer, "weight", list(trainer.model.named_parameters()))
+
+    def _data(self, trainer: Replay) -> None:
+        """Rows of the batch, whose digest is of their numbers alone."""
+        batch, meshes = trainer.batch, trainer.meshes
+        assert batch is not None
+        if not meshes.is_batch_leader:
+            return
+        fields = {"tokens": batch.tokens, "labels": batch.labels, "weights": batch.weights}
+        for name, value in {**fields, **batch.extras}.items():
+            if isinstance(value, Tensor):
+                for instance, row in zip(batch.instance_ids.tolist(), value):
+                    if instance >= 0:
+                        self.add("data", name, row, instance)
 
     def _whole(self, trainer: Replay, kind: str, named: list[tuple[str, Any]]) -> None:
         """Whole tensors, one at a time; of the ranks with the same layers one writes them. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +15,23 @@ import torch.distributed as dist
 
 from forge_data import Batch
 from forge_parallel import StartError, launch
+from forge_resilience import ExitCode, StopSignal
+from forge_resilience.policy import Outcome
 from forge_train.config.resolve import ResolvedJob
-from forge_train.errors import ConfigError, JobError, StateError
+from forge_train.errors import ConfigError, JobError, NumericsError, StateError
 from forge_train.metrics.jsonl import read_rows
+from forge_train.study.journal import read_journal
 from forge_train.study.private_job import find_start, private_job
 from forge_train.study.seen import SeenRow, seen_rows
 from forge_train.trainer.callbacks import Callback
+from forge_train.trainer.rollback import skip_windows
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.trainer import Trainer
 
 #: Numbers of a row that a replay has to give again.
 COMPARED = ("loss", "grad_norm", "lr", "instances")
+
+_COMPUTES = ("parallel.", "train.", "model.", "optimizer.", "schedule.", "data.", "resilience.non", "resilience.spike.", "resilience.roll")  # fmt: skip
 
 #: Called with the Trainer before a step; a context manager that it returns is left behind the step.
 Hook = Callable[[Trainer], Any]
@@ -53,14 +60,17 @@ class _Rows(Callback):
 
 
 class Replay(Trainer):
-    """Trains a private job up to the step `last`, and saves, evaluates and probes nothing. `visitor` sees the steps from
-    `first` on, whose rows are in `rows`; `batch` holds this rank's rows of the last step."""
+    """Trains the private job of a run up to the step `last`, and saves, evaluates and probes nothing. `visitor` sees the
+    steps from `first` on, whose rows are in `rows_by_step`; `batch` holds this rank's rows of the last step."""
 
-    def __init__(self, job: ResolvedJob, first: int, last: int, visitor: Visitor) -> None:
+    def __init__(
+        self, run: Path, job: ResolvedJob, first: int, last: int, visitor: Visitor
+    ) -> None:
         found = _Rows()
         super().__init__(job, [found])
         self.rows_by_step = found.by_step
         self.first, self.last, self.visitor = first, last, visitor
+        self._rollbacks = {event["to_step"]: event for event in read_journal(run).rollbacks}
         self.batch: Batch | None = None
         if not 1 <= first <= last <= self.total_steps:
             raise ConfigError(
@@ -68,7 +78,11 @@ class Replay(Trainer):
             )  # fmt: skip
 
     def train_step(self) -> None:
-        """One step, inside of what the visitor puts around it."""
+        """One step, inside of what the visitor puts around it; without the data that a rollback of the run left out."""
+        back = self._rollbacks.get(self.progress.step)
+        if back is not None:
+            skip_windows(self.loader, back["skipped_instances"])
+            self.numerics.policy.rollbacks = back["rollbacks"]
         if self.progress.step + 1 < self.first:
             super().train_step()
             return
@@ -91,13 +105,24 @@ class Replay(Trainer):
     def _after_step(self) -> None:
         self._call("on_step_end")
 
+    def _save(self, wait: bool) -> None:
+        pass  # nor the initial state, to which a rollback would go
+
+    def _roll_back(self, bad: Outcome) -> None:
+        raise NumericsError(
+            [f"the replay has bad numbers ({bad.cause}) in steps {bad.first} to {bad.last}, of which the run's journal has no "
+             f"rollback; look at step {bad.first} itself"]
+        )  # fmt: skip
+
     def _evaluation_due(self) -> bool:
         return super()._evaluation_due() or self.progress.step >= self.first
 
     def _finish(self) -> None:
         self._send_row()
         if self.progress.step < self.last:
-            raise JobError([f"stopped by a signal behind step {self.progress.step}"])
+            stopped = JobError([f"stopped by a signal behind step {self.progress.step}"])
+            stopped.exit_code = ExitCode.REQUEUE
+            raise stopped
         self.visitor.end(self)
 
 
@@ -107,7 +132,8 @@ class Replayed:
 
     `row` has its numbers as a row of metrics.jsonl, `logged` the row of the run, None where it has none. `seen` are
     the rows of the global batch with their documents. `start` is the step of the checkpoint that the replay began from, 0
-    for the initial state. `trainer` is as it was left behind the step; its parts stay usable on one process.
+    for the initial state. `changed` has what was not so when the run trained the step, {key: [value then, value here]}.
+    `trainer` is as it was left behind the step; its parts stay usable on one process.
     """
 
     step: int
@@ -176,17 +202,22 @@ def replay_step(
     start = find_start(Path(run), step)
     with private_folder(run, output) as folder:
         job = private_job(Path(run), start, folder, settings, callbacks)
-        trainer = train_again(job, step, step, visitor)
+        try:
+            trainer = train_again(Path(run), job, step, step, visitor)
+        except bdb.BdbQuit:
+            raise JobError([f"the debugger was left before the end of step {step}"]) from None
     logged = logged_rows(Path(run)).get(step)
-    changed = changed_keys(Path(run), job)
+    changed = changed_since(Path(run), step, job, trainer.meshes.world_size)
     return Replayed(step, start, trainer.rows_by_step[step], logged, visitor.seen, changed, trainer)
 
 
-def train_again(job: ResolvedJob, first: int, last: int, visitor: Visitor) -> Replay:
-    """Train a private job to the end of step `last`; the group of ranks is that of the process, or is begun and ended."""
-    trainer = Replay(job, first, last, visitor)
+def train_again(run: Path, job: ResolvedJob, first: int, last: int, visitor: Visitor) -> Replay:
+    """Train the private job of a run to the end of step `last`; the group of ranks is that of the process, or is begun and
+    ended."""
+    trainer = Replay(run, job, first, last, visitor)
     try:
         with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopSignal(announce=False))  # nothing is saved
             begun = dist.is_initialized()
             meshes = (
                 None
@@ -195,7 +226,7 @@ def train_again(job: ResolvedJob, first: int, last: int, visitor: Visitor) -> Re
                     launch(job.config.parallel, {"configuration": job.digest()})
                 )
             )
-            trainer.fit(meshes)
+            trainer.fit(meshes, stop)
     except StartError as error:
         failure = JobError(str(error).splitlines())
         failure.shared = error.shared
@@ -226,7 +257,13 @@ def logged_rows(run: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in read_rows(path)} if path.exists() else {}
 
 
-def changed_keys(run: Path, job: ResolvedJob) -> dict[str, list[Any]]:
-    """{key: [value of the run, value here]} of the keys that say how a step is computed on these ranks."""
-    changes = RunDirectory(run).changes(job)
-    return {k: v for k, v in changes.items() if k.startswith(("parallel.", "train.", "model."))}
+def changed_since(run: Path, step: int, job: ResolvedJob, ranks: int) -> dict[str, list[Any]]:
+    """{key: [value when the run trained `step`, value here]} of `world_size` and the keys that say how a step is
+    computed."""
+    journal = read_journal(run)
+    found = {"world_size": [journal.world_size_of(step) or ranks, ranks]}
+    found |= {k: v for k, v in journal.changed_since(step).items() if k.startswith(_COMPUTES)}
+    for key, (before, now) in RunDirectory(run).changes(job).items():
+        if key.startswith(_COMPUTES):
+            found[key] = [found.get(key, [before])[0], now]
+    return {key: values for key, values in found.items() if values[0] != values[1]}

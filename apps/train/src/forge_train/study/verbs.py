@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as _json
 import os
 import sys
@@ -66,7 +67,7 @@ def replay(
     from_step: Annotated[
         int | None,
         tyro.conf.arg(
-            help="with --record: begin at this checkpoint, 0 for the initial state, and record all steps behind it"
+            help="with --record: all steps behind this one (default: behind the newest checkpoint before --step)"
         ),
     ] = None,
     json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
@@ -75,21 +76,25 @@ def replay(
 
     It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks.
     """
+    from forge_train.study.journal import read_journal
     from forge_train.study.private_job import find_start, parse_settings
-    from forge_train.trainer.run_directory import RunDirectory
 
     if from_step is not None and record is None:
         raise ConfigError(["--from_step says where a record begins; give --record DIR, too"])
+    if record is not None and (anomaly or debugger or hook or json):
+        raise ConfigError(["--record writes tensors of steps, and --anomaly, --debugger, --hook and --json look at one; leave one or the other out"])  # fmt: skip
+    if nproc is not None and nproc < 1:
+        raise ConfigError([f"--nproc {nproc} must be at least 1; leave it out for as many as the run had"])  # fmt: skip
     many = process.is_rank_of_many()
     if many and output is None:
         raise ConfigError(["--output must name a new folder that all ranks share; a launcher started several"])  # fmt: skip
-    ranks = 1 if many else nproc or RunDirectory(run_dir).num_ranks() or 1
+    find_start(run_dir, step)  # refused here, once
+    ranks = 1 if many else nproc or read_journal(run_dir).world_size_for(step) or 1
     if debugger and (many or ranks > 1):
         raise ConfigError(
             [f"--debugger needs one process, and there are {ranks if not many else 'several'}; use --nproc 1 with --set "
              "keys of a layout for one"]
         )  # fmt: skip
-    find_start(run_dir, step)  # refused here, once
     if ranks > 1:
         on, off = ("anomaly", anomaly), ("callbacks", callbacks)
         flags = [f"--{name}" for name, given in (on, off, ("json", json)) if given]
@@ -147,6 +152,10 @@ def bisect(
     records = [(folder / "record.json").is_file() for folder in (run_a, run_b)]
     if any(records) and not all(records):
         raise ConfigError([f"{run_a} and {run_b} must be two runs or two records; write a record of the run, too"])  # fmt: skip
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise ConfigError([f"--tolerance {tolerance} must be from 0, the same bits, to below 1; leave it out"])  # fmt: skip
+    if any(records) and (logged_only or callbacks):
+        raise ConfigError(["--logged_only and --callbacks are for runs, and a record is a replay already; leave them out"])  # fmt: skip
     if all(records):
         return _show(bisect_records(run_a, run_b, tolerance), json)
 
@@ -161,7 +170,7 @@ def bisect(
             "--record",
             str(folder),
         ]
-        _run([*command, *(["--callbacks"] if callbacks else [])], run)
+        _run([*command, *(["--callbacks"] if callbacks else [])], run, folder.parent)
 
     return _show(bisect_runs(run_a, run_b, replay_side, tolerance, logged_only), json)
 
@@ -171,13 +180,32 @@ def _show(verdict: Verdict, json: bool) -> int:
     return ExitCode.ERROR if verdict.differs else ExitCode.DONE
 
 
-def _run(args: list[str], run: Path) -> None:
-    """A study verb in a process of its own, which may start ranks; StateError where it fails."""
+def _run(args: list[str], run: Path, folder: Path) -> None:
+    """A study verb in a process of its own, which may start ranks, and has its temporary files in `folder`.
+
+    A signal is passed on and waited for: then KeyboardInterrupt. StateError where the verb fails.
+    """
     import subprocess
 
-    done = subprocess.run([sys.executable, "-m", "forge_train", "study", *args], stdout=subprocess.DEVNULL, check=False)  # fmt: skip
-    if done.returncode:
-        raise StateError([f"the replay of {run} ended with code {done.returncode}, see above"])
+    from forge_resilience import StopSignal
+
+    command = [sys.executable, "-m", "forge_train", "study", *args]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    passed_on = False
+    with (
+        StopSignal(announce=False) as stop,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as child,
+    ):
+        while child.poll() is None:
+            if stop.requested and not passed_on:
+                child.send_signal(stop.number)
+                passed_on = True
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0.2)
+    if stop.requested:
+        raise KeyboardInterrupt
+    if child.returncode:
+        raise StateError([f"the replay of {run} ended with code {child.returncode}, see above"])
 
 
 def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
@@ -206,19 +234,21 @@ def _record(
     from forge_train.study.replay import private_folder, train_again
 
     start = find_start(run, step if from_step is None else from_step + 1)
-    if from_step is not None and start != from_step and from_step:
-        raise ConfigError([f"--from_step {from_step} is no checkpoint of {run}; the one before it is of step {start}"])  # fmt: skip
-    start = start if from_step is None else from_step
+    first = (start if from_step is None else from_step) + 1
+    if first > step:
+        raise ConfigError(
+            [f"--from_step {from_step} must be before --step {step}; name an earlier one"]
+        )
     if (folder / "record.json").exists():
         raise StateError([f"--record {folder} holds a record; name a new folder"])
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder)
     with private_folder(run, output) as private:
         job = private_job(run, start, private, parse_settings(settings), callbacks)
-        trainer = train_again(job, start + 1, step, recorder)
+        trainer = train_again(run, job, first, step, recorder)
         recorder.finish(trainer, run, start, callbacks)
     if trainer.meshes.rank == 0:
-        print(f"steps {start + 1} to {step} of {run} are recorded in {folder}")
+        print(f"steps {first} to {step} of {run} are recorded in {folder}")
     return ExitCode.DONE
 
 
@@ -250,19 +280,18 @@ def _as_json(found: Replayed) -> dict[str, Any]:
 
 def _lines(run: Path, found: Replayed) -> list[str]:
     from forge_train.study.replay import COMPARED
-    from forge_train.trainer.run_directory import RunDirectory
 
     begin = f"its checkpoint of step {found.start}" if found.start else "its initial state"
     ranks = found.trainer.meshes.world_size
     lines = [f"step {found.step} of {run}, trained again from {begin} on {_processes(ranks)}"]
-    before = RunDirectory(run).num_ranks()
-    if before not in (None, ranks):
-        lines.append(f"not as in the run: it had {_processes(before)}")
     lines += [
-        f"not as in the run: {k} was {a!r} and is {b!r}" for k, (a, b) in found.changed.items()
+        f"not as when the run trained it: {k} was {a!r} and is {b!r}"
+        for k, (a, b) in found.changed.items()
     ]
     if found.logged is None:
-        lines.append("the run has no row of this step (metrics.every_steps)")
+        lines.append(
+            "the run has no row of this step: it logs every metrics.every_steps, or has not come so far"
+        )
     for name in COMPARED:
         mine = found.row.get(name)
         line = f"  {name:10} {mine!s:24}"
