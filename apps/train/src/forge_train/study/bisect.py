@@ -211,11 +211,11 @@ def _of_interval(interval: Interval) -> str:
     if interval.end is None:
         checkpoint = f" and the checkpoint of step {interval.start}" if saved else ""
         return f"{interval.rows} logged steps{checkpoint} are the same."
-    first = f"{interval.cause} is the first that was logged or saved and differs."
+    if not saved:  # nobody saved the initial state: only the replays compare it
+        return f"Of what was logged or saved, {interval.cause} is the first that differs."
     return (
-        f"The runs are the same up to step {interval.start}, and {first}"
-        if saved
-        else f"{first[0].upper()}{first[1:]}"
+        f"The runs are the same up to step {interval.start}, and {interval.cause} is the first that was logged or saved "
+        "and differs."
     )
 
 
