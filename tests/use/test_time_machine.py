@@ -335,7 +335,7 @@ def test_the_first_cause_is_named(tmp_path: Path) -> None:
         ("seed", {"run.seed": 7}, 0, "weights that they begin with differ: embedding.weight, by"),
         ("order", {"data.seed": 7}, 0, "the data behind them differs: tokens of instance"),
         ("batch", {"train.global_batch": 6}, 0, "the order of the data"),
-        ("rate", {"optimizer.lr": 1e-3}, 0, "Lr of step 1 is the first that was logged or saved"),
+        ("rate", {"optimizer.lr": 1e-3}, 0, "lr of step 1 is the first that differs"),
         ("clip", {"train.max_grad_norm": 0.1}, 0, "differs before step 2, "),
     ):  # fmt: skip
         fit_alone(make_job(tmp_path / name), **{**options, **more})
