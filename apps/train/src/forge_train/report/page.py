@@ -183,7 +183,7 @@ def _summary(part: Part) -> dict[str, str]:
     if part.ledger.spans:
         found = part.goodput
         rows["wall clock"] = seconds_text(found.wall_seconds)
-        rows["GPU hours"] = figure(sum(found.gpu_hours.values()))
+        rows["device hours"] = figure(sum(found.gpu_hours.values()))
         rows["kept steps / wall clock"] = f"{found.ettr:.1%}"
         rows["lives"] = f"{found.lives}, {found.losses} lost, {found.stops} stopped on request"
     return rows
