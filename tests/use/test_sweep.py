@@ -354,6 +354,9 @@ def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -
     for name, (value, low, high) in fit["constants"].items():
         assert again["constants"][name][0] == pytest.approx(value, rel=1e-3), name
         assert low <= high
+    study = read_study(docs.parent / "examples/scaling/study.toml")
+    trained = {run.name for run in study.runs if run.budget is not None}
+    assert trained == {row["name"] for row in result["runs"]}
     assert len({row["size"] for row in result["runs"]}) >= 4
     assert len({row["tokens_per_parameter"] for row in result["runs"]}) >= 3
     draw(result, tmp_path / "again.svg")

@@ -20,11 +20,12 @@ from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 ROOT = Path(__file__).parents[2]
 #: Name files of a user's own; tests/data/test_chat_forge.py and tests/vlm/test_recipe_qwen3_vl.py run them on some.
 OWN_FILES = ("chat.toml", "qwen3_vl.toml")
+STUDY = "study.toml"  # no job: test_sweep.py reads it
 SHIPPED = [
     path
     for folder in ("apps/train/configs", "examples")
     for path in sorted((ROOT / folder).glob("**/*.toml"))
-    if path.name not in OWN_FILES
+    if path.name not in (*OWN_FILES, STUDY)
 ]
 
 # Runs the tiny job in an interpreter where the extras cannot be imported.
