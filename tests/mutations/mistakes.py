@@ -51,8 +51,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "weights that train are evaluated in place of their average",
         f"{_TRAIN}/trainer/trainer.py",
-        "with self.rows.meter.paused() as pause, self.evaluation_point():",
-        "with self.rows.meter.paused() as pause:\n            self.evaluation_point()",
+        ", self.rows.meter.paused() as pause, self.evaluation_point():",
+        ", self.rows.meter.paused() as pause:\n            self.evaluation_point()",
         (
             "tests/use/test_schedule_free.py::test_what_is_evaluated_sampled_saved_and_left_is_the_average",
         ),
@@ -286,11 +286,11 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a sink that hangs is waited for at each save",
-        f"{_TRAIN}/metrics/sinks.py",
+        f"{_TRAIN}/metrics/background.py",
         "if self._last_flush is not None and not self._last_flush.is_set():",
         "if self._last_flush is not None and self._last_flush.is_set() is None:",
         (
-            "apps/train/tests/test_sinks.py::test_a_hanging_sink_is_waited_for_once_until_it_answers",
+            "apps/train/tests/test_sinks.py::test_a_hanging_sink_is_flushed_once_until_it_answers",
         ),
     ),
     Mistake(
