@@ -289,9 +289,7 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_TRAIN}/metrics/background.py",
         "if self._last_flush is not None and not self._last_flush.is_set():",
         "if self._last_flush is not None and self._last_flush.is_set() is None:",
-        (
-            "apps/train/tests/test_sinks.py::test_a_hanging_sink_is_flushed_once_until_it_answers",
-        ),
+        ("apps/train/tests/test_sinks.py::test_a_hanging_sink_is_flushed_once_until_it_answers",),
     ),
     Mistake(
         "a block that was frozen at first sums gradients in bf16 ever after",
@@ -527,5 +525,26 @@ MISTAKES: tuple[Mistake, ...] = (
         "plan.read_text() != said",
         "False",
         ("packages/forge-vlm/tests/test_prepare.py::test_units_of_another_plan_are_not_taken",),
+    ),
+    Mistake(
+        "parts of points under tp go to the wrong ranks",
+        f"{_PARALLEL}/points.py",
+        "return value.chunk(self.tp.size, dim)[self.tp.rank]",
+        "return value.chunk(self.tp.size, dim)[self.tp.rank - 1]",
+        ("tests/parallel/test_points_in_layouts.py",),
+    ),
+    Mistake(
+        "a replay begins one checkpoint too late",
+        f"{_TRAIN}/study/private_job.py",
+        "before = [s for s in steps if s < step]",
+        "before = [s for s in steps if s <= step]",
+        ("tests/use/test_time_machine.py",),
+    ),
+    Mistake(
+        "compute-optimal sizes take the exponent of the other term",
+        f"{_CORE}/scaling.py",
+        "parameters = scale * product ** (self.beta / total)",
+        "parameters = scale * product ** (self.alpha / total)",
+        ("packages/forge-core/tests/test_scaling.py",),
     ),
 )
