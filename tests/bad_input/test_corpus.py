@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from forge_testing.warm import WarmProcess
 from .corpus import BY_NAME, CONFIG, Call, Case
 from .page import PAGE, message, prepare, row, tell
 
-# a refusal reads a few files, those of installed packages for a name, and a checkpoint where there is one;
-# a CUDA build of torch opens some hundred libraries more
-MAX_OPENED, MAX_OPENED_WITH_CHECKPOINT = 500, 800
+# A refusal reads a few files, two of each installed package for a name, and a checkpoint where there is one;
+# a CUDA build of torch opens some hundred libraries more.
+MAX_OPENED = 250 + 2 * len(list(importlib.metadata.distributions()))
+MAX_OPENED_WITH_CHECKPOINT = MAX_OPENED + 300
 MAX_CHARACTERS = 20_000
 
 
