@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forge_core.interp import ActivationStore, intervene
-from forge_train.jobs import load_folder
+from forge_train import load_folder
 
 TEXT = "The quick brown fox jumps over the lazy dog."
 

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from forge_core.interp import ActivationStore, attention_weights, intervene
-from forge_train import Trainer, load_job, load_trained
-from forge_train.jobs import load_model
+from forge_train import Trainer, load_job, load_model, load_trained
 
 RUN = None  # the folder of a run of yours, such as "runs/mine"
 TEXT = "forgetrainforgetrainforgetrain"

@@ -18,8 +18,7 @@ import torch
 
 from forge_core import flops_per_token, initialise, parameter_count
 from forge_core.interp import ActivationStore, points_of
-from forge_train import Trainer, load_job
-from forge_train.jobs import load_model
+from forge_train import Trainer, load_job, load_model
 
 RUN = None  # the folder of a run of yours, such as "runs/mine"
 

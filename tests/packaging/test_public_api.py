@@ -18,7 +18,7 @@ from scripts.write_api_pages import (
     tree,
 )
 
-#: Files that replace parts inside of packages, to fail them or to plant mistakes.
+#: Files that reach inside of packages, mostly to fail parts of them or to plant mistakes.
 PATCHING = {
     "tests/equivalence/mutations.py": "plants mistakes",
     "tests/resume/test_store_boundary.py": "fails the disk",
@@ -26,6 +26,8 @@ PATCHING = {
     "tests/use/test_fused_loss.py": "cuts blocks of the loss smaller",
     "tests/data/test_prepare_cli.py": "fails a reader",
     "tests/chaos/plants.py": "plants faults and mistakes",
+    "tests/use/test_time_machine.py": "plants a mistake in a feed-forward",
+    "tests/documents/test_from_kempnerforge_code.py": "asks command lines for their help",
 }
 FOLDERS = ("apps", "benchmarks", "examples", "scripts", "tests", "packages")
 

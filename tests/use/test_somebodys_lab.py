@@ -178,7 +178,7 @@ def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path:
         (
             '"csv"',
             '"cvs"',
-            "metrics.sinks.columns.name 'cvs' is unknown: known in forge.sinks are csv, tensorboard",
+            "metrics.sinks.columns.name 'cvs' is unknown: known in forge.sinks are csv, mlflow, tensorboard, wandb",
         ),
         (
             "columns = ",

@@ -10,9 +10,13 @@ if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob, resolve
     from forge_train.config.schema import JobConfig
     from forge_train.errors import ConfigError, DataError, JobError, StateError
-    from forge_train.jobs import load_job, load_trained
+    from forge_train.jobs import load_folder, load_job, load_model, load_trained
     from forge_train.protocols import Sink
+    from forge_train.report.evaluate import evaluate_run
+    from forge_train.report.extract import extract_run
     from forge_train.report.read_run import Run, read_run
+    from forge_train.study.replay import replay_step
+    from forge_train.study.runs import read_study
     from forge_train.trainer.callbacks import Callback
     from forge_train.trainer.trainer import RunResult, Trainer
 
@@ -30,10 +34,16 @@ _HOME = {
     "Sink": "forge_train.protocols",
     "StateError": "forge_train.errors",
     "Trainer": "forge_train.trainer.trainer",
+    "evaluate_run": "forge_train.report.evaluate",
+    "extract_run": "forge_train.report.extract",
+    "load_folder": "forge_train.jobs",
     "load_job": "forge_train.jobs",
+    "load_model": "forge_train.jobs",
     "load_trained": "forge_train.jobs",
     "read_layers": "forge_train.config.layers",
     "read_run": "forge_train.report.read_run",
+    "read_study": "forge_train.study.runs",
+    "replay_step": "forge_train.study.replay",
     "resolve": "forge_train.config.resolve",
 }
 
@@ -49,10 +59,16 @@ __all__ = [
     "Sink",
     "StateError",
     "Trainer",
+    "evaluate_run",
+    "extract_run",
+    "load_folder",
     "load_job",
+    "load_model",
     "load_trained",
     "read_layers",
     "read_run",
+    "read_study",
+    "replay_step",
     "resolve",
 ]
 

@@ -23,7 +23,7 @@ from forge_train.slurm import (
     two_jobs,
     with_retries,
 )
-from forge_train.study.runs import Study, StudyRun
+from forge_train.study.runs import Study, StudyRun, writing
 
 
 def write_arrays(study: Study, submits: bool, site: str | None) -> int:
@@ -62,7 +62,7 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
         text = batch_script(config, [python, "-m", "forge_train", "run"], facts)
     if queued := jobs_of(facts.script):
         raise ConfigError(two_jobs(str(folder), queued))
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for number, run in enumerate(runs):
             run.write()
@@ -70,10 +70,6 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
             _link(folder / f"task-{number}.toml", run.file)
             _link(folder / f"task-{number}", run.dir)
         replace_text(Path(facts.script), text)
-    except OSError as error:
-        raise ConfigError(
-            [f"study.dir: {folder} cannot be written ({error.strerror}); choose another"]
-        ) from error
     print(f"wrote {facts.script}: {len(runs)} elements")
     return facts.script
 

@@ -15,6 +15,7 @@ from forge_ckpt import SavedTensors
 from forge_train.config.files import read_toml
 from forge_train.config.init import committed
 from forge_train.errors import ConfigError, StateError, config_errors
+from forge_train.jobs import refuse_no_run
 from forge_train.metrics.rows import finite
 from forge_train.study.difference import BOUND, Difference, bound_of, close, first_difference
 from forge_train.study.journal import read_journal
@@ -139,8 +140,7 @@ def bisect_runs(
 def _layout(run: Path) -> tuple[Any, int | None]:
     """[parallel] of a run, and its number of ranks."""
     paths = RunDirectory(run)
-    if not paths.config.exists():
-        raise ConfigError([f"{run} has no {paths.config.name}; name the folder of a run, as in run.dir"])  # fmt: skip
+    refuse_no_run(paths)
     return read_toml(paths.config).get("parallel"), paths.num_ranks()
 
 

@@ -13,6 +13,7 @@ from forge_train.config.init import committed
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.errors import ConfigError, StateError
+from forge_train.jobs import refuse_no_run
 from forge_train.study.journal import read_journal
 from forge_train.trainer.checkpoints import IMPORTED
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
@@ -43,10 +44,7 @@ def find_start(run: Path, step: int) -> int:
     StateError where neither is there: an import, whose weights no checkpoint holds any more.
     """
     paths = RunDirectory(run)
-    if not paths.config.exists():
-        raise ConfigError(
-            [f"{run} has no {paths.config.name}; name the folder of a run, as in run.dir"]
-        )
+    refuse_no_run(paths)
     journal = read_journal(run)
     begin, last = journal.begin, journal.total_steps
     if step <= begin or (last is not None and step > last):

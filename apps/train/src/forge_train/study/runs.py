@@ -15,6 +15,7 @@ name = "wsd"
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -150,13 +151,20 @@ class StudyRun:
                     "another study.dir"
                 ]
             )
-        try:
+        with writing(self.file):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.toml, encoding="utf-8")
-        except OSError as error:
-            raise JobError(
-                [f"study.dir: {self.file} cannot be written ({error.strerror}); choose another"]
-            ) from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """JobError for a disk that does not take what is written here."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(
+            [f"study.dir: {path} cannot be written ({error.strerror}); choose another"]
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import tyro
 
 from forge_resilience import ExitCode
 from forge_train.errors import ConfigError, JobError
-from forge_train.study.runs import Study, StudyRun, read_study
+from forge_train.study.runs import Study, StudyRun, read_study, writing
 
 _PR_SET_PDEATHSIG = 1
 
@@ -95,11 +95,9 @@ def run_sweep(
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Lock a study. JobError while another sweep has it: both would train the same runs. The kernel frees it at any end."""
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise JobError([f"study.dir: {folder} cannot be written ({error.strerror}); choose another"]) from error  # fmt: skip
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
