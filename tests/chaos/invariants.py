@@ -44,7 +44,7 @@ def content(checkpoint: Path) -> dict[str, Any]:
             raise ValueError(f"{checkpoint / name} is not what the manifest says")
         files[name] = entry["blocks"]
     objects = re.sub(
-        r'"seconds": ?[-+.e\d]+', "", json.dumps(manifest.get("objects"), sort_keys=True)
+        r'"(device_)?seconds": ?[-+.e\d]+', "", json.dumps(manifest.get("objects"), sort_keys=True)
     )
     return {"files": files, "objects": objects}
 
