@@ -136,7 +136,7 @@ import atexit, os, signal, sys
 from forge_train import process
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as while a sample is written
 atexit.register(os.kill, os.getpid(), signal.SIGINT)
-process.end(75, True)
+process.end(75, True, True)
 """
     for world in ("1", "2"):
         environ = {**os.environ, "WORLD_SIZE": world, "RANK": "0"}
@@ -164,7 +164,7 @@ with process.interruptible(75):
         pass
 print("left the block", flush=True)
 signal.signal = late
-process.end(75, True)
+process.end(75, True, True)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (75, "left the block\n", "")

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob
 
 Flags = TypeVar("Flags")
+#: Verbs that join a process group under a launcher.
+_OF_RANKS = ("run", "eval", "extract", "study")
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     code: int = ExitCode.DONE
     with contextlib.suppress(BrokenPipeError):  # `forge-train --help | head` has seen enough
         code = int(_dispatch(args))
-    process.end(code, is_run)
+    process.end(code, is_run, bool(args) and args[0] in _OF_RANKS)
 
 
 def _dispatch(args: list[str]) -> int:

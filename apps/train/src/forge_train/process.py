@@ -94,8 +94,11 @@ def prepare(is_run: bool) -> None:
         leave_on_signal(ExitCode.REQUEUE, signal.SIGINT)
 
 
-def end(code: int, is_run: bool) -> NoReturn:
-    """Flush the output and leave with `code`, at once if a signal comes meanwhile: it has nothing to stop any more."""
+def end(code: int, is_run: bool, has_ranks: bool) -> NoReturn:
+    """Flush the output and leave with `code`, at once if a signal comes meanwhile: it has nothing to stop any more.
+
+    has_ranks: the verb joins a process group under a launcher.
+    """
     if is_run:
         leave_on_signal(code, signal.SIGINT)
     for descriptor, stream in enumerate((sys.stdout, sys.stderr), start=1):
@@ -106,7 +109,7 @@ def end(code: int, is_run: bool) -> NoReturn:
                 raise
             # Python's own flush at exit would fail again and change the exit code to 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    if is_rank_of_many():
+    if has_ranks and is_rank_of_many():
         from forge_parallel import leave
 
         leave(code)
