@@ -96,12 +96,9 @@ def replay(
              "keys of a layout for one"]
         )  # fmt: skip
     if ranks > 1:
-        on, off = ("anomaly", anomaly), ("callbacks", callbacks)
-        flags = [f"--{name}" for name, given in (on, off, ("json", json)) if given]
-        for name, value in (("step", step), ("record", record), ("from_step", from_step)):
-            flags += [] if value is None else [f"--{name}", str(value)]
-        for name, several in (("hook", hook), ("set", set)):
-            flags += [f"--{name}", *several] if several else []
+        alone = {"anomaly": anomaly, "callbacks": callbacks, "json": json}
+        valued = {"step": step, "record": record, "from_step": from_step}
+        flags = _as_flags(alone, valued, {"hook": hook, "set": set})
         return _on_ranks(ranks, ["replay", str(run_dir), *flags], output)
     if record is not None:
         return _record(run_dir, step, from_step, callbacks, set, output, record)
@@ -206,6 +203,18 @@ def _run(args: list[str], run: Path, folder: Path) -> None:
         raise KeyboardInterrupt
     if child.returncode:
         raise StateError([f"the replay of {run} ended with code {child.returncode}, see above"])
+
+
+def _as_flags(
+    alone: dict[str, bool], valued: dict[str, Any], several: dict[str, tuple[str, ...]]
+) -> list[str]:
+    """Flags of a command line: those that are given alone, with a value, and with several."""
+    flags = [f"--{name}" for name, given in alone.items() if given]
+    for name, value in valued.items():
+        flags += [] if value is None else [f"--{name}", str(value)]
+    for name, values in several.items():
+        flags += [f"--{name}", *values] if values else []
+    return flags
 
 
 def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
