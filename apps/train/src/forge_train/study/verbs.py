@@ -79,12 +79,8 @@ def replay(
     from forge_train.study.journal import read_journal
     from forge_train.study.private_job import find_start, parse_settings
 
-    if from_step is not None and record is None:
-        raise ConfigError(["--from_step says where a record begins; give --record DIR, too"])
-    if record is not None and (anomaly or debugger or hook or json):
-        raise ConfigError(["--record writes tensors of steps, and --anomaly, --debugger, --hook and --json look at one; leave one or the other out"])  # fmt: skip
-    if nproc is not None and nproc < 1:
-        raise ConfigError([f"--nproc {nproc} must be at least 1; leave it out for as many as the run had"])  # fmt: skip
+    looks = anomaly or debugger or json or bool(hook)
+    _refuse_mixed(record, from_step, looks, nproc)
     many = process.is_rank_of_many()
     if many and output is None:
         raise ConfigError(["--output must name a new folder that all ranks share; a launcher started several"])  # fmt: skip
@@ -203,6 +199,18 @@ def _run(args: list[str], run: Path, folder: Path) -> None:
         raise KeyboardInterrupt
     if child.returncode:
         raise StateError([f"the replay of {run} ended with code {child.returncode}, see above"])
+
+
+def _refuse_mixed(
+    record: Path | None, from_step: int | None, looks: bool, nproc: int | None
+) -> None:
+    """ConfigError for flags of a replay that exclude each other; `looks`: one of those that look at a step is given."""
+    if from_step is not None and record is None:
+        raise ConfigError(["--from_step says where a record begins; give --record DIR, too"])
+    if record is not None and looks:
+        raise ConfigError(["--record writes tensors of steps, and --anomaly, --debugger, --hook and --json look at one; leave one or the other out"])  # fmt: skip
+    if nproc is not None and nproc < 1:
+        raise ConfigError([f"--nproc {nproc} must be at least 1; leave it out for as many as the run had"])  # fmt: skip
 
 
 def _as_flags(
