@@ -12,7 +12,6 @@ are the real ones. docs/null-gpu.md says what that can show and what it cannot.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import hashlib
 import json
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.null_gpu import stubs
@@ -134,14 +134,19 @@ def run(
         memory_gib=memory_gib,
         name=name,
     )
-    command = [str(python), *arguments]
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]  # fmt: skip
-        command = [str(python), *launcher, *command]
+    command = launched([str(python), *arguments], ranks, python)
     full = {"OMP_NUM_THREADS": "1", **os.environ, **variables, **(env or {})}
     return subprocess.run(
         command, env=full, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False
     )
+
+
+def launched(command: list[str], ranks: int, python: str | Path = sys.executable) -> list[str]:
+    """A command that starts `ranks` processes of a command by torch's launcher; one is the command itself."""
+    if ranks == 1:
+        return command
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [str(python), *launcher, "--no-python", *command]
 
 
 def read(folder: Path) -> dict[int, Counter[str]]:
@@ -151,15 +156,6 @@ def read(folder: Path) -> dict[int, Counter[str]]:
         rank = int(path.name.split(".")[0].removeprefix("rank-"))
         tables.setdefault(rank, Counter()).update(json.loads(path.read_text()))
     return tables
-
-
-def counted() -> Counter[str]:
-    """Counts of this process so far, for differences; the process runs on the null GPU."""
-    library = ctypes.CDLL("libcuda.so.1")
-    library.null_gpu_counts.restype = ctypes.c_size_t
-    text = ctypes.create_string_buffer(1 << 16)
-    library.null_gpu_counts(text, ctypes.c_size_t(len(text)))
-    return Counter(json.loads(text.value))
 
 
 def why_not(python: str | Path = sys.executable) -> str:
@@ -208,12 +204,17 @@ def _compile(folder: Path, site: Path) -> None:
     stubs.write(folder / "stubs.c", wanted, stubs.defined(partial))
     _gcc([*common, *includes, *own, folder / "stubs.c", "-o", cuda, f"-Wl,-soname,{cuda.name}"])
     (folder / "libcuda.so").symlink_to(cuda.name)  # what Triton links
-    nvrtc = [f"-DCUDA_MAJOR={_CUDA}", _SOURCE / "nvrtc.c", "-o", folder / "libnvrtc.so"]
+    nvrtc: list[str | Path] = [
+        f"-DCUDA_MAJOR={_CUDA}",
+        _SOURCE / "nvrtc.c",
+        "-o",
+        folder / "libnvrtc.so",
+    ]
     _gcc([*common, *_WARNINGS, *includes, *nvrtc, f"-Wl,-soname,libnvrtc.so.{_CUDA}"])
     partial.unlink()
 
 
-def _gcc(command: list[str | Path]) -> None:
+def _gcc(command: Sequence[str | Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Unavailable(f"gcc cannot compile the null GPU for this torch: {done.stderr}")
@@ -221,9 +222,13 @@ def _gcc(command: list[str | Path]) -> None:
 
 @functools.cache
 def _mail() -> str:
-    """A folder for messages between ranks, in memory, until this process ends."""
+    """A folder for messages between ranks, in memory, until this process ends; those of killed processes go first."""
     shared = Path("/dev/shm")
-    folder = tempfile.mkdtemp(prefix="null-gpu-", dir=shared if shared.is_dir() else None)
+    parent = shared if shared.is_dir() else Path(tempfile.gettempdir())
+    for path in parent.glob("null-gpu-*-*"):
+        if not Path("/proc", path.name.split("-")[2]).exists():
+            shutil.rmtree(path, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"null-gpu-{os.getpid()}-", dir=parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -1,4 +1,4 @@
-"""What a process on the null GPU changes in torch: four things that depend on numbers which no kernel computes.
+"""What a process on the null GPU changes in torch: four things that depend on numbers, which no kernel computes.
 
 torch calls `start` at the end of its import, as it does for every package with an entry point in the group
 `torch.backends`: nothing has to be imported by hand, and no sitecustomize of the environment is in the way.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import os
-import pickle
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -24,57 +22,14 @@ def start() -> None:
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.distributed.is_available():
-        _send_objects_by_the_store(torch.distributed)
+        import null_gpu_objects
+
+        null_gpu_objects.install()
         _AfterImport("torch.distributed.pipelining.schedules", _vote_alone)
     if folder := os.environ.get("NULL_GPU_WAITS"):
         import null_gpu_waits
 
         null_gpu_waits.record(folder)
-
-
-def _send_objects_by_the_store(dist: Any) -> None:
-    """Objects between two ranks: torch sends their size first, computed by a kernel, so they would all be empty."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    sent: Counter[tuple[int, int, str]] = Counter()
-
-    def key(source: int, target: int, group: Any) -> str:
-        place = (source, target, group.group_name)
-        sent[place] += 1
-        return f"null-gpu/{group.group_name}/{source}/{target}/{sent[place]}"
-
-    def of(rank: int | None, group: Any, group_rank: int | None) -> int:
-        return rank if group_rank is None else dist.get_global_rank(group, group_rank)
-
-    def send(
-        object_list: list[Any],
-        dst: int | None = None,
-        group: Any = None,
-        device: Any = None,
-        group_dst: int | None = None,
-        use_batch: bool = False,
-    ) -> None:
-        group = group or dist.group.WORLD
-        name = key(dist.get_rank(), of(dst, group, group_dst), group)
-        _get_default_store().set(name, pickle.dumps(object_list))
-
-    def receive(
-        object_list: list[Any],
-        src: int | None = None,
-        group: Any = None,
-        device: Any = None,
-        group_src: int | None = None,
-        use_batch: bool = False,
-    ) -> int:
-        group = group or dist.group.WORLD
-        source = of(src, group, group_src)
-        name = key(source, dist.get_rank(), group)
-        store = _get_default_store()
-        object_list[:] = pickle.loads(store.get(name))  # waits
-        store.delete_key(name)
-        return source
-
-    dist.send_object_list, dist.recv_object_list = send, receive
 
 
 def _vote_alone(schedules: ModuleType) -> None:
@@ -90,7 +45,7 @@ def _vote_alone(schedules: ModuleType) -> None:
             _set_modes_after(schedule, mode)
 
 
-def _set_modes_after(schedule: type, mode: Any) -> None:
+def _set_modes_after(schedule: Any, mode: Any) -> None:
     warm_up = schedule._warmup_p2p
 
     def warm_up_and_vote(self: Any, stages: list[Any], has_backward: bool, *rest: Any) -> None:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 # "" is the module of code that the compiler generated.
-_NOT_OURS = (sys.stdlib_module_names - {"__main__"}) | {"", "torch", "torchao", "triton", "null_gpu_shim", "null_gpu_waits"}  # fmt: skip
+_NOT_OURS = (sys.stdlib_module_names - {"__main__"}) | {"", "torch", "torchao", "triton", "null_gpu_shim", "null_gpu_objects", "null_gpu_waits"}  # fmt: skip
 _RESUMED = re.compile(
     r"torch_dynamo_resume_in_(.+)_at_\d+"
 )  # dynamo's function after a graph break

@@ -73,15 +73,25 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static struct slot *slot_of(const void *data) { return &slots[((uintptr_t)data >> 8) * 2654435761u % SLOTS]; }
 
-void expect(struct message message, void *data, size_t size) {
-    pthread_mutex_lock(&lock);
-    struct slot *slot = slot_of(data);
+static void set_slot(struct slot new) {
+    struct slot *slot = slot_of(new.data);
     if (slot->data && !slot->arrived) {  // nobody looked at the one before: leave no file of it
         char path[PATH];
         write_path(path, slot->message);
         unlink(path);
     }
-    *slot = (struct slot){data, size, take(message, data, size), message};
+    *slot = new;
+}
+
+void expect(struct message message, void *data, size_t size) {
+    pthread_mutex_lock(&lock);
+    set_slot((struct slot){data, size, take(message, data, size), message});
+    pthread_mutex_unlock(&lock);
+}
+
+void keep(const void *data, size_t size) {
+    pthread_mutex_lock(&lock);
+    set_slot((struct slot){(void *)data, size, true, {0}});
     pthread_mutex_unlock(&lock);
 }
 

@@ -194,6 +194,7 @@ EXPORT ncclResult_t ncclBroadcast(const void *given, void *got, size_t number, n
         return ncclSuccess;
     }
     memmove(got, given, size);
+    keep(got, size);
     for (int peer = 0; peer < comm->num_ranks; peer++)
         if (peer != root && !post(next_sent(comm, peer), given, size))
             return ncclSystemError;

@@ -96,5 +96,6 @@ enum { MAIL_BYTES = 1 << 16 };  // larger payloads are not sent: no host reads s
 bool post(struct message message, const void *data, size_t size);
 bool await(struct message message, void *data, size_t size);    // blocks; false after five minutes
 void expect(struct message message, void *data, size_t size);   // arrives when a host copies `data`, at the latest
+void keep(const void *data, size_t size);                       // a host put this there: what `data` holds can be read
 enum arrival { NOT_EXPECTED, ARRIVED, NEVER_CAME };
 enum arrival settle(const void *data, size_t size);             // waits for what is expected at `data`
