@@ -12,6 +12,7 @@ are the real ones. docs/null-gpu.md says what that can show and what it cannot.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import hashlib
 import json
@@ -156,6 +157,15 @@ def read(folder: Path) -> dict[int, Counter[str]]:
         rank = int(path.name.split(".")[0].removeprefix("rank-"))
         tables.setdefault(rank, Counter()).update(json.loads(path.read_text()))
     return tables
+
+
+def counted() -> Counter[str]:
+    """Counts of this process so far, for differences; the process runs on the null GPU."""
+    library = ctypes.CDLL("libcuda.so.1")  # the one that is loaded
+    library.null_gpu_counts.restype = ctypes.c_size_t
+    text = ctypes.create_string_buffer(1 << 16)
+    library.null_gpu_counts(text, ctypes.c_size_t(len(text)))
+    return Counter(json.loads(text.value))
 
 
 def why_not(python: str | Path = sys.executable) -> str:

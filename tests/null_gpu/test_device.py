@@ -30,6 +30,7 @@ def _run(folder: Path, program: str, ranks: int = 1, **options: float) -> str:
         timeout=300,
         counts=folder / "counts",
         waits=folder / "waits",
+        env={"ROOT": str(Path(device.__file__).parents[2])},
         **options,  # type: ignore[arg-type]
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,8 +65,10 @@ def test_launches_copies_and_products_are_counted(tmp_path: Path) -> None:
     output = _run(
         tmp_path,
         """
-        import torch
-        from null_gpu_counts import counted
+        import os, sys, torch
+
+        sys.path.insert(0, os.environ["ROOT"])
+        from tests.null_gpu.device import counted
 
         def show(label, work):
             before = counted()
