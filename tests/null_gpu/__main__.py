@@ -1,8 +1,8 @@
 """What can be shown of CUDA without a GPU, on a device that computes nothing (docs/null-gpu.md).
 
-hatch run null-gpu                                   # all campaigns, then their pages under docs/
-hatch run null-gpu tests                             # one of them
-hatch run null-gpu run --ranks 2 -- forge-train run job.toml --parallel.tp=2     # anything
+hatch run null-gpu                              # all campaigns, one after another
+hatch run null-gpu tests -k memory              # one of them, with its own flags
+hatch run null-gpu run --ranks 2 -- forge-train run job.toml --parallel.tp=2
 """
 
 from __future__ import annotations
@@ -18,53 +18,60 @@ from pathlib import Path
 
 from tests.null_gpu import device
 
-# name: module with `main(arguments: list[str]) -> int`
+#: Name of a campaign -> module with `main(arguments: list[str]) -> int`.
 CAMPAIGNS = {
     "tests": "tests.null_gpu.test_device",
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hatch run null-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    verbs = parser.add_subparsers(dest="verb", metavar="{" + ",".join([*CAMPAIGNS, "run"]) + "}")
-    for name, module in CAMPAIGNS.items():
-        campaign = verbs.add_parser(name, help=f"{module}; its own flags follow", add_help=False)
-        campaign.set_defaults(module=module)
-    command = verbs.add_parser("run", help="a command on the null GPU; prints counts and host waits at its end")  # fmt: skip
-    command.add_argument("--ranks", type=int, default=1, help="processes, with a device each")
-    command.add_argument("--memory-gib", type=float, help="memory of a device (139.8)")
-    command.add_argument("command", nargs="+", help="after --")
-    given, rest = parser.parse_known_args(argv)
-    if given.verb == "run":
-        return _run([*given.command, *rest], given.ranks, given.memory_gib)
+def main(arguments: Sequence[str]) -> int:
+    verb, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
+    if verb in ("-h", "--help"):
+        print(__doc__, f"\nCampaigns: {', '.join(CAMPAIGNS)}; each has --help", sep="")
+        return 0
+    if verb not in ("", "run", *CAMPAIGNS):
+        print(f"{verb} is no campaign; there are: run, {', '.join(CAMPAIGNS)}", file=sys.stderr)
+        return 2
     if reason := device.why_not():
-        sys.exit(f"no null GPU: {reason}")
-    if given.verb:
-        return importlib.import_module(given.module).main(rest)
-    failed = [name for name, module in CAMPAIGNS.items() if importlib.import_module(module).main([])]  # fmt: skip
+        print(f"no null GPU here: {reason}", file=sys.stderr)
+        return 1
+    if verb == "run":
+        return run(rest)
+    chosen = {verb: CAMPAIGNS[verb]} if verb else CAMPAIGNS
+    failed = [name for name, path in chosen.items() if importlib.import_module(path).main(rest)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
-def _run(command: list[str], ranks: int, memory_gib: float | None) -> int:
+def run(arguments: list[str]) -> int:
+    """Any command on the null GPU; its counts and host waits are printed at its end."""
+    parser = argparse.ArgumentParser(prog="hatch run null-gpu run", description=run.__doc__)
+    parser.add_argument("--ranks", type=int, default=1, help="processes, with a device each")
+    parser.add_argument("--memory-gib", type=float, help="memory of a device (139.8)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
+    args = parser.parse_args(arguments)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("no command; give it after --, such as: run -- forge-train run job.toml")
     with tempfile.TemporaryDirectory() as folder:
         waits, counts = Path(folder, "waits"), Path(folder, "counts")
-        try:
-            variables = device.environment(devices=ranks, waits=waits, counts=counts, memory_gib=memory_gib)  # fmt: skip
-        except device.Unavailable as error:
-            sys.exit(f"no null GPU: {error}")
-        code = subprocess.call(device.launched(command, ranks), env={**os.environ, **variables})
-        for title, tables in (("counts", device.read(counts)), ("host waits", device.read(waits))):
-            _print(title, tables)
+        variables = device.environment(
+            devices=args.ranks, waits=waits, counts=counts, memory_gib=args.memory_gib
+        )
+        code = subprocess.call(
+            device.launched(command, args.ranks), env={**os.environ, **variables}
+        )
+        _print("counts", device.read(counts))
+        _print("host waits", device.read(waits))
     return code
 
 
 def _print(title: str, tables: Mapping[int, Mapping[str, int]]) -> None:
-    print(f"\n{title}" + "".join(f"{f'rank {rank}':>16}" for rank in tables))
+    print("\n" + "".join(f"{f'rank {rank}':>16}" for rank in tables) + f"  {title}")
     for name in sorted(set().union(*tables.values())):
         print("".join(f"{table.get(name, 0):16,}" for table in tables.values()) + f"  {name}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.null_gpu import stubs
+from . import stubs
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "source"
