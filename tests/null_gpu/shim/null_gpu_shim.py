@@ -18,6 +18,10 @@ from typing import Any
 def start() -> None:
     import torch
 
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(variable, "").lower().replace(" ", ""):
+            # torch would call a function of NVML that is not there
+            raise RuntimeError(f"{variable} has expandable_segments:True, which asks NVML about the device; the null GPU has no NVML: unset it")  # fmt: skip
     # cuDNN plans attention and convolutions with the device at hand; torch's own kernels need no plan.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)

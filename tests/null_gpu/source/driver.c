@@ -1,4 +1,4 @@
-// The driver's contexts, pointers and virtual memory, and the two calls by which others find functions of the driver.
+// The driver's contexts and pointers, and the two calls by which others find functions of the driver.
 
 #define _GNU_SOURCE
 #include "null_gpu.h"
@@ -7,7 +7,6 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <stdio.h>
-#include <stdlib.h>
 
 // ---- entry points
 
@@ -109,48 +108,5 @@ EXPORT CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *size, CUdevicep
 EXPORT CUresult cuMemGetInfo(size_t *free, size_t *total) {
     *total = device_bytes();
     *free = free_bytes(current_device());
-    return CUDA_SUCCESS;
-}
-
-// ---- virtual memory (expandable segments): addresses are mapped when reserved, and charged when memory is created
-
-struct physical {
-    int device;
-    size_t size;
-};
-
-EXPORT CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
-                                              CUmemAllocationGranularity_flags flags) {
-    *bytes = 2 << 20;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment, CUdeviceptr wanted,
-                                    unsigned long long flags) {
-    *pointer = (CUdeviceptr)map_memory(size, DEVICE, false);
-    return *pointer ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-EXPORT CUresult cuMemAddressFree(CUdeviceptr pointer, size_t size) {
-    return free_memory((void *)pointer) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,
-                            unsigned long long flags) {
-    struct physical *memory = malloc(sizeof *memory);
-    if (!memory || !charge(properties->location.id, size)) {
-        free(memory);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    count(ALLOCATION, size);
-    *memory = (struct physical){properties->location.id, size};
-    *handle = (CUmemGenericAllocationHandle)(uintptr_t)memory;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-    struct physical *memory = (struct physical *)(uintptr_t)handle;
-    discharge(memory->device, memory->size);
-    free(memory);
     return CUDA_SUCCESS;
 }

@@ -58,7 +58,7 @@ static enum place place_of(const void *pointer) {
     return find_range(pointer, &range) ? range.place : PAGEABLE;
 }
 
-bool charge(int device, size_t size) {
+static bool charge(int device, size_t size) {
     pthread_mutex_lock(&lock);
     bool fits = charged[device] + size <= device_bytes();
     if (fits)
@@ -67,7 +67,7 @@ bool charge(int device, size_t size) {
     return fits;
 }
 
-void discharge(int device, size_t size) {
+static void discharge(int device, size_t size) {
     pthread_mutex_lock(&lock);
     charged[device] -= size;
     pthread_mutex_unlock(&lock);

@@ -70,10 +70,8 @@ struct range {
 };
 
 bool find_range(const void *pointer, struct range *found);
-void *map_memory(size_t size, enum place place, bool charged);
+void *map_memory(size_t size, enum place place, bool charged);  // NULL: more than the device has
 bool free_memory(void *pointer);
-bool charge(int device, size_t size);  // false: more than the device has
-void discharge(int device, size_t size);
 size_t free_bytes(int device);
 
 // ---- device.c

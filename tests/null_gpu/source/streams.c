@@ -50,6 +50,10 @@ EXPORT cudaError_t cudaDeviceSynchronize(void) {
     return cudaSuccess;
 }
 
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+    return cudaErrorStreamCaptureUnsupported;
+}
+
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
@@ -108,6 +112,8 @@ EXPORT const char *cudaGetErrorString(cudaError_t error) {
         return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice:
         return "invalid device ordinal";
+    case cudaErrorStreamCaptureUnsupported:
+        return "the null GPU captures no graphs";
     case cudaErrorLaunchTimeout:
         return "a message that a peer should have sent never came";
     default:
