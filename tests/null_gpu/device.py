@@ -48,7 +48,8 @@ def build(python: str | Path = sys.executable, folder: Path | None = None) -> Pa
     for path in sorted([*_SOURCE.iterdir(), _HERE / "stubs.py"]):
         digest.update(path.read_bytes())
     folder = folder or prefix / "null-gpu" / digest.hexdigest()[:16]
-    if (folder / "libcuda.so.1").exists() and (folder / "built").read_text() == digest.hexdigest():
+    mark = folder / "built"  # written last
+    if mark.exists() and mark.read_text() == digest.hexdigest():
         return folder
     for tool in ("gcc", "nm"):
         if not shutil.which(tool):
@@ -58,13 +59,10 @@ def build(python: str | Path = sys.executable, folder: Path | None = None) -> Pa
         made = Path(name) / "made"
         made.mkdir()
         _compile(made, site)
-        (made / "built").write_text(digest.hexdigest())
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
+        (made / mark.name).write_text(digest.hexdigest())
+        if not (mark.exists() and mark.read_text() == digest.hexdigest()):  # by another process
+            shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
-        except OSError:  # another process built it meanwhile
-            if not (folder / "built").exists():
-                raise
     return folder
 
 
@@ -85,6 +83,8 @@ def environment(
     bytes leave their target alone (a model of 80 GB need not exist on the host). Devices have `memory_gib` (139.8)
     and are called `name` ("NVIDIA H200").
     """
+    if not 0 <= devices <= 64:
+        raise ValueError(f"devices is {devices}; the null GPU has 0 to 64")
     folder = folder or build()
     given = {
         "LD_PRELOAD": _joined(folder / "libcuda.so.1", folder / "libnvrtc.so", "LD_PRELOAD"),

@@ -7,13 +7,17 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.null_gpu import device
 
 WHY_NOT = device.why_not()
-needs_null_gpu = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 GIB = 2**30
+
+
+def needs_null_gpu(test: Any) -> Any:
+    return pytest.mark.slow(pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)(test))
 
 
 def main(argv: list[str]) -> int:
@@ -101,6 +105,7 @@ def test_launches_copies_and_products_are_counted(tmp_path: Path) -> None:
 
 
 @needs_null_gpu
+@pytest.mark.distributed
 def test_collectives_of_two_ranks_have_kind_and_bytes(tmp_path: Path) -> None:
     """What a host decides by arrives: objects by broadcast and by send, a vote by send and recv."""
     output = _run(
@@ -219,6 +224,9 @@ def test_memory_is_that_of_the_device(tmp_path: Path) -> None:
             torch.empty(51 * 2**30, dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError as error:
             print("refused", str(error)[:60])
+        del tensors[:], small[:]
+        torch.cuda.empty_cache()
+        print("free", torch.cuda.mem_get_info()[0])
         print("resident GiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         """,
         memory_gib=80,
@@ -227,6 +235,7 @@ def test_memory_is_that_of_the_device(tmp_path: Path) -> None:
     assert f"peak {60 * GIB + small} now {34 * GIB + small}" in output
     assert f"total {80 * GIB}" in output
     assert "refused CUDA out of memory" in output
+    assert f"free {80 * GIB}" in output
     assert float(output.split("resident GiB")[1].split()[0]) < 3
 
 
@@ -269,6 +278,7 @@ def test_ends_without_destructors_and_forks_count_once(tmp_path: Path) -> None:
 
 
 @needs_null_gpu
+@pytest.mark.distributed
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """Messages between ranks are files in memory; their folder ends with the process that started the ranks."""
     (tmp_path / "program.py").write_text(

@@ -37,7 +37,6 @@ def record(folder: str) -> None:
     _count_warnings()
     for owner in (torch.cuda, torch.cuda.Event):
         _count_calls(owner)
-    os.register_at_fork(after_in_child=_seen.clear)
     leave = os._exit
 
     def write_and_leave(status: int) -> None:
@@ -92,7 +91,7 @@ def _module(frame: FrameType) -> str:
 def _write(folder: Path) -> None:
     import torch
 
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # nor is it in the child of a fork
         return
     path = folder / f"rank-{os.environ.get('RANK', '0')}.{os.getpid()}.json"
     path.write_text(json.dumps(dict(sorted(_seen.items())), indent=2) + "\n")

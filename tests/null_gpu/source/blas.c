@@ -45,10 +45,12 @@ EXPORT cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *description
     return create((void **)description);
 }
 
-EXPORT cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t description) { return destroy(description); }
+EXPORT cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t description) {
+    return destroy(description);
+}
 
-EXPORT cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType type, uint64_t rows,
-                                                 uint64_t columns, int64_t leading) {
+EXPORT cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType type,
+                                                 uint64_t rows, uint64_t columns, int64_t leading) {
     return create((void **)layout);
 }
 
@@ -58,13 +60,17 @@ EXPORT cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t 
     return create((void **)preference);
 }
 
-EXPORT cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) { return destroy(preference); }
+EXPORT cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
+    return destroy(preference);
+}
 
-EXPORT cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t description,
+EXPORT cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle,
+                                                     cublasLtMatmulDesc_t description,
                                                      cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                                                      cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
                                                      cublasLtMatmulPreference_t preference, int num_wanted,
-                                                     cublasLtMatmulHeuristicResult_t results[], int *num_results) {
+                                                     cublasLtMatmulHeuristicResult_t results[],
+                                                     int *num_results) {
     memset(results, 0, sizeof *results);  // its state is CUBLAS_STATUS_SUCCESS, its workspace empty
     *num_results = 1;
     return CUBLAS_STATUS_SUCCESS;

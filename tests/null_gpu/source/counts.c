@@ -73,7 +73,8 @@ static void append(struct text *text, const char *format, ...) {
 
 static void append_number(struct text *text, const char *name, const char *suffix, uint64_t value) {
     if (value)
-        append(text, "%s\n  \"%s%s\": %llu", text->used > 1 ? "," : "", name, suffix, (unsigned long long)value);
+        append(text, "%s\n  \"%s%s\": %llu", text->used > 1 ? "," : "", name, suffix,
+               (unsigned long long)value);
 }
 
 // The counts as JSON: writes at most `size` bytes and a zero, returns the length of the whole text.

@@ -19,7 +19,8 @@ static void *entry_point(const char *name) {
 }
 
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
-                                                    unsigned long long flags, enum cudaDriverEntryPointQueryResult *status) {
+                                                    unsigned long long flags,
+                                                    enum cudaDriverEntryPointQueryResult *status) {
     *function = entry_point(name);
     if (status)
         *status = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;

@@ -11,19 +11,20 @@ enum { THREADS = 1024, REGISTERS = 32, SHARED_BYTES = 227 << 10, BLOCKS = 2, CLU
 
 // ---- of torch and its libraries, by the runtime
 
-EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
-                                    cudaStream_t stream) {
+EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments,
+                                    size_t shared, cudaStream_t stream) {
     count(LAUNCH, 0);
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function,
+                                       void **arguments) {
     count(LAUNCH, 0);
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
-                                               cudaStream_t stream) {
+EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments,
+                                               size_t shared, cudaStream_t stream) {
     count(LAUNCH, 0);
     return cudaSuccess;
 }
@@ -38,19 +39,22 @@ EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, 
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared) {
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function,
+                                                                 int threads, size_t shared) {
     *blocks = BLOCKS;
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads,
-                                                                          size_t shared, unsigned flags) {
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function,
+                                                                          int threads, size_t shared,
+                                                                          unsigned flags) {
     *blocks = BLOCKS;
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t *library, const void *code, enum cudaJitOption *options, void **values,
-                                       unsigned num_options, enum cudaLibraryOption *library_options, void **library_values,
+EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t *library, const void *code, enum cudaJitOption *options,
+                                       void **values, unsigned num_options,
+                                       enum cudaLibraryOption *library_options, void **library_values,
                                        unsigned num_library_options) {
     *library = new_handle();
     return cudaSuccess;
@@ -63,8 +67,8 @@ EXPORT cudaError_t cudaLibraryGetKernel(cudaKernel_t *kernel, cudaLibrary_t libr
 
 // What compiled CUDA code calls for kernel<<<grid, block>>>(...); these stand in no header for C.
 
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
-                                      cudaStream_t stream) {
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments,
+                                      size_t shared, cudaStream_t stream) {
     count(LAUNCH, 0);
     return cudaSuccess;
 }
@@ -78,21 +82,23 @@ EXPORT char __cudaInitModule(void **handle) { return 1; }
 
 // ---- of Triton, by the driver
 
-EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                               unsigned block_y, unsigned block_z, unsigned shared, CUstream stream, void **arguments,
-                               void **extra) {
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                               CUstream stream, void **arguments, void **extra) {
     count(LAUNCH_TRITON, 0);
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra) {
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments,
+                                 void **extra) {
     count(LAUNCH_TRITON, 0);
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
-                                          CUstream stream, void **arguments) {
+EXPORT CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
+                                          unsigned grid_z, unsigned block_x, unsigned block_y,
+                                          unsigned block_z, unsigned shared, CUstream stream,
+                                          void **arguments) {
     count(LAUNCH_TRITON, 0);
     return CUDA_SUCCESS;
 }
@@ -102,8 +108,8 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned num_options, CUjit_option *options,
-                                   void **values) {
+EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned num_options,
+                                   CUjit_option *options, void **values) {
     return cuModuleLoadData(module, image);
 }
 
@@ -135,12 +141,14 @@ EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, C
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads, size_t shared) {
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads,
+                                                            size_t shared) {
     *blocks = BLOCKS;
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) {
+EXPORT CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function,
+                                             const CUlaunchConfig *config) {
     *clusters = CLUSTERS;
     return CUDA_SUCCESS;
 }

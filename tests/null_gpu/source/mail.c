@@ -17,8 +17,8 @@ enum { PATH = 4096, SLOTS = 1 << 14, PATIENCE_SECONDS = 300 };
 
 static void write_path(char *path, struct message message) {
     const char *folder = getenv("NULL_GPU_MAIL");
-    snprintf(path, PATH, "%s/%016llx.%d.%d.%d", folder ? folder : "/dev/shm", (unsigned long long)message.communicator,
-             message.sender, message.receiver, message.number);
+    snprintf(path, PATH, "%s/%016llx.%d.%d.%d", folder ? folder : "/dev/shm",
+             (unsigned long long)message.communicator, message.sender, message.receiver, message.number);
 }
 
 bool post(struct message message, const void *data, size_t size) {
@@ -30,7 +30,9 @@ bool post(struct message message, const void *data, size_t size) {
     if (file >= 0)
         close(file);
     if (!written || rename(unfinished, path)) {
-        fprintf(stderr, "null GPU: cannot write %s; NULL_GPU_MAIL must name a folder that all ranks can write to\n", path);
+        fprintf(stderr,
+                "null GPU: cannot write %s; NULL_GPU_MAIL must name a folder that all ranks can write to\n",
+                path);
         return false;
     }
     return true;
@@ -53,8 +55,10 @@ bool await(struct message message, void *data, size_t size) {
     time_t last = time(NULL) + PATIENCE_SECONDS;
     while (!take(message, data, size)) {
         if (time(NULL) > last) {
-            fprintf(stderr, "null GPU: message %d of rank %d to rank %d never came: sends and receives do not match\n",
-                    message.number, message.sender, message.receiver);
+            fprintf(
+                stderr,
+                "null GPU: message %d of rank %d to rank %d never came: sends and receives do not match\n",
+                message.number, message.sender, message.receiver);
             return false;
         }
         nanosleep(&pause, NULL);
@@ -97,12 +101,14 @@ void keep(const void *data, size_t size) {
 
 enum arrival settle(const void *data, size_t size) {
     pthread_mutex_lock(&lock);
-    struct slot *slot = slot_of(data);
-    enum arrival arrival = NOT_EXPECTED;
-    if (slot->data == data && slot->size >= size) {
-        slot->arrived = slot->arrived || await(slot->message, slot->data, slot->size);
-        arrival = slot->arrived ? ARRIVED : NEVER_CAME;
-    }
+    struct slot slot = *slot_of(data);
     pthread_mutex_unlock(&lock);
-    return arrival;
+    if (slot.data != data || slot.size < size)
+        return NOT_EXPECTED;
+    if (slot.arrived)
+        return ARRIVED;
+    if (!await(slot.message, slot.data, slot.size))
+        return NEVER_CAME;
+    keep(data, slot.size);
+    return ARRIVED;
 }

@@ -81,7 +81,8 @@ void *map_memory(size_t size, enum place place, bool is_charged) {
     if (is_charged && !charge(device, size))
         return NULL;
     size_t whole = round_up(size ? size : 1, PAGE);
-    char *mapped = mmap(NULL, whole + ALIGNMENT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *mapped = mmap(NULL, whole + ALIGNMENT, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped != MAP_FAILED) {
         char *start = (char *)round_up((uintptr_t)mapped, ALIGNMENT);
         size_t before = start - mapped;
@@ -124,7 +125,9 @@ EXPORT cudaError_t cudaMalloc(void **pointer, size_t size) {
     return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
-EXPORT cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) { return cudaMalloc(pointer, size); }
+EXPORT cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
+    return cudaMalloc(pointer, size);
+}
 
 EXPORT cudaError_t cudaFree(void *pointer) {
     return !pointer || free_memory(pointer) ? cudaSuccess : cudaErrorInvalidValue;
@@ -186,7 +189,22 @@ EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolA
 
 // ---- copies
 
-static cudaError_t copy_to_host(void *to, const void *from, size_t size) {
+static void count_copy(const void *to, const void *from, size_t size) {
+    enum place source = place_of(from), target = place_of(to);
+    if (source == DEVICE && target != DEVICE) {
+        count(COPY_TO_HOST, size);
+        if (target == PAGEABLE)
+            count(COPY_TO_HOST_PAGEABLE, size);
+    } else if (source != DEVICE && target == DEVICE) {
+        count(COPY_TO_DEVICE, size);
+        if (source == PAGEABLE)
+            count(COPY_TO_DEVICE_PAGEABLE, size);
+    } else {
+        count(COPY_ON_DEVICE, size);
+    }
+}
+
+static cudaError_t move_to_host(void *to, const void *from, size_t size) {
     if (size > number_from_environment("NULL_GPU_SKIP_COPIES_ABOVE", UINT64_MAX))
         return cudaSuccess;
     switch (settle(from, size)) {
@@ -201,24 +219,18 @@ static cudaError_t copy_to_host(void *to, const void *from, size_t size) {
     }
 }
 
-static cudaError_t copy(void *to, const void *from, size_t size) {
+static cudaError_t move(void *to, const void *from, size_t size) {
     enum place source = place_of(from), target = place_of(to);
-    if (source == DEVICE && target != DEVICE) {
-        count(COPY_TO_HOST, size);
-        if (target == PAGEABLE)
-            count(COPY_TO_HOST_PAGEABLE, size);
-        return copy_to_host(to, from, size);
-    }
-    if (source != DEVICE && target == DEVICE) {
-        count(COPY_TO_DEVICE, size);
-        if (source == PAGEABLE)
-            count(COPY_TO_DEVICE_PAGEABLE, size);
-    } else {
-        count(COPY_ON_DEVICE, size);
-    }
+    if (source == DEVICE && target != DEVICE)
+        return move_to_host(to, from, size);
     if (size <= MAIL_BYTES || target != DEVICE)
         memmove(to, from, size);
     return cudaSuccess;
+}
+
+static cudaError_t copy(void *to, const void *from, size_t size) {
+    count_copy(to, from, size);
+    return move(to, from, size);
 }
 
 EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
@@ -226,24 +238,28 @@ EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cuda
     return copy(to, from, size);
 }
 
-EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind,
+                                   cudaStream_t stream) {
     return copy(to, from, size);
 }
 
-EXPORT cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size,
-                                       cudaStream_t stream) {
+EXPORT cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device,
+                                       size_t size, cudaStream_t stream) {
     return copy(to, from, size);
 }
 
-EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                                     enum cudaMemcpyKind kind, cudaStream_t stream) {
+EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                     size_t width, size_t height, enum cudaMemcpyKind kind,
+                                     cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
+    count_copy(to, from, width * height);
     for (size_t row = 0; row < height && !error; row++)
-        error = copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+        error = move((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
     return error;
 }
 
-EXPORT cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, enum cudaMemcpyKind kind) {
+EXPORT cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
+                                      enum cudaMemcpyKind kind) {
     count(COPY_TO_DEVICE, size);
     return cudaSuccess;
 }
@@ -253,7 +269,8 @@ static void fill(char *at, int value, size_t size) {
     if (size <= MAIL_BYTES) {
         memset(at, value, size);
     } else if (value == 0) {
-        char *first = (char *)round_up((uintptr_t)at, PAGE), *last = (char *)((uintptr_t)(at + size) / PAGE * PAGE);
+        char *first = (char *)round_up((uintptr_t)at, PAGE),
+             *last = (char *)((uintptr_t)(at + size) / PAGE * PAGE);
         memset(at, 0, first - at);
         madvise(first, last - first, MADV_DONTNEED);
         memset(last, 0, at + size - last);
@@ -265,4 +282,6 @@ EXPORT cudaError_t cudaMemset(void *at, int value, size_t size) {
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream) { return cudaMemset(at, value, size); }
+EXPORT cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream) {
+    return cudaMemset(at, value, size);
+}

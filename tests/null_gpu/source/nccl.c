@@ -58,7 +58,8 @@ static struct message next_received(ncclComm_t comm, int peer) {
 static ncclResult_t create(ncclComm_t *comm, int num_ranks, int rank, uint64_t id) {
     count(COMMUNICATOR, 0);
     *comm = malloc(sizeof **comm);
-    **comm = (struct ncclComm){num_ranks, rank, id, 0, calloc(num_ranks, sizeof(int)), calloc(num_ranks, sizeof(int))};
+    **comm = (struct ncclComm){
+        num_ranks, rank, id, 0, calloc(num_ranks, sizeof(int)), calloc(num_ranks, sizeof(int))};
     return ncclSuccess;
 }
 
@@ -76,17 +77,19 @@ EXPORT ncclResult_t ncclCommInitRank(ncclComm_t *comm, int num_ranks, ncclUnique
     return create(comm, num_ranks, rank, digest(&id, sizeof id));
 }
 
-EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int num_ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int num_ranks, ncclUniqueId id, int rank,
+                                           ncclConfig_t *config) {
     return create(comm, num_ranks, rank, digest(&id, sizeof id));
 }
 
-EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int num_ranks, int rank, int num_ids, ncclUniqueId *ids,
-                                             ncclConfig_t *config) {
+EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int num_ranks, int rank, int num_ids,
+                                             ncclUniqueId *ids, ncclConfig_t *config) {
     return create(comm, num_ranks, rank, digest(ids, sizeof *ids));
 }
 
 // Each rank tells all others its color and key, and finds its place among those of its color.
-EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *split, ncclConfig_t *config) {
+EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *split,
+                                  ncclConfig_t *config) {
     const int mine[2] = {color, key};
     for (int peer = 0; peer < comm->num_ranks; peer++)
         if (peer != comm->rank && !post(next_sent(comm, peer), mine, sizeof mine))
@@ -103,7 +106,8 @@ EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_
     }
     const uint64_t source[3] = {comm->id, comm->num_splits++, color};
     *split = NULL;
-    return color == NCCL_SPLIT_NOCOLOR ? ncclSuccess : create(split, num_ranks, rank, digest(source, sizeof source));
+    return color == NCCL_SPLIT_NOCOLOR ? ncclSuccess
+                                       : create(split, num_ranks, rank, digest(source, sizeof source));
 }
 
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
@@ -138,7 +142,9 @@ EXPORT ncclResult_t ncclMemAlloc(void **pointer, size_t size) {
     return *pointer ? ncclSuccess : ncclUnhandledCudaError;
 }
 
-EXPORT ncclResult_t ncclMemFree(void *pointer) { return free_memory(pointer) ? ncclSuccess : ncclInvalidArgument; }
+EXPORT ncclResult_t ncclMemFree(void *pointer) {
+    return free_memory(pointer) ? ncclSuccess : ncclInvalidArgument;
+}
 
 EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t size, void **handle) {
     *handle = new_handle();
@@ -147,8 +153,8 @@ EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t
 
 // ---- collectives
 
-EXPORT ncclResult_t ncclAllReduce(const void *given, void *got, size_t number, ncclDataType_t type, ncclRedOp_t operation,
-                                  ncclComm_t comm, cudaStream_t stream) {
+EXPORT ncclResult_t ncclAllReduce(const void *given, void *got, size_t number, ncclDataType_t type,
+                                  ncclRedOp_t operation, ncclComm_t comm, cudaStream_t stream) {
     size_t size = number * width(type);
     count(ALL_REDUCE, size);
     if (given != got && size <= GATHERED_BYTES)
@@ -156,14 +162,14 @@ EXPORT ncclResult_t ncclAllReduce(const void *given, void *got, size_t number, n
     return ncclSuccess;
 }
 
-EXPORT ncclResult_t ncclReduce(const void *given, void *got, size_t number, ncclDataType_t type, ncclRedOp_t operation,
-                               int root, ncclComm_t comm, cudaStream_t stream) {
+EXPORT ncclResult_t ncclReduce(const void *given, void *got, size_t number, ncclDataType_t type,
+                               ncclRedOp_t operation, int root, ncclComm_t comm, cudaStream_t stream) {
     count(REDUCE, number * width(type));
     return ncclSuccess;
 }
 
-EXPORT ncclResult_t ncclAllGather(const void *given, void *got, size_t number, ncclDataType_t type, ncclComm_t comm,
-                                  cudaStream_t stream) {
+EXPORT ncclResult_t ncclAllGather(const void *given, void *got, size_t number, ncclDataType_t type,
+                                  ncclComm_t comm, cudaStream_t stream) {
     size_t size = number * width(type);
     count(ALL_GATHER, size);
     for (int rank = 0; rank < comm->num_ranks && size <= GATHERED_BYTES; rank++)
@@ -177,8 +183,8 @@ EXPORT ncclResult_t ncclReduceScatter(const void *given, void *got, size_t numbe
     return ncclSuccess;
 }
 
-EXPORT ncclResult_t ncclAlltoAll(const void *given, void *got, size_t number, ncclDataType_t type, ncclComm_t comm,
-                                 cudaStream_t stream) {
+EXPORT ncclResult_t ncclAlltoAll(const void *given, void *got, size_t number, ncclDataType_t type,
+                                 ncclComm_t comm, cudaStream_t stream) {
     count(ALL_TO_ALL, number * width(type) * comm->num_ranks);
     return ncclSuccess;
 }
@@ -215,7 +221,8 @@ EXPORT ncclResult_t ncclSend(const void *given, size_t number, ncclDataType_t ty
     return post(next_sent(comm, peer), given, size) ? ncclSuccess : ncclSystemError;
 }
 
-EXPORT ncclResult_t ncclRecv(void *got, size_t number, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+EXPORT ncclResult_t ncclRecv(void *got, size_t number, ncclDataType_t type, int peer, ncclComm_t comm,
+                             cudaStream_t stream) {
     size_t size = number * width(type);
     count(RECV, size);
     if (size && size <= MAIL_BYTES)

@@ -3,7 +3,8 @@
 
 #include "null_gpu.h"
 
-#define NOTHING(name) EXPORT long name(void) { return 0; }
+#define NOTHING(name) \
+    EXPORT long name(void) { return 0; }
 
 // What compiled CUDA code does when it is loaded and before it launches
 NOTHING(__cudaRegisterFatBinary)

@@ -23,8 +23,8 @@
 
 // ---- counts.c
 enum kind {
-    LAUNCH,           // a kernel of torch or of a library that torch links
-    LAUNCH_TRITON,    // a kernel launched by the driver: Triton's
+    LAUNCH,         // a kernel of torch or of a library that torch links
+    LAUNCH_TRITON,  // a kernel launched by the driver: Triton's
     COPY_TO_DEVICE,
     COPY_TO_DEVICE_PAGEABLE,  // counted here and above: the host's memory is not pinned
     COPY_TO_HOST,
@@ -33,7 +33,7 @@ enum kind {
     WAIT_STREAM,
     WAIT_EVENT,
     WAIT_DEVICE,
-    WAIT_COPY,        // cudaMemcpy without Async
+    WAIT_COPY,  // cudaMemcpy without Async
     ALLOCATION,
     BLAS,
     ALL_REDUCE,
@@ -92,8 +92,12 @@ struct message {
 enum { MAIL_BYTES = 1 << 16 };  // larger payloads are not sent: no host reads so much in order to decide
 
 bool post(struct message message, const void *data, size_t size);
-bool await(struct message message, void *data, size_t size);    // blocks; false after five minutes
-void expect(struct message message, void *data, size_t size);   // arrives when a host copies `data`, at the latest
-void keep(const void *data, size_t size);                       // a host put this there: what `data` holds can be read
+// Waits for it; false after five minutes.
+bool await(struct message message, void *data, size_t size);
+// Does not wait: it arrives when a host copies from `data`, at the latest.
+void expect(struct message message, void *data, size_t size);
+// What `data` holds can be read: it is a host's.
+void keep(const void *data, size_t size);
 enum arrival { NOT_EXPECTED, ARRIVED, NEVER_CAME };
-enum arrival settle(const void *data, size_t size);             // waits for what is expected at `data`
+// Waits for what is expected at `data`.
+enum arrival settle(const void *data, size_t size);

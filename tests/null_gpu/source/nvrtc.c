@@ -16,8 +16,9 @@ EXPORT nvrtcResult nvrtcVersion(int *major, int *minor) {
 
 EXPORT const char *nvrtcGetErrorString(nvrtcResult error) { return "error of the null GPU's compiler"; }
 
-EXPORT nvrtcResult nvrtcCreateProgram(nvrtcProgram *program, const char *source, const char *name, int num_headers,
-                                      const char *const *headers, const char *const *include_names) {
+EXPORT nvrtcResult nvrtcCreateProgram(nvrtcProgram *program, const char *source, const char *name,
+                                      int num_headers, const char *const *headers,
+                                      const char *const *include_names) {
     *program = calloc(1, 64);
     return NVRTC_SUCCESS;
 }

@@ -19,7 +19,9 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned f
     return create((void **)stream);
 }
 
-EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return create((void **)stream); }
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return create((void **)stream);
+}
 EXPORT cudaError_t cudaStreamCreate(cudaStream_t *stream) { return create((void **)stream); }
 
 EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
@@ -59,8 +61,9 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCap
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                            cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                            unsigned long long *id, cudaGraph_t *graph,
+                                            const cudaGraphNode_t **dependencies,
                                             const cudaGraphEdgeData **edges, size_t *num_dependencies) {
     *status = cudaStreamCaptureStatusNone;
     if (id)
@@ -70,7 +73,8 @@ EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStream
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void *data, unsigned flags) {
+EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void *data,
+                                         unsigned flags) {
     callback(stream, cudaSuccess, data);
     return cudaSuccess;
 }
@@ -82,7 +86,9 @@ EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function
 
 // ---- events
 
-EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return create((void **)event); }
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    return create((void **)event);
+}
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *event) { return create((void **)event); }
 
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
