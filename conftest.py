@@ -1,7 +1,8 @@
-"""What holds for all tests: which are slow, and which share a worker of pytest-xdist."""
+"""What holds for all tests: which are slow, which need a newer torch, which share a worker of pytest-xdist."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent
 SLOW = frozenset((ROOT / "tests" / "slow.txt").read_text().splitlines())
+
+# Words in the names of tests that run schedules which halve the backward, refused below torch 2.13.
+HALVES = ("zero_bubble", "zero-bubble", "zbv", "dualpipev", "cp_ring_pp", "tp_cp_pp", "f05_f06", "f06_clipping")  # fmt: skip
+TORCH = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
 
 # Workers share the cores. Two of them with two threads each wait for one another at the end of every small operator:
 # three runs of a second took twelve. torch reads it when it is imported, and so does what tests start.
@@ -28,6 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in SLOW:
             item.add_marker(pytest.mark.slow)
+        if TORCH < (2, 13) and any(word in item.nodeid.lower() for word in HALVES):
+            item.add_marker(
+                pytest.mark.skip("schedules that halve the backward must have torch 2.13")
+            )
         # Two workers with ranks would have twice the processes, and pools of ranks, on the same cores.
         if item.get_closest_marker("distributed"):
             item.add_marker(pytest.mark.xdist_group("ranks"))

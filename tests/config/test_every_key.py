@@ -298,7 +298,7 @@ def layout(options: dict[str, Any]) -> Any:
         group._reshard_after_forward,
         type(group.offload_policy).__name__ if hasattr(group, "offload_policy")
         else group.fsdp_params[0].offload_to_cpu,
-        str(group.mp_policy.reduce_dtype),
+        str(policy.reduce_dtype),
         str(model.embedding.weight.dtype),
     )  # fmt: skip
 

@@ -50,9 +50,10 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def set_timeout(group: Any, seconds: float) -> None:
     """Bound each later collective of a process group that torch made with its default."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+    distributed: Any = dist.distributed_c10d
+    # public from torch 2.14 on, which deprecates the private name
+    bound = getattr(distributed, "set_timeout", None) or distributed._set_pg_timeout
+    bound(datetime.timedelta(seconds=seconds), group)
 
 
 def clear_sharding_caches() -> None:
@@ -92,9 +93,11 @@ def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
     # any unit may be the root of a backward: that whose output the loss reaches first
     for module in meshes:
         state = module._get_fsdp_state()
-        finish = state._root_post_backward_final_callback
-        ending = functools.partial(_finish, state, finish, groups, used)
-        state._root_post_backward_final_callback = ending
+        # from torch 2.15 on; a pipeline calls it after the last backward, not within
+        named = "wait_for_gradient_reduction"
+        name = named if hasattr(state, named) else "_root_post_backward_final_callback"
+        ending = functools.partial(_finish, state, getattr(state, name), groups, used)
+        setattr(state, name, ending)
 
 
 def refresh_grad_dtypes(module: Any) -> None:
@@ -106,6 +109,8 @@ def refresh_grad_dtypes(module: Any) -> None:
     for group in _groups(module._get_fsdp_state()):
         require_attributes(type(group), "_init_mp_dtypes")
         group._init_mp_dtypes()
+        if hasattr(group, "_init_reduce_scatter_param_order"):  # from torch 2.15 on
+            group._init_reduce_scatter_param_order()
 
 
 def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
@@ -117,25 +122,54 @@ def _reduce_all(group: Any, reduce: Callable[..., None], used: set[Any], *args: 
             used.discard(parameter)
         if _has_gradient(parameter):
             used.add(parameter)
-    if group.reduce_grads:
-        waiting = [p.unsharded_accumulated_grad for p in gathered]
-        dtype = next((gradient.dtype for gradient in waiting if gradient is not None), None)
-        for parameter in gathered:
-            if not _has_gradient(parameter):
-                zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
-                parameter.unsharded_accumulated_grad = zeros
-            # FSDP2 packs one dtype. The order matters: the cast alone would overwrite the accumulated sum.
-            elif dtype is not None:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+    if group.reduce_grads and gathered:
+        fill = _fill_apart if _sums_apart(gathered[0]) else _fill
+        fill(gathered)
     reduce(*args)
 
 
+def _fill(parameters: list[Any]) -> None:
+    """Give zeros to parameters without a gradient."""
+    for parameter in parameters:
+        if not _has_gradient(parameter):
+            whole = parameter._unsharded_param
+            whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+
+
+def _fill_apart(parameters: list[Any]) -> None:
+    """`_fill` where FSDP2 has sums apart and packs one dtype (before torch 2.15)."""
+    waiting = [p.unsharded_accumulated_grad for p in parameters]
+    dtype = next((gradient.dtype for gradient in waiting if gradient is not None), None)
+    for parameter in parameters:
+        if not _has_gradient(parameter):
+            zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
+            parameter.unsharded_accumulated_grad = zeros
+        # The order matters: the cast alone would overwrite the accumulated sum.
+        elif dtype is not None:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def _sums_apart(parameter: Any) -> bool:
+    """Whether FSDP2 sums gradients of micro-batches beside the parameter, as before torch 2.15.
+
+    From 2.15 on they are summed in `.grad`, whose `grad_dtype` is that of sums.
+    """
+    if hasattr(parameter, "to_accumulated_grad_if_needed"):
+        return True
+    require_attributes(type(parameter), "unsharded_grad_dtype")
+    return False
+
+
 def _finish(
-    state: Any, finish: Callable[[], None], groups: Mapping[Any, Any], used: set[Any]
+    state: Any,
+    finish: Callable[..., None],
+    groups: Mapping[Any, Any],
+    used: set[Any],
+    *args: Any,
 ) -> None:
     """After the step's last backward, remove the zero gradients of parameters that no rank used."""
-    finish()
+    finish(*args)
     if state._state_ctx.is_last_backward:
         for mesh in dict.fromkeys(groups.values()):
             _drop_unused([g for g in groups if groups[g] == mesh], mesh, used)
@@ -269,9 +303,9 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
     """torch's PipelineStage with three methods overridden.
 
     `_validate_fwd_outputs` (torch 2.11): compares also the last stage's logits with the example of the stream
-    between stages; they have another shape. `_get_init_p2p_neighbors_ops` (2.11): sends to neighbours, one of
-    which is the rank itself in a V-schedule; gloo cannot send to itself. `backward_weight_one_chunk` (all versions):
-    adds gradients of micro-batches in the compute dtype; FSDP2's dtype for sums is restored after each.
+    between stages; they have another shape. `_get_init_p2p_neighbors_ops` (2.11; gone in 2.15): sends to neighbours,
+    one of which is the rank itself in a V-schedule; gloo cannot send to itself. `backward_weight_one_chunk` (all
+    versions): adds gradients of micro-batches in the compute dtype; FSDP2's dtype for sums is restored after each.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -281,7 +315,9 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def stage_of(base: Any) -> Any:
     """The class of `pipeline_stage`."""
-    require_attributes(base, "_get_init_p2p_neighbors_ops", "backward_weight_one_chunk")
+    require_attributes(base, "backward_weight_one_chunk")
+    if torch.__version__ < "2.15":
+        require_attributes(base, "_get_init_p2p_neighbors_ops")
     if torch.__version__ < "2.12":
         require_attributes(base, "_validate_fwd_outputs")
 
@@ -297,13 +333,24 @@ def stage_of(base: Any) -> Any:
         def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             out = super().backward_weight_one_chunk(*args, **kwargs)
             for parameter in _fsdp_parameters(self.submod):
-                if parameter.unsharded_accumulated_grad is None:
+                if not _sums_apart(parameter):
+                    _sum_in_grad_dtype(parameter)
+                elif parameter.unsharded_accumulated_grad is None:
                     parameter.to_accumulated_grad_if_needed()
                 else:
                     parameter.accumulate_unsharded_grad_if_needed()
             return out
 
     return Stage
+
+
+def _sum_in_grad_dtype(parameter: Any) -> None:
+    """Convert a gradient in the compute dtype to FSDP2's dtype for sums; torch 2.15's stages store it as it is."""
+    whole, dtype = parameter._unsharded_param, parameter.unsharded_grad_dtype
+    if whole.grad is not None and whole.grad.dtype != dtype:
+        gradient, whole.grad = whole.grad, None
+        whole.grad_dtype = dtype
+        whole.grad = gradient.to(dtype)
 
 
 def _fsdp_parameters(model: Any) -> Iterator[Any]:
