@@ -293,6 +293,7 @@ def layout(options: dict[str, Any]) -> Any:
     parallelize(model, config, make_meshes(config))
     (block,) = model.blocks()
     group = block._get_fsdp_state()._fsdp_param_group
+    policy = group.fsdp_params[0].mp_policy if torch.__version__ >= "2.15" else group.mp_policy
     return (
         str(model.embedding.weight.placements),
         group._reshard_after_forward,

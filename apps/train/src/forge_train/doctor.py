@@ -100,12 +100,12 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    good = (2, 11) <= (major, minor) < (2, 14)  # what the tests have seen
+    good = (2, 11) <= (major, minor) < (2, 16)  # what the tests have seen
     return Finding(
         "torch",
         OK if good else BROKEN,
         torch.__version__,
-        fix="" if good else "pip install 'torch>=2.11,<2.14'",
+        fix="" if good else "pip install 'torch>=2.11,<2.16'",
     )
 
 

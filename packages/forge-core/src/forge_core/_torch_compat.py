@@ -29,7 +29,7 @@ def not_compiled(function: F) -> F:
             if not hasattr(made, "_torchdynamo_disable"):  # then the mark below does nothing
                 raise AttributeError(
                     f"torch {torch.__version__} must mark what is not compiled by _torchdynamo_disable; "
-                    "use torch>=2.11,<2.14"
+                    "use torch>=2.11,<2.16"
                 )
             disabled.append(made)
         return disabled[0](*args, **options)

@@ -29,7 +29,7 @@ def require_attributes(owner: Any, *names: str) -> None:
         if not hasattr(owner, name) and name not in declared:
             raise AttributeError(
                 f"{owner.__name__} of torch {torch.__version__} must have {name}, on which forge_parallel builds; "
-                "use torch>=2.11,<2.14"
+                "use torch>=2.11,<2.16"
             )
 
 
