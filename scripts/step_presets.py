@@ -75,7 +75,7 @@ def gpus_of(path: Path) -> int:
 
 
 def _step(config: Any, world: int, rank: int) -> dict[str, Any]:
-    # private, torch 2.0 to 2.13
+    # private, torch 2.0 to 2.15
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

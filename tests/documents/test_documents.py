@@ -13,8 +13,8 @@ from forge_train.config.describe import key_rows, keys_as_markdown
 from forge_train.metrics.columns import columns_as_markdown
 
 ROOT = Path(__file__).parents[2]
-PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if ".venv" not in p.parts
-         and ".hatch" not in p.parts and not {"runs", "dist", "node_modules"} & set(p.parts)]  # fmt: skip
+PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if not {"runs", "dist", "node_modules"} & set(p.parts)
+         and not any(part.startswith((".venv", ".hatch")) for part in p.parts)]  # fmt: skip
 
 
 def test_the_page_of_keys_is_the_one_the_code_generates() -> None:

@@ -34,7 +34,7 @@ def not_compiled(function: F) -> F:
             disabled.append(made)
         return disabled[0](*args, **options)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.15
     if (
         torch.__version__ < "2.12"
     ):  # which looks at the mark in what it traces, not in a frame of its own
@@ -49,7 +49,7 @@ def graph_is_kept() -> bool:
     """Whether the backward that runs may come again (`retain_graph`); True where that is not known."""
     if torch.compiler.is_compiling():
         return True
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # 2.11 to 2.13
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # 2.11 to 2.15
     return asked is None or bool(asked())
 
 

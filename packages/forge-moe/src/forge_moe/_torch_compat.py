@@ -19,7 +19,7 @@ grouped_mm = _find_grouped_mm()
 
 
 def scaled_grouped_mm(*operands: Any, **options: Any) -> Tensor:
-    """Grouped product of float8 rows and matrices with fp32 scales, CUDA from SM90 on (torch 2.8 to 2.13).
+    """Grouped product of float8 rows and matrices with fp32 scales, CUDA from SM90 on (torch 2.8 to 2.15).
 
     Not tested: it needs a GPU with the kernel.
     """
@@ -47,7 +47,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def inside_backward() -> bool:
-    """Whether this thread runs inside the autograd engine, as a recomputation does (torch 2.11 to 2.13)."""
+    """Whether this thread runs inside the autograd engine, as a recomputation does (torch 2.11 to 2.15)."""
     if torch.compiler.is_dynamo_compiling():
         # A graph cannot hold the check; with fullgraph=True the compiler raises with this message.
         torch._dynamo.graph_break(msg=_NEEDS_GRAPH_BREAK)
@@ -69,5 +69,5 @@ def is_fake(x: Tensor) -> bool:
     """Whether `x` is a FakeTensor; does not import the module of fake tensors."""
     import sys
 
-    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # private, torch 2.0 to 2.13
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # private, torch 2.0 to 2.15
     return module is not None and isinstance(x, module.FakeTensor)

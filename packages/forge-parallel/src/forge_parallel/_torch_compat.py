@@ -1,4 +1,4 @@
-"""The private torch names in use, each with the torch versions that need it; without a note, 2.11 to 2.13."""
+"""The private torch names in use, each with the torch versions that need it; without a note, 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def clear_sharding_caches() -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    # as torch.distributed.tensor.debug does (2.11 to 2.13), which needs numpy and torch does not
+    # as torch.distributed.tensor.debug does (2.11 to 2.15), which needs numpy and torch does not
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
@@ -428,7 +428,7 @@ def disable_compile(function: F) -> F:
     def call(*args: Any) -> Any:
         return disabled()(*args) if "torch._dynamo" in sys.modules else function(*args)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.13
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced into, 2.11 to 2.15
     # 2.11 honours the mark in functions that a compiled frame calls, but not in a frame that it starts with
     if torch.__version__ < "2.12":
         frames: Any = torch._C._dynamo.eval_frame

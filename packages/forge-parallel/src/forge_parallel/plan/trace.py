@@ -80,7 +80,7 @@ def trace(
     Attention is counted as a flash kernel does it (q, k, v, output, log-sum-exp), an RMS norm as a fused
     one. Bytes grow in proportion to rows. Cost: about 10 ms per kind of block; no values are computed.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # private, torch 2.0 to 2.13
+    from torch._subclasses.fake_tensor import FakeTensorMode  # private, torch 2.0 to 2.15
 
     with FakeTensorMode():
         model = _part_of_a_rank(profile, tp, dtype)
