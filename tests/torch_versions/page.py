@@ -19,7 +19,8 @@ Row = Mapping[str, Any]
 _HEAD = """# torch versions
 
 Forge is installed with `torch{bound}`. It uses private names of torch, so the bounds are the oldest and the newest
-version with which the suite has passed.
+version with which the quick tests of the packages that use them, and of the equivalence of layouts, have all passed:
+{seen}.
 
 This page is written by `hatch run torch-2.11`, `hatch run torch-newest` and `hatch run torch-own` (the version of
 `constraints.txt`, which continuous integration has), from `torch-versions.json`. Each run tests what is committed
@@ -30,7 +31,7 @@ The quick lane is `hatch test`; the slow one is the rest of `hatch run everythin
 _FOLDERS = """
 ## By folder
 
-Passed tests of the quick lane + the slow lane. An empty cell: not run.
+Passed tests of the quick lane + those of the slow lane; an empty cell was not run.
 
 """
 
@@ -41,10 +42,10 @@ def identity(row: Row) -> tuple[Version, str, str, str]:
 
 
 def seen(rows: Iterable[Row]) -> list[Version]:
-    """Versions with which all quick tests of all packages, the runner and the equivalence of layouts passed."""
+    """Versions with which all quick tests of equivalence and of packages with private names of torch passed."""
     rows = list(rows)
-    needed = {f"packages/{path.name}" for path in ROOT.glob("packages/*")}
-    needed |= {"apps/train", "tests/equivalence"}
+    found = ROOT.glob("packages/*/src/*/_torch_compat.py")
+    needed = {"tests/equivalence", *(str(path.parents[2].relative_to(ROOT)) for path in found)}
     return [
         Version(version)
         for version, _ in _versions(rows)
@@ -68,7 +69,8 @@ def supported() -> list[str]:
 
 def page(rows: Sequence[Row]) -> str:
     """Markdown of all rows."""
-    text = _HEAD.format(bound=",".join(sorted(map(str, bound()), reverse=True)))
+    limits = ",".join(sorted(map(str, bound()), reverse=True))
+    text = _HEAD.format(bound=limits, seen=", ".join(map(str, seen(rows))))
     text += "| torch | build | Python | quick | slow | commits |\n|---|---|---|---|---|---|\n"
     for version, build in _versions(rows):
         mine = [row for row in rows if (row["torch"], row["build"]) == (version, build)]

@@ -104,3 +104,23 @@ def test_F86_ranks_that_take_different_branches_have_the_gradients_of_one_proces
                     assert error <= (1e-5 if exact else 5e-2), (step, name)
         if exact:
             torch.testing.assert_close(ends, weights, rtol=1e-4, atol=1e-5)
+
+
+def reduced_late() -> list[str]:
+    """Parameters without a gradient in the third step, of a unit that reduces after the last backward."""
+    config = ParallelConfig(device="cpu", precision="fp32")
+    meshes = make_meshes(config)
+    model: Any = parallelize(Net(), config, meshes)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    for ways in STEPS[2]:
+        model(torch.ones(4, 6), ways).square().sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    return [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 has finalize_backward")
+def test_F86_a_stage_of_a_pipeline_clears_what_no_rank_used() -> None:
+    unused = [n for n, _ in Net().named_parameters() if "image" in n or "spare" in n]
+    assert run_on_ranks(2, reduced_late) == [unused, unused]

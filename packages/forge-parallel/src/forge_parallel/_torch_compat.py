@@ -304,8 +304,8 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
 
     `_validate_fwd_outputs` (torch 2.11): compares also the last stage's logits with the example of the stream
     between stages; they have another shape. `_get_init_p2p_neighbors_ops` (2.11; gone in 2.15): sends to neighbours,
-    one of which is the rank itself in a V-schedule; gloo cannot send to itself. `backward_weight_one_chunk` (all
-    versions): adds gradients of micro-batches in the compute dtype; FSDP2's dtype for sums is restored after each.
+    one of which is the rank itself in a V-schedule; gloo cannot send to itself. `backward_weight_one_chunk`
+    (before 2.15): adds gradients of micro-batches in the compute dtype; FSDP2's dtype for sums is restored after each.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -332,25 +332,14 @@ def stage_of(base: Any) -> Any:
 
         def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             out = super().backward_weight_one_chunk(*args, **kwargs)
-            for parameter in _fsdp_parameters(self.submod):
-                if not _sums_apart(parameter):
-                    _sum_in_grad_dtype(parameter)
-                elif parameter.unsharded_accumulated_grad is None:
+            for parameter in filter(_sums_apart, _fsdp_parameters(self.submod)):
+                if parameter.unsharded_accumulated_grad is None:
                     parameter.to_accumulated_grad_if_needed()
                 else:
                     parameter.accumulate_unsharded_grad_if_needed()
             return out
 
     return Stage
-
-
-def _sum_in_grad_dtype(parameter: Any) -> None:
-    """Convert a gradient in the compute dtype to FSDP2's dtype for sums; torch 2.15's stages store it as it is."""
-    whole, dtype = parameter._unsharded_param, parameter.unsharded_grad_dtype
-    if whole.grad is not None and whole.grad.dtype != dtype:
-        gradient, whole.grad = whole.grad, None
-        whole.grad_dtype = dtype
-        whole.grad = gradient.to(dtype)
 
 
 def _fsdp_parameters(model: Any) -> Iterator[Any]:
