@@ -34,6 +34,11 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return out
 
 
+def is_clamped(x: Tensor, limit: float) -> Tensor:
+    """Where `x.clamp(max=limit)` has no gradient: above the limit, and from torch 2.14 on at the limit, too."""
+    return x > limit if torch.__version__ < "2.14" else x >= limit
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype of autocast on the device of `x`, or None; None on meta, which autocast does not know."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_moe._torch_compat import is_clamped
+
 
 class Gelu(NamedTuple):
     """The exact GELU: (R, F) -> (R, F)."""
@@ -25,7 +27,7 @@ class ClampedSwiGLU(NamedTuple):
     """(up + 1) * gate * sigmoid(alpha * gate) with gate at most `limit` and up within it (gpt-oss, 2025).
 
     (R, 2 F) -> (R, F): columns are gate and up in turns, as products with one matrix give them. Where a value is
-    clamped it has no gradient.
+    clamped it has no gradient, as in autograd of the installed torch.
     """
 
     alpha: float
@@ -43,8 +45,8 @@ class ClampedSwiGLU(NamedTuple):
         of_gate = grad * (up + 1) * slope
         of_up = grad * gate * share
         raw_gate, raw_up = x[..., ::2], x[..., 1::2]
-        of_gate = of_gate.masked_fill(raw_gate > self.limit, 0.0)
-        of_up = of_up.masked_fill(raw_up.abs() > self.limit, 0.0)
+        of_gate = of_gate.masked_fill(is_clamped(raw_gate, self.limit), 0.0)
+        of_up = of_up.masked_fill(is_clamped(raw_up.abs(), self.limit), 0.0)
         return torch.stack((of_gate, of_up), dim=-1).flatten(-2)
 
     def _clamped(self, x: Tensor) -> tuple[Tensor, Tensor]:
