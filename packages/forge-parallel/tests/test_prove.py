@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.prove import ProveError, Result, prove
 from forge_parallel.prove.__main__ import main
-from forge_parallel.prove.task import Cell
+from forge_parallel.prove.cells import Cell
 
 pytestmark = pytest.mark.distributed
 
@@ -134,7 +134,7 @@ def test_rows_that_two_chunks_of_a_rank_allow_train_as_in_one_process(
 ) -> None:
     """12 tokens are six of a rank, in two chunks of three, and three of each of its tp ranks."""
     cells = [Cell("cp x tp", 4, {"cp": 2, "tp": 2})]
-    monkeypatch.setattr(sys.modules["forge_parallel.prove.prove"], "CELLS", cells)
+    monkeypatch.setattr(sys.modules["forge_parallel.prove.cells"], "CELLS", cells)
     (result,) = prove(Model, vocab_size=VOCAB, seq_len=seq_len, worlds=[4])
     assert result.verdict == verdict, result
 

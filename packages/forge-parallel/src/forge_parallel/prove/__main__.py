@@ -3,6 +3,8 @@
     python -m forge_parallel.prove my_lab.model:build
     python -m forge_parallel.prove my_lab.model:build --roles roles.toml --args layers=2 width=32
     python -m forge_parallel.prove my_lab.model:build --blocks "encoder.layer.*" "decoder.layer.*"
+    python -m forge_parallel.prove my_lab.model:build --device cuda --precision bf16
+    python -m forge_parallel.prove my_lab.model:build --nproc 8 --layout tp=2 pp=2 --layout tp=4 compile=true
 
 roles.toml:
 
@@ -23,21 +25,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from forge_parallel.prove.prove import BOUND, Result, prove
-from forge_parallel.prove.sides import ProveError
+from forge_parallel.prove.prove import Result, prove
+from forge_parallel.prove.settings import PRECISIONS, ProveError
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
     options = vars(_parser().parse_args(argv))
     sys.path.insert(0, os.getcwd())
-    print(f"{'cell':26}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}", flush=True)
     try:
+        layouts = [_layout(words) for words in options.pop("layout")]
         results = prove(
             options.pop("build"),
             args=dict(map(_pair, options.pop("args"))),
             roles=_roles(options.pop("roles")),
-            worlds=[int(world) for world in options.pop("world").split(",")],
+            layouts=layouts,
+            worlds=_worlds(options.pop("world")),
+            header=_print_header,
             report=_print,
             **options,  # the others are named as in prove
         )
@@ -47,6 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     count = Counter(result.verdict for result in results)
     print(", ".join(f"{count[v]} {v}" for v in ("green", "red", "refused") if count[v]))
     return int(count["red"] > 0)
+
+
+def _print_header(line: str) -> None:
+    print(line)
+    print(f"{'cell':26}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}", flush=True)
 
 
 def _print(result: Result) -> None:
@@ -74,25 +83,53 @@ def _parser() -> argparse.ArgumentParser:
         "--media", metavar="module:function", help="of tokens, gives further inputs by name"
     )
     parser.add_argument("--roles", type=Path, help="TOML file with a table [roles]")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank (cpu)"
+    )
+    parser.add_argument("--nproc", type=int, help="the most ranks of a cell (the GPUs there are)")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="fp32", help="of the layouts (fp32)"
+    )
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="a layout of your own on nproc ranks instead of the cells: keys of ParallelConfig, micro_batches",
+    )
+    parser.add_argument("--world", help="numbers of ranks (2,4; with --nproc 1 to nproc)")
     for name, default, says in (
-        ("world", "2,4", "numbers of ranks"),
         ("only", "", "cells whose name contains this"),
         ("vocab_size", 64, "token ids are below it"),
         ("seq_len", 16, "tokens of a row"),
         ("seed", 0, "of the builder and the tokens"),
-        ("bound", BOUND, "on every error"),
-        ("timeout", 60.0, "seconds for a cell"),
     ):
         parser.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{says} ({default})"
         )
+    parser.add_argument("--bound", type=float, help="on every error (those of the precision)")
+    parser.add_argument("--timeout", type=float, help="seconds for a cell (60, on GPUs 300)")
     return parser
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def _worlds(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(world) for world in text.split(",")]
+    except ValueError as error:
+        raise ProveError(f"--world {text!r} must be numbers with commas; write 2,4") from error
+
+
+def _layout(words: list[str]) -> dict[str, Any]:
+    return dict(_pair(word, "--layout") for word in " ".join(words).replace(",", " ").split())
+
+
+def _pair(text: str, flag: str = "--args") -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise ProveError(f"--args {text!r} must be key=value; write layers=2")
+        raise ProveError(f"{flag} {text!r} must be key=value; write layers=2")
     try:
         return key, tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:

@@ -1,9 +1,10 @@
-"""A function in each of some forked gloo processes of this host.
+"""A function in each of some forked processes of this host, with gloo, on GPUs NCCL beside it.
 
-A fork costs a tenth of a second and shares the caller's objects. Four rules make it safe. A child sets torch to one
+A fork costs a tenth of a second and shares the caller's objects. Five rules make it safe. A child sets torch to one
 thread first: the threads of the caller's pool do not exist in it, and torch would wait for them. It ends with
 `os._exit`. It never collects the caller's garbage: a gloo group there joins threads that do not exist, and hangs or
-dies. And the caller clears DTensor's caches, which would return names of groups that have ended.
+dies. The caller clears DTensor's caches, which would return names of groups that have ended. And it must not have used CUDA,
+which does not survive a fork: even the number of GPUs is asked for in a child.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel._torch_compat import clear_sharding_caches
+from forge_parallel.prove.settings import make_deterministic
 from forge_parallel.start.interface import choose_interface
 
 _GRACE_SECONDS = 2.0  # for ranks that wait in a collective for one that has ended
@@ -40,8 +42,13 @@ class Outcome(NamedTuple):
     trace: str = ""
 
 
-def run_on_ranks(world: int, function: Callable[[], Any], timeout: float) -> list[Outcome]:
-    """`function()` in `world` processes with a gloo group (none for one process); outcomes by rank.
+def run_on_ranks(
+    world: int, function: Callable[[torch.device], Any], timeout: float, device: str = "cpu"
+) -> list[Outcome]:
+    """`function(its device)` in `world` processes with a group (none for one process); outcomes by rank.
+
+    The device is the CPU, or on "cuda" the GPU with the rank's number, and the group has gloo and NCCL. Settings are
+    deterministic.
 
     Values are pickled, printed text is lost. A rank that has not returned after `timeout` seconds, or
     soon after another failed, is killed.
@@ -53,7 +60,8 @@ def run_on_ranks(world: int, function: Callable[[], Any], timeout: float) -> lis
             links[rank], theirs = connections.Pipe()
             pids.append(_fork())
             if pids[-1] == 0:
-                _be_rank(theirs, rank, world, Path(folder), function)
+                where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+                _be_rank(theirs, rank, world, Path(folder), function, where)
             theirs.close()
         try:
             return _gather(links, timeout)
@@ -95,19 +103,33 @@ def _gather(links: dict[int, Any], timeout: float) -> list[Outcome]:
 
 
 def _be_rank(
-    link: Any, rank: int, world: int, folder: Path, function: Callable[[], Any]
+    link: Any,
+    rank: int,
+    world: int,
+    folder: Path,
+    function: Callable[[torch.device], Any],
+    device: torch.device,
 ) -> NoReturn:
     try:
         torch.set_num_threads(1)
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
+        make_deterministic()
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(device)
         if world > 1:
             choose_interface(None)
-            store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-            limit = timedelta(minutes=10)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        outcome = Outcome("returned", function())
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=dist.FileStore(str(folder / "store"), world),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(minutes=10),
+                device_id=device if on_gpu else None,
+            )
+        outcome = Outcome("returned", function(device))
         if world > 1:
             dist.barrier()  # a rank that exits early resets connections from which others still read
     except BaseException as error:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_parallel.prove.cells import Cell, own_cell, standard_cells
 from forge_parallel.prove.processes import Outcome, run_on_ranks
-from forge_parallel.prove.sides import ProveError, Reference, ValueKey, one_process, rank_of_cell
-from forge_parallel.prove.task import CELLS, Cell, Task
+from forge_parallel.prove.settings import (
+    ON_CPU,
+    ONE_RANK,
+    Facts,
+    ProveError,
+    Settings,
+    describe,
+    find_devices,
+    make_settings,
+)
+from forge_parallel.prove.sides import beside_the_cpu, one_process, one_rank, rank_of_cell
+from forge_parallel.prove.task import Task
+from forge_parallel.prove.values import Reference, ValueKey
 from forge_parallel.structure import Blocks
-
-BOUND = 1e-5
 
 
 @dataclass(frozen=True)
@@ -29,9 +39,9 @@ class Result:
     """A cell's verdict: "green", "red" or "refused".
 
     `errors` are the worst, max|a - b| / max|b|, by quantity: stream (behind each layer), loss, gradient,
-    norm, weight, text (greedy, of a model of transformers). Of a red cell, `message` names the first value that
-    differs from one process, `parameter` and `layer` its module, if any. `trace` is the traceback of a rank that
-    raised.
+    norm, weight, text (greedy, of a model of transformers, in fp32); in bf16 also "one rank", all of them beside one
+    rank in bf16. Of a red cell, `message` names the first value that differs, `parameter` and `layer` its module, if
+    any. `trace` is the traceback of a rank that raised.
     """
 
     cell: str
@@ -57,19 +67,25 @@ def prove(
     roles: Mapping[str, Any] | None = None,
     blocks: Blocks | None = None,
     media: Callable[[Tensor], Mapping[str, Any]] | str | None = None,
-    worlds: Iterable[int] = (2, 4),
+    device: str = "cpu",
+    nproc: int | None = None,
+    precision: str = "fp32",
+    layouts: Sequence[Mapping[str, Any]] = (),
+    worlds: Iterable[int] | None = None,
     only: str = "",
     vocab_size: int = 64,
     seq_len: int = 16,
     seed: int = 0,
-    bound: float = BOUND,
-    timeout: float = 60.0,
+    bound: float | None = None,
+    timeout: float | None = None,
+    header: Callable[[str], None] | None = None,
     report: Callable[[Result], None] | None = None,
 ) -> list[Result]:
     """Train `build(**args)` in each layout of `CELLS` and compare it with one process in plain PyTorch.
 
         for result in prove("my_lab.model:build", roles={"*.up.*": "colwise", "*.down.*": "rowwise", ...}):
             print(result.cell, result.verdict, result.message)
+        prove("my_lab.model:build", device="cuda", precision="bf16", layouts=[{"tp": 2, "pp": 2}])
 
     The model is called with tokens (B, S) of ids below `vocab_size`, and with positions and document_ids of
     that shape if its forward takes them; it returns logits (B, S, V) or something with `.logits`. Values are
@@ -78,39 +94,142 @@ def prove(
     `parallel_roles()`, `blocks` as in `parallelize`. `media(tokens)` gives further inputs by name (`extra_inputs`),
     tensors or other values whose B rows a slice takes, and may put placeholders into the tokens; in the cell "branch by
     row" the ids of one rank's rows are below vocab_size / 2 and those of the other not, so that it can give the two
-    different media, or one none. `worlds` and `only` (part of a name) select cells; `report` is
-    called with each result.
+    different media, or one none.
 
-    Ranks are forked: `build` may be a local function. Raises ProveError if a proof is impossible: a
-    builder that draws unseeded numbers, a forward that raises or draws in one process.
-    Cost: a second or less a cell for a small model.
+    Ranks compute on `device`, cpu (gloo) or cuda (GPU by rank, NCCL, compiled by inductor), and so does the one process;
+    on a GPU one more cell compares it with the CPU. `nproc` bounds the ranks of a cell; default: the GPUs, or on cpu
+    what `worlds` says. `worlds` and `only` (part of a name) select cells; default: (2, 4) on cpu without nproc, else
+    all numbers up to nproc; none with `layouts`. Each of these is a cell of its own on `nproc` ranks: keys of
+    ParallelConfig, and micro_batches. A step has as many more rows as its ranks need.
+
+    `precision` fp32, tf32 (GPUs) or bf16 is that of the layouts; the one process computes in fp32. `bound` replaces
+    the bounds of the precision on each quantity (docs/prove.md has them with their reasons). `timeout` is for a cell,
+    in seconds; default 60, on GPUs 300. `header` is called once with a line that names devices, versions, settings
+    and bounds, `report` with each result.
+
+    Ranks are forked: `build` may be a local function, and this process must not have used CUDA. Raises ProveError if a
+    proof is impossible: a builder that draws unseeded numbers, a forward that raises or draws in one process, a
+    layout that breaks a rule, more ranks than GPUs. Cost: a second or less a cell for a small model on a CPU.
     """
-    if dist.is_initialized():
-        raise ProveError("prove must be called outside of a process group; end it first")
+    _require_alone()
+    settings = make_settings(device, precision, bound)
+    timeout = (300.0 if device == "cuda" else 60.0) if timeout is None else timeout
+    if nproc is not None and nproc < 1:
+        raise ProveError(f"nproc {nproc} must be at least 1; use the number of your GPUs or cores")
+    facts = _devices(nproc, timeout) if device == "cuda" else None
+    nproc = facts.count if facts is not None and nproc is None else nproc
+    cells = _cells(layouts, worlds, nproc, only, settings, seq_len)
     made = _import(build) if isinstance(build, str) else build
     given = _import(media) if isinstance(media, str) else media
-    task = Task(partial(made, **(args or {})), roles, blocks, vocab_size, seq_len, seed, given)
-    worlds = tuple(worlds)
-    cells = [cell for cell in CELLS if cell.world in worlds and only in cell.name]
-    if not cells:
-        raise ProveError(
-            f"worlds {worlds} and only {only!r} must leave a cell, and leave none; use 2 or 4"
-        )
+    task = Task(
+        partial(made, **(args or {})), roles, blocks, vocab_size, seq_len, seed, given, settings=settings
+    )
+    if header is not None:
+        header(describe(settings, facts, any(cell.layout.get("compile") for cell in cells)))
     for module in ("fsdp", "tensor", "pipelining"):  # once here instead of in every rank: a second
         importlib.import_module(f"torch.distributed.{module}")
-    truths: dict[bool, tuple[Task, Reference]] = {}
+    truths = _Truths(task, timeout)
     results = []
     for cell in cells:
-        if cell.branches not in truths:
-            own = replace(task, branches=cell.branches)
-            truths[cell.branches] = own, _reference(own, timeout)
-        task, reference = truths[cell.branches]
-        began = time.perf_counter()
-        outcomes = run_on_ranks(cell.world, partial(rank_of_cell, task, cell, reference), timeout)
-        results.append(_judge(cell, outcomes, reference, bound, time.perf_counter() - began))
+        results.append(_measure(cell, truths))
         if report is not None:
             report(results[-1])
     return results
+
+
+def _require_alone() -> None:
+    if dist.is_initialized():
+        raise ProveError("prove must be called outside of a process group; end it first")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ProveError(
+            f"prove starts its own ranks and must be called once, and WORLD_SIZE is {os.environ['WORLD_SIZE']}; "
+            "call it without torchrun, with --nproc"
+        )
+
+
+def _devices(nproc: int | None, timeout: float) -> Facts:
+    """Of this machine, asked for in a child. NCCL refuses two ranks on one device."""
+    (outcome,) = run_on_ranks(1, lambda _: find_devices(), timeout)
+    if outcome.kind != "returned":
+        raise ProveError(
+            f"device cuda must have a GPU that torch can use, and asking for it, {_describe(outcome)}; correct the driver, "
+            f"or use cpu\n{outcome.trace}"
+        )
+    facts: Facts = outcome.value
+    if (nproc or 1) > facts.count:
+        raise ProveError(
+            f"nproc {nproc or 1} must be at most the {facts.count} GPUs that this process sees, as NCCL refuses two ranks "
+            f"on one; use {f'nproc {facts.count}' if facts.count else 'device cpu'}"
+        )
+    return facts
+
+
+def _cells(
+    layouts: Sequence[Mapping[str, Any]],
+    worlds: Iterable[int] | None,
+    nproc: int | None,
+    only: str,
+    settings: Settings,
+    seq_len: int,
+) -> list[Cell]:
+    if layouts and nproc is None:
+        raise ProveError("layouts must have a number of ranks; add nproc=4 (--nproc 4)")
+    own = [own_cell(layout, nproc or 1, settings, seq_len) for layout in layouts]
+    if worlds is None:
+        worlds = () if layouts else (2, 4) if nproc is None else range(1, nproc + 1)
+    counts = [world for world in worlds if nproc is None or world <= nproc]
+    cells = [*own, *standard_cells(counts, only, settings)]
+    if not cells:
+        raise ProveError(
+            f"worlds {counts} and only {only!r} must leave a cell, and leave none; use 2 or 4"
+        )
+    return cells
+
+
+class _Truths:
+    """What cells are compared with, each computed once."""
+
+    def __init__(self, task: Task, timeout: float) -> None:
+        self._task, self.timeout = task, timeout
+        self._known: dict[Any, Reference] = {}
+
+    def of(self, cell: Cell) -> tuple[Task, dict[str, Reference]]:
+        """The task with the batches of this cell, and the truths by name: "" is one process in fp32."""
+        settings = self._task.settings
+        rows = cell.rows(settings)
+        task = replace(self._task, branches=cell.branches, rows=rows)
+        if cell.on_host:
+            return task, {ON_CPU: self._one_process(task, "cpu")}
+        found = {"": self._one_process(task, settings.device)}
+        if settings.precision == "bf16" and cell.rounds_as_one_rank(settings):
+            alone = Cell("", 1, micro_batches=cell.config(settings).axes(cell.world).batch_size * cell.micro_batches)
+            run = partial(one_rank, task, alone, found[""])
+            key = cell.branches, rows, alone.micro_batches
+            found[ONE_RANK] = self._run(key, run, settings.device)
+        return task, found
+
+    def _one_process(self, task: Task, device: str) -> Reference:
+        known = set(sys.modules)
+
+        def run(where: Any) -> tuple[Reference, list[str]]:
+            return one_process(task, where), [name for name in sys.modules if name not in known]
+
+        return self._run((task.branches, task.rows, device), run, device)
+
+    def _run(self, key: Any, run: Callable[..., Any], device: str) -> Reference:
+        if key not in self._known:
+            self._known[key] = _reference(run, self.timeout, device)
+        return self._known[key]
+
+
+def _measure(cell: Cell, truths: _Truths) -> Result:
+    task, found = truths.of(cell)
+    began = time.perf_counter()
+    of_rank = partial(beside_the_cpu, task) if cell.on_host else partial(rank_of_cell, task, cell)
+    outcomes = run_on_ranks(
+        cell.world, partial(of_rank, [*found.values()]), truths.timeout, task.settings.device
+    )
+    return _judge(cell, outcomes, found, task.settings.bounds, time.perf_counter() - began)
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -126,15 +245,13 @@ def _import(name: str) -> Callable[..., Any]:
         ) from error
 
 
-def _reference(task: Task, timeout: float) -> Reference:
-    """The values of one process, whose modules this one imports, too."""
-    known = set(sys.modules)
-
-    def run() -> tuple[Reference, list[str]]:
-        return one_process(task), [name for name in sys.modules if name not in known]
-
-    (outcome,) = run_on_ranks(1, run, timeout)
+def _reference(run: Callable[..., Any], timeout: float, device: str) -> Reference:
+    """The values of one process; this one imports the modules that it says it imported."""
+    (outcome,) = run_on_ranks(1, run, timeout, device)
     if outcome.kind == "returned":
+        if isinstance(outcome.value, Reference):
+            return outcome.value
+        reference: Reference
         reference, modules = outcome.value
         # so that no rank of any cell does: models of transformers took seconds in each
         for module in modules:
@@ -155,7 +272,11 @@ def _reference(task: Task, timeout: float) -> Reference:
 
 
 def _judge(
-    cell: Cell, outcomes: list[Outcome], reference: Reference, bound: float, seconds: float
+    cell: Cell,
+    outcomes: list[Outcome],
+    truths: Mapping[str, Reference],
+    bounds: Mapping[str, float],
+    seconds: float,
 ) -> Result:
     result = Result(cell.name, cell.world, "green", seconds=seconds)
     failed = [(o.at, rank, o) for rank, o in enumerate(outcomes) if o.kind != "returned"]
@@ -167,19 +288,22 @@ def _judge(
             return replace(result, verdict="refused", message=first.value)
         message = f"on rank {rank} {_describe(first)}"
         return replace(result, verdict="red", message=message, trace=first.trace)
-    errors = {key: 0.0 for key in reference.keys}  # in the order of their computation
-    compared = set()
-    for key, error in chain.from_iterable(outcome.value.items() for outcome in outcomes):
-        _, quantity, name = key
-        errors[key] = max(error, errors[key])
-        result.errors[quantity] = max(error, result.errors.get(quantity, 0.0))
-        compared.add(name)
-    if red := [key for key, error in errors.items() if error > bound]:
-        return replace(result, verdict="red", **_where(red, errors, bound))
-    if missing := sorted(reference.start.keys() - compared):
-        message = f"no rank holds {missing[0]}"
-        return replace(result, verdict="red", message=message, parameter=missing[0])
-    return result
+    red: dict[str, Any] = {}
+    for number, (truth, reference) in enumerate(truths.items()):
+        errors = {key: 0.0 for key in reference.keys}  # in the order of their computation
+        compared = set()
+        for outcome in outcomes:
+            for key, error in outcome.value[number].items():
+                errors[key] = max(error, errors[key])
+                quantity = ONE_RANK if truth == ONE_RANK else key[1]
+                result.errors[quantity] = max(error, result.errors.get(quantity, 0.0))
+                compared.add(key[2])
+        bound = {key: bounds[truth or key[1]] for key in errors}
+        if out := [key for key, error in errors.items() if error > bound[key]]:
+            red = red or _where(out, errors, bound[out[0]], truth)
+        elif missing := sorted(reference.start.keys() - compared):
+            red = red or {"message": f"no rank holds {missing[0]}", "parameter": missing[0]}
+    return replace(result, verdict="red", **red) if red else result
 
 
 def _describe(outcome: Outcome) -> str:
@@ -187,12 +311,15 @@ def _describe(outcome: Outcome) -> str:
     return outcome.value if lost else f"it raised {outcome.kind}: {outcome.value}"
 
 
-def _where(red: list[ValueKey], errors: dict[ValueKey, float], bound: float) -> dict[str, Any]:
+def _where(
+    red: list[ValueKey], errors: dict[ValueKey, float], bound: float, truth: str
+) -> dict[str, Any]:
     """Message, parameter and layer of the first value that is off. The parameter is the one whose gradient
     is computed first; where the stream is off already, of those in that layer."""
     step, quantity, name = red[0]
     of = f" {'behind' if quantity == 'stream' else 'of'} {name}" if name else ""
-    message = f"{quantity}{of} in step {step + 1} differs first, by {errors[red[0]]:.1e} (bound {bound:g})"
+    beside = {ONE_RANK: " from one rank in bf16", ON_CPU: " from the CPU"}.get(truth, "")
+    message = f"{quantity}{of} in step {step + 1} differs first{beside}, by {errors[red[0]]:.1e} (bound {bound:g})"
     inside = f"{name}." if quantity == "stream" else ""
     parameters = [p for p in red if p[1] in ("gradient", "weight") and p[2].startswith(inside)]
     if not parameters:

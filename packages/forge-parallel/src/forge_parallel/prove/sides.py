@@ -5,66 +5,57 @@ Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_parallel._torch_compat import in_backward
 from forge_parallel.axes.context import cut_sequence
 from forge_parallel.axes.fsdp import reshard
-from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compute import Compute
-from forge_parallel.config import ParallelConfig
 from forge_parallel.grad_norm import clip_grads_, global_count, global_grad_norm
 from forge_parallel.legal import Facts, problems
 from forge_parallel.meshes import make_meshes
 from forge_parallel.parallelize import parallelize
-from forge_parallel.prove.task import IGNORED, ROWS, Batch, Cell, Task, keywords_of, layers_of
+from forge_parallel.prove.cells import Cell
+from forge_parallel.prove.settings import ProveError, allow_tf32
+from forge_parallel.prove.task import Batch, Task, keywords_of
+from forge_parallel.prove.values import (
+    Reference,
+    Tensors,
+    ValueKey,
+    can_generate,
+    error,
+    gradients,
+    logits,
+    text,
+    token_loss,
+    watching,
+    weights,
+)
+from forge_parallel.sdpa import sdpa_kernel, sdpa_problem
 from forge_parallel.structure import Structure, structure_of
 
 STEPS, MAX_NORM = 2, 0.5
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-Tensors = dict[str, Tensor]
-ValueKey = tuple[int, str, str]
-"""Step, quantity and name of a value."""
-
-
-class ProveError(ValueError):
-    """This model cannot be proved: value, rule, fix."""
 
 
 class Refused(Exception):
     """forge_parallel refuses this layout for this model."""
 
 
-class Reference(NamedTuple):
-    """Values of one process: weights at the start, and in the order of their computation `values` by step and
-    quantity: the stream (B, S, D) behind each layer in the first step, of each step loss, gradients and norm,
-    weights at the end."""
-
-    start: Tensors
-    values: dict[tuple[int, str], Tensors]
-
-    @property
-    def keys(self) -> list[ValueKey]:
-        """All values in their order."""
-        return [(*when, name) for when, tensors in self.values.items() for name in tensors]
-
-
-def one_process(task: Task) -> Reference:
-    """The truth: the global batch in one forward. ProveError for a model that has no truth."""
+def one_process(task: Task, device: torch.device) -> Reference:
+    """The truth: the global batch in one forward, in fp32. ProveError for a model that has no truth."""
     model, again = task.model(), task.model()
-    names, start, structure = keywords_of(model), _weights(model), _structure(model, task)
+    names, start, structure = keywords_of(model), weights(model), _structure(model, task)
     _require_same_start(again, start, "called twice with the same seed")
-    batch = task.batch(0, names)
+    model, again = model.to(device), again.to(device)
+    batch = task.batch(0, names).to(device)
     with torch.no_grad():
-        if not torch.equal(*(_logits(again(batch.tokens, **batch.inputs)) for _ in range(2))):
+        twice = (logits(again(batch.tokens, **batch.inputs)).cpu() for _ in range(2))
+        if not torch.equal(*twice):
             raise ProveError(
                 "forward must give the same for the same tokens, and gave two results; build the model "
                 "without dropout"
@@ -72,84 +63,142 @@ def one_process(task: Task) -> Reference:
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     values: dict[tuple[int, str], Tensors] = {}
     for step in range(STEPS):
-        batch = task.batch(step, names)
-        with _watching(model, structure) as seen:
-            logits = _logits(model(batch.tokens, **batch.inputs))
+        on_host = task.batch(step, names)
+        batch = on_host.to(device)
+        with watching(model, structure) as seen:
+            output = logits(model(batch.tokens, **batch.inputs))
         if step == 0:
             values[step, "stream"] = {name: parts[0] for name, parts in seen.items()}
-        loss = _token_loss(logits, batch.labels) / max(1, batch.num_valid)
+        loss = token_loss(output, batch.labels) / max(1, on_host.num_valid)
         loss.backward()
-        values[step, "loss"] = {"": loss.detach()}
-        values[step, "gradient"] = _gradients(model)
+        values[step, "loss"] = {"": loss.detach().cpu()}
+        values[step, "gradient"] = gradients(model)
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        values[step, "norm"] = {"": norm.detach()}
+        values[step, "norm"] = {"": norm.detach().cpu()}
         optimizer.step()
         optimizer.zero_grad()
-    values[STEPS - 1, "weight"] = _weights(model)
-    if can_generate(model):
-        values[STEPS - 1, "text"] = {"": _text(model, task)}
+    values[STEPS - 1, "weight"] = weights(model)
+    if can_generate(model) and task.settings.precision == "fp32":
+        values[STEPS - 1, "text"] = {"": text(model, task)}
     return Reference(start, values)
 
 
-def rank_of_cell(task: Task, cell: Cell, reference: Reference) -> dict[ValueKey, float]:
-    """The same steps on a rank of a layout: how far each value is off. Refused where the layout is."""
+def beside_the_cpu(
+    task: Task, references: Sequence[Reference], device: torch.device
+) -> list[dict[ValueKey, float]]:
+    """How far each value of one process on `device` is off. A text is not compared: rounding differs."""
+    found = one_process(task, device)
+    return [
+        {
+            key: error(found.values[key[:2]][key[2]], wanted.values[key[:2]][key[2]], _largest(wanted, key[:2]))
+            for key in wanted.keys
+            if key[1] != "text"
+        }
+        for wanted in references
+    ]
+
+
+def rank_of_cell(
+    task: Task, cell: Cell, references: Sequence[Reference], device: torch.device
+) -> list[dict[ValueKey, float]]:
+    """The same steps on a rank of a layout: how far each value is off, from each reference. Refused where the layout
+    is."""
+    errors: list[dict[ValueKey, float]] = [{} for _ in references]
+
+    def compare(run: _LayoutRun, step: int, quantity: str, got: dict[str, Any]) -> None:
+        for found, reference in zip(errors, references, strict=True):
+            wanted = reference.values.get((step, quantity), {})
+            largest = _largest(reference, (step, quantity))
+            for name in got.keys() & wanted.keys():
+                value = got[name]
+                found[step, quantity, name] = (
+                    run.stream_error(value, wanted[name])
+                    if quantity == "stream"
+                    else error(value, wanted[name], largest)
+                )
+
+    _train(task, cell, references[0], device, compare)
+    return errors
+
+
+def one_rank(task: Task, cell: Cell, reference: Reference, device: torch.device) -> Reference:
+    """The values of a cell of one rank, a truth for layouts whose ranks round as it does."""
+    values: dict[tuple[int, str], Tensors] = {}
+
+    def keep(run: _LayoutRun, step: int, quantity: str, got: dict[str, Any]) -> None:
+        if quantity == "stream":
+            got = {name: torch.cat(parts) for name, parts in got.items()} if step == 0 else {}
+        values[step, quantity] = got
+
+    _train(task, cell, reference, device, keep)
+    return Reference(reference.start, values)
+
+
+def _largest(reference: Reference, when: tuple[int, str]) -> float:
+    wanted = reference.values.get(when, {}).values()
+    return max((float(tensor.abs().max()) for tensor in wanted), default=0.0)
+
+
+def _train(
+    task: Task,
+    cell: Cell,
+    reference: Reference,
+    device: torch.device,
+    see: Callable[[_LayoutRun, int, str, dict[str, Any]], None],
+) -> None:
+    """The steps of a rank; `see` gets each quantity: tensors by name, of the stream lists of micro-batches."""
+    allow_tf32(task.settings.precision == "tf32")
     try:
-        run = _LayoutRun(task, cell, reference)
+        run = _LayoutRun(task, cell, reference, device)
     except ProveError:
         raise
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    except ValueError as broken:
+        raise Refused(str(broken)) from broken
     model = run.model
-    errors: dict[ValueKey, float] = {}
-
-    def compare(step: int, quantity: str, got: Tensors) -> None:
-        wanted = reference.values[step, quantity]
-        largest = max(float(tensor.abs().max()) for tensor in wanted.values())
-        for name, value in got.items():
-            errors[step, quantity, name] = _error(value, wanted[name], largest)
-
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    for step in range(STEPS):
-        if cell.swaps and step:
-            _evaluate_others(model, task.batch(step, run.names))
-        with _watching(model, run.structure) as seen:
-            share = run.forward_backward(task.batch(step, run.names))
-        for name, whole in reference.values.get((step, "stream"), {}).items():
-            if name in seen:
-                errors[step, "stream", name] = run.stream_error(seen[name], whole)
-        norm, sums = global_grad_norm(run.compute.counted, sums=share)
-        assert sums is not None
-        compare(step, "loss", {"": sums[0]})
-        compare(step, "gradient", _gradients(model))
-        compare(step, "norm", {"": norm})
-        clip_grads_(model.parameters(), norm, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-    compare(STEPS - 1, "weight", _weights(model))
-    if (STEPS - 1, "text") in reference.values and run.meshes.pp.size == 1:
-        compare(STEPS - 1, "text", {"": _text(model, task)})
-    return errors
+    with sdpa_kernel(run.config.sdpa):
+        for step in range(STEPS):
+            if cell.swaps and step:
+                _evaluate_others(model, task.batch(step, run.names).to(device))
+            with watching(model, run.structure) as seen:
+                share = run.forward_backward(task.batch(step, run.names))
+            see(run, step, "stream", seen)
+            norm, sums = global_grad_norm(run.compute.counted, sums=share)
+            assert sums is not None
+            see(run, step, "loss", {"": sums[0].cpu()})
+            see(run, step, "gradient", gradients(model))
+            see(run, step, "norm", {"": norm.cpu()})
+            clip_grads_(model.parameters(), norm, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        see(run, STEPS - 1, "weight", weights(model))
+        if (STEPS - 1, "text") in reference.values and run.meshes.pp.size == 1:
+            see(run, STEPS - 1, "text", {"": text(model, task)})
 
 
 class _LayoutRun:
     """A model in its layout, and the way of a batch through it."""
 
-    def __init__(self, task: Task, cell: Cell, reference: Reference) -> None:
+    def __init__(
+        self, task: Task, cell: Cell, reference: Reference, device: torch.device
+    ) -> None:
         self.model = task.model()
         self.names = keywords_of(self.model)  # before a step changes its class
         self.structure = _structure(self.model, task)
         _require_same_start(self.model, reference.start, "built on another rank")
-        config = ParallelConfig(device="cpu", precision="fp32", **cell.layout)
+        self.config = config = cell.config(task.settings)
+        if wrong := sdpa_problem(config.sdpa, device, config.precision):
+            raise Refused(wrong)
         if config.cp > 1 and "positions" not in self.names:
             raise Refused(
                 f"{type(self.model).__name__} must take positions to have its rows cut; add the parameter to its "
                 "forward"
             )
-        self.meshes = make_meshes(config)
+        self.meshes = make_meshes(config, device)
         batch = Facts(seq_len=task.seq_len, num_micro_batches=cell.micro_batches)
         if found := problems(config, config.axes(self.meshes.world_size), batch):
             raise Refused("\n".join(found))
-        self.all_rows = ROWS // self.meshes.batch_size
+        self.all_rows = task.rows // self.meshes.batch_size
         self.rows = self.all_rows // cell.micro_batches
         parallelize(
             self.model,
@@ -157,7 +206,7 @@ class _LayoutRun:
             self.meshes,
             blocks=task.blocks,
             seq_len=task.seq_len,
-            compile_backend="aot_eager",  # our cuts around the graphs are proved, not inductor's kernels
+            compile_backend=task.settings.compile_backend,
             report=lambda _: None,
         )
         self.compute = Compute(
@@ -167,7 +216,7 @@ class _LayoutRun:
             micro_batch=self.rows,
             num_micro_batches=cell.micro_batches,
             seq_len=task.seq_len,
-            loss=_token_loss,
+            loss=token_loss,
             sharded_loss=lambda logits, labels, _: (
                 vocab_cross_entropy(logits, labels, self.meshes.tp).sum
             ),
@@ -195,7 +244,7 @@ class _LayoutRun:
         for part, right in zip(parts, self._tokens(self._rows(whole)).split(self.rows)):
             if part.size(1) * tp.size == right.size(1):
                 right = right.chunk(tp.size, 1)[tp.rank]
-            worst = max(worst, _error(part, right) if part.shape == right.shape else 0.0)
+            worst = max(worst, error(part, right) if part.shape == right.shape else 0.0)
         return worst
 
 
@@ -207,32 +256,6 @@ def _width_of(reference: Reference) -> int:
         "pp must have blocks that hand on the stream as one float tensor (B, S, D), and no block does; "
         "pipeline_parts() says which are the blocks"
     )
-
-
-@contextmanager
-def _watching(model: nn.Module, structure: Structure) -> Iterator[dict[str, list[Tensor]]]:
-    """Outputs (B, S, D) of each layer inside the `with` block, by name; one for each forward, none for recomputations."""
-    seen: dict[str, list[Tensor]] = {}
-
-    def note(name: str, layer: nn.Module, args: Any, output: Any) -> None:
-        stream = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(stream, Tensor) and stream.dim() == 3 and not in_backward():
-            seen.setdefault(name, []).append(stream.detach().clone())
-
-    layers = layers_of(model, structure).items()
-    hooks = [layer.register_forward_hook(partial(note, name)) for name, layer in layers]
-    yield seen
-    for hook in hooks:
-        hook.remove()
-
-
-def _error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
-    """max|a - b| / max|b|; a tensor below 1e-5 of the `largest` is zero but for rounding (the gradient of a
-    bias before a softmax) and is measured by that. Not a number is inf."""
-    scale, difference = float(wanted.abs().max()), float((got - wanted).abs().max())
-    scale = largest if scale < 1e-5 * largest else scale
-    error = 0.0 if difference == 0 else difference / scale if scale else torch.inf
-    return error if error == error else torch.inf
 
 
 def _structure(model: nn.Module, task: Task) -> Structure:
@@ -251,17 +274,6 @@ def _require_same_start(model: nn.Module, start: Tensors, when: str) -> None:
             )
 
 
-def _logits(output: Any) -> Tensor:
-    """(B, S, V), also of a Hugging Face output."""
-    found: Tensor = getattr(output, "logits", output)
-    return found
-
-
-def _token_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    flat = logits.flatten(0, 1).float()
-    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
 @torch.no_grad()
 def _evaluate_others(model: nn.Module, batch: Batch) -> None:
     """A forward with other weights, put in and taken out in place as an average of them would be."""
@@ -274,36 +286,3 @@ def _evaluate_others(model: nn.Module, batch: Batch) -> None:
     reshard(model)
     for parameter, value in zip(parameters, own, strict=True):
         parameter.copy_(value)
-
-
-def can_generate(model: nn.Module) -> bool:
-    """Whether it writes text as the models of transformers do."""
-    return has_plan(model) and hasattr(model, "generate")
-
-
-def _text(model: Any, task: Task) -> Tensor:
-    """(2, 10) what it writes greedily, not in training mode, behind four tokens of two rows."""
-    model.eval()
-    prompt = task.batch(0, ()).tokens[:2, :4]
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    text: Tensor = model.generate(prompt, **options)
-    return text.float()
-
-
-def _weights(model: nn.Module) -> Tensors:
-    """Copies, whole, those first that a backward reaches first."""
-    return _whole(reversed([*model.named_parameters()]))
-
-
-def _gradients(model: nn.Module) -> Tensors:
-    """In the same order; zero where there is none."""
-    named = reversed([*model.named_parameters()])
-    return _whole((n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in named)
-
-
-def _whole(tensors: Iterable[tuple[str, Any]]) -> Tensors:
-    """Copies; all of a DTensor. Of what several ranks hold each gets its own."""
-    return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
-        for name, t in tensors
-    }

@@ -1,4 +1,4 @@
-"""The task of a proof: a builder, batches, the cells.
+"""The task of a proof: a builder and batches.
 
 Shapes: B rows, S tokens of a row.
 """
@@ -10,50 +10,17 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge_parallel.prove.settings import Settings
 from forge_parallel.structure import Blocks, Structure
 
 ROWS, IGNORED = 8, -100
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A layout on `world` ranks: keys of ParallelConfig, and the micro-batches of a data rank; `swaps`: other
-    weights are evaluated between the steps, and the own ones put back; `branches`: ranks have rows of different ids."""
-
-    name: str
-    world: int
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    micro_batches: int = 1
-    swaps: bool = False
-    branches: bool = False
-
-
-CELLS = (
-    Cell("fsdp", 2),
-    Cell("accumulation", 2, micro_batches=2),
-    Cell("row by row", 2, micro_batches=4),
-    Cell("branch by row", 2, micro_batches=4, branches=True),
-    Cell("weights swapped", 2, swaps=True),
-    Cell("recompute full", 2, {"recompute": "full"}),
-    Cell("compile", 2, {"compile": True}),
-    Cell("tp", 2, {"tp": 2}),
-    Cell("tp, whole stream", 2, {"tp": 2, "sequence_parallel": False}),
-    Cell("cp", 2, {"cp": 2}),
-    Cell("pp", 2, {"pp": 2}, micro_batches=2),
-    Cell("hsdp", 4, {"dp_replicate": 2}),
-    Cell("hsdp, accumulation", 4, {"dp_replicate": 2}, micro_batches=2),
-    Cell("fsdp x tp", 4, {"tp": 2}),
-    Cell("fsdp x tp, whole stream", 4, {"tp": 2, "sequence_parallel": False}),
-    Cell("fsdp x pp", 4, {"pp": 2}, micro_batches=2),
-    Cell("tp x pp", 4, {"tp": 2, "pp": 2}, micro_batches=2),
-)
 
 
 @dataclass(frozen=True)
@@ -90,8 +57,11 @@ class Batch:
         return [self.map(itemgetter(slice(i, i + micro_batch))) for i in starts]
 
     def to(self, device: torch.device, stay: Sequence[str] = ()) -> Batch:
-        """Itself: a proof runs on CPUs."""
-        return self
+        """Its tensors on `device`, but those of these names."""
+        moved = self.map(lambda x: x.to(device) if isinstance(x, Tensor) else x)
+        kept = {name: value for name, value in self.extras.items() if name in stay}
+        named = {name: value for name, value in self.keywords.items() if name in stay}
+        return replace(moved, **named, extras={**moved.extras, **kept})
 
     @property
     def num_valid(self) -> int:
@@ -110,9 +80,11 @@ class Task:
     seed: int
     media: Callable[[Tensor], Mapping[str, Any]] | None = None
     branches: bool = False
+    rows: int = ROWS
+    settings: Settings = field(default_factory=Settings)
 
     def model(self) -> nn.Module:
-        """A new one, fp32 and training but for its dropout, after all known generators were seeded."""
+        """A new one, on the host, fp32 and training but for its dropout, after all known generators were seeded."""
         random.seed(self.seed)
         torch.manual_seed(self.seed)
         if "numpy" in sys.modules:
@@ -121,7 +93,7 @@ class Task:
         if self.roles is not None:
             table = dict(self.roles)
             model.parallel_roles = lambda: table  # type: ignore[assignment]
-        model = model.float().train()
+        model = model.to("cpu", torch.float32).train()
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
@@ -134,20 +106,20 @@ class Task:
         the upper, and one row has no labels at all.
         """
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
-        row = torch.randint(0, self.vocab_size, (ROWS, self.seq_len + 1), generator=generator)
+        row = torch.randint(0, self.vocab_size, (self.rows, self.seq_len + 1), generator=generator)
         if self.branches:
             row = row % (self.vocab_size // 2)
-            row[ROWS // 2 :] += self.vocab_size // 2
+            row[self.rows // 2 :] += self.vocab_size // 2
         tokens, labels = row[:, :-1].contiguous(), row[:, 1:].clone()
-        shares = torch.linspace(0.05, 0.9, ROWS)[:, None]
+        shares = torch.linspace(0.05, 0.9, self.rows)[:, None]
         labels[torch.rand(labels.shape, generator=generator) < shares] = IGNORED
         if self.branches:
-            labels[ROWS // 2] = IGNORED
+            labels[self.rows // 2] = IGNORED
         extras = {} if self.media is None else self.media(tokens)
-        index = torch.arange(self.seq_len).expand(ROWS, -1)
+        index = torch.arange(self.seq_len).expand(self.rows, -1)
         known: dict[str, Any] = {"positions": index.contiguous()}
         if "document_ids" in keywords:  # each row holds two documents, which end anywhere
-            ends = 1 + torch.arange(ROWS)[:, None] * (self.seq_len - 2) // ROWS
+            ends = 1 + torch.arange(self.rows)[:, None] * (self.seq_len - 2) // self.rows
             later = index >= ends
             labels[index == ends - 1] = IGNORED  # the next document is not predicted
             known = {"positions": index - later * ends, "document_ids": later.long()}

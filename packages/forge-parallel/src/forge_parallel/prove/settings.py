@@ -1,0 +1,137 @@
+"""How the processes of a proof compute: device, precision, deterministic settings, and the bounds on errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+QUANTITIES = ("stream", "loss", "gradient", "norm", "weight", "text")
+ONE_RANK = "one rank"
+"""The quantity in `Result.errors` that is compared with one rank in bf16."""
+ON_CPU = "CPU"
+"""That of one process on a GPU compared with one on the CPU."""
+
+# fp32: both sides compute the same sums in another order. The unit roundoff is 2^-24 = 6e-8, the sums have some
+# hundred terms, the largest error over the models that we know is 2e-6.
+FP32_BOUND = 1e-5
+# bf16 has 8 significant bits: unit roundoff 2^-8.
+BF16_BOUNDS = {"stream": 3e-2, "loss": 4e-3, "gradient": 0.1, "norm": 2e-2, "weight": 5e-2}
+BF16_ONE_RANK_BOUND = 1e-3
+# TF32 rounds the factors of products alone, to 11 significant bits: unit roundoff 2^-11, an eighth of bf16's.
+TF32_BOUNDS = {quantity: bound / 8 for quantity, bound in BF16_BOUNDS.items()}
+CPU_BOUND = 1e-4
+
+
+class ProveError(ValueError):
+    """This model, layout or device cannot be proved: value, rule, fix."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Device and precision of the ranks, and a bound on the errors of each quantity.
+
+    In tf32 and bf16 texts are not compared: two tokens that are as probable but for rounding may change places.
+    """
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    bounds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def compile_backend(self) -> str:
+        """On GPUs the kernels that runs use are proved, too; on a CPU our cuts around the graphs."""
+        return "inductor" if self.device == "cuda" else "aot_eager"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """About the devices of this machine."""
+
+    count: int
+    names: tuple[str, ...]
+    nccl: str
+
+
+def make_settings(device: str, precision: str, bound: float | None) -> Settings:
+    """ProveError for a device or precision that is none, or that this process cannot have."""
+    if device not in ("cpu", "cuda"):
+        raise ProveError(f"device {device!r} must be cpu or cuda; use cpu")
+    if precision not in PRECISIONS:
+        raise ProveError(f"precision {precision!r} must be one of {', '.join(PRECISIONS)}; use fp32")
+    if precision == "tf32" and device == "cpu":
+        raise ProveError("precision tf32 must have a GPU, and device is cpu; use fp32, or device cuda")
+    if bound is not None and not bound > 0:
+        raise ProveError(f"bound {bound} must be above 0; leave it out for those of the precision")
+    if device == "cuda" and torch.version.cuda is None:
+        raise ProveError(
+            f"device cuda must have a CUDA build of torch, and {torch.__version__} is none; install one, or use cpu"
+        )
+    if device == "cuda" and torch.cuda.is_initialized():
+        raise ProveError(
+            "this process has used CUDA and must not have, as ranks are forked from it; prove first, or in a "
+            "process of its own: python -m forge_parallel.prove"
+        )
+    bounds = {"fp32": dict.fromkeys(QUANTITIES, FP32_BOUND), "tf32": TF32_BOUNDS, "bf16": BF16_BOUNDS}
+    chosen = {**bounds[precision], ONE_RANK: BF16_ONE_RANK_BOUND, ON_CPU: CPU_BOUND}
+    if bound is not None:
+        chosen = dict.fromkeys(chosen, bound)
+    return Settings(device, precision, chosen)
+
+
+def find_devices() -> Facts:
+    """Of this process, which uses CUDA for it."""
+    count = torch.cuda.device_count()
+    names = tuple(dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count)))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count else ""
+    return Facts(count, names, nccl)
+
+
+def make_deterministic() -> None:
+    """In a rank, before its first product: the same bits in each run where torch has such kernels. Memory that nobody
+    wrote is nan."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS then adds in one order on all streams
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order
+    torch.backends.cudnn.benchmark = False
+    allow_tf32(False)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether products of fp32 on a GPU may round their factors to 11 bits."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def describe(settings: Settings, facts: Facts | None, compiles: bool) -> str:
+    """One line: device, versions, settings, bounds."""
+    where, sends = "cpu", "gloo"
+    if facts is not None:
+        where, sends = f"cuda ({facts.count} x {', '.join(facts.names)})", f"NCCL {facts.nccl}"
+    parts = [f"device {where}", f"torch {torch.__version__}", sends]
+    parts += [f"precision {settings.precision}"]
+    if facts is not None:
+        parts += [f"TF32 {'on' if settings.precision == 'tf32' else 'off'}"]
+    parts += ["deterministic algorithms"]
+    if facts is not None:
+        parts += ["CUBLAS_WORKSPACE_CONFIG :4096:8", "SDPA flash, efficient or math"]
+    if compiles:
+        parts += [f"compiled by {settings.compile_backend}"]
+    return ", ".join(parts) + "; " + _bounds(settings, facts is not None)
+
+
+def _bounds(settings: Settings, on_gpu: bool) -> str:
+    used = {q: b for q, b in settings.bounds.items() if q in QUANTITIES}
+    if settings.precision == "bf16":
+        used[ONE_RANK] = settings.bounds[ONE_RANK]
+    if on_gpu:
+        used[ON_CPU] = settings.bounds[ON_CPU]
+    groups: dict[float, list[str]] = {}
+    for name, bound in used.items():
+        groups.setdefault(bound, []).append(name)
+    if len(groups) == 1:
+        return f"bound {next(iter(groups)):g}"
+    return "bounds " + ", ".join(f"{' '.join(names)} {bound:g}" for bound, names in groups.items())
