@@ -11,19 +11,28 @@ import torch
 PRECISIONS = ("fp32", "tf32", "bf16")
 QUANTITIES = ("stream", "loss", "gradient", "norm", "weight", "text")
 ONE_RANK = "one rank"
-"""The quantity in `Result.errors` that is compared with one rank in bf16."""
+"""The quantity in `Result.errors` for all that is compared with one rank in bf16."""
 ON_CPU = "CPU"
-"""That of one process on a GPU compared with one on the CPU."""
+"""The bound of one process on a GPU compared with one on the CPU."""
 
 # fp32: both sides compute the same sums in another order. The unit roundoff is 2^-24 = 6e-8, the sums have some
-# hundred terms, the largest error over the models that we know is 2e-6.
+# hundred terms; over the models that we know the largest error is 1e-6.
 FP32_BOUND = 1e-5
-# bf16 has 8 significant bits: unit roundoff 2^-8.
-BF16_BOUNDS = {"stream": 3e-2, "loss": 4e-3, "gradient": 0.1, "norm": 2e-2, "weight": 5e-2}
-BF16_ONE_RANK_BOUND = 1e-3
-# TF32 rounds the factors of products alone, to 11 significant bits: unit roundoff 2^-11, an eighth of bf16's.
+# bf16 against fp32. bf16 has 8 significant bits: unit roundoff 2^-8 = 4e-3, half of it on average. An entry of a gradient
+# passes some 20 roundings in a row in two layers, which add up like a random walk, and the worst of some thousand is
+# four to five times that; loss and norm are sums in which most of it cancels. Weights that begin at 0 are nothing but
+# gradients. Measured over nine models of 2 to 8 layers, 3 seeds: 2e-2, 3e-4, 9e-2, 2e-3 and 4e-2.
+BF16_BOUNDS = {"stream": 4e-2, "loss": 2e-3, "gradient": 0.15, "norm": 1e-2, "weight": 0.15}
+# bf16 beside one rank in bf16, in the first step: equal weights, micro-batches and roundings, so what is left are sums
+# over micro-batches and ranks in fp32 (measured: 2e-7). A sum that is kept in bf16 is off by 2^-9 = 2e-3. Later steps are
+# not compared: a weight that differs in its last fp32 bit may round to the other bf16 number (measured: 7e-3).
+ONE_RANK_BOUND = 1e-4
+# TF32 rounds the factors of products alone, to 11 significant bits: unit roundoff 2^-11, an eighth of bf16's. Emulated on
+# a CPU over the same models: 1e-3, 1e-5, 7e-3, 1e-4 and 2e-3.
 TF32_BOUNDS = {quantity: bound / 8 for quantity, bound in BF16_BOUNDS.items()}
-CPU_BOUND = 1e-4
+# A GPU and a CPU have other orders of sums and other exponentials. Of the same models fp32 on a CPU is at most 6e-5
+# away from fp64, so two devices are 1.2e-4 apart; TF32 where fp32 was asked for would show 6e-4 or more.
+CPU_BOUND = 3e-4
 
 
 class ProveError(ValueError):
@@ -76,7 +85,7 @@ def make_settings(device: str, precision: str, bound: float | None) -> Settings:
             "process of its own: python -m forge_parallel.prove"
         )
     bounds = {"fp32": dict.fromkeys(QUANTITIES, FP32_BOUND), "tf32": TF32_BOUNDS, "bf16": BF16_BOUNDS}
-    chosen = {**bounds[precision], ONE_RANK: BF16_ONE_RANK_BOUND, ON_CPU: CPU_BOUND}
+    chosen = {**bounds[precision], ONE_RANK: ONE_RANK_BOUND, ON_CPU: CPU_BOUND}
     if bound is not None:
         chosen = dict.fromkeys(chosen, bound)
     return Settings(device, precision, chosen)
