@@ -122,7 +122,14 @@ def prove(
     made = _import(build) if isinstance(build, str) else build
     given = _import(media) if isinstance(media, str) else media
     task = Task(
-        partial(made, **(args or {})), roles, blocks, vocab_size, seq_len, seed, given, settings=settings
+        partial(made, **(args or {})),
+        roles,
+        blocks,
+        vocab_size,
+        seq_len,
+        seed,
+        given,
+        settings=settings,
     )
     if header is not None:
         header(describe(settings, facts, any(cell.layout.get("compile") for cell in cells)))
@@ -202,7 +209,12 @@ class _Truths:
             return task, {ON_CPU: self._one_process(task, "cpu")}
         found = {"": self._one_process(task, settings.device)}
         if settings.precision == "bf16" and cell.rounds_as_one_rank(settings):
-            alone = Cell("", 1, micro_batches=cell.config(settings).axes(cell.world).batch_size * cell.micro_batches)
+            alone = Cell(
+                "",
+                1,
+                micro_batches=cell.config(settings).axes(cell.world).batch_size
+                * cell.micro_batches,
+            )
             run = partial(one_rank, task, alone, found[""])
             key = cell.branches, rows, alone.micro_batches
             found[ONE_RANK] = self._run(key, run, settings.device)

@@ -70,9 +70,13 @@ def make_settings(device: str, precision: str, bound: float | None) -> Settings:
     if device not in ("cpu", "cuda"):
         raise ProveError(f"device {device!r} must be cpu or cuda; use cpu")
     if precision not in PRECISIONS:
-        raise ProveError(f"precision {precision!r} must be one of {', '.join(PRECISIONS)}; use fp32")
+        raise ProveError(
+            f"precision {precision!r} must be one of {', '.join(PRECISIONS)}; use fp32"
+        )
     if precision == "tf32" and device == "cpu":
-        raise ProveError("precision tf32 must have a GPU, and device is cpu; use fp32, or device cuda")
+        raise ProveError(
+            "precision tf32 must have a GPU, and device is cpu; use fp32, or device cuda"
+        )
     if bound is not None and not bound > 0:
         raise ProveError(f"bound {bound} must be above 0; leave it out for those of the precision")
     if device == "cuda" and torch.version.cuda is None:
@@ -84,7 +88,11 @@ def make_settings(device: str, precision: str, bound: float | None) -> Settings:
             "this process has used CUDA and must not have, as ranks are forked from it; prove first, or in a "
             "process of its own: python -m forge_parallel.prove"
         )
-    bounds = {"fp32": dict.fromkeys(QUANTITIES, FP32_BOUND), "tf32": TF32_BOUNDS, "bf16": BF16_BOUNDS}
+    bounds = {
+        "fp32": dict.fromkeys(QUANTITIES, FP32_BOUND),
+        "tf32": TF32_BOUNDS,
+        "bf16": BF16_BOUNDS,
+    }
     chosen = {**bounds[precision], ONE_RANK: ONE_RANK_BOUND, ON_CPU: CPU_BOUND}
     if bound is not None:
         chosen = dict.fromkeys(chosen, bound)
@@ -102,7 +110,9 @@ def find_devices() -> Facts:
 def make_deterministic() -> None:
     """In a rank, before its first product: the same bits in each run where torch has such kernels. Memory that nobody
     wrote is nan."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS then adds in one order on all streams
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+        ":4096:8"  # cuBLAS then adds in one order on all streams
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order
     torch.backends.cudnn.benchmark = False

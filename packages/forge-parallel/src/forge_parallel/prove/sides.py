@@ -90,7 +90,11 @@ def beside_the_cpu(
     found = one_process(task, device)
     return [
         {
-            key: error(found.values[key[:2]][key[2]], wanted.values[key[:2]][key[2]], _largest(wanted, key[:2]))
+            key: error(
+                found.values[key[:2]][key[2]],
+                wanted.values[key[:2]][key[2]],
+                _largest(wanted, key[:2]),
+            )
             for key in wanted.keys
             if key[1] != "text"
         }
@@ -183,9 +187,7 @@ def _train(
 class _LayoutRun:
     """A model in its layout, and the way of a batch through it."""
 
-    def __init__(
-        self, task: Task, cell: Cell, reference: Reference, device: torch.device
-    ) -> None:
+    def __init__(self, task: Task, cell: Cell, reference: Reference, device: torch.device) -> None:
         self.model = task.model()
         self.names = keywords_of(self.model)  # before a step changes its class
         self.structure = _structure(self.model, task)
