@@ -21,6 +21,7 @@ from tests.null_gpu import device
 #: Name of a campaign -> module with `main(arguments: list[str]) -> int`.
 CAMPAIGNS = {
     "tests": "tests.null_gpu.test_device",
+    "proofs": "tests.null_gpu.proofs",
 }
 
 
