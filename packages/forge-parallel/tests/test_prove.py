@@ -22,6 +22,9 @@ from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.prove import ProveError, Result, prove
 from forge_parallel.prove.__main__ import main
 from forge_parallel.prove.cells import Cell
+from forge_parallel.prove.settings import CPU_BOUND, Facts
+from forge_parallel.prove.sides import beside_the_cpu, one_process
+from forge_parallel.prove.task import Task
 
 pytestmark = pytest.mark.distributed
 
@@ -121,9 +124,9 @@ def verdicts(results: list[Result]) -> dict[str, str]:
 
 
 def test_a_plain_model_is_green_in_every_layout() -> None:
-    results = prove(Model, vocab_size=VOCAB)
+    results = prove(Model, vocab_size=VOCAB, nproc=4)
     assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
-    assert len(results) == 17
+    assert [r.world for r in results] == [1] * 4 + [2] * 11 + [4] * 6
     assert all({"stream", "loss", "gradient", "norm", "weight"} == set(r.errors) for r in results)
     assert 0 < max(r.worst for r in results) < 1e-5
 
@@ -170,6 +173,146 @@ def test_a_head_that_every_rank_computes_whole_is_green() -> None:
     roles = ROLES | {"head.*": "opaque"}
     results = prove(Model, roles=roles, vocab_size=VOCAB, only="tp", worlds=[2])
     assert verdicts(results) == {"tp": "green", "tp, whole stream": "green"}
+
+
+def test_layouts_of_ones_own_are_cells() -> None:
+    """The third has 24 rows, so that three readers of two micro-batches get as many each."""
+    layouts = [{"tp": 2, "pp": 2}, {"cp": 2, "dp_replicate": 2, "recompute": "selective"}]
+    results = prove(Model, vocab_size=VOCAB, nproc=4, layouts=layouts)
+    assert verdicts(results) == {
+        "tp=2 pp=2": "green",
+        "cp=2 dp_replicate=2 recompute=selective": "green",
+    }
+    assert all(0 < r.errors["gradient"] < 1e-5 for r in results)
+    (odd,) = prove(Model, vocab_size=VOCAB, nproc=3, layouts=[{"micro_batches": 2}])
+    assert (odd.verdict, odd.world) == ("green", 3), odd
+    wrong = ROLES | {"*.q_norm.*": "sequence"}
+    whole = {"tp": 2, "sequence_parallel": False}
+    (red,) = prove(Model, roles=wrong, vocab_size=VOCAB, nproc=2, layouts=[whole])
+    assert (red.verdict, red.parameter) == ("red", "layers.1.attention.q_norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tp": 3}, r"layout tp=3 on 4 ranks: parallel: tp 3 must divide the 4 ranks"),
+        ({"tp": 0}, r"tp 0 must be at least 1"),
+        ({"tq": 2}, r"tq must be a key of a layout; use tp=2"),
+        ({"device": "cpu"}, r"device must be a key of a layout; use --device"),
+        ({"float8": "rowwise"}, r"float8 must be a key of a layout; leave it out"),
+        ({"pp": 2, "micro_batches": 1}, r"micro_batches 1 .*; use"),
+        ({"micro_batches": 0}, r"micro_batches 0 must be a number from 1 on"),
+        ({"cp": 4}, r"must be divisible by"),
+        ({"reduce_dtype": "bf16"}, r"reduce_dtype bf16 must go with precision bf16"),
+    ],
+)
+def test_layouts_that_break_a_rule_are_named_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(os, "fork", None)
+    with pytest.raises(ProveError, match=said):
+        prove(Model, vocab_size=VOCAB, nproc=4, seq_len=18, layouts=[layout])
+
+
+def test_bf16_is_measured_beside_fp32_and_beside_one_rank() -> None:
+    results = prove(Model, vocab_size=VOCAB, nproc=2, precision="bf16", only="p")
+    found = {r.cell: r for r in results if r.cell not in ("compile", "one rank, compile")}
+    assert {r.verdict for r in results} == {"green"}, results
+    assert all(1e-3 < r.errors["gradient"] < 0.1 for r in found.values())  # of fp32: it is bf16
+    assert all(found[c].errors["one rank"] < 1e-6 for c in ("fsdp", "pp", "weights swapped"))
+    assert "one rank" not in found["tp"].errors  # rounds inside of layers
+
+
+def test_sums_in_bf16_and_wrong_roles_are_red_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of two gradients in bf16 is nearer to fp32 than many roundings before it; one rank is nearer still."""
+    wrong = ROLES | {"*.q_norm.*": "sequence"}
+    options: dict[str, Any] = {"vocab_size": VOCAB, "worlds": [2], "precision": "bf16"}
+    (role,) = prove(Model, roles=wrong, only="tp, whole", **options)
+    assert (role.verdict, role.parameter) == ("red", "layers.1.attention.q_norm.weight")
+
+    module = sys.modules["forge_parallel.parallelize"]
+    apply_fsdp = module.apply_fsdp
+
+    def rounding(*args: Any, **kwargs: Any) -> nn.Module:
+        low = {"reduce_dtype": torch.bfloat16} if dist.get_world_size() > 1 else {}
+        return apply_fsdp(*args, **kwargs | low)
+
+    monkeypatch.setattr(module, "apply_fsdp", rounding)
+    (low,) = prove(Model, only="fsdp", **options)
+    assert low.verdict == "red"
+    assert "differs first from one rank in bf16" in low.message
+    assert low.errors["gradient"] < 0.1
+    assert low.parameter == "head.weight"
+
+
+def test_ranks_are_deterministic_and_the_header_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def build() -> nn.Module:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        return Model()
+
+    lines: list[str] = []
+    (result,) = prove(build, vocab_size=VOCAB, nproc=1, only="accumulation", header=lines.append)
+    assert result.verdict == "green", result
+    (line,) = lines
+    for part in ("device cpu", torch.__version__, "gloo", "fp32", "deterministic", "bound 1e-05"):
+        assert part in line
+    assert not torch.are_deterministic_algorithms_enabled()  # here nothing changed
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "tpu"}, "device 'tpu' must be cpu or cuda"),
+        ({"precision": "fp16"}, "precision 'fp16' must be one of fp32, tf32, bf16"),
+        ({"precision": "tf32"}, "precision tf32 must have a GPU, and device is cpu"),
+        ({"nproc": 0}, "nproc 0 must be at least 1"),
+        ({"nproc": 1, "worlds": [2]}, "must leave a cell"),
+        ({"bound": 0.0}, "bound 0.0 must be above 0"),
+        ({"layouts": [{"tp": 2}]}, "layouts must have a number of ranks; add nproc"),
+    ],
+)
+def test_what_cannot_be_proved_is_said(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProveError, match=said):
+        prove(Model, vocab_size=VOCAB, **options)
+
+
+def test_gpus_that_a_process_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine of the tests has one: the number of GPUs and the build of torch are stand-ins."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ProveError, match="must have a CUDA build of torch"):
+        prove(Model, device="cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    seen = Facts(2, ("A GPU",), "2.29.7")
+    monkeypatch.setattr(sys.modules["forge_parallel.prove.prove"], "find_devices", lambda: seen)
+    with pytest.raises(ProveError, match=r"nproc 3 must be at most the 2 GPUs .* use nproc 2"):
+        prove(Model, device="cuda", nproc=3)
+    seen = Facts(0, (), "")
+    with pytest.raises(ProveError, match=r"nproc 1 must be at most the 0 GPUs .* use device cpu"):
+        prove(Model, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ProveError, match="has used CUDA and must not have"):
+        prove(Model, device="cuda")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ProveError, match="WORLD_SIZE is 2; call it without torchrun"):
+        prove(Model)
+
+
+def test_a_broken_kernel_is_found_beside_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell "GPU beside CPU", whose device is the CPU here."""
+    task, device = Task(Model, None, None, VOCAB, 16, 0), torch.device("cpu")
+    truth = one_process(task, device)
+    (same,) = beside_the_cpu(task, [truth], device)
+    assert same.keys() == {*truth.keys}
+    assert not any(same.values())
+    gelu = F.gelu
+    monkeypatch.setattr(F, "gelu", lambda x: gelu(x) * (1 + 1e-3))  # as TF32 could be
+    (broken,) = beside_the_cpu(task, [truth], device)
+    assert broken[0, "gradient", "layers.0.up.weight"] > CPU_BOUND
 
 
 class OverRows(Model):
