@@ -116,6 +116,7 @@ def _be_rank(
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
         make_deterministic()
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers outlive a killed rank
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
