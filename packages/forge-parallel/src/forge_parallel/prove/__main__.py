@@ -22,9 +22,11 @@ import os
 import sys
 import tomllib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forge_parallel.prove.cells import layout_name
 from forge_parallel.prove.prove import Result, prove
 from forge_parallel.prove.settings import PRECISIONS, ProveError
 
@@ -35,14 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         layouts = [_layout(words) for words in options.pop("layout")]
+        width = max([26, *(len(layout_name(layout)) + 2 for layout in layouts)])
         results = prove(
             options.pop("build"),
             args=dict(map(_pair, options.pop("args"))),
             roles=_roles(options.pop("roles")),
             layouts=layouts,
             worlds=_worlds(options.pop("world")),
-            header=_print_header,
-            report=_print,
+            header=partial(_print_header, width),
+            report=partial(_print, width),
             **options,  # the others are named as in prove
         )
     except ValueError as error:
@@ -53,16 +56,23 @@ def main(argv: list[str] | None = None) -> int:
     return int(count["red"] > 0)
 
 
-def _print_header(line: str) -> None:
+def _print_header(width: int, line: str) -> None:
     print(line)
-    print(f"{'cell':26}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}", flush=True)
+    print(
+        f"{'cell':{width}}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}",
+        flush=True,
+    )
 
 
-def _print(result: Result) -> None:
+def _print(width: int, result: Result) -> None:
     worst = f"{result.worst:.1e}" if result.errors else ""
-    print(f"{result.cell:26}{result.world:5}  {result.verdict:8} {worst:>11} {result.seconds:8.1f}")
+    print(
+        f"{result.cell:{width}}{result.world:5}  {result.verdict:8} {worst:>11} {result.seconds:8.1f}"
+    )
     for line in [*result.message.splitlines(), *result.trace.splitlines()]:
         print(f"    {line}")
+    if result.parameter is not None:
+        print(f"    parameter {result.parameter}, layer {result.layer}")
     sys.stdout.flush()
 
 

@@ -85,6 +85,11 @@ _NOT_IN_A_LAYOUT = {
 }
 
 
+def layout_name(layout: Mapping[str, Any]) -> str:
+    """That of its cell."""
+    return " ".join(f"{key}={value}" for key, value in layout.items())
+
+
 def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len: int) -> Cell:
     """A layout of the caller's, keys of ParallelConfig and `micro_batches`, as a cell on `world` ranks.
 
@@ -92,7 +97,7 @@ def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len:
     """
     keys = dict(layout)
     count = keys.pop("micro_batches", None)
-    name = " ".join(f"{key}={value}" for key, value in layout.items())
+    name = layout_name(layout)
     known = {f.name for f in fields(ParallelConfig)}
     for key in keys:
         if key in _NOT_IN_A_LAYOUT or key not in known:
@@ -108,9 +113,7 @@ def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len:
     except (ValueError, TypeError) as error:
         raise ProveError(f"layout {name} on {world} ranks: {error}") from error
     count = next_allowed_count(config, 1) if count is None else count
-    facts = Facts(
-        seq_len=seq_len, num_micro_batches=count, names={"num_micro_batches": "micro_batches"}
-    )
+    facts = Facts(seq_len=seq_len, num_micro_batches=count)
     if found := problems(config, axes, facts):
         raise ProveError("\n".join(f"layout {name} on {world} ranks: {p}" for p in found))
     return Cell(name, world, keys, count)
