@@ -27,6 +27,7 @@ from forge_parallel.prove.settings import (
     describe,
     find_devices,
     make_settings,
+    require_no_cuda,
 )
 from forge_parallel.prove.sides import beside_the_cpu, one_process, one_rank, rank_of_cell
 from forge_parallel.prove.task import Task
@@ -121,6 +122,8 @@ def prove(
     cells = _cells(layouts, worlds, nproc, only, settings, seq_len)
     made = _import(build) if isinstance(build, str) else build
     given = _import(media) if isinstance(media, str) else media
+    if device == "cuda":
+        require_no_cuda()  # the modules of a lab may have used it
     task = Task(
         partial(made, **(args or {})),
         roles,
@@ -224,7 +227,9 @@ class _Truths:
         known = set(sys.modules)
 
         def run(where: Any) -> tuple[Reference, list[str]]:
-            return one_process(task, where), [name for name in sys.modules if name not in known]
+            # of a proof on GPUs this process imports none: some use CUDA, and it could not be forked any more
+            fresh = [] if task.settings.device == "cuda" else sys.modules
+            return one_process(task, where), [name for name in fresh if name not in known]
 
         return self._run((task.branches, task.rows, device), run, device)
 

@@ -83,11 +83,8 @@ def make_settings(device: str, precision: str, bound: float | None) -> Settings:
         raise ProveError(
             f"device cuda must have a CUDA build of torch, and {torch.__version__} is none; install one, or use cpu"
         )
-    if device == "cuda" and torch.cuda.is_initialized():
-        raise ProveError(
-            "this process has used CUDA and must not have, as ranks are forked from it; prove first, or in a "
-            "process of its own: python -m forge_parallel.prove"
-        )
+    if device == "cuda":
+        require_no_cuda()
     bounds = {
         "fp32": dict.fromkeys(QUANTITIES, FP32_BOUND),
         "tf32": TF32_BOUNDS,
@@ -97,6 +94,15 @@ def make_settings(device: str, precision: str, bound: float | None) -> Settings:
     if bound is not None:
         chosen = dict.fromkeys(chosen, bound)
     return Settings(device, precision, chosen)
+
+
+def require_no_cuda() -> None:
+    """ProveError if this process has used CUDA, which no fork of it can use again."""
+    if torch.cuda.is_initialized():
+        raise ProveError(
+            "this process, or a module that it imported, has used CUDA and must not have, as ranks are forked from it; "
+            "prove in a process of its own (python -m forge_parallel.prove), and use CUDA inside of functions"
+        )
 
 
 def find_devices() -> Facts:
