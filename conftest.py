@@ -22,15 +22,35 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ranks", "ranks of tests that are marked distributed")
+    group.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, a GPU a rank"
+    )
+    group.addoption("--nproc", type=int, help="GPUs to use with --device cuda (default: all)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """A suite under nohup ignores SIGHUP, and would hand that on to the processes that it tests."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    device, nproc = config.getoption("--device"), config.getoption("--nproc")
+    if (device, nproc) == ("cpu", None):
+        return
+    from forge_testing.devices import choose
+
+    try:
+        choose(device, nproc)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses, and before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_cuda = config.getoption("--device") == "cuda"
     for item in items:
+        if on_cuda and (mark := item.get_closest_marker("cpu_only")):
+            item.add_marker(pytest.mark.skip(reason=f"cpu_only: {mark.kwargs['reason']}"))
         if item.nodeid in SLOW:
             item.add_marker(pytest.mark.slow)
         if TORCH < (2, 13) and any(word in item.nodeid.lower() for word in HALVES):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from cells import FEATURES, LAYOUTS, Cell
@@ -70,8 +71,14 @@ class MicroBatch:
         return [self.rows(slice(i, i + micro_batch)) for i in starts]
 
     def to(self, device: torch.device, stay: Sequence[str] = ()) -> MicroBatch:
-        """Itself: cells run on CPUs."""
-        return self
+        """On `device`, but the fields in `stay`."""
+
+        def moved(name: str, value: Any) -> Any:
+            return value if value is None or name in stay else value.to(device)
+
+        rows = ("tokens", "labels", "positions", "document_ids", "weights")
+        extras = {name: moved(name, value) for name, value in self.extras.items()}
+        return MicroBatch(*(moved(name, getattr(self, name)) for name in rows), extras=extras)
 
 
 def together(parts: Sequence[MicroBatch]) -> MicroBatch:

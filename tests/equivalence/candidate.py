@@ -11,6 +11,7 @@ import torch.distributed as dist
 from batches import ROWS, SEQ, STEPS, MicroBatch, batches, filler, together
 from cells import AVERAGING, BY_NAME, FEATURES, LAYOUTS, Cell
 from optimizers import Recorded, forges
+from settings import set_up
 from torch import Tensor, nn
 from training import (
     ADAMW,
@@ -47,17 +48,19 @@ from forge_parallel import (
 from forge_parallel.axes import ids_of_cut_logits, vocab_cross_entropy, vocab_fused_cross_entropy
 from forge_parallel.compute import Compute
 from forge_resilience import nonfinite
+from forge_testing import device
 
 
 def candidate(cell: Cell, mutation: str | None = None) -> Run:
     """What this rank of the cell's layout saw and holds."""
     from mutations import mutated  # it changes the names of this module
 
+    set_up(cell.tf32)
     with mutated(mutation):
-        return _train(Side(cell), batches(cell))
+        return train(Side(cell), batches(cell))
 
 
-def _train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
+def train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
     cell, model, meshes = side.cell, side.model, side.meshes
     update = _Update(cell, model)
     run = Run(seed=cell.seed)
@@ -135,7 +138,7 @@ class Side:
             layer.sequence_group = rows or None
         cell = self.cell
         parts = FEATURES[cell.feature].total or cell.micro_batches * LAYOUTS[cell.layout].readers
-        set_aux_scale(self.model, torch.tensor(1 / parts))
+        set_aux_scale(self.model, torch.tensor(1 / parts, device=meshes.device))
 
     def mine(self, step: list[list[MicroBatch]]) -> list[MicroBatch]:
         """This rank's micro-batches; one may stand for several (see compare.py): it takes all of theirs.
@@ -156,7 +159,7 @@ class Side:
         parts = self.mine(step)
         self.model.eval()
         losses = [self.compute.losses(part) for part in parts]
-        count = torch.tensor(float(sum(part.num_valid for part in parts)))
+        count = torch.tensor(float(sum(part.num_valid for part in parts)), device=losses[0].device)
         total = torch.stack([torch.stack(losses).sum(), count])
         dist.all_reduce(total)
         return total[0] / total[1]
@@ -271,7 +274,7 @@ def parallel_config(cell: Cell) -> ParallelConfig:
     layout = LAYOUTS[cell.layout]
     axes = layout.keys if dist.get_world_size() == layout.world else {}
     return ParallelConfig(
-        **{"device": "cpu", "precision": "fp32", **axes, **FEATURES[cell.feature].parallel}
+        **{"device": device().type, "precision": "fp32", **axes, **FEATURES[cell.feature].parallel}
     )
 
 

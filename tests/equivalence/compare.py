@@ -58,18 +58,20 @@ def _truth(cell: Cell) -> Run:
         layout.readers,
         cell.micro_batches,
         layout.layers,
+        cell.tf32,
     )
     while key not in _truths:
         (run,) = run_on_ranks(1, reference, cell, timeout=SECONDS)
         cell = replace(cell, seed=run.seed)
-        if not FEATURES[cell.feature].bf16 or _same_on_one_rank(cell, run):
+        rounded = FEATURES[cell.feature].bf16 or (cell.tf32 and bool(run.routes[0]))
+        if not rounded or _same_on_one_rank(cell, run):
             _truths[key] = run
         cell = replace(cell, seed=run.seed + 1)
     return _truths[key]
 
 
 def _same_on_one_rank(cell: Cell, wanted: Run) -> bool:
-    """Whether no choice of an expert is so close that bf16 makes another."""
+    """Whether no choice of an expert is so close that bf16 or TF32 makes another."""
     (alone,) = run_on_ranks(1, candidate, cell, timeout=SECONDS)
     return all(_same_routes([alone.routes[i]], wanted.routes[i]) for i in range(len(wanted.routes)))
 

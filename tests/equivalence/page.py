@@ -23,8 +23,7 @@ numbers are the worst error, max|a - b| / max|b|, over all steps, tensors and ra
 - routes: in mixtures, that each expert was chosen as often; in the seeds used no choice is nearer than 1e-4
 - one rank bf16: the worst of these against the same bf16 training on one rank
 
-{number} cells on up to {world} ranks: {green} green{red}; {refused} combinations are refused, with the
-message below. Worst error in fp32: {worst:.1e}.
+{number} cells on up to {world} ranks: {green} green{red}{refused}. Worst error in {precision}: {worst:.1e}.
 
 "deferred" sums nothing over ranks before the last micro-batch. "uneven" is the rule, not the
 exception: all features but the plain one and those without labels have a different number of labels on
@@ -39,15 +38,17 @@ no cell. CPU offload from a CPU shows that the path is right, not that it is fas
 {bounds}
 
 This page is written by `hatch run matrix` (`python tests/equivalence/run_cells.py`) from
-`equivalence.json`, which also holds seed, commit and torch version of each cell. Seconds are those of the
-cell on its ranks, on two cores. Here: commit {commits}, torch {torches}, {minutes:.0f} minutes.
+`{source}`, which also holds seed, commit and torch version of each cell. Seconds are those of the
+cell on its ranks, on {machine}. Here: commit {commits}, torch {torches}, {minutes:.0f} minutes.
 """
 _AXES = {"pp": "PP", "dp_replicate": "HSDP", "dp_shard": "FSDP", "cp": "CP", "tp": "TP", "ep": "EP"}
 
 
-def page(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown of all rows, a table for each layout."""
+def page(rows: Iterable[Mapping[str, Any]], source: str = "equivalence.json") -> str:
+    """Markdown of all rows, a table for each layout; `source` is the file that they are in."""
     rows = list(rows)
+    machines = _distinct(f"{row['device']} ({row['settings']})" for row in rows if "device" in row)
+    refused = len([row for row in rows if "refused" in row])
     cells = [row for row in rows if "cell" in row]
     red = sum(_verdict(row) != "green" for row in cells)
     head = _HEAD.format(
@@ -55,15 +56,18 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         world=max(LAYOUTS[row["cell"].split("/")[0]].world for row in cells),
         green=len(cells) - red,
         red=f", {red} red" if red else "",
-        refused=len(rows) - len(cells),
-        worst=max(max(r["error"].values()) for r in cells if "bf16" not in r["cell"]),
+        refused=f"; {refused} combinations are refused, with the\nmessage below" if refused else "",
+        precision="TF32" if any(row.get("tf32") for row in cells) else "fp32",
+        worst=max((max(r["error"].values()) for r in cells if "bf16" not in r["cell"]), default=0),
+        source=source,
+        machine=machines or "two cores",
         bounds=_bounds(cells),
         commits=_distinct(row["commit"] for row in rows),
         torches=_distinct(row["torch"] for row in rows),
         minutes=sum(row["seconds"] for row in cells) / 60,
     )
     tables = [_table(layout, cells) for layout in LAYOUTS]
-    return "\n".join([head, *filter(None, tables), _refused(rows)])
+    return "\n".join([head, *filter(None, [*tables, _refused(rows) if refused else ""])])
 
 
 def _bounds(rows: list[Mapping[str, Any]]) -> str:
@@ -80,7 +84,9 @@ def _bounds(rows: list[Mapping[str, Any]]) -> str:
         axes = " with tp, cp or ep" if max(sizes.tp, sizes.cp, sizes.ep) > 1 else ""
         own = feature if feature in ("bf16_reduce", "pictures_bf16") else "bf16"
         kind = f"{own}{many}{axes}"
-        by_text.setdefault(text, []).append(kind if "bf16" in feature else "fp32")
+        plain = "TF32" if row.get("tf32") else "fp32"
+        pictures = " of pictures" if row.get("tf32") and "picture" in feature else ""
+        by_text.setdefault(text, []).append(kind if "bf16" in feature else plain + pictures)
     lines = [f"- {_distinct(kinds)}: {text}" for text, kinds in by_text.items()]
     return "\n".join(["Bounds (reasons in `tests/equivalence/cells.py`):", "", *sorted(lines)])
 
@@ -94,7 +100,7 @@ def _title(layout: str) -> str:
     notes += ["ring"] if one.keys.get("cp_exchange") == "ring" else []
     said = f" ({', '.join(notes)})" if notes else ""
     ranks = f"{one.world} rank{'s' if one.world > 1 else ''}"
-    return f"{' x '.join(axes) or 'One rank, wrapped'}{said}: `{layout}`, {ranks}"
+    return f"{' x '.join(axes) or 'One rank'}{said}: `{layout}`, {ranks}"
 
 
 def _table(layout: str, rows: list[Mapping[str, Any]]) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from batches import IGNORED, PICTURE, ROWS, STEPS, MicroBatch, batches, together
 from cells import AVERAGING, BY_NAME, FEATURES, Cell
 from optimizers import Recorded, plain
+from settings import set_up
 from torch import Tensor, nn
 from training import (
     ADAMW,
@@ -33,6 +34,7 @@ from training import (
 
 from forge_core import initialise
 from forge_moe import Router, aux_losses, update_expert_bias
+from forge_testing import device
 
 # Routers of two layouts differ by rounding, some 1e-6: where scores are nearer, so may their choices.
 MARGIN = 1e-4
@@ -44,6 +46,7 @@ def reference(cell: Cell) -> Run:
 
     With mixtures the seed is the first from the cell's on in which no router has a close choice.
     """
+    set_up(tf32=False)
     for seed in range(cell.seed, cell.seed + SEEDS):
         run, margin = _train(replace(cell, seed=seed))
         if margin > MARGIN:
@@ -60,6 +63,7 @@ def _train(cell: Cell) -> tuple[Run, float]:
     if FEATURES[cell.feature].lora:  # the values of a base in bf16, in fp32
         for parameter in (p for p in model.parameters() if not p.requires_grad):
             parameter.data = parameter.data.bfloat16().float()
+    model.to(device())
     optimizer = _optimizer(cell, model)
     record = Recorded(model) if cell.optimizer == "lion" else None
     run = Run(seed=cell.seed)
@@ -84,14 +88,15 @@ def _train(cell: Cell) -> tuple[Run, float]:
 
 def _parts(cell: Cell, step: list[list[MicroBatch]]) -> list[MicroBatch]:
     """The micro-batches of a step, in the order in which the model sees them."""
+    parts = [part for rank in step for part in rank]
     if FEATURES[cell.feature].moe.get("aux_scope") == "global_batch":
-        return [together(ranks) for ranks in zip(*step)]
-    return [part for rank in step for part in rank]
+        parts = [together(ranks) for ranks in zip(*step)]
+    return [part.to(device()) for part in parts]
 
 
 def _forward_backward(cell: Cell, model: nn.Module, parts: list[MicroBatch]) -> Tensor:
     labels = max(1, sum(part.num_valid for part in parts))
-    total = torch.zeros(())
+    total = torch.zeros((), device=device())
     for part in parts:
         loss = _loss_sum(cell, model, part) / labels
         total += loss.detach()
@@ -104,7 +109,7 @@ def _forward_backward(cell: Cell, model: nn.Module, parts: list[MicroBatch]) -> 
 @torch.no_grad()
 def _evaluated(cell: Cell, model: nn.Module) -> Tensor:
     """Mean loss of the last step's rows in eval mode, one row at a time."""
-    parts = [part for rank in batches(cell)[-1] for part in rank]
+    parts = [part.to(device()) for rank in batches(cell)[-1] for part in rank]
     model.eval()
     rows = [part.rows(slice(r, r + 1)) for part in parts for r in range(ROWS)]
     total = sum(_row_loss(cell, model, row.tokens, row.labels, **row.keywords) for row in rows)

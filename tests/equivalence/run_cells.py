@@ -4,8 +4,11 @@
     hatch run matrix --smoke --out /tmp/equivalence.json
     hatch run matrix --only bf16                             # these anew, the other rows stay
     hatch run matrix --resume                                # those that have no row of this commit
+    hatch run matrix --device cuda --nproc 8                 # on GPUs with NCCL: docs/equivalence-cuda.json and .md
+    hatch run matrix --device cuda --nproc 8 --tf32          # products in TF32: docs/equivalence-cuda-tf32.json and .md
 
-Every row is written when it is there, so a campaign that ended can go on. Needs forge_testing,
+On GPUs cells of more ranks than GPUs are named and not run, refusals are left to the run on CPUs (they are words), and
+the reference is one process on the same kind of GPU in fp32. Every row is written when it is there, so a campaign that ended can go on. Needs forge_testing,
 forge_core, forge_moe, forge_parallel, forge_resilience, forge_vlm. The page lies beside the JSON file. Leaves with 1
 if a cell is red, or a combination is not refused as it should be.
 """
@@ -16,17 +19,20 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from cells import CELLS, SMOKE
+from cells import CELLS, FEATURES, LAYOUTS, SMOKE, Cell
 from compare import Measured, measure
 from page import page
 from refusals import REFUSALS, refused
+from settings import described
 
-from forge_testing import RankError
+from forge_testing import RankError, choose, run_on_ranks
+from forge_testing.devices import chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the figures depend on; changes elsewhere do not make a commit another one.
@@ -43,30 +49,83 @@ ORDER = {name: place for place, name in enumerate([*(c.name for c in CELLS), *RE
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/equivalence.json")
-    parser.add_argument("--smoke", action="store_true", help="the cells that the tests run")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
-    parser.add_argument("--resume", action="store_true", help="keep rows of this commit")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
-    args = parser.parse_args()
+    args = arguments(sys.argv[1:])
     commit, reds = _commit(), 0
+    common = {"commit": commit, "torch": torch.__version__, **_device_of_rows(args)}
     rows = _rows(args.out) if args.only or args.resume else {}
     known = {name for name, row in rows.items() if row["commit"] == commit} if args.resume else ()
-    names = [*(cell.name for cell in (SMOKE if args.smoke else CELLS)), *REFUSALS]
-    names = [name for name in names if args.only in name and name not in known]
-    cells = {cell.name: replace(cell, seed=args.seed) for cell in CELLS}
+    names, left = chosen_names(args)
+    for name, why in left.items():
+        print(f"not run: {name}: {why}")
+    names = [name for name in names if name not in known]
+    cells = {cell.name: replace(cell, seed=args.seed, tf32=args.tf32) for cell in CELLS}
     for number, name in enumerate(names, 1):
         row, verdict = _measured(cells[name]) if name in cells else _asked(name)
         rows.pop(name, None)
         if row:
-            rows[name] = {**row, "commit": commit, "torch": torch.__version__}
+            rows[name] = {**row, **common}
         reds += verdict != "ok"
         print(f"{number}/{len(names)} {name}: {verdict}", flush=True)
         _write(args.out, rows)
     sys.exit(bool(reds))
+
+
+def arguments(given: list[str]) -> argparse.Namespace:
+    """Checked, and the ranks' device chosen; leaves with one line where they do not go together."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="a JSON file; the page lies beside it")
+    parser.add_argument("--smoke", action="store_true", help="the cells that the tests run")
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--resume", action="store_true", help="keep rows of this commit")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--nproc", type=int, help="GPUs, one for each rank (default: all)")
+    parser.add_argument("--tf32", action="store_true", help="fp32 cells, with products in TF32")
+    args = parser.parse_args(given)
+    if args.tf32 and args.device == "cpu":
+        parser.error("--tf32 must go with --device cuda: products on a CPU are in fp32")
+    try:
+        choose(args.device, args.nproc)
+    except ValueError as error:
+        parser.error(str(error))
+    kind = "-cuda-tf32" if args.tf32 else "-cuda" if args.device == "cuda" else ""
+    args.out = args.out or ROOT / f"docs/equivalence{kind}.json"
+    for row in _rows(args.out).values():
+        if ("device" in row, row.get("tf32", False)) != (args.device == "cuda", args.tf32):
+            kind = f"{row.get('device', 'CPUs')}{' in TF32' if row.get('tf32') else ''}"
+            parser.error(f"--out {args.out} holds rows of {kind}; name another file")
+    return args
+
+
+def chosen_names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Of what is run; and of cells that cannot be, why."""
+    cells = [cell for cell in (SMOKE if args.smoke else CELLS) if args.only in cell.name]
+    if args.tf32:
+        cells = [cell for cell in cells if not FEATURES[cell.feature].bf16]
+    device, nproc = chosen()
+    left: dict[str, str] = {}
+    if device == "cuda":
+        left = {c.name: f"needs {_world(c)} GPUs" for c in cells if _world(c) > (nproc or 0)}
+        left |= {c.name: why for c in cells if (why := FEATURES[c.feature].only_on_cpus)}
+    names = [cell.name for cell in cells if cell.name not in left]
+    if device == "cpu":
+        names += [name for name in REFUSALS if args.only in name]
+    return names, left
+
+
+def _world(cell: Cell) -> int:
+    return LAYOUTS[cell.layout].world
+
+
+def _device_of_rows(args: argparse.Namespace) -> Mapping[str, Any]:
+    """What rows of GPUs say of them; printed, too. Rows of CPUs say nothing."""
+    if args.device == "cpu":
+        return {}
+    (found,) = run_on_ranks(1, described, args.tf32)
+    print(f"{found['device']}: {found['settings']}", flush=True)
+    return {**found, "tf32": args.tf32}
 
 
 def _measured(cell: Any) -> tuple[dict[str, Any], str]:
@@ -99,7 +158,7 @@ def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     kept = [rows[name] for name in sorted(rows.keys() & ORDER.keys(), key=ORDER.__getitem__)]
     path.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     if any("cell" in row for row in kept):
-        path.with_suffix(".md").write_text(page(kept))
+        path.with_suffix(".md").write_text(page(kept, path.name))
 
 
 def _rows(path: Path) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_ckpt import Store
 from forge_moe import MoE, MoEConfig, expert_parallelize
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +34,7 @@ def build(layout, seed=0):
     moe = MoE(config)
     moe.router.expert_bias.copy_(torch.randn(8) * 0.01)
     if options is not None:
-        mesh = init_device_mesh("cpu", (efsdp, ep), mesh_dim_names=("efsdp", "ep"))
+        mesh = init_device_mesh(device().type, (efsdp, ep), mesh_dim_names=("efsdp", "ep"))
         expert_parallelize(moe, mesh["ep"], **options)
         if efsdp > 1:
             fully_shard(moe.experts, mesh=mesh["efsdp"])

@@ -22,7 +22,7 @@ from forge_core import (
 )
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import vocab_cross_entropy
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 V, B, S = 48, 4, 16
 
@@ -44,7 +44,7 @@ def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
     wanted = cross_entropy(plain(tokens), labels).sum / (B * S)
     wanted.backward()
-    config = ParallelConfig(device="cpu", precision="fp32", **layout)
+    config = ParallelConfig(device=device().type, precision="fp32", **layout)
     meshes = make_meshes(config)
     model = parallelize(copy.deepcopy(plain), config, meshes)
     model.zero_grad()

@@ -13,7 +13,7 @@ from forge_core.model import Transformer, TransformerConfig
 from forge_moe import MoE, MoEConfig, recompute_contexts, set_aux_scale, update_expert_bias
 from forge_parallel import ParallelConfig, global_grad_norm, make_meshes, parallelize
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients, tied_copies
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -100,7 +100,7 @@ def one_process(kind: str) -> dict[str, Any]:
 
 
 def train(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    config = ParallelConfig(device="cpu", precision="fp32", pp=2, **options)
+    config = ParallelConfig(device=device().type, precision="fp32", pp=2, **options)
     meshes = make_meshes(config)
     model = build(kind)
     parallelize(model, config, meshes, seq_len=S, recompute_contexts=recompute_contexts)

@@ -38,7 +38,7 @@ from forge_parallel.plan import (
     render,
     trace,
 )
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 from forge_train import ConfigError, load_job, plan
 from forge_train.cli import main
 from forge_train.config.experts import MoESection
@@ -159,7 +159,7 @@ def test_local_layers_are_a_kind_of_their_own() -> None:
 
 
 def _held(options: dict[str, Any]) -> int:
-    config = ParallelConfig(device="cpu", **options)
+    config = ParallelConfig(device=device().type, **options)
     meshes = make_meshes(config)
     model = build_model(section("moe"), 0)
     shard_experts(model, SimpleNamespace(model=section("moe"), parallel=config), meshes)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def _held(options: dict[str, Any]) -> int:
 )
 def test_experts_lie_where_the_plan_has_them(options: dict[str, Any]) -> None:
     profile = Profile(build_model(section("moe"), 0), SEQ)
-    config = ParallelConfig(device="cpu", **options)
+    config = ParallelConfig(device=device().type, **options)
     candidate = Candidate(profile, config, 4, 16, 1, find_hardware("h200"), 4, Storage())
     parts = candidate.load(0).parts
     planned = sum(local_numel(row, candidate) for part in parts for row in part.rows)
@@ -215,7 +215,7 @@ def test_state_of_an_optimizer_is_what_it_holds(name: str, decay: float | None) 
     profile = plan._profile(config)
     space = plan._space(config, profile, 1, 1, find_hardware("h200"))
     optimizer = build_optimizer(
-        build_model(config.model, 0).to_empty(device="cpu"), config.optimizer
+        build_model(config.model, 0).to_empty(device=device().type), config.optimizer
     )
     if decay is not None:
         optimizer.eval()
@@ -242,7 +242,7 @@ def test_what_is_stored_in_bf16_is_counted_as_it_is_held(
     config = replace(config, model=section("dense"), optimizer=own, parallel=parallel)
     profile = plan._profile(config)
     space = plan._space(config, profile, 1, 1, find_hardware("h200"))
-    model = build_model(config.model, 0).to_empty(device="cpu")
+    model = build_model(config.model, 0).to_empty(device=device().type)
     store_parameters(model, weights)
     optimizer = build_optimizer(model, own)
     slots = [value for slots in optimizer.state.values() for value in slots.values()]

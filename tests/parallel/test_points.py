@@ -10,7 +10,7 @@ from forge_core import Transformer, TransformerConfig
 from forge_core.interp import ActivationStore, intervene
 from forge_moe import MoE, MoEConfig
 from forge_parallel.compile import compile_blocks
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 TOKENS = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(0))
 
@@ -55,7 +55,7 @@ def test_blocks_that_the_runner_compiles_are_refused_by_name():
 def sharded():
     model = mixture()
     whole = everything(model, TOKENS)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in model.layers.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from forge_ckpt import ForgeReader, Store
 from forge_core import Transformer, TransformerConfig
 from forge_parallel import ParallelConfig, parallelize
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 from forge_testing.runs import (
     Fitted,
     assert_close,
@@ -172,7 +172,7 @@ def loaded(checkpoints: Path, odd: dict[str, Any]) -> dict[str, torch.Tensor]:
     sizes = {key.removeprefix("model__"): value for key, value in odd.items()}
     with torch.device("meta"):
         model = Transformer(TransformerConfig(num_heads=4, num_kv_heads=2, qk_norm=True, **sizes))
-    parallelize(model, ParallelConfig(device="cpu", precision="fp32"))
+    parallelize(model, ParallelConfig(device=device().type, precision="fp32"))
     with Store(checkpoints, read_only=True) as store:
         assert store.load({"model": model}) == 12
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from forge_core import Transformer, TransformerConfig, cross_entropy
 from forge_moe import MoE, MoEConfig
 from forge_parallel.axes import tensor_parallel, vocab_cross_entropy
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 VOCAB, SIZE = 61, 16
 
@@ -73,7 +73,7 @@ def _shard(model: Any, mesh: Any, everywhere: Any) -> None:
 def _against_one_process(
     dp: int, kinds: tuple[str, ...]
 ) -> dict[Any, tuple[float, dict[str, float]]]:
-    mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp_shard", "tp"))
+    mesh = init_device_mesh(device().type, (dp, 2), mesh_dim_names=("dp_shard", "tp"))
     everywhere, data = mesh._flatten("everywhere"), mesh["dp_shard"]
     rows = slice(None) if dp == 1 else slice(data.get_local_rank(), data.get_local_rank() + 1)
     tokens, labels, documents = _batch()

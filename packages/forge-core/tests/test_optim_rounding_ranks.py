@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from forge_core.optim import EMAConfig, MuonConfig, OptimizerConfig, build_optimizer
 from forge_core.optim.rounding import place_of, widened
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -49,7 +49,7 @@ class Cut:
         from torch.distributed.device_mesh import init_device_mesh
 
         _, sizes, self.matrix, self.stack = LAYOUTS[layout]
-        self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        self.mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("a", "b")[: len(sizes)])
 
     def __call__(self, tensor: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from forge_moe import MoE, MoEConfig, aux_losses, set_aux_scale, update_expert_bias
 from forge_moe.balance.bias import moved_bias, rate_at
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 D, E, K = 8, 4, 2
 
@@ -312,7 +312,7 @@ def bias_under_fsdp() -> tuple[list, list, str]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = torch.nn.Sequential(layer(bias_update_rate=0.1))
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device().type, (2,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model[0], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

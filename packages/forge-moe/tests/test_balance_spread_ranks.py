@@ -24,7 +24,7 @@ from forge_moe import (
     update_expert_bias,
 )
 from forge_moe.balance import sequence_group
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -107,7 +107,7 @@ def cut_as(cp: int, tp: int, rank: int):
 def groups_of(cp: int, tp: int):
     if tp == 1:
         return dist.group.WORLD
-    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(device().type, (cp, tp), mesh_dim_names=("cp", "tp"))
     return mesh.get_group("cp"), mesh.get_group("tp")
 
 
@@ -145,7 +145,7 @@ def test_every_scope_is_that_of_one_process(cp: int, tp: int) -> None:
 
 def with_data_ranks(all_of_them: bool) -> tuple[float, float]:
     """Data ranks 2 x context ranks 2: global_batch counts over all four."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "cp"))
     data, context = divmod(dist.get_rank(), 2)
     x = torch.randn(4, S, D, generator=torch.Generator().manual_seed(6))
     plain, moe = layer("global_batch", "return"), layer("global_batch", "return")

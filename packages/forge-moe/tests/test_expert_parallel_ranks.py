@@ -17,7 +17,7 @@ from forge_moe import (
     recompute_contexts,
     update_expert_bias,
 )
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -101,7 +101,7 @@ def compare(kind, tokens, options, apart=False, dtype=torch.float32, ties=False)
         with torch.no_grad():
             moe.router.weight[1::2] = moe.router.weight[::2]
     wanted = one_process(copy.deepcopy(moe), x, grad, tokens if apart else None)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("ep",))
     moe = expert_parallelize(moe, mesh["ep"], **KINDS[kind])
     return errors(tokens, wanted, this_rank(moe, x, grad, tokens))
 
@@ -198,7 +198,7 @@ def recomputed(kind):
     moe = build(**SHARED)
     x, grad = batch(tokens)
     wanted = one_process(copy.deepcopy(moe), x, grad)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("efsdp", "ep"))
     expert_parallelize(moe, mesh["ep"], **KINDS[kind])
     fully_shard(moe.experts, mesh=mesh["efsdp"])
     moe.experts.set_gradient_divide_factor(1.0)
@@ -223,8 +223,8 @@ def with_fsdp(kind, tokens):
     moe = build(**SHARED)
     x, grad = batch(tokens)
     wanted = one_process(copy.deepcopy(moe), x, grad)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("efsdp", "ep"))
+    dense = init_device_mesh(device().type, (4,), mesh_dim_names=("dp_shard",))
     expert_parallelize(moe, mesh["ep"], **KINDS[kind])
     for module, axis in ((moe.experts, mesh["efsdp"]), (moe, dense)):
         fully_shard(module, mesh=axis)
@@ -246,7 +246,7 @@ def trained(kind, tokens, over_ranks=True):
     """Twenty steps of SGD and of the bias: weights and bias, of one process and of the ranks."""
     moe = build(**BALANCED)
     alone = copy.deepcopy(moe)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("ep",))
     expert_parallelize(moe, mesh["ep"], **KINDS[kind])
     for step in range(20):
         x, grad = batch(tokens, seed=step)
@@ -279,7 +279,7 @@ def test_F20_the_bias_after_20_steps_is_that_of_one_process(kind):
 
 def within_capacity():
     moe = build(capacity_factor=0.5)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("ep",))
     expert_parallelize(moe, mesh["ep"])
     seen, sent, exchange = [], [], dist.all_to_all_single
     moe.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].size(0)))
@@ -312,7 +312,7 @@ def compiled():
     results = []
     for wrap in (lambda moe: moe, lambda moe: torch.compile(moe, backend="eager")):
         moe = build(**SHARED)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("ep",))
         expert_parallelize(moe, mesh["ep"], chunks=2)
         x = batch(tokens)[0].split(tokens)[dist.get_rank()].clone().requires_grad_()
         y = wrap(moe)(x)
@@ -329,7 +329,7 @@ def test_torch_compile_leaves_the_exchange_eager():
 def rows_computed():
     tokens = [5, 8, 2, 6]
     moe = build()
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (4,), mesh_dim_names=("ep",))
     expert_parallelize(moe, mesh["ep"])
     seen = []
     moe.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].size(0)))
@@ -346,7 +346,7 @@ def test_F02_ranks_bring_their_own_tokens_and_share_the_work():
 def idle(efsdp):
     """One token in the whole job: most ranks have no tokens, most experts no rows."""
     moe = build(top_k=1, normalize="before_top_k")
-    mesh = init_device_mesh("cpu", (4 // efsdp, efsdp), mesh_dim_names=("ep", "efsdp"))
+    mesh = init_device_mesh(device().type, (4 // efsdp, efsdp), mesh_dim_names=("ep", "efsdp"))
     expert_parallelize(moe, mesh["ep"])
     if efsdp > 1:
         fully_shard(moe.experts, mesh=mesh["efsdp"])
@@ -365,7 +365,7 @@ def identity():
     """What each rank holds of the experts after the split, and of a layer on the meta device."""
     moe = build()
     whole = {n: p.detach().clone() for n, p in moe.experts.named_parameters()}
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (4,), mesh_dim_names=("ep",))
     expert_parallelize(torch.nn.Sequential(moe), mesh["ep"])
     rank = dist.get_rank()
     own = all(
@@ -394,8 +394,8 @@ def test_experts_keep_their_global_index():
 
 
 def refusals():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    ep4 = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("efsdp", "ep"))
+    ep4 = init_device_mesh(device().type, (4,), mesh_dim_names=("ep",))
     sharded = expert_parallelize(build(), mesh["ep"])
     wrapped = build()
     fully_shard(wrapped.experts, mesh=mesh["efsdp"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_moe import Experts, MoEConfig, SortedExperts, expert_parallelize
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 CONFIG = MoEConfig(dim=8, hidden_dim=12, num_experts=4, bias=True)
@@ -43,7 +43,7 @@ def on_rank() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("ep",))
     experts = expert_parallelize(built(SortedExperts), mesh)
     rows, counts = rows_of(dist.get_rank())
     out = experts(rows, counts)
@@ -81,6 +81,6 @@ def test_experts_that_ranks_cannot_share_evenly_are_refused():
 def refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (3,), mesh_dim_names=("ep",))
     with pytest.raises(ValueError, match="experts: num_experts 4 must be divisible by the 3 ranks"):
         expert_parallelize(torch.nn.ModuleDict({"experts": built(SortedExperts)}), mesh)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from forge_moe import MoE, MoEConfig, expert_grad_norm, expert_parallelize, load_full_state
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 TOKENS = 12
@@ -41,7 +41,7 @@ def clipped(efsdp: bool) -> tuple[float, float, float, bool]:
     backward(alone, tokens())
     wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = init_device_mesh(device().type, (ranks // 2, 2), mesh_dim_names=("efsdp", "ep"))
     expert_parallelize(model, mesh["ep"])
     if efsdp:
         fully_shard(model[1].experts, mesh=mesh["efsdp"])
@@ -70,7 +70,7 @@ def test_the_norm_over_dense_and_expert_gradients_is_that_of_one_process(efsdp: 
 
 
 def refused() -> list[str]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("ep",))
     said, model = [], build()
     for act in (lambda: expert_grad_norm(model, mesh["ep"]), lambda: expert_grad_norm(model, "ep")):
         with pytest.raises(ValueError) as caught:  # noqa: PT011  (compared below)
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes() -> None:
 
 
 def loaded() -> bool:
-    mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), build(1)
+    mesh, whole = init_device_mesh(device().type, (2,), mesh_dim_names=("ep",)), build(1)
     model = expert_parallelize(build(), mesh["ep"])
     load_full_state(model, whole.state_dict())
     state = model.state_dict()

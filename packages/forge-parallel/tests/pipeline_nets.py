@@ -26,6 +26,7 @@ from forge_parallel.pipeline import (
     sync_tied_gradients,
     tied_copies,
 )
+from forge_testing import device
 
 V, D, S = 37, 16, 6  # vocabulary, width, tokens of a row
 VALID = 101.0  # labels of the step: some number that no shape has
@@ -51,7 +52,7 @@ class Block(nn.Module):
 
     def body(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
         h = self.norm(x)
-        seen = torch.ones(x.size(1), x.size(1), dtype=x.dtype).tril()
+        seen = x.new_ones(x.size(1), x.size(1)).tril()
         if document_ids is not None:
             seen = seen * (document_ids.unsqueeze(2) == document_ids.unsqueeze(1))
         mean = seen @ h / seen.sum(-1, keepdim=True)  # (B, S, D)
@@ -80,7 +81,7 @@ class Net(nn.Module):
         self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
         if not x.is_floating_point():
-            places = torch.arange(x.size(1)).expand_as(x) if positions is None else positions
+            places = torch.arange(x.size(1), device=x.device).expand_as(x) if positions is None else positions
             x = self.embedding(x) + self.place(places)
         for block in self.layers:
             x = block(x, document_ids)
@@ -104,7 +105,8 @@ def batch(rows: int, seed: int) -> dict[str, Tensor]:
     borders = torch.rand(rows, S, generator=g) < 0.3
     documents = borders.long().cumsum(1)
     positions = torch.randint(0, S, (rows, S), generator=g)
-    return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
+    found = {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
+    return {name: tensor.to(device()) for name, tensor in found.items()}
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ def prepare(
 ) -> tuple[Net, Pipeline, Any]:
     """The part of this rank, its pipeline, its meshes."""
     precision = "fp32" if dtype == torch.float32 else "bf16"
-    config = ParallelConfig(device="cpu", precision=precision, **options)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision=precision, **options)  # type: ignore[arg-type]
     meshes = make_meshes(config)
     model = net(**kind)
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -259,7 +261,7 @@ def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
 
     with torch.no_grad():
         for name, p in model.named_parameters():
-            shard: Any = distribute_tensor(values[name], p.device_mesh, p.placements)
+            shard: Any = distribute_tensor(values[name].to(device()), p.device_mesh, p.placements)
             p.to_local().copy_(shard.to_local())
 
 

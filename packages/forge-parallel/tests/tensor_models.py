@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from forge_parallel.axes.roles import Role
 from forge_parallel.structure import structure_of
+from forge_testing import device
 
 VOCAB, DIM, HEADS, KV, HEAD = 37, 16, 4, 2, 4
 
@@ -217,7 +218,7 @@ def seeded(seed: int = 0, **options: Any) -> Model:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) / 8)
         model.embedding.weight[3] = 0.5
-    return model
+    return model.to(device())
 
 
 def batch(rows: int, size: int = 8, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Context]:
@@ -227,7 +228,7 @@ def batch(rows: int, size: int = 8, vocab: int = VOCAB) -> tuple[Tensor, Tensor,
     labels = torch.randint(0, vocab, (rows, size), generator=generator)
     labels[0, :3] = -100
     valid = torch.rand(rows, size, generator=generator) > 0.2
-    return tokens, labels, Context(valid=valid)
+    return tokens.to(device()), labels.to(device()), Context(valid=valid.to(device()))
 
 
 def one_process(model: nn.Module, tokens: Tensor, labels: Tensor, *args: Any) -> Tensor:
@@ -240,7 +241,7 @@ def one_process(model: nn.Module, tokens: Tensor, labels: Tensor, *args: Any) ->
 
 
 def mesh_of(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp_shard", "tp"))
+    return init_device_mesh(device().type, (dp, tp), mesh_dim_names=("dp_shard", "tp"))
 
 
 def shard(model: Any, mesh: DeviceMesh, everywhere: DeviceMesh | None = None) -> Any:

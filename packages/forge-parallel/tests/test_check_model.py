@@ -19,7 +19,7 @@ from forge_parallel import (
     make_meshes,
     parallelize,
 )
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 ROLES = {"*emb.*": "vocab", "layers.*": "opaque", "norm.*": "sequence", "head.*": "sharded_logits"}
 
@@ -151,7 +151,7 @@ SUITED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, str]] = {
 def refusal(kind: str) -> str:
     """What is said of a model and a layout, by name; a refused model is as it was."""
     make, layout, roles, _ = (REFUSED | SUITED)[kind]
-    config = ParallelConfig(device="cpu", precision="fp32", **layout)
+    config = ParallelConfig(device=device().type, precision="fp32", **layout)
     meshes, model = make_meshes(config), make()
     before = {name: id(p) for name, p in model.named_parameters()}
     try:
@@ -180,9 +180,9 @@ def test_every_rank_knows_the_rows_that_are_its_own(kind: str) -> None:
 def half(precision: str) -> tuple[set[torch.dtype], torch.dtype]:
     model = Net().bfloat16()
     model.norm.float()
-    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision=precision)  # type: ignore[arg-type]
     parallelize(model, config, make_meshes(config))
-    return {p.dtype for p in model.parameters()}, model(torch.zeros(2, 3).long()).dtype
+    return {p.dtype for p in model.parameters()}, model(torch.zeros(2, 3, dtype=torch.int64, device=device())).dtype
 
 
 @pytest.mark.distributed
@@ -209,9 +209,9 @@ class Adapted(nn.Module):
 
 
 def frozen_base(precision: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
-    config = ParallelConfig(device="cpu", precision=precision)
+    config = ParallelConfig(device=device().type, precision=precision)
     alone, model = Adapted().float(), parallelize(Adapted(), config, make_meshes(config))
-    rows = torch.ones(2, 8)
+    rows = torch.ones(2, 8, device=device())
     for net in (alone, model):
         net(rows).float().square().sum().backward()
     (got,) = [model.adapter.weight.grad]
@@ -234,7 +234,7 @@ def test_F113_a_frozen_base_stays_in_16_bits(ranks: int, precision: str) -> None
 
 
 def warned(offers: bool) -> list[str]:
-    config = ParallelConfig(device="cpu", precision="bf16")
+    config = ParallelConfig(device=device().type, precision="bf16")
     model: Any = nn.Sequential(nn.Linear(100, 100, bias=False))
     if offers:
         model.blocks = lambda: list(model)
@@ -257,13 +257,13 @@ def test_F113_a_model_that_is_gathered_at_once_is_warned_of() -> None:
 
 def half_experts() -> list[torch.dtype]:
     """Of experts that lie on the ranks of ep already: the dtypes of parameter, its part and its gradient."""
-    config = ParallelConfig(device="cpu", ep=2)
+    config = ParallelConfig(device=device().type, ep=2)
     meshes, model = make_meshes(config), experts()
     for layer in model.layers:
         part = layer.weight.detach().bfloat16().chunk(2)[meshes.rank]
         layer.weight = nn.Parameter(DTensor.from_local(part, meshes.sparse["ep"], [Shard(0)]))
     parallelize(model, config, meshes, roles=EXPERTS)
-    model.layers[0](torch.ones(2, 8)).sum().backward()
+    model.layers[0](torch.ones(2, 8, device=device())).sum().backward()
     weight = model.layers[0].weight
     return [weight.dtype, weight.to_local().dtype, weight.grad.to_local().dtype]
 
@@ -277,10 +277,10 @@ def test_a_layout_that_nobody_has_chosen_and_ranks_that_nobody_has_joined_are_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ValueError, match="layout auto must become a layout first"):
-        make_meshes(ParallelConfig(device="cpu", layout="auto"))
+        make_meshes(ParallelConfig(device=device().type, layout="auto"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2 and this process stands alone"):
-        make_meshes(ParallelConfig(device="cpu"))
+        make_meshes(ParallelConfig(device=device().type))
 
 
 class Blocks(nn.Module):
@@ -295,9 +295,9 @@ class Blocks(nn.Module):
 
 
 def wrapped() -> list[str]:
-    config = ParallelConfig(device="cpu")
+    config = ParallelConfig(device=device().type)
     model = parallelize(Blocks(), config, make_meshes(config))
-    model(torch.ones(2, 8)).sum().backward()
+    model(torch.ones(2, 8, device=device())).sum().backward()
     return [type(block).__name__ for block in model.blocks]
 
 
@@ -309,9 +309,9 @@ def test_blocks_may_be_a_list_of_modules() -> None:
 def largest(bad: int) -> float:
     import torch.distributed as dist
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    part = torch.full((2,), math.nan if dist.get_rank() == bad else 1.0)
-    parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    part = torch.full((2,), math.nan if dist.get_rank() == bad else 1.0, device=device())
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(2, device=device()), mesh, [Shard(0)]))
     parameter.grad = DTensor.from_local(part, mesh, [Shard(0)])
     return float(global_grad_norm([parameter], math.inf)[0])
 
@@ -346,7 +346,7 @@ def gradients(model: nn.Module, rank: int, ranks: int) -> list[dict[str, Tensor 
     """Of each step of two micro-batches, in which the middle is used as STEPS says."""
     found: list[dict[str, Tensor | None]] = []
     for step, used in enumerate(STEPS):
-        rows = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(step))
+        rows = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(step)).to(device())
         for micro, middle in enumerate(used):
             accumulate(model, last=micro == 1)
             model(rows[micro].chunk(ranks)[rank], middle).square().sum().backward()
@@ -359,7 +359,7 @@ def gradients(model: nn.Module, rank: int, ranks: int) -> list[dict[str, Tensor 
 
 
 def spread(layout: dict[str, int]) -> list[dict[str, Tensor | None]]:
-    config = ParallelConfig(device="cpu", precision="fp32", **layout)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision="fp32", **layout)  # type: ignore[arg-type]
     meshes = make_meshes(config)
     model = parallelize(Sometimes(), config, meshes)
     return gradients(model, meshes.batch_rank, meshes.batch_size)
@@ -382,8 +382,8 @@ def test_a_block_that_the_last_micro_batch_leaves_out_keeps_its_gradients(
 
 
 def left_out_in_part(layout: dict[str, int]) -> dict[str, Tensor | None]:
-    config = ParallelConfig(device="cpu", precision="fp32", **layout)  # type: ignore[arg-type]
-    model, rows = Sometimes(), torch.ones(2, 8)
+    config = ParallelConfig(device=device().type, precision="fp32", **layout)  # type: ignore[arg-type]
+    model, rows = Sometimes(), torch.ones(2, 8, device=device())
     model.middle.spare = nn.Parameter(torch.ones(2))  # never gets a gradient
     model = parallelize(model, config, make_meshes(config))
     for last in (False, True):
@@ -407,11 +407,11 @@ def test_a_block_left_out_with_a_parameter_that_is_never_used_is_summed_over_cop
 
 def with_a_parameter_that_is_never_used(layout: dict[str, int]) -> Tensor:
     """The gradient of the embedding, which FSDP2 reduces last, as tokens need no gradient."""
-    config = ParallelConfig(device="cpu", precision="fp32", **layout)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision="fp32", **layout)  # type: ignore[arg-type]
     meshes, net = make_meshes(config), Net()
     net.spare = nn.Parameter(torch.ones(2))
     model = parallelize(net, config, meshes)
-    tokens = torch.arange(16).view(4, 4).chunk(meshes.batch_size)[meshes.batch_rank]
+    tokens = torch.arange(16, device=device()).view(4, 4).chunk(meshes.batch_size)[meshes.batch_rank]
     for micro, rows in enumerate(tokens.chunk(2)):
         accumulate(model, last=micro == 1)
         model(rows).square().sum().backward()

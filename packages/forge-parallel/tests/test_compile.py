@@ -20,7 +20,7 @@ from forge_parallel.axes.tiles import Tile, Tiling
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
-from forge_testing import rank_mesh, run_on_ranks
+from forge_testing import device, rank_mesh, run_on_ranks
 
 DIM = 32
 
@@ -93,7 +93,7 @@ class Net(nn.Module):
 
 
 def data(step: int = 0) -> Tensor:
-    return torch.randn(2, 16, DIM, generator=torch.Generator().manual_seed(step))
+    return torch.randn(2, 16, DIM, generator=torch.Generator().manual_seed(step)).to(device())
 
 
 def train(model: nn.Module, steps: int = 1) -> list[Tensor]:
@@ -227,7 +227,7 @@ def sharded(mode: str) -> tuple[float, dict[str, int]]:
     plain, model = Net(experts=True), Net(experts=True)
     recompute(model.blocks(), mode)
     compile_blocks(model, "aot_eager")
-    apply_fsdp(model, init_device_mesh("cpu", (2,)))
+    apply_fsdp(model, init_device_mesh(device().type, (2,)))
     rank = torch.distributed.get_rank()
     error, before = 0.0, {}
     for step in range(3):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
 from forge_parallel.compute import Compute, evaluate
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 VOCAB, ROWS, LENGTH = 7, 4, 3
 
@@ -35,7 +35,8 @@ class Rows:
         return [Rows(*part) for part in parts]
 
     def to(self, device: torch.device, stay: Sequence[str] = ()) -> Rows:
-        return replace(self, tokens=self.tokens.to(device))
+        cuts = {"tokens": self.tokens, "labels": self.labels, "weights": self.weights}
+        return replace(self, **{n: x if x is None else x.to(device) for n, x in cuts.items()})
 
 
 class Net(nn.Module):
@@ -81,7 +82,7 @@ def weight(batch: Any) -> float:
 
 
 def test_an_evaluation_is_the_weighted_mean_and_restores_the_mode() -> None:
-    config = ParallelConfig(device="cpu", precision="fp32")
+    config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)
     batch = rows(1)
     for training in (True, False):
@@ -92,14 +93,14 @@ def test_an_evaluation_is_the_weighted_mean_and_restores_the_mode() -> None:
 
 
 def test_no_labels_are_no_loss() -> None:
-    config = ParallelConfig(device="cpu", precision="fp32")
+    config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)
     batch = replace(rows(1), weights=torch.zeros(ROWS, LENGTH))
     assert evaluate(compute, batch.split(2), weight, lambda value: [value]) == 0.0
 
 
 def test_gradients_of_a_batch_are_those_of_its_mean() -> None:
-    config = ParallelConfig(device="cpu", precision="fp32")
+    config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)
     compute.model.eval()  # without dropout
     batch = rows(2)
@@ -120,7 +121,7 @@ def test_gradients_of_a_batch_are_those_of_its_mean() -> None:
 
 
 def evaluate_on_a_rank() -> float:
-    config = ParallelConfig(device="cpu", precision="fp32")
+    config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)
 
     def gather(value: list[float]) -> list[list[float]]:

@@ -25,7 +25,7 @@ from forge_parallel.axes.context import (
     packed_tiling,
 )
 from forge_parallel.axes.key_exchange import chunks_of
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -56,13 +56,13 @@ def ids_of(name: str) -> Tensor | None:
     ids = torch.stack([torch.repeat_interleave(torch.tensor(lengths)) for lengths in rows])
     if name == "pads":
         ids[ids == ids.amax(1, keepdim=True)] = -1
-    return ids
+    return ids.to(device())
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, window: int | None = None) -> Tensor:
     """Causal attention with a mask (B, S, S), at the width of the inputs."""
     k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
-    seen = torch.ones(S, S, dtype=torch.bool).tril().expand(q.size(0), S, S)
+    seen = torch.ones(S, S, dtype=torch.bool, device=q.device).tril().expand(q.size(0), S, S)
     if window is not None:
         seen = seen.triu(1 - window)
     if ids is not None:
@@ -110,11 +110,23 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Mixer() for _ in range(2))
 
     def forward(self, x: Tensor, positions: Tensor | None = None, document_ids=None) -> Tensor:
-        positions = torch.arange(x.size(1)) if positions is None else positions
+        positions = torch.arange(x.size(1), device=x.device) if positions is None else positions
         x, ctx = x + self.table(positions), Context(document_ids=document_ids)
         for layer in self.layers:
             x = layer(x, ctx)
         return x
+
+
+def built() -> Model:
+    return Model().to(device())
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(device())
+
+
+def places() -> Tensor:
+    return torch.arange(S, device=device())
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -134,8 +146,8 @@ def attention_errors(
     module = context_parallel(mixer, axis, exchange)
     for name in ROWS:
         torch.manual_seed(1)
-        q, weight = torch.randn(2, B, S, H, D).to(dtype)
-        k, v = torch.randn(2, B, S, kv_heads, D).to(dtype)
+        q, weight = torch.randn(2, B, S, H, D).to(device(), dtype)
+        k, v = torch.randn(2, B, S, kv_heads, D).to(device(), dtype)
         ids = ids_of(name)
         whole = [t.double().requires_grad_() for t in (q, k, v)]
         wanted = dense(*whole, ids, window)
@@ -223,8 +235,8 @@ def model_errors(exchange: str) -> dict[str, dict[str, float]]:
     axis, found = axis_of_all(), {}
     for name in ROWS:
         torch.manual_seed(2)
-        model, x, weight = Model(), torch.randn(B, S, M), torch.randn(B, S, M)
-        plain, ids, positions = copy.deepcopy(model), ids_of(name), torch.arange(S).expand(B, S)
+        model, x, weight = built(), drawn(B, S, M), drawn(B, S, M)
+        plain, ids, positions = copy.deepcopy(model), ids_of(name), places().expand(B, S)
         wanted = plain(x, positions, ids)
         (wanted * weight).sum().backward()
         model = context_parallel(model, axis, exchange)
@@ -254,8 +266,8 @@ def whole_rows_of_ids(exchange: str) -> list[tuple[bool, dict[str, int]]]:
     """Whether ids of whole rows give what cut ones give, and what the forward sent and read."""
     axis, found = axis_of_all(), []
     torch.manual_seed(2)
-    model, x = context_parallel(Model(), axis, exchange), cut_sequence(torch.randn(B, S, M), axis)
-    positions = cut_sequence(torch.arange(S)[None], axis)
+    model, x = context_parallel(built(), axis, exchange), cut_sequence(drawn(B, S, M), axis)
+    positions = cut_sequence(places()[None], axis)
     for name in ROWS:
         ids = ids_of(name)
         if ids is None:
@@ -282,7 +294,7 @@ def test_F120_ids_of_whole_rows_on_the_host_cost_no_wait(exchange: str) -> None:
 def with_and_without_ids(exchange: str) -> tuple[float, float]:
     axis, ids = axis_of_all(), ids_of("over three chunks and more")
     torch.manual_seed(2)
-    model, x, positions = Model(), torch.randn(B, S, M), torch.arange(S).expand(B, S)
+    model, x, positions = built(), drawn(B, S, M), places().expand(B, S)
     wanted = model(x, positions, ids)
     cut = [cut_sequence(t, axis) for t in (x, positions, ids)]
     model = context_parallel(model, axis, exchange)
@@ -309,13 +321,13 @@ def collectives(exchange: str, packed: bool, recompute: bool) -> list[dict[str, 
 
         return counting
 
-    model = context_parallel(Model(), axis, exchange)
+    model = context_parallel(built(), axis, exchange)
     if recompute:
         for layer in model.layers:
             layer.forward = checkpointed(layer.forward)
-    x = cut_sequence(torch.randn(B, S, M), axis).requires_grad_()
+    x = cut_sequence(drawn(B, S, M), axis).requires_grad_()
     local = None if ids is None else cut_sequence(ids, axis)
-    positions = cut_sequence(torch.arange(S)[None], axis)
+    positions = cut_sequence(places()[None], axis)
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
             (context, "start_all_gather"),

@@ -17,7 +17,7 @@ from forge_parallel import ParallelConfig, end_process_group, parallelize
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.float8 import convert_float8, float8_table
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 torchao = pytest.importorskip("torchao.float8")
 #: Relative difference of losses from bf16's. A product of operands with 3 bits of mantissa is off by about
@@ -166,7 +166,7 @@ def test_the_table_joins_layers_that_fared_alike() -> None:
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        convert_float8(Model(), **{"device": "cpu", **options})
+        convert_float8(Model(), **{"device": device().type, **options})
 
 
 def test_a_layer_alone_is_refused_and_so_is_a_machine_without_torchao(
@@ -204,7 +204,7 @@ def losses(recipe: str | None, seed: int, steps: int = 200) -> Tensor:
             "up",
             "down",
         ]
-    parallelize(model, ParallelConfig(device="cpu", precision="bf16"))
+    parallelize(model, ParallelConfig(device=device().type, precision="bf16"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(100 + seed)
     found = []
@@ -251,12 +251,12 @@ def _gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def cut_over_ranks(recipe: str) -> tuple[float, float]:
     """Worst errors against fp32 of one process: of float8 in one process, and cut over two ranks."""
-    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
-    right, alone, model = Mlp(), Mlp(), Mlp()
+    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).to(device())
+    right, alone, model = (Mlp().to(device()) for _ in range(3))
     convert_float8(alone, recipe, min_dim=16)
     rows = convert_float8(model, recipe, min_dim=16, tp=2)
     assert [row.shape for row in rows] == [(32, 32), (32, 32)]
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(model, mesh["tp"], sequence_parallel=False)
     assert isinstance(model.up, Float8Linear)
     apply_fsdp(model, mesh["dp"])

@@ -18,7 +18,7 @@ from forge_parallel import (
 )
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.meshes import with_one_rank
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +60,7 @@ def train(model: Any, rank: int, ranks: int) -> list[dict[str, Any]]:
             parameter.requires_grad_(not name.startswith(frozen or ("-",)))
             parameter.grad = None
         follow_requires_grad(model)
-        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device())
         mine = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
         with CommDebugMode() as counted:
             model(rows[mine]).float().square().sum().backward()
@@ -82,7 +82,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def spread(options: dict[str, Any]) -> Any:
-    config = ParallelConfig(**{"device": "cpu", "precision": "fp32", **options})
+    config = ParallelConfig(**{"device": device().type, "precision": "fp32", **options})
     meshes = make_meshes(config)
     return train(parallelize(Net(), config, meshes), meshes.batch_rank, meshes.batch_size)
 
@@ -120,11 +120,11 @@ def test_a_unit_that_is_frozen_sends_no_gradients() -> None:
 
 
 def thawed(precision: str) -> str:
-    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision=precision)  # type: ignore[arg-type]
     net = Net()
     net.middle.bfloat16().requires_grad_(False)
     model = parallelize(net, config, make_meshes(config))
-    model(torch.ones(2, 6)).float().sum().backward()
+    model(torch.ones(2, 6, device=device())).float().sum().backward()
     follow_requires_grad(model)
     model.requires_grad_(True)
     try:
@@ -142,7 +142,7 @@ def test_what_is_kept_in_16_bits_is_not_thawed(precision: str) -> None:
 
 def gathered(reshards: bool) -> list[bool]:
     """After a forward, whether each block holds whole weights."""
-    config = ParallelConfig(device="cpu", precision="fp32")
+    config = ParallelConfig(device=device().type, precision="fp32")
     meshes = with_one_rank(config, make_meshes(config))
     net = Net()
     for block in net.middle:

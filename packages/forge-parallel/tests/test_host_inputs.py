@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_testing import run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.cpu_only(reason="the meta device stands for an accelerator"),
+]
 
 
 class Reader(nn.Module):

@@ -32,7 +32,7 @@ from forge_parallel.plan import (
 )
 from forge_parallel.plan.memory import local_numel, micro_batches_in_flight
 from forge_parallel.plan.trace import trace
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_models import Llama, on_meta
@@ -51,7 +51,7 @@ SIZES_70B = {
 def candidate_of(
     model: nn.Module, world: int, batch: int = 32, micro: int = 1, **options: Any
 ) -> Candidate:
-    config = ParallelConfig(device="cpu", **options)
+    config = ParallelConfig(device=device().type, **options)
     return Candidate(Profile(model, SEQ), config, world, batch, micro, H200, 8, Storage())
 
 
@@ -94,7 +94,7 @@ def test_activations_are_what_a_real_forward_keeps(dtype: torch.dtype) -> None:
     profile = Profile(on_meta(**heads), SEQ)
     model = Llama(**heads).to(dtype)
     with Saved(model) as saved:
-        model(torch.zeros(3, SEQ, dtype=torch.int64))
+        model(torch.zeros(3, SEQ, dtype=torch.int64, device=device()))
     assert saved_bytes(profile, trace(profile, dtype=dtype, rows=3)) == pytest.approx(
         saved.bytes, rel=0.01
     )
@@ -102,7 +102,7 @@ def test_activations_are_what_a_real_forward_keeps(dtype: torch.dtype) -> None:
 
 def _saved_under_tp(sequence_parallel: bool) -> int:
     config = ParallelConfig(
-        device="cpu", precision="fp32", tp=2, sequence_parallel=sequence_parallel
+        device=device().type, precision="fp32", tp=2, sequence_parallel=sequence_parallel
     )
     torch.manual_seed(0)
     model = parallelize(Llama(), config, make_meshes(config))
@@ -114,7 +114,7 @@ def _saved_under_tp(sequence_parallel: bool) -> int:
     for module in model.modules():
         module.register_forward_pre_hook(note)
     with Saved(model) as saved:
-        model(torch.zeros(2, SEQ, dtype=torch.int64))
+        model(torch.zeros(2, SEQ, dtype=torch.int64, device=device()))
     return sum(
         t.untyped_storage().nbytes() for key, t in saved.found.items() if key not in gathered
     )
@@ -135,7 +135,7 @@ def test_activations_under_tensor_parallelism(sequence_parallel: bool) -> None:
 
 
 def _shards(options: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
-    config = ParallelConfig(device="cpu", **options)
+    config = ParallelConfig(device=device().type, **options)
     model = parallelize(on_meta(**sizes), config, make_meshes(config))
     return {n: p.to_local().numel() for n, p in model.named_parameters()}
 
@@ -179,7 +179,7 @@ def test_a_copy_less_recomputed_and_a_row_less_kept() -> None:
 def plan(
     model: nn.Module, world: int, batch: int = 32, micro_batch: int = 1, **options: Any
 ) -> Estimate:
-    config = ParallelConfig(device="cpu", **options)
+    config = ParallelConfig(device=device().type, **options)
     return estimate_layout(
         model, config, world, global_batch=batch, micro_batch=micro_batch, seq_len=SEQ
     )
@@ -348,11 +348,11 @@ class Sent(TorchDispatchMode):
 
 
 def sent_over_tp(sequence_parallel: bool) -> int:
-    config = ParallelConfig(device="cpu", precision="fp32", tp=2)
+    config = ParallelConfig(device=device().type, precision="fp32", tp=2)
     model = Llama()
     tensor_parallel(model, make_meshes(config).dense["tp"], sequence_parallel=sequence_parallel)
     with Sent() as sent:
-        model(torch.zeros(3, SEQ, dtype=torch.int64)).square().sum().backward()
+        model(torch.zeros(3, SEQ, dtype=torch.int64, device=device())).square().sum().backward()
     return sent.bytes
 
 

@@ -24,7 +24,7 @@ from forge_parallel.profile import (
 from forge_parallel.profile.intervals import intersect, length, subtract, union
 from forge_parallel.profile.kinds import kind_of_kernel, kind_of_operators
 from forge_parallel.profile.memory import peak_of_trace
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 
 def test_sets_of_instants_are_those_of_a_grid() -> None:
@@ -216,8 +216,8 @@ class Net(nn.Module):
 
 
 def bytes_of_a_rank(folder: str) -> tuple[int, dict[str, int], dict[str, int]]:
-    with launch(ParallelConfig(device="cpu", precision="fp32")) as meshes:
-        model = parallelize(Net(), ParallelConfig(device="cpu", precision="fp32"), meshes)
+    with launch(ParallelConfig(device=device().type, precision="fp32")) as meshes:
+        model = parallelize(Net(), ParallelConfig(device=device().type, precision="fp32"), meshes)
         optimizer = torch.optim.AdamW(model.parameters())
         window = ProfileWindow(folder, start_step=2, num_steps=1, rank=meshes.rank, memory=True)
         found = []

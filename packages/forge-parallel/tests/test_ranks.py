@@ -21,7 +21,7 @@ from forge_parallel import (
     make_meshes,
     parallelize,
 )
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -58,19 +58,19 @@ def net() -> Net:
 
 
 def rows() -> torch.Tensor:
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))  # (B, D)
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(device())  # (B, D)
 
 
 def train(options: dict[str, Any], parts: int = 1, max_norm: float | None = None) -> dict[str, Any]:
     """Gradients, norms and shards of one rank; the loss is a sum over all rows by 8."""
-    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    config = ParallelConfig(device=device().type, precision="fp32", **options)
     meshes = make_meshes(config)
     model = parallelize(net(), config, meshes)
     mine = rows().chunk(meshes.batch_size)[meshes.batch_rank].chunk(parts)
     for i, part in enumerate(mine):
         accumulate(model, last=i == len(mine) - 1)
         (model(part).square().sum() / 8).backward()
-    sums = torch.tensor([1.0 + dist.get_rank(), 0.5])
+    sums = torch.tensor([1.0 + dist.get_rank(), 0.5], device=device())
     largest, _ = global_grad_norm(model.parameters(), math.inf, sums)
     _, total = global_grad_norm(model.parameters(), sums=sums)
     norm = clip_grad_norm_(model.parameters(), max_norm)
@@ -133,9 +133,9 @@ def test_F04_clipping_scales_by_the_global_norm_on_every_rank() -> None:
 
 def mixed_norm() -> tuple[float, float]:
     """Gradients of every kind: sharded, copied, both, plain; each number counts once."""
-    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    one = init_device_mesh("cpu", (4,))
-    full = torch.arange(1.0, 11.0).reshape(5, 2)
+    two = init_device_mesh(device().type, (2, 2), mesh_dim_names=("a", "b"))
+    one = init_device_mesh(device().type, (4,))
+    full = torch.arange(1.0, 11.0, device=device()).reshape(5, 2)
     kinds = [
         (one, [Shard(0)]),
         (one, [Replicate()]),
@@ -149,7 +149,7 @@ def mixed_norm() -> tuple[float, float]:
         parameters[-1].grad = value
     parameters.append(nn.Parameter(full.clone()))
     parameters[-1].grad = full.clone()
-    parameters.append(nn.Parameter(torch.ones(3)))  # never used
+    parameters.append(nn.Parameter(torch.ones(3, device=device())))  # never used
     norm = clip_grad_norm_(parameters)
     partial = nn.Parameter(DTensor.from_local(full, one, [Partial()]))
     partial.grad = partial.detach()
@@ -166,7 +166,7 @@ def test_one_norm_over_gradients_on_different_meshes() -> None:
 
 
 def count(valid: list[int]) -> float:
-    meshes = make_meshes(ParallelConfig(device="cpu", precision="fp32"))
+    meshes = make_meshes(ParallelConfig(device=device().type, precision="fp32"))
     return float(global_count(valid[dist.get_rank()], meshes))
 
 
@@ -204,7 +204,7 @@ def test_all_problems_of_a_layout_in_one_error() -> None:
 
 
 def bf16_reduction(reduce_dtype: str) -> dict[str, torch.Tensor]:
-    config = ParallelConfig(device="cpu", precision="bf16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision="bf16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
     meshes = make_meshes(config)
     model = parallelize(net(), config, meshes)
     part = rows().chunk(meshes.batch_size)[meshes.batch_rank]
@@ -252,7 +252,7 @@ class WithPicky(nn.Module):
 
 
 def picky() -> tuple[torch.Tensor, torch.Tensor]:
-    config = ParallelConfig(device="cpu", precision="bf16")
+    config = ParallelConfig(device=device().type, precision="bf16")
     torch.manual_seed(0)
     model = parallelize(WithPicky(), config, make_meshes(config))
     out = model(torch.eye(4)[dist.get_rank() :: 2])
@@ -291,7 +291,7 @@ class Strange(nn.Module):
 
 
 def strange() -> bool:
-    config = ParallelConfig(device="cpu", precision="fp32")
+    config = ParallelConfig(device=device().type, precision="fp32")
     model = parallelize(Strange(), config, make_meshes(config))
     return bool(model(torch.ones(1, 4)).isfinite().all())
 
@@ -302,7 +302,7 @@ def test_an_attribute_that_is_no_dtype_and_a_block_that_has_one() -> None:
 
 def timeouts(options: dict[str, int]) -> dict[str, float]:
     """Seconds that each group lets a collective take."""
-    config = ParallelConfig(device="cpu", precision="fp32", timeout_seconds=7.0, **options)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision="fp32", timeout_seconds=7.0, **options)  # type: ignore[arg-type]
     meshes = make_meshes(config)
     groups = {"host": meshes.host_group, "cp": meshes.cp.group}
     if meshes.pp.size > 1:  # else the whole world, which `start_process_group` makes
@@ -337,7 +337,7 @@ def broken_axis(name: str) -> str:
 
     torch.distributed.all_reduce = fail  # a broken network, which gloo on one host has not
     try:
-        make_meshes(ParallelConfig(device="cpu", precision="fp32", **{name: 2}))  # type: ignore[arg-type]
+        make_meshes(ParallelConfig(device=device().type, precision="fp32", **{name: 2}))  # type: ignore[arg-type]
     except RuntimeError as error:
         return str(error)
     finally:
@@ -367,7 +367,7 @@ class Stacks(torch.nn.Module):
 
 
 def few_experts() -> tuple[tuple[int, ...], torch.Tensor]:
-    config = ParallelConfig(device="cpu", precision="fp32")
+    config = ParallelConfig(device=device().type, precision="fp32")
     meshes = make_meshes(config)
     model = parallelize(Stacks(), config, meshes)
     shape = tuple(model.w.to_local().shape)  # type: ignore[operator]
@@ -386,7 +386,7 @@ def test_fewer_experts_than_ranks_are_cut_inside() -> None:
 
 
 def counted_once() -> float:
-    meshes = make_meshes(ParallelConfig(device="cpu", precision="fp32", tp=2))
+    meshes = make_meshes(ParallelConfig(device=device().type, precision="fp32", tp=2))
     return float(global_count(5 + meshes.batch_rank, meshes))
 
 

@@ -23,7 +23,7 @@ from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks
 from forge_parallel.recompute import recompute
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tensor_models
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 def data() -> Tensor:
-    return torch.randn(4, 16, DIM, generator=torch.Generator().manual_seed(1))
+    return torch.randn(4, 16, DIM, generator=torch.Generator().manual_seed(1)).to(device())
 
 
 class Memory:
@@ -282,7 +282,7 @@ def sharded(mode: str) -> float:
     for block in [*plain.layers, *model.layers]:
         block.rate = 0.0
     recompute(model.blocks(), mode)
-    apply_fsdp(model, init_device_mesh("cpu", (2,)))
+    apply_fsdp(model, init_device_mesh(device().type, (2,)))
     mine = data().chunk(2)[torch.distributed.get_rank()]
     plain(data()).square().sum().backward()
     model(mine).square().sum().backward()

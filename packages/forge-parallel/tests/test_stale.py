@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize, reshard
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -33,8 +33,8 @@ class Net(nn.Module):
 
 def around_an_evaluation(options: dict[str, Any]) -> tuple[bool, bool]:
     """Whether a forward sees what was put in, and one with grad afterwards what was put back."""
-    config = ParallelConfig(**{"device": "cpu", "precision": "fp32", **options})
-    model, rows = parallelize(Net(), config, make_meshes(config)), torch.ones(2, 6)
+    config = ParallelConfig(**{"device": device().type, "precision": "fp32", **options})
+    model, rows = parallelize(Net(), config, make_meshes(config)), torch.ones(2, 6, device=device())
     before = model(rows)
     before.sum().backward()  # which leaves nothing gathered, as a step of training does
     parameters = list(model.parameters())  # held, as an optimizer does
@@ -71,10 +71,10 @@ def gathered_after_reshard() -> tuple[bool, bool]:
                 x = x + torch.tanh(block(x))
             return x if self.last is None else self.last(x)
 
-    config = ParallelConfig(device="cpu", precision="bf16", pp=2, pp_schedule="1f1b")
+    config = ParallelConfig(device=device().type, precision="bf16", pp=2, pp_schedule="1f1b")
     model: Any = parallelize(Parts(), config, make_meshes(config))
     with torch.no_grad():
-        model(torch.ones(2, 6 if model.first is not None else 8))
+        model(torch.ones(2, 6 if model.first is not None else 8, device=device()))
     held = [type(p) is nn.Parameter and not hasattr(p, "placements") for p in model.parameters()]
     reshard(model)
     return any(held), not all(hasattr(p, "placements") for p in model.parameters())

@@ -14,7 +14,7 @@ from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import fsdp
 from forge_parallel.compile import recompilations
 from forge_parallel.prove import prove
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
@@ -73,7 +73,7 @@ def test_a_filling_that_a_softcap_would_count_is_refused() -> None:
 def caches_and_graphs(options: dict[str, Any]) -> tuple[set[bool], int]:
     """Whether attention was given no cache, in the forward and again, and how many graphs were compiled."""
     model, seen = build("Llama"), []
-    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    config = ParallelConfig(device=device().type, precision="fp32", **options)
     before = recompilations()["graphs"]
     for layer in model.model.layers:
         look = lambda _, args, kwargs: seen.append(kwargs["past_key_values"] is None)  # noqa: E731
@@ -83,7 +83,7 @@ def caches_and_graphs(options: dict[str, Any]) -> tuple[set[bool], int]:
         model, config, make_meshes(config), compile_backend="aot_eager", report=lambda _: None
     )
     for _ in range(2):
-        model(torch.arange(8).view(2, 4)).logits.sum().backward()
+        model(torch.arange(8, device=device()).view(2, 4)).logits.sum().backward()
     assert len(seen) == (0 if config.compile else 12)
     return set(seen), recompilations()["graphs"] - before
 
@@ -94,13 +94,13 @@ def test_recomputation_and_compilation_see_no_empty_cache() -> None:
 
 
 def with_a_prefix() -> str:
-    config = ParallelConfig(device="cpu", precision="fp32", recompute="full")
+    config = ParallelConfig(device=device().type, precision="fp32", recompute="full")
     model = parallelize(build("Llama"), config, make_meshes(config), report=lambda _: None)
     cache = transformers.DynamicCache(config=model.config)
     for layer in range(3):
-        cache.update(torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8), layer)
+        cache.update(*torch.ones(2, 2, 2, 5, 8, device=device()), layer)
     try:
-        model(torch.arange(8).view(2, 4), past_key_values=cache)
+        model(torch.arange(8, device=device()).view(2, 4), past_key_values=cache)
     except ValueError as error:
         return str(error)
     return ""
@@ -137,10 +137,10 @@ def gathered(own_unit: int, tied: bool, **options: Any) -> tuple[list[str], list
     model = build("Llama", tie_word_embeddings=tied)
     torch.manual_seed(0)
     alone = build("Llama", tie_word_embeddings=tied)
-    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    config = ParallelConfig(device=device().type, precision="fp32", **options)
     meshes = make_meshes(config)
     parallelize(model, config, meshes, report=lambda _: None)
-    tokens = torch.arange(8).view(2, 4)
+    tokens = torch.arange(8, device=device()).view(2, 4)
     with Sent() as sent:
         model(tokens[meshes.batch_rank : meshes.batch_rank + 1]).logits.square().sum().backward()
     alone(tokens).logits.square().sum().backward()
@@ -191,11 +191,11 @@ def on_a_frozen_base(precision: str, trained: str) -> dict[str, Any]:
         for name, parameter in models[-1].named_parameters():
             parameter.requires_grad_(trained in name)
     alone, model = models[0].float(), models[1]
-    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision=precision)  # type: ignore[arg-type]
     meshes = make_meshes(config)
     parallelize(model, config, meshes, report=lambda _: None)
     rows = 2 // meshes.batch_size
-    tokens = torch.arange(8).view(2, 4)
+    tokens = torch.arange(8, device=device()).view(2, 4)
     with Sent() as sent:
         out = model(tokens[meshes.batch_rank * rows :][:rows]).logits.float().square().sum()
         held = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]

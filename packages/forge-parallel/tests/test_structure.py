@@ -15,7 +15,7 @@ from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.config import Layout
 from forge_parallel.plan import Profile
 from forge_parallel.structure import Structure, structure_of
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 
 class Block(nn.Module):
@@ -201,7 +201,7 @@ def units(given: Any, report: bool, precision: str = "bf16") -> tuple[list[str],
     """FSDP2's units by name, and what was told of them."""
     from torch.distributed.fsdp import FSDPModule
 
-    config = ParallelConfig(device="cpu", precision=precision)  # type: ignore[arg-type]
+    config = ParallelConfig(device=device().type, precision=precision)  # type: ignore[arg-type]
     model, told = Stranger(blocks(3), tower=blocks(2)), list[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -229,7 +229,7 @@ class Two(Stranger):
 
 
 def in_one_process(**options: Any) -> str:
-    config = ParallelConfig(device="cpu", precision="fp32", **options)
+    config = ParallelConfig(device=device().type, precision="fp32", **options)
     try:
         parallelize(Two(), config, make_meshes(config))
     except ValueError as error:

@@ -14,7 +14,7 @@ from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.legal import offsets_are_right
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 DIM, SIZES = 24, (*range(5, 30), 61, 67, 97)
@@ -39,11 +39,11 @@ class Ends(nn.Module):
 
 
 def numbers(vocab: int, dim: int) -> Tensor:
-    return torch.arange(float(vocab * dim)).view(vocab, dim)
+    return torch.arange(float(vocab * dim), device=device()).view(vocab, dim)
 
 
 def _config(tp: int) -> ParallelConfig:
-    return ParallelConfig(device="cpu", precision="fp32", tp=tp, sequence_parallel=False)
+    return ParallelConfig(device=device().type, precision="fp32", tp=tp, sequence_parallel=False)
 
 
 def misplaced(tp: int) -> tuple[list[int], list[int]]:

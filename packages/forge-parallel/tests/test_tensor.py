@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_parallel.axes.local import use_local
 from forge_parallel.axes.tensor import gather_vocab, tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import Model, batch, copy_of, errors, mesh_of, one_process, seeded, shard
@@ -159,7 +159,7 @@ def _on_meta():
         model = Model(kinds="aor")
     tensor_parallel(model, mesh["tp"])
     shard(model, mesh["dp_shard"], mesh._flatten("everywhere"))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device().type)
     plain, source = seeded(kinds="aor"), {}
     for name, parameter in model.named_parameters():
         whole = plain.get_parameter(name).detach()

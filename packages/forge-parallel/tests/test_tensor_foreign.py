@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.tensor import tensor_parallel
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import VOCAB, Attention, Block, FeedForward, mesh_of, seeded
@@ -65,11 +65,11 @@ def functional_head() -> nn.Module:
 
 def used_from_outside(build: Callable[[], nn.Module], sequence_parallel: bool) -> str:
     config = ParallelConfig(
-        device="cpu", precision="fp32", tp=2, sequence_parallel=sequence_parallel
+        device=device().type, precision="fp32", tp=2, sequence_parallel=sequence_parallel
     )
     model = parallelize(build(), config, make_meshes(config))
     try:
-        model(torch.arange(8)[None] % VOCAB).square().sum().backward()
+        model(torch.arange(8, device=device())[None] % VOCAB).square().sum().backward()
     except ValueError as error:
         return str(error)
     return ""
@@ -85,7 +85,7 @@ def test_F87_a_cut_weight_is_refused_to_other_code(
 
 
 def looked_at() -> list[Any]:
-    tokens = torch.arange(8)[None] % VOCAB
+    tokens = torch.arange(8, device=device())[None] % VOCAB
     model: Any = tensor_parallel(seeded(kinds="ao"), mesh_of(1, 2)["tp"], sequence_parallel=False)
     model(tokens).sum().backward()
     attention = model.layers[0].mixer
@@ -95,7 +95,7 @@ def looked_at() -> list[Any]:
     found += ["layers.0.mixer.q_proj.weight" in model.state_dict()]
     found += [torch.equal(copy.deepcopy(model)(tokens), model(tokens))]
     # by name, and a copy that every rank has whole is anybody's
-    x = torch.ones(1, 8, 16)
+    x = torch.ones(1, 8, 16, device=device())
     opaque = model.layers[1].mixer
     found += [torch.equal(F.linear(x, opaque.inner["a"].weight), x @ opaque.inner["a"].weight.T)]
     return found
@@ -114,9 +114,9 @@ def by_keyword() -> float:
 
     models: list[Any] = [seeded(kinds="a"), seeded(kinds="a")]
     models[1].layers[0].feed_forward.__class__ = Keywords
-    config = ParallelConfig(device="cpu", precision="fp32", tp=2)
+    config = ParallelConfig(device=device().type, precision="fp32", tp=2)
     meshes = make_meshes(config)
-    tokens = torch.arange(8)[None] % VOCAB
+    tokens = torch.arange(8, device=device())[None] % VOCAB
     outs = [parallelize(model, config, meshes)(tokens) for model in models]
     return float((outs[0] - outs[1]).nan_to_num(0.0).abs().max())
 

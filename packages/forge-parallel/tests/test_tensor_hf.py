@@ -14,7 +14,7 @@ from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.hf_plan import roles_of_plan
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import batch, copy_of, errors, mesh_of, shard
@@ -103,7 +103,7 @@ def test_F113_unknown_styles_and_forgotten_norms_are_refused_by_name():
 
 def _own_loss_and_text(kind):
     """(errors of HF's own loss, and of its gradients; whether logits and greedy text are one process's)."""
-    config = ParallelConfig(device="cpu", precision="fp32", tp=2, sequence_parallel=False)
+    config = ParallelConfig(device=device().type, precision="fp32", tp=2, sequence_parallel=False)
     model = build(kind)
     reference = copy_of(model)
     tokens, labels, _ = batch(2)
@@ -134,7 +134,7 @@ def test_F94_a_model_of_hugging_face_sees_its_whole_vocabulary_but_in_training()
 
 
 def _with_dropout(dropout):
-    config = ParallelConfig(device="cpu", precision="fp32", tp=2, sequence_parallel=False)
+    config = ParallelConfig(device=device().type, precision="fp32", tp=2, sequence_parallel=False)
     try:
         parallelize(build("Llama", attention_dropout=dropout), config, make_meshes(config))
     except ValueError as error:

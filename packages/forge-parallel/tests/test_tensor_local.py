@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from forge_parallel.axes.local import add_mixin, use_local
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 
 class Twice:
@@ -36,7 +36,7 @@ def test_use_local_refuses_what_is_no_parameter():
 
 
 def _local_weight():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     tp, found = mesh["tp"], {}
     for name, placements in (("one", None), ("sum", (Partial(),))):
         norm = nn.RMSNorm(4)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from forge_parallel.axes import vocab_part
 from forge_parallel.axes.vocab import vocab_cross_entropy
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 ALONE = SimpleNamespace(group=None, size=1, rank=0)
 
@@ -21,7 +21,7 @@ def _data(ids, dtype=torch.float32):
     logits = (torch.randn(3, 5, ids, generator=generator) * 6).to(dtype)
     labels = torch.randint(0, ids, (3, 5), generator=generator)
     labels[0, :2], labels[2] = -100, -100
-    return logits, labels
+    return logits.to(device()), labels.to(device())
 
 
 def _whole(logits, labels):
@@ -74,7 +74,7 @@ def _weighted(ids):
     size, rank = dist.get_world_size(), dist.get_rank()
     axis = SimpleNamespace(group=dist.group.WORLD, size=size, rank=rank)
     logits, labels = _data(ids)
-    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(5)) / 100
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(5)).to(device()) / 100
     whole = logits.clone().requires_grad_()
     losses = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none")
     want = (losses.view_as(labels) * weights).sum()

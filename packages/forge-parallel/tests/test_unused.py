@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, accumulate, make_meshes, parallelize
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -74,7 +74,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def spread(options: dict[str, Any]) -> Any:
-    config = ParallelConfig(**{"device": "cpu", "precision": "fp32", **options})
+    config = ParallelConfig(**{"device": device().type, "precision": "fp32", **options})
     meshes = make_meshes(config)
     return train(parallelize(Net(), config, meshes), meshes.batch_rank, meshes.batch_size)
 

@@ -23,7 +23,7 @@ from forge_parallel.axes import (
     vocab_fused_cross_entropy,
     vocab_part,
 )
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 D, ROWS = 8, (3, 7)
 ALONE = SimpleNamespace(group=None, size=1, rank=0)
@@ -41,7 +41,8 @@ def data(ids: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, weight = (torch.randn(*s, generator=generator) for s in ((*ROWS, D), (ids, D)))
     labels = torch.randint(0, ids, ROWS, generator=generator)
     labels[0, 1] = labels[2, 3:] = -100
-    return x, weight, labels, torch.rand(ROWS, generator=generator)
+    drawn = (x, weight, labels, torch.rand(ROWS, generator=generator))
+    return tuple(tensor.to(device()) for tensor in drawn)  # type: ignore[return-value]
 
 
 def logits_of(
@@ -121,7 +122,7 @@ def under_autocast(ids: int, fused: bool, dtype: torch.dtype) -> list[Tensor]:
     mine = weight[rank * width : (rank + 1) * width].to(dtype, copy=True).requires_grad_()
     x = x.to(dtype).requires_grad_()
     given: dict[str, Any] = {**TERMS["both"], "weights": weights, "vocab_size": ids}
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device().type, torch.bfloat16):
         if fused:
             found = vocab_fused_cross_entropy(x, mine, labels, axis, **given)
         else:

@@ -74,8 +74,8 @@ class Meshes:
 def select_device(name: str = "auto") -> torch.device:
     """`auto` is this process's GPU if there is one, else the CPU; `cpu` and `cuda` are themselves.
 
-    The GPU is that of this process's local rank (see `find_world`), or the only one that it is shown, and
-    becomes the current device. Raises ValueError for an
+    The GPU is that of this process's local rank (see `find_world`), without a launcher the current one, or the only
+    one that it is shown; it becomes the current device. Raises ValueError for an
     unknown name and for `cuda` on a machine without one. Usage: `device = select_device("auto")`.
     """
     if name not in DEVICES:
@@ -87,11 +87,16 @@ def select_device(name: str = "auto") -> torch.device:
         )
     if name == "cpu" or not available:
         return torch.device("cpu")
-    # a scheduler that assigns one GPU to each task shows it as number 0 in all of them
-    index = find_world().local_rank if torch.cuda.device_count() > 1 else 0
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", _index_of_this_rank() if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def _index_of_this_rank() -> int:
+    """Where every process is shown all GPUs. A scheduler that assigns one to each task shows it as number 0 in all."""
+    world = find_world()
+    # ranks that no launcher started (torch.multiprocessing.spawn) have set theirs
+    return torch.cuda.current_device() if world.launcher == "none" else world.local_rank
 
 
 def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> Meshes:

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import random
@@ -19,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from forge_testing import devices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,15 +56,17 @@ def rank_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], world: int) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(devices.device().type, shape, mesh_dim_names=names)
 
 
-def serve(link: Connection, rank: int, world: int, folder: Path, parent: int) -> NoReturn:
+def serve(
+    link: Connection, rank: int, world: int, folder: Path, parent: int, device: str
+) -> NoReturn:
     """Be rank `rank` until the link closes. Never returns: Python's shutdown under gloo's threads aborts."""
     _die_with(parent)
     _write_to(folder, rank)
     try:
-        _join(rank, world, folder)
+        _join(rank, world, folder, device)
         link.send_bytes(RETURNED)
     except BaseException:
         link.send_bytes(RAISED + traceback.format_exc().encode())
@@ -95,30 +100,56 @@ def _write_to(folder: Path, rank: int) -> None:
 _KEEP: list[Any] = []
 
 
-def _join(rank: int, world: int, folder: Path) -> None:
+def _join(rank: int, world: int, folder: Path, kind: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+    device = devices.take(kind, rank)
+    on_cuda = device.type == "cuda"
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10)
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=10),
+        device_id=device if on_cuda else None,
     )
 
 
 def _run(task: Task) -> bytes:
-    """The pickled result, or the traceback."""
+    """The pickled result and whether the rank's device was used for it, or the traceback."""
+    before = devices.allocations()
     try:
         sys.path[:] = task.path
         function = getattr(_load(task.module, task.file), task.name)
         _seed()
-        answer = RETURNED + pickle.dumps(function(*pickle.loads(task.args)))
+        result = function(*pickle.loads(task.args))
+        used = devices.device().type == "cpu" or devices.allocations() > before
+        answer = RETURNED + _pickled((result, used))
     except BaseException:  # also SystemExit: only the link's end ends a rank
         answer = RAISED + traceback.format_exc().encode()
     gc.collect()  # models are cycles; what one call leaves should not be in the next one's way
     sys.stdout.flush()
     sys.stderr.flush()
     return answer
+
+
+def _pickled(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    _ToHost(buffer).dump(result)
+    return buffer.getvalue()
+
+
+class _ToHost(pickle.Pickler):
+    """Tensors on a CUDA device arrive on the CPU."""
+
+    def reducer_override(self, found: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch and isinstance(found, torch.Tensor) and found.is_cuda:
+            return found.detach().cpu().requires_grad_(found.requires_grad).__reduce_ex__(2)
+        return NotImplemented
 
 
 def _load(name: str, file: str) -> ModuleType:

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from forge_testing.devices import NotOnThisDevice, chosen
 from forge_testing.rank_process import RAISED, RETURNED, STACK_SIGNAL, Task
 
 _START_SECONDS = 60.0
@@ -42,7 +43,7 @@ _SHARED = re.compile(r"(torch|transformers|forge_\w+)(\.|$)")
 
 _lock = threading.Lock()
 _zygote: _Zygote | None = None
-_pools: dict[int, _Pool] = {}
+_pools: dict[tuple[str, int], _Pool] = {}
 _folder = ""  # of the tests that the pools serve
 
 
@@ -59,7 +60,7 @@ class RankError(RuntimeError):
 def run_on_ranks(
     world: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0
 ) -> list[Any]:
-    """`function(*args)` in each of `world` gloo processes; their results, by rank.
+    """`function(*args)` in each of `world` processes; their results, by rank.
 
         def total() -> float:
             tensor = torch.tensor(float(dist.get_rank()))
@@ -68,29 +69,36 @@ def run_on_ranks(
 
         assert run_on_ranks(4, total) == [6.0] * 4
 
-    Inside, torch.distributed's default group is that world (gloo, loopback, FileStore), torch has one
-    thread, and seeds are 0 on every rank. `function` is a module-level function of a module with a
+    Inside, torch.distributed's default group is that world (gloo, loopback, FileStore; after `choose("cuda")` NCCL,
+    too, rank r on cuda:r, see `device`), torch has one thread, and seeds are 0 on every rank. `function` is a module-level function of a module with a
     file; a rank imports it from that file under its own module name, with the caller's `sys.path`.
-    `args` and results are pickled. What a function leaves behind in its process (patches, handlers,
+    `args` and results are pickled; tensors of CUDA devices arrive on the CPU. What a function leaves behind in its process (patches, handlers,
     limits, groups) stays there for the next calls, until the ranks hold too many groups. stdout and stderr of a rank are shown only if the
     call fails.
 
     Raises RankError if a rank raises, dies, or has not returned `timeout` seconds after the call was sent;
-    ValueError for a function that no other process can import.
+    ValueError for a function that no other process can import; NotOnThisDevice, which skips a test, for more ranks
+    than CUDA devices were chosen, and for a function that made nothing there.
     """
     if world < 1:
         raise ValueError(f"world {world} must be at least 1 rank; use 1, 2, 3 or 4")
     task = pickle.dumps(_describe(function, args))
+    device, nproc = chosen()
+    if nproc is not None and world > nproc:
+        raise NotOnThisDevice(f"needs {world} GPUs, nproc is {nproc}")
     with _lock:
         _end_pools_of_other_folders()
         _end_crowded_pools()
-        pool = _pools.get(world) or _fork(world)
+        pool = _pools.get((device, world)) or _fork(device, world)
         try:
             answers = pool.call(task, timeout)
         except BaseException:
-            _pools.pop(world).end()
+            _pools.pop((device, world)).end()
             raise
-    return [pickle.loads(answer) for answer in answers]
+    results, used = zip(*map(pickle.loads, answers), strict=True)
+    if not any(used):
+        raise NotOnThisDevice(f"{function.__qualname__} made nothing on device {device}")
+    return list(results)
 
 
 def _end_pools_of_other_folders() -> None:
@@ -99,8 +107,8 @@ def _end_pools_of_other_folders() -> None:
     global _folder
     folder = os.path.dirname(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0])
     if folder != _folder:
-        for world in list(_pools):
-            _pools.pop(world).end()
+        for key in list(_pools):
+            _pools.pop(key).end()
         _folder = folder
 
 
@@ -108,8 +116,8 @@ def _end_crowded_pools() -> None:
     """On Linux; elsewhere nobody counts."""
     pids = [pid for pool in _pools.values() for pid in pool.pids]
     if sum(len(list(Path(f"/proc/{pid}/task").glob("*"))) for pid in pids) > _MOST_THREADS:
-        for world in list(_pools):
-            _pools.pop(world).end()
+        for key in list(_pools):
+            _pools.pop(key).end()
 
 
 def _describe(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
@@ -149,12 +157,13 @@ class _Zygote:
             )
         atexit.register(self.close)
 
-    def fork(self, world: int) -> tuple[Path, list[Connection], list[int]]:
+    def fork(self, device: str, world: int) -> tuple[Path, list[Connection], list[int]]:
         """New ranks: their folder, a link to each, their pids."""
         folder = Path(tempfile.mkdtemp(prefix=f"world-{world}-", dir=self.folder))
         pairs = [socket.socketpair() for _ in range(world)]
         shared = [name for name in list(sys.modules) if _SHARED.match(name)]
         request = {"do": "fork", "folder": str(folder), "path": sys.path, "modules": shared}
+        request["device"] = device
         pids = self._ask(request, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
@@ -187,11 +196,11 @@ class _Zygote:
 
 
 class _Pool:
-    """The ranks of one world size."""
+    """The ranks of one world size on one kind of device."""
 
-    def __init__(self, zygote: _Zygote, world: int) -> None:
+    def __init__(self, zygote: _Zygote, device: str, world: int) -> None:
         self._zygote = zygote
-        self.folder, self.links, self.pids = zygote.fork(world)
+        self.folder, self.links, self.pids = zygote.fork(device, world)
         try:
             self._gather(_START_SECONDS, "start")
         except BaseException:
@@ -274,12 +283,12 @@ class _Pool:
         self._zygote.end(self.pids, [])
 
 
-def _fork(world: int) -> _Pool:
+def _fork(device: str, world: int) -> _Pool:
     global _zygote
     if _zygote is None:
         _zygote = _Zygote()
-    _pools[world] = _Pool(_zygote, world)
-    return _pools[world]
+    _pools[device, world] = _Pool(_zygote, device, world)
+    return _pools[device, world]
 
 
 def _receive(link: Connection) -> bytes:

@@ -93,7 +93,8 @@ def _fork(control: socket.socket, message: dict[str, Any], descriptors: list[int
             for other in descriptors:  # a copy would hide the death of its rank from the caller
                 if other != descriptor:
                     os.close(other)
-            serve(Connection(descriptor), rank, len(descriptors), Path(message["folder"]), parent)
+            folder, device = Path(message["folder"]), message["device"]
+            serve(Connection(descriptor), rank, len(descriptors), folder, parent, device)
         pids.append(pid)
     for descriptor in descriptors:
         os.close(descriptor)
