@@ -33,6 +33,7 @@ def build(layout, seed=0):
     )
     moe = MoE(config)
     moe.router.expert_bias.copy_(torch.randn(8) * 0.01)
+    moe.to(device())
     if options is not None:
         mesh = init_device_mesh(device().type, (efsdp, ep), mesh_dim_names=("efsdp", "ep"))
         expert_parallelize(moe, mesh["ep"], **options)
@@ -46,7 +47,7 @@ def build(layout, seed=0):
 def step(moe, optimizer, seed=5):
     """One step on this rank's share of eight tokens."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(8, 16, generator=g)
+    x = torch.randn(8, 16, generator=g).to(device())
     x = x.chunk(dist.get_world_size())[dist.get_rank()]
     y = moe(x)
     y.square().sum().backward()

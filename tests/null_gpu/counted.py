@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from tests.null_gpu.device import counted
 from torch.profiler import ProfilerActivity, profile
 
 from forge_testing import device
-from tests.null_gpu.device import counted
 
 # Waits and allocations depend on what ran before in the process.
 _DEVICE = ("launch", "launch.triton", "blas", "copy.host_to_device", "copy.device_to_host")

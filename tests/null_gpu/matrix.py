@@ -2,7 +2,7 @@
 
     python -m tests.null_gpu matrix                   # the smoke cells against docs/null-gpu-matrix.json
     python -m tests.null_gpu matrix --all --only pp_  # of all cells those whose name contains this
-    python -m tests.null_gpu matrix --write           # anew: docs/null-gpu-matrix.json and .md
+    python -m tests.null_gpu matrix --write           # the table and its page anew; with --only those cells, the rest stays
 
 Nothing is compared with a reference, as kernels compute nothing. Of each cell the step of the runner is made on its
 ranks, with NCCL, and once more on CPUs with gloo: collectives by kind must be the same, and kernels those of the table.
@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-
 from tests.null_gpu import device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +35,6 @@ NEEDS_NUMBERS = dict.fromkeys(
     ("image_experts", "image_experts_recompute", "picture_experts"),
     "rows are split by how many each expert was given, and the device says 0 of every number",
 )
-# Of a kind of collective, by layout: NCCL's count minus gloo's.
-BACKENDS_DIFFER: dict[str, str] = {}
 
 
 def main(argv: list[str]) -> int:
@@ -43,20 +42,28 @@ def main(argv: list[str]) -> int:
     if args.measure:
         return _measure(args.measure, args.names)
     names, left = _names(args)
+    if not names:
+        print(f"no cell to run has {args.only!r} in its name")
+        return 1
     for name, why in left.items():
         print(f"not run: {name}: {why}")
+    table = _table()
+    if not args.write and table.get("torch") != torch.__version__:
+        print(f"the table is of torch {table.get('torch')}, and this is {torch.__version__}")
+        return 1
+    kept = {row["cell"]: row for row in table["cells"]}
     on_null, on_gloo = _both(names)
-    kept = {row["cell"]: row for row in _table()["cells"]}
-    rows, wrong = [], 0
+    wrong = 0
     for name in names:
         row, problems = _row(name, on_null.get(name), on_gloo.get(name))
         if not args.write and not problems:
             problems = _against(row, kept.get(name))
-        rows.append(row)
         wrong += bool(problems)
         print(f"{name}: {'; '.join(problems) or 'ok'}")
-    if args.write and not wrong:
-        _write(rows, left)
+        if not problems:
+            kept[name] = row
+    if args.write:
+        _write(kept)
     return bool(wrong)
 
 
@@ -72,8 +79,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--measure", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.write and (args.all or args.only):
-        parser.error("--write must go alone: the table is of the smoke cells")
+    if args.write and args.all:
+        parser.error("--write must go without --all: the table is of the smoke cells")
     return args
 
 
@@ -87,31 +94,34 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     return [c.name for c in cells if c.name not in left], left
 
 
-def _both(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By cell the counts of its ranks, or an error: on the null GPU and on CPUs, in a process each."""
-    found = []
-    for kind in ("cuda", "cpu"):
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "found.json"
-            command = ["-m", "tests.null_gpu.matrix", "--measure", kind, str(out), *names]
-            limit = 60 + SECONDS * len(names)
-            if kind == "cuda":
-                done = device.run(command, devices=NPROC, cwd=ROOT, timeout=limit)
-            else:
-                whole = [sys.executable, *command]
-                done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=limit)
-            if done.returncode:
-                raise RuntimeError(f"cells on {kind}:\n{done.stdout}{done.stderr}")
-            found.append(json.loads(out.read_text()))
-    return found[0], found[1]
+def _both(names: list[str]) -> list[dict[str, Any]]:
+    """By cell the counts of its ranks, or an error: on the null GPU and on CPUs, at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda kind: _in_a_process(kind, names), ("cuda", "cpu")))
+
+
+def _in_a_process(kind: str, names: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = ["-m", "tests.null_gpu.matrix", "--measure", kind, str(out), *names]
+        limit = 60 + SECONDS * len(names)
+        if kind == "cuda":
+            done = device.run(command, devices=NPROC, cwd=ROOT, timeout=limit)
+        else:
+            whole = [sys.executable, *command]
+            done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+        if done.returncode:
+            raise RuntimeError(f"cells on {kind}:\n{done.stdout}{done.stderr}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def _measure(kind: str, given: list[str]) -> int:
     """In a process on the null GPU, or on CPUs: run the cells and write what their ranks counted."""
     from cells import CELLS, LAYOUTS
+    from tests.null_gpu.matrix import count_cell
 
     from forge_testing import RankError, choose, run_on_ranks
-    from tests.null_gpu.matrix import count_cell
 
     choose(kind, NPROC if kind == "cuda" else None)
     out, *names = given
@@ -131,7 +141,6 @@ def count_cell(cell: Any) -> Counter[str]:
     from batches import batches
     from candidate import Side, train
     from settings import set_up
-
     from tests.null_gpu.counted import count
 
     set_up(tf32=False)
@@ -166,19 +175,68 @@ def _against(row: dict[str, Any], kept: dict[str, Any] | None) -> list[str]:
 
 
 def _table() -> dict[str, Any]:
-    if not TABLE.exists():
-        return {"torch": torch.__version__, "cells": []}
-    found: dict[str, Any] = json.loads(TABLE.read_text())
+    found: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {"cells": []}
     return found
 
 
-def _write(rows: list[dict[str, Any]], left: dict[str, str]) -> None:
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    not_run = json.dumps(left)
-    TABLE.write_text(
-        f'{{"torch": "{torch.__version__}", "not_run": {not_run}, "cells": [\n{lines}\n]}}\n'
-    )
+def _write(rows: Mapping[str, dict[str, Any]]) -> None:
+    """The smoke cells, a cell a line, so that a change of one is a change of one line; and the page."""
+    names, left = _names(_arguments([]))
+    lines = ",\n".join(f"  {json.dumps(rows[name])}" for name in names if name in rows)
+    head = f'"torch": "{torch.__version__}", "not_run": {json.dumps(left)}'
+    TABLE.write_text(f'{{{head}, "cells": [\n{lines}\n]}}\n')
     TABLE.with_suffix(".md").write_text(page(_table()))
+
+
+_HEAD = """# The equivalence matrix on the null GPU
+
+Each of these {number} cells ([what they are](equivalence.md)) made its three steps on torch's CUDA build, with NCCL, on up to {world}
+ranks that have a [device that computes nothing](null-gpu.md), and reached its end. **No number was compared**: kernels do nothing
+there, so every loss is whatever its memory held. What is compared is what the ranks asked for, all of them together:
+
+- collectives, by torch's name of the call, are the same as those of the same cell on CPUs with gloo, compiled code and backward
+  passes included
+- kernels launched (of torch and of Triton), products given to cuBLAS, and copies between host and device are those of the last run:
+  a change of code that changes them changes this table
+
+`hatch run null-gpu matrix` runs the cells against this table, `--write` writes it from what it measured. On GPUs `hatch run matrix
+--device cuda` compares the numbers. Torch {torch}.
+"""
+
+
+def page(table: dict[str, Any]) -> str:
+    """Markdown of the table, a section a layout."""
+    cells: list[dict[str, Any]] = table["cells"]
+    head = _HEAD.format(
+        number=len(cells),
+        world=max((row["ranks"] for row in cells), default=0),
+        torch=table["torch"],
+    )
+    lines = [head, "Not run here:", ""]
+    lines += [f"- `{name}`: {why}" for name, why in table["not_run"].items()]
+    layout = ""
+    for row in cells:
+        name, _, rest = row["cell"].partition("/")
+        if name != layout:
+            layout = name
+            ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
+            lines += ["", f"## `{name}`, {ranks}", "", _TITLES, "|---" * 6 + "|"]
+        lines.append(_line(rest, row))
+    return "\n".join([*lines, ""])
+
+
+_TITLES = "| cell | collectives | kernels | products | copies to the device | to the host |"
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    seen, calls = row["device"], row["collectives"]
+    said = ", ".join(f"{kind.removeprefix('c10d.').strip('_')} {n}" for kind, n in calls.items())
+    triton = f" + {seen['launch.triton']} of Triton" if "launch.triton" in seen else ""
+    numbers = [f"{seen.get('launch', 0)}{triton}", *(seen.get(kind, 0) for kind in _REST)]
+    return f"| {name} | {said or 'none'} | " + " | ".join(map(str, numbers)) + " |"
+
+
+_REST = ("blas", "copy.host_to_device", "copy.device_to_host")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from forge_core import AttentionSpec, Transformer, TransformerConfig
 from forge_core.model import default_positions
 from forge_moe import MoE, MoEConfig, recompute_contexts, set_aux_scale, update_expert_bias
 from forge_parallel.axes import context_parallel, cut_sequence, join_sequence
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 B, S, V = 2, 32, 64
 IGNORED = -100
@@ -44,7 +44,8 @@ def batch(packed: bool) -> dict[str, Tensor | None]:
     labels[:, :-1] = tokens[:, 1:]
     if ids is not None:
         labels[:, :-1][(ids[:, 1:] != ids[:, :-1]) | (ids[:, 1:] < 0)] = IGNORED
-    return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": ids}
+    found = {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": ids}
+    return {name: x if x is None else x.to(device()) for name, x in found.items()}
 
 
 def build(kind: str) -> Transformer:
@@ -60,12 +61,12 @@ def build(kind: str) -> Transformer:
         attention=AttentionSpec(scale=0.7 if kind == "scale" else None),
     )
     if kind != "moe":
-        return Transformer(config)
+        return Transformer(config).to(device())
     scope = {"aux_scope": "sequence", "aux_loss_weight": 0.1, "z_loss_weight": 0.01}
     experts = MoEConfig(
         dim=32, hidden_dim=16, num_experts=4, top_k=2, bias_update_rate=0.1, aux="attach", **scope
     )
-    return Transformer(config, feed_forward=lambda _: MoE(experts))
+    return Transformer(config, feed_forward=lambda _: MoE(experts)).to(device())
 
 
 def loss_of(model: Transformer, part: dict[str, Tensor | None], valid: int) -> Tensor:
@@ -91,8 +92,8 @@ def errors(kind: str, packed: bool, exchange: str, how: str) -> dict[str, float]
     plain = build(kind)
     model = context_parallel(copy.deepcopy(plain), axis, exchange)
     valid = int((whole["labels"] != IGNORED).sum())
-    set_aux_scale(plain, torch.tensor(0.5))
-    set_aux_scale(model, torch.tensor(0.5))
+    set_aux_scale(plain, torch.tensor(0.5, device=device()))
+    set_aux_scale(model, torch.tensor(0.5, device=device()))
     for layer in experts_of(model):
         layer.sequence_group = axis.group
     if how == "recomputed":
@@ -159,7 +160,7 @@ def packed_and_not(exchange: str) -> tuple[float, float, float]:
     tokens, positions, ids = (
         cut_sequence(whole[name], axis) for name in ("tokens", "positions", "document_ids")
     )
-    on = cut_sequence(torch.arange(S).expand(B, S), axis)
+    on = cut_sequence(torch.arange(S, device=device()).expand(B, S), axis)
     with torch.no_grad():
         wanted = plain(whole["tokens"], whole["positions"], whole["document_ids"])
         calls = ((tokens, positions, ids), (tokens, positions), (tokens, on, ids))

@@ -17,7 +17,7 @@ from forge_data import Batch, Loader, Ragged
 from forge_parallel import global_count, make_meshes, parallelize
 from forge_parallel.compute import extra_problems
 from forge_parallel.micro_batches import divide_batch
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 from forge_testing.parts import Pictured
 from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
@@ -105,7 +105,7 @@ def reference() -> tuple[float, dict[str, Tensor]]:
 
 def train(job: Path, keys: dict[str, Any], micro_batch: int | None) -> Any:
     """On a rank: its part of the loss, and the gradients that it holds, whole."""
-    flat = {f"parallel.{key}": value for key, value in keys.items()}
+    flat = {f"parallel.{key}": value for key, value in {"device": device().type, **keys}.items()}
     sizes = {"model.dim": D, "model.num_layers": 4, "model.num_heads": 4, "data.seq_len": S}
     config = load_job(job, {**flat, **sizes, "train.global_batch": ROWS}).config
     meshes = make_meshes(config.parallel)

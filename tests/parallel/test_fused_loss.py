@@ -39,8 +39,10 @@ def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
     plain = Transformer(
         TransformerConfig(V, dim=32, num_layers=2, num_heads=4, tie_embeddings=tied)
     )
-    initialise(plain, 1, std=0.2)
-    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(0))
+    initialise(plain.to(device()), 1, std=0.2)
+    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(0)).to(
+        device()
+    )
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
     wanted = cross_entropy(plain(tokens), labels).sum / (B * S)
     wanted.backward()

@@ -56,7 +56,8 @@ def batch(step: int) -> dict[str, Tensor]:
     tokens, labels = torch.randint(0, V, (2, ROWS, S), generator=g)
     labels[torch.rand(ROWS, S, generator=g) < 0.3] = -100
     documents = (torch.rand(ROWS, S, generator=g) < 0.25).long().cumsum(1)
-    return {"tokens": tokens, "labels": labels, "document_ids": documents}
+    found = {"tokens": tokens, "labels": labels, "document_ids": documents}
+    return {name: tensor.to(device()) for name, tensor in found.items()}
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def train(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     meshes = make_meshes(config)
     model = build(kind)
     parallelize(model, config, meshes, seq_len=S, recompute_contexts=recompute_contexts)
-    set_aux_scale(model, torch.tensor(1 / ROWS))
+    set_aux_scale(model, torch.tensor(1 / ROWS, device=device()))
     pipeline = Pipeline(
         model,
         config,

@@ -18,7 +18,7 @@ TOKENS = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(0)
 def mixture():
     config = TransformerConfig(vocab_size=64, dim=16, num_layers=2, num_heads=4, init_std=0.3)
     experts = MoEConfig(dim=16, hidden_dim=24, num_experts=4, top_k=2)
-    return Transformer(config, feed_forward=lambda i: MoE(experts)).eval()
+    return Transformer(config, feed_forward=lambda i: MoE(experts)).eval().to(device())
 
 
 def everything(model, tokens, *patterns):
@@ -54,17 +54,18 @@ def test_blocks_that_the_runner_compiles_are_refused_by_name():
 
 def sharded():
     model = mixture()
-    whole = everything(model, TOKENS)
+    tokens = TOKENS.to(device())
+    whole = everything(model, tokens)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in model.layers.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    found = everything(model, TOKENS[rows])
-    keep = torch.tensor([1.0, 0, 1, 1])[:, None]
+    found = everything(model, tokens[rows])
+    keep = torch.tensor([1.0, 0, 1, 1], device=device())[:, None]
     with intervene(model, {"layers.0.head_out": lambda x, _: x * keep}):
-        ablated = model(TOKENS[rows])
-    again = everything(model, TOKENS[rows])
+        ablated = model(tokens[rows])
+    again = everything(model, tokens[rows])
     worst = max(float((found[n] - whole[n][rows]).abs().max()) for n in whole.names)
     same = all(torch.equal(found[n], again[n]) for n in whole.names)
     return found.names == whole.names, worst, same, ablated

@@ -20,7 +20,7 @@ from forge_moe import MoE, MoEConfig
 from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
 from forge_parallel.compute import Compute
 from forge_parallel.points import WholePoints
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 ROWS, SEQ, VOCAB = 2, 16, 67  # no number of ranks divides the vocabulary
 KEEP = torch.tensor([1.0, 0, 1, 1])[:, None]
@@ -44,15 +44,15 @@ def build(kind: str) -> Transformer:
     if kind == "dense":
         spec = AttentionSpec(window=6, scale=0.4)
         config = TransformerConfig(**common, num_kv_heads=2, qk_norm=True, attention=spec)
-        return Transformer(config).eval()
+        return Transformer(config).eval().to(device())
     if kind == "latent":
         mla = MLAConfig(
             kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
         )
-        return Transformer(TransformerConfig(**common, mixer="mla", mla=mla)).eval()
+        return Transformer(TransformerConfig(**common, mixer="mla", mla=mla)).eval().to(device())
     experts = MoEConfig(dim=16, hidden_dim=24, num_experts=4, top_k=2)
     config = TransformerConfig(**common, num_kv_heads=1)
-    return Transformer(config, feed_forward=lambda i: MoE(experts)).eval()
+    return Transformer(config, feed_forward=lambda i: MoE(experts)).eval().to(device())
 
 
 def batch_of(seed: int, rows: int, packed: bool) -> Batch:
@@ -62,9 +62,10 @@ def batch_of(seed: int, rows: int, packed: bool) -> Batch:
     lengths = [end - begin for begin, end in zip((0, *ends), ends)]
     ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(rows, SEQ)
     positions = torch.cat([torch.arange(n) for n in lengths]).expand(rows, SEQ)
-    return Batch(tokens=tokens, labels=tokens, document_ids=ids.contiguous(),
-                 positions=positions.contiguous(), instance_ids=torch.arange(rows),
-                 digest="0" * 16)  # fmt: skip
+    batch = Batch(tokens=tokens, labels=tokens, document_ids=ids.contiguous(),
+                  positions=positions.contiguous(), instance_ids=torch.arange(rows),
+                  digest="0" * 16)  # fmt: skip
+    return batch.to(device())
 
 
 def call(model: nn.Module, batch: Batch) -> Tensor:
@@ -77,7 +78,7 @@ class Rank:
     """A model in a layout on this rank, and the same model alone."""
 
     def __init__(self, kind: str, layout: dict[str, Any]) -> None:
-        config = ParallelConfig(precision="fp32", **layout)
+        config = ParallelConfig(device=device().type, precision="fp32", **layout)
         self.meshes: Meshes = make_meshes(config)
         self.model, self.alone = build(kind), build(kind)
         parallelize(self.model, config, self.meshes, seq_len=SEQ)
@@ -135,12 +136,12 @@ def compare(kind: str, layout: str) -> dict[str, Any]:
     logits = {}
     own = [n for n in store.names if n.startswith("layers.0.") and "attn_" not in n]
     scores = {"*.attn_scores": restore, "*.attn_weights": restore}
-    ablate = {"layers.1.head_out": lambda x, _: x * KEEP}
+    ablate = {"layers.1.head_out": lambda x, _: x * KEEP.to(x)}
     runs = {
         **{name: ({name: restore}, clean) for name in own},
         "scores": (scores, clean),
         "patched": ({"layers.0.resid_post": restore}, other),
-        "steered": ({"logits": lambda x, _: x + torch.arange(VOCAB)}, clean),
+        "steered": ({"logits": lambda x, _: x + torch.arange(VOCAB, device=x.device)}, clean),
         "ablated": (ablate, clean),
         "other": ({}, other),
     }
@@ -152,7 +153,9 @@ def compare(kind: str, layout: str) -> dict[str, Any]:
     found["patched"] = logits["patched"].equal(store["logits"])
     found["patch matters"] = off(logits["other"], store["logits"]) > 0.1
     found["scores"] = off(logits["scores"], store["logits"])
-    found["steered"] = off(logits["steered"], store["logits"] + torch.arange(VOCAB))
+    found["steered"] = off(
+        logits["steered"], store["logits"] + torch.arange(VOCAB, device=store["logits"].device)
+    )
     zeroed = copy.deepcopy(rank.alone)
     with torch.no_grad():
         weight = zeroed.layers["1"].mixer.o_proj.weight
@@ -233,10 +236,12 @@ class Odd(nn.Module):
 
 
 def of_ones_own() -> list[Any]:
-    config = ParallelConfig(precision="fp32", tp=2)
+    config = ParallelConfig(device=device().type, precision="fp32", tp=2)
     meshes, batch = make_meshes(config), batch_of(0, ROWS, packed=False)
     shape = TransformerConfig(vocab_size=64, dim=16, num_layers=1, num_heads=4)
-    model, alone = (Transformer(shape, feed_forward=lambda i: Odd()).eval() for _ in range(2))
+    model, alone = (
+        Transformer(shape, feed_forward=lambda i: Odd()).eval().to(device()) for _ in range(2)
+    )
     alone.load_state_dict(model.state_dict())
     parallelize(model, config, meshes, seq_len=SEQ)
     batch = replace(batch, tokens=batch.tokens % 64)
@@ -294,7 +299,7 @@ class Gathered(Transformer):
 
 
 def change_of_whole_logits() -> dict[str, float]:
-    config = ParallelConfig(precision="fp32", tp=2)
+    config = ParallelConfig(device=device().type, precision="fp32", tp=2)
     meshes, model = make_meshes(config), build("dense")
     model.__class__, batch = Gathered, batch_of(0, ROWS, True)
     alone = call(model, batch)

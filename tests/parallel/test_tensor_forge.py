@@ -45,7 +45,7 @@ def _model(kind: str) -> Transformer:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) / 4)
-    return model
+    return model.to(device())
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     labels = torch.randint(0, VOCAB, (2, SIZE), generator=generator)
     labels[0, :5] = -100
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 3 + [1] * 4 + [2] * 6 + [-1] * 3])
-    return tokens, labels, documents
+    return tokens.to(device()), labels.to(device()), documents.to(device())
 
 
 def _shard(model: Any, mesh: Any, everywhere: Any) -> None:

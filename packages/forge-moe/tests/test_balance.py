@@ -22,7 +22,7 @@ def layer(**settings) -> MoE:
     torch.manual_seed(0)
     moe = MoE(MoEConfig(**{"dim": D, "hidden_dim": 8, "num_experts": E, "top_k": K, **settings}))
     torch.nn.init.normal_(moe.router.weight)
-    return moe
+    return moe.to(device())
 
 
 def switch(logits: torch.Tensor, sigmoid: bool = False) -> torch.Tensor:
@@ -263,7 +263,7 @@ def balance_on_ranks(scope: str, rows: list[int]) -> dict:
 
 
 def all_rows(num: int) -> torch.Tensor:
-    return torch.randn(num, D, generator=torch.Generator().manual_seed(5))
+    return torch.randn(num, D, generator=torch.Generator().manual_seed(5)).to(device())
 
 
 @pytest.mark.distributed

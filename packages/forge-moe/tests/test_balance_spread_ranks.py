@@ -50,7 +50,7 @@ def layer(scope: str, aux: str) -> MoE:
     if moe.lagged_counts is not None:
         moe.lagged_counts.copy_(torch.tensor([5, 1, 0, 2]))
     set_aux_scale(moe, torch.tensor(0.37))
-    return moe
+    return moe.to(device())
 
 
 class Context(SimpleNamespace):
@@ -72,8 +72,8 @@ def batches(name: str) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
     """x and a weight of y for two micro-batches, and the document ids of both."""
     draw = torch.Generator().manual_seed(4)
     ids = DOCUMENTS[name]
-    pairs = [torch.randn(2, B, S, D, generator=draw).unbind() for _ in range(2)]
-    return pairs, None if ids is None else torch.tensor(ids)
+    pairs = [torch.randn(2, B, S, D, generator=draw).to(device()).unbind() for _ in range(2)]
+    return pairs, None if ids is None else torch.tensor(ids, device=device())
 
 
 def run(moe: MoE, name: str, cut, once: bool) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def with_data_ranks(all_of_them: bool) -> tuple[float, float]:
     """Data ranks 2 x context ranks 2: global_batch counts over all four."""
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "cp"))
     data, context = divmod(dist.get_rank(), 2)
-    x = torch.randn(4, S, D, generator=torch.Generator().manual_seed(6))
+    x = torch.randn(4, S, D, generator=torch.Generator().manual_seed(6)).to(device())
     plain, moe = layer("global_batch", "return"), layer("global_batch", "return")
     plain.data_group = ()
     moe.data_group = dist.group.WORLD if all_of_them else mesh.get_group("dp")

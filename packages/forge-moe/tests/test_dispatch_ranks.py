@@ -11,7 +11,7 @@ from forge_moe.dispatch.chunked import even_sizes
 from forge_moe.dispatch.hierarchical import HierarchicalDispatch
 from forge_moe.dispatch.received_rows import ReceivedRows
 from forge_moe.replay import recompute_contexts
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +39,7 @@ def problem(tokens, num_experts, top_k, dtype=torch.float32, seed=0):
     ids[torch.rand(total, top_k, generator=g) < 0.1] = num_experts
     matrices = (torch.randn(num_experts, DIM, DIM, generator=g) * 0.3).to(dtype)
     grad = torch.randn(total, DIM, generator=g)
-    return x, weights, ids, matrices, grad
+    return tuple(t.to(device()) for t in (x, weights, ids, matrices, grad))
 
 
 def reference(x, weights, ids, matrices, grad):
@@ -136,10 +136,10 @@ def test_ranks_equal_one_process(kind, case):
 def idle(kind):
     """All tokens want expert 0: three ranks have rows to send and none to compute."""
     dispatcher = make(kind, 8)
-    x = torch.randn(4, DIM, requires_grad=True)
-    weights = torch.rand(4, 2, requires_grad=True)
-    ids = torch.tensor([[0, 8]] * 4)
-    matrices = torch.randn(2, DIM, DIM, requires_grad=True)
+    x = torch.randn(4, DIM, device=device(), requires_grad=True)
+    weights = torch.rand(4, 2, device=device(), requires_grad=True)
+    ids = torch.tensor([[0, 8]] * 4, device=device())
+    matrices = torch.randn(2, DIM, DIM, device=device(), requires_grad=True)
     y, _ = dispatcher.run(x, weights, ids, experts_of(matrices))
     y.sum().backward()
     grads = [x.grad, weights.grad, matrices.grad]
@@ -188,7 +188,7 @@ def transfer_error(kind):
     x, weights, ids, matrices, _ = problem(tokens, num_experts, 4, torch.bfloat16)
     rank = dist.get_rank()
     outputs = torch.tanh(torch.einsum("td,edf->tef", x, matrices)).float()  # (T, E, D)
-    outputs = torch.cat((outputs, torch.zeros(64, 1, DIM)), 1)
+    outputs = torch.cat((outputs, outputs.new_zeros(64, 1, DIM)), 1)
     chosen = outputs.gather(1, ids.unsqueeze(2).expand(-1, -1, DIM)) * weights.unsqueeze(2)
     node = ids // (num_experts // 2)
     parts = [(chosen * (ids // 2 == r).unsqueeze(2)).sum(1) for r in range(4)]
@@ -200,7 +200,7 @@ def transfer_error(kind):
     def experts(rows, counts, full):
         # the same numbers whatever the shape of the batch: looked up, not computed
         source = mine_all(rows, x)
-        expert = torch.repeat_interleave(torch.arange(2) + 2 * rank, counts)
+        expert = torch.repeat_interleave(torch.arange(2, device=device()) + 2 * rank, counts)
         return outputs[source, expert].to(torch.bfloat16)
 
     y, _ = dispatcher.run(
@@ -247,9 +247,9 @@ def syncs(kind, chunks):
     exchanges.to_host = lambda *counts: (asked.append(1), to_host(*counts))[1]
     try:
         dispatcher = make(kind, 8, chunks)
-        x = torch.randn(6, DIM, requires_grad=True)
-        weights = torch.rand(6, 2, requires_grad=True)
-        ids = torch.rand(6, 8).topk(2).indices
+        x = torch.randn(6, DIM, device=device(), requires_grad=True)
+        weights = torch.rand(6, 2, device=device(), requires_grad=True)
+        ids = torch.rand(6, 8, device=device()).topk(2).indices
         with Count() as count:
             y, _ = dispatcher.run(x, weights, ids, lambda rows, counts, full: rows * 2)
             y.backward(torch.ones_like(y))
@@ -346,11 +346,11 @@ def events():
 
     try:
         dispatcher = make("all_to_all", 4, 2)
-        x = torch.randn(6, DIM, requires_grad=True)
-        ids = torch.rand(6, 4).topk(2).indices
-        shared = torch.randn(6, DIM, requires_grad=True)
+        x = torch.randn(6, DIM, device=device(), requires_grad=True)
+        ids = torch.rand(6, 4, device=device()).topk(2).indices
+        shared = torch.randn(6, DIM, device=device(), requires_grad=True)
         y, beside = dispatcher.run(
-            x, torch.rand(6, 2), ids, experts, lambda: Mark.apply(shared, "shared")
+            x, torch.rand(6, 2, device=device()), ids, experts, lambda: Mark.apply(shared, "shared")
         )
         (y + beside).sum().backward()
     finally:
@@ -391,9 +391,10 @@ def test_refused_with_rule_and_fix():
 
 def widely_summed():
     """One token here that visits all four ranks; gradients 256, 1, 1, 1 of its rows come back."""
-    x = torch.ones(1, DIM, dtype=torch.bfloat16, requires_grad=True)
-    weights = torch.ones(1, 4, requires_grad=True)
-    sent = make("all_to_all", 4).dispatch(x, weights, torch.arange(4).unsqueeze(0))
+    x = torch.ones(1, DIM, dtype=torch.bfloat16, device=device(), requires_grad=True)
+    weights = torch.ones(1, 4, device=device(), requires_grad=True)
+    ids = torch.arange(4, device=device()).unsqueeze(0)
+    sent = make("all_to_all", 4).dispatch(x, weights, ids)
     (sent.rows.float() * (256.0 if dist.get_rank() == 0 else 1.0)).sum().backward()
     return x.grad.unique().tolist()
 

@@ -39,13 +39,13 @@ def build(**options):
     with torch.no_grad():
         for parameter in moe.parameters():  # of a size that makes routes and outputs differ
             parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return moe
+    return moe.to(device())
 
 
 def batch(tokens, seed=0):
     """x and the gradient of y, of all ranks together."""
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(sum(tokens), DIM, generator=g), torch.randn(sum(tokens), DIM, generator=g)
+    return tuple(torch.randn(2, sum(tokens), DIM, generator=g).to(device()))
 
 
 def one_process(moe, x, grad, parts=None):
@@ -350,7 +350,7 @@ def idle(efsdp):
     expert_parallelize(moe, mesh["ep"])
     if efsdp > 1:
         fully_shard(moe.experts, mesh=mesh["efsdp"])
-    x = torch.randn(int(dist.get_rank() == 0), DIM, requires_grad=True)
+    x = torch.randn(int(dist.get_rank() == 0), DIM, device=device(), requires_grad=True)
     for _ in range(2):  # the second step hangs if the first left a rank behind
         moe(x).sum().backward()
     return all(p.grad is not None for p in moe.parameters())

@@ -11,7 +11,7 @@ from torch import nn
 
 from forge_moe import MoE, MoEConfig, update_expert_bias
 from forge_moe.hooks import MoEHooks, num_experts_by_layer, whole_batch_options
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 E = 4
 
@@ -19,7 +19,7 @@ E = 4
 def make_model(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     config = MoEConfig(dim=8, hidden_dim=8, num_experts=E, aux="attach", **options)
-    return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), MoE(config)])})
+    return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), MoE(config)])}).to(device())
 
 
 def run(model: nn.Module, seed: int, rows: int = 6) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _of_two_stages(rank: int) -> dict[str, float]:
     own = nn.ModuleDict({"layers": nn.ModuleDict({str(rank + 1): model["layers"][1]})})  # type: ignore[index]
     hooks = MoEHooks(own, 1.0, num_experts={"layers.1": E, "layers.2": E})
     assert num_experts_by_layer(own) == {name: E}
-    own["layers"][str(rank + 1)](torch.randn(3 + rank, 8))  # type: ignore[index]
+    own["layers"][str(rank + 1)](torch.randn(3 + rank, 8).to(device()))  # type: ignore[index]
     return hooks.columns(hooks.take().tolist())
 
 

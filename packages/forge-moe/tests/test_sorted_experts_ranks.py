@@ -22,13 +22,13 @@ def built(kind: type[Experts]) -> Experts:
     experts = kind(CONFIG)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return experts
+    return experts.to(device())
 
 
 def rows_of(rank: int) -> tuple[Tensor, Tensor]:
     counts = torch.tensor(COUNTS[rank])
     rows = torch.randn(sum(COUNTS[rank]), 8, generator=torch.Generator().manual_seed(rank))
-    return rows.requires_grad_(), counts
+    return rows.to(device()).requires_grad_(), counts.to(device())
 
 
 def by_hand(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from forge_moe import Router, RouterConfig
 from forge_moe.dispatch.all_to_all import AllToAllDispatch
 from forge_moe.dispatch.hierarchical import HierarchicalDispatch
-from forge_testing import run_on_ranks
+from forge_testing import device, run_on_ranks
 
 EXPERTS, TOP_K, TOKENS = 16, 6, 20
 
@@ -44,7 +44,7 @@ def routes(rank, dim, limited):
     with torch.no_grad():
         weights, ids = router(x)
     ids[0] = EXPERTS  # a pad
-    return x, weights, ids
+    return x.to(device()), weights.to(device()), ids.to(device())
 
 
 def slow_copies(ids, ranks):

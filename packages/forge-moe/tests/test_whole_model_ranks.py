@@ -21,11 +21,11 @@ def build(seed: int = 0) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), moe)
     for tensor in (*model.parameters(), *model.buffers()):
         nn.init.normal_(tensor, std=0.5)
-    return model
+    return model.to(device())
 
 
 def tokens() -> torch.Tensor:
-    return torch.randn(TOKENS, 8, generator=torch.Generator().manual_seed(7))
+    return torch.randn(TOKENS, 8, generator=torch.Generator().manual_seed(7)).to(device())
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> None:

@@ -81,7 +81,11 @@ class Net(nn.Module):
         self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
         if not x.is_floating_point():
-            places = torch.arange(x.size(1), device=x.device).expand_as(x) if positions is None else positions
+            places = (
+                torch.arange(x.size(1), device=x.device).expand_as(x)
+                if positions is None
+                else positions
+            )
             x = self.embedding(x) + self.place(places)
         for block in self.layers:
             x = block(x, document_ids)

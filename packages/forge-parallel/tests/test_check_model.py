@@ -182,7 +182,9 @@ def half(precision: str) -> tuple[set[torch.dtype], torch.dtype]:
     model.norm.float()
     config = ParallelConfig(device=device().type, precision=precision)  # type: ignore[arg-type]
     parallelize(model, config, make_meshes(config))
-    return {p.dtype for p in model.parameters()}, model(torch.zeros(2, 3, dtype=torch.int64, device=device())).dtype
+    return {p.dtype for p in model.parameters()}, model(
+        torch.zeros(2, 3, dtype=torch.int64, device=device())
+    ).dtype
 
 
 @pytest.mark.distributed
@@ -411,7 +413,9 @@ def with_a_parameter_that_is_never_used(layout: dict[str, int]) -> Tensor:
     meshes, net = make_meshes(config), Net()
     net.spare = nn.Parameter(torch.ones(2))
     model = parallelize(net, config, meshes)
-    tokens = torch.arange(16, device=device()).view(4, 4).chunk(meshes.batch_size)[meshes.batch_rank]
+    tokens = (
+        torch.arange(16, device=device()).view(4, 4).chunk(meshes.batch_size)[meshes.batch_rank]
+    )
     for micro, rows in enumerate(tokens.chunk(2)):
         accumulate(model, last=micro == 1)
         model(rows).square().sum().backward()

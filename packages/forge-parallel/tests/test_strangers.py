@@ -18,6 +18,7 @@ from forge_testing import device, run_on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
+OWN_RANKS = pytest.mark.cpu_only(reason="prove starts ranks of its own, on CPUs")
 
 VOCAB, DIM = 64, 32
 SIZES = {
@@ -39,6 +40,7 @@ def build(kind: str, **options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
+@OWN_RANKS
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_green_in_every_layout_but_those_that_its_forward_forbids(kind: str) -> None:
@@ -52,12 +54,14 @@ def test_green_in_every_layout_but_those_that_its_forward_forbids(kind: str) -> 
     assert all({"stream", "gradient", "text"} <= r.errors.keys() for r in green.values())
 
 
+@OWN_RANKS
 @pytest.mark.parametrize(("kind", "cell"), [("Qwen3", "tp, whole stream"), ("Gemma2", "recompute")])
 def test_green(kind: str, cell: str) -> None:
     (result,) = prove(lambda: build(kind), vocab_size=VOCAB, worlds=[2], only=cell)
     assert result.verdict == "green", result
 
 
+@OWN_RANKS
 def test_a_filling_that_a_softcap_would_count_is_refused() -> None:
     def odd() -> Any:
         return build("Gemma2", vocab_size=VOCAB + 1, final_logit_softcapping=1.0)

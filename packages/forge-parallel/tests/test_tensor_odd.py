@@ -12,6 +12,7 @@ from forge_parallel.prove import prove
 from forge_testing import run_on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+OWN_RANKS = pytest.mark.cpu_only(reason="prove starts ranks of its own, on CPUs")
 WIDTH = 16
 ROLES = {
     "emb.*": "vocab",
@@ -115,6 +116,7 @@ ODD = {
 }
 
 
+@OWN_RANKS
 @pytest.mark.parametrize("kind", ODD)
 def test_equal_to_one_process(kind: str) -> None:
     rows = prove(ODD[kind], worlds=(2,), only="tp")

@@ -74,7 +74,9 @@ def _weighted(ids):
     size, rank = dist.get_world_size(), dist.get_rank()
     axis = SimpleNamespace(group=dist.group.WORLD, size=size, rank=rank)
     logits, labels = _data(ids)
-    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(5)).to(device()) / 100
+    weights = (
+        torch.rand(labels.shape, generator=torch.Generator().manual_seed(5)).to(device()) / 100
+    )
     whole = logits.clone().requires_grad_()
     losses = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none")
     want = (losses.view_as(labels) * weights).sum()

@@ -76,7 +76,10 @@ def take(kind: str, rank: int) -> torch.device:
     global _of_this_rank
     import torch
 
-    if kind == "cuda":
+    if kind == "cpu":
+        # a layout on device "auto" means the CPU, too, where there are GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
         if torch._C._cuda_isInBadFork():
             raise RuntimeError(
                 "CUDA was asked something before the ranks were forked, so they cannot use it; import "

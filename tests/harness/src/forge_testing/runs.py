@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from forge_ckpt import read_tensors
 from forge_parallel import end_process_group
+from forge_testing.devices import device
 from forge_testing.jobs import write_job
 from forge_testing.ranks import run_on_ranks
 from forge_train import Callback, Trainer, load_job, read_run
@@ -43,6 +44,7 @@ def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = 
                    "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
     step = 0
+    overrides = {"parallel.device": device().type, **overrides}
     try:
         trainer = Trainer(load_job(job, overrides), [callback()] if callback else [])
         try:
