@@ -114,6 +114,7 @@ def alone_store(model: nn.Module, batch: Batch) -> ActivationStore:
 def off(found: Tensor, wanted: Tensor) -> float:
     if found.shape != wanted.shape:
         return float("inf")
+    found, wanted = found.cpu(), wanted.cpu()  # stores keep what they saw on the host
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
@@ -131,7 +132,7 @@ def compare(kind: str, layout: str) -> dict[str, Any]:
         """The clean value; under pp of one micro-batch after another."""
         first = seen[name] = seen.get(name, 0)
         seen[name] += len(value)
-        return store[name][first : first + len(value)]
+        return store[name][first : first + len(value)].to(value.device)
 
     logits = {}
     own = [n for n in store.names if n.startswith("layers.0.") and "attn_" not in n]
