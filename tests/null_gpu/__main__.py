@@ -22,6 +22,7 @@ from tests.null_gpu import device
 CAMPAIGNS = {
     "tests": "tests.null_gpu.test_device",
     "proofs": "tests.null_gpu.proofs",
+    "matrix": "tests.null_gpu.matrix",
 }
 
 
