@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from forge_testing import device, run_on_ranks
 from tests.null_gpu.counted import count
 from tests.null_gpu.matrix import TABLE, _against, _arguments, _names, _row, page
+
+from forge_testing import device, run_on_ranks
 
 RANK = {"c10d.allreduce_": 3, "launch": 100}
 

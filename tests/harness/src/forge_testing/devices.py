@@ -80,7 +80,7 @@ def take(kind: str, rank: int) -> torch.device:
         # a layout on device "auto" means the CPU, too, where there are GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        if torch._C._cuda_isInBadFork():
+        if torch.cuda._is_in_bad_fork():
             raise RuntimeError(
                 "CUDA was asked something before the ranks were forked, so they cannot use it; import "
                 "nothing into tests that calls torch.cuda when it is imported"
