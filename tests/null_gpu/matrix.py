@@ -186,6 +186,7 @@ def _table() -> dict[str, Any]:
 def _write(rows: Mapping[str, dict[str, Any]]) -> None:
     """The smoke cells, a cell a line, so that a change of one is a change of one line; and the page."""
     names, left = _names(_arguments([]))
+    left |= {name: "not measured yet" for name in names if name not in rows}
     lines = ",\n".join(f"  {json.dumps(rows[name])}" for name in names if name in rows)
     head = f'"torch": "{torch.__version__}", "not_run": {json.dumps(left)}'
     TABLE.write_text(f'{{{head}, "cells": [\n{lines}\n]}}\n')

@@ -19,8 +19,10 @@ RANK = {"c10d.allreduce_": 3, "launch": 100}
 def test_the_table_has_every_smoke_cell_and_the_page_is_what_it_says() -> None:
     table = json.loads(TABLE.read_text())
     names, left = _names(_arguments([]))
-    assert [row["cell"] for row in table["cells"]] == names, "hatch run null-gpu matrix --write"
-    assert table["not_run"] == left
+    told = [row["cell"] for row in table["cells"]]
+    assert told == [name for name in names if name in told], "hatch run null-gpu matrix --write"
+    assert table["not_run"].keys() == {*names, *left} - {*told}
+    assert left.items() <= table["not_run"].items()
     assert TABLE.with_suffix(".md").read_text() == page(table), "hatch run null-gpu matrix --write"
     for row in table["cells"]:
         assert row["device"]["launch"] > 0
