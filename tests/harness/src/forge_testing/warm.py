@@ -36,10 +36,11 @@ class Called(NamedTuple):
 class WarmProcess:
     """`WarmProcess("forge_train.cli").call("forge_train.cli:main", ["--help"], folder=tmp_path)`.
 
-    `modules` are imported first; of one that is `module:function`, the function is called, too.
+    `modules` are imported first; of one that is `module:function`, the function is called, too. `environ` is added to
+    the environment of that process.
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, environ: Mapping[str, str] | None = None) -> None:
         self._server = subprocess.Popen(
             [sys.executable, "-m", "forge_testing.warm", *modules],
             stdin=subprocess.PIPE,
@@ -50,6 +51,7 @@ class WarmProcess:
                 "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path),
                 **dict.fromkeys(("OMP_NUM_THREADS", "NO_COLOR"), "1"),
                 "COLUMNS": "200",
+                **(environ or {}),
             },
         )
         atexit.register(self.close)

@@ -1,0 +1,201 @@
+"""Runs every job on null GPUs, and keeps the table of their host waits.
+
+    hatch run null-gpu layouts                    # all; compared with docs/null-gpu-layouts.json
+    hatch run null-gpu layouts --only "tp 2"      # that one
+    hatch run null-gpu layouts --resume           # those that were not measured since the last commit
+    hatch run null-gpu layouts --write            # the table and its page follow, where they shrink
+
+A job is `forge-train run` with saves, evaluations and a sample, once more from its newest checkpoint, and `forge-train
+generate`. It is red if one of them fails, or if it waits for the device where the table has no such wait: to allow one, remove
+its row from the table, and write it again. Leaves with 1 if a job is red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.null_gpu.jobs import EVERY, JOBS, MORE_STEPS, STEADY, STEPS, Job, write_data
+from tests.null_gpu.ranks import ROOT, Ended, NullRanks
+from tests.null_gpu.waits import fewer, page, problems
+
+TABLE = ROOT / "docs/null-gpu-layouts.json"
+#: What the figures depend on; changes elsewhere do not make a commit another one.
+SOURCES = ("packages", "apps/train/src", "tests/null_gpu", "tests/harness/src")
+Rows = dict[str, dict[str, Any]]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hatch run null-gpu layouts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", action="append", choices=JOBS, metavar="NAME", help="this job; may be repeated")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="keep what was measured of this commit")  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="new rows, and those with fewer waits")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/null-gpu", help="of the runs")
+    args = parser.parse_args(argv)
+    kept, commit = _read(TABLE), _commit()
+    measured = _read(args.folder / "measured.json") if args.resume else {}
+    measured = {name: row for name, row in measured.items() if row["commit"] == commit}
+    wanted = [name for name in args.only or JOBS if name not in measured]
+    reds = 0
+    ranks = NullRanks(args.folder / "caches")
+    for number, name in enumerate(wanted, 1):
+        started = time.monotonic()
+        row, wrong = measure(name, ranks, args.folder / name.replace(" ", "-"))
+        row |= {"commit": commit, "torch": _torch()}
+        if not wrong:
+            wrong = list(problems(row, kept.get(name), JOBS[name].reason))
+        print(f"{number}/{len(wanted)} {name}: {'RED' if wrong else 'ok'}, {time.monotonic() - started:.0f} s")
+        print(*(f"    {line}" for line in (*wrong, *_shrunk(row, kept))), sep="\n", end="", flush=True)
+        reds += bool(wrong)
+        if not wrong:
+            measured[name] = row
+            _write(args.folder / "measured.json", measured)
+    ranks.close()
+    if args.write:
+        _write(TABLE, kept | measured)
+        TABLE.with_suffix(".md").write_text(page(_read(TABLE).values(), {n: j.reason for n, j in JOBS.items()}))  # fmt: skip
+    print(f"{len(wanted) - reds} of {len(wanted)} layouts are as they should be")
+    return int(bool(reds))
+
+
+def measure(name: str, ranks: NullRanks, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Train, go on and generate in `folder`: the row of the job, and what went wrong."""
+    job = JOBS[name]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "job.toml").write_text(job.toml())
+    if job.pictures:
+        write_data(folder)
+    run = ["run", "job.toml"]
+    first = ranks.run(run, folder=folder, ranks=job.ranks)
+    wrong = _failures("run", first) or _missing(first, job)
+    if wrong:
+        return {}, wrong
+    row = {"layout": name, "ranks": job.ranks, **_figures(first)}
+    again = ranks.run([*run, "--train.steps", str(MORE_STEPS)], folder=folder, ranks=job.ranks)
+    wrong = _failures("resume", again) or _not_resumed(again)
+    if not wrong and job.generates:
+        words = ["generate", "run", "--prompt", "The ", "--max-new-tokens", "2"]
+        wrong = _failures("generate", ranks.run(words, folder=folder))
+    if not wrong:
+        shutil.rmtree(folder)
+    return row, wrong
+
+
+def _failures(name: str, ended: Ended) -> list[str]:
+    """A line for each rank that failed, with the end of what it printed."""
+    return [
+        f"{name}: rank {rank} ended with {code}: " + " | ".join(text.strip().splitlines()[-8:])
+        for rank, (code, text) in enumerate(zip(ended.codes, ended.texts, strict=True))
+        if code != 0
+    ]
+
+
+def _missing(ended: Ended, job: Job) -> list[str]:
+    """Steps, kernels and collectives that a rank did not have."""
+    found = []
+    for rank, record in enumerate(ended.records):
+        steps = record["steps"]
+        if [int(step) for step in steps] != list(range(1, STEPS + 1)):
+            found.append(f"rank {rank} trained steps {', '.join(steps)}, not 1 to {STEPS}")
+        elif not all(_kernels(counts) for counts in steps.values()):
+            found.append(f"rank {rank} has a step without a kernel")
+        elif job.ranks > 1 and not all(_collectives(counts) for counts in steps.values()):
+            found.append(f"rank {rank} has a step without a collective")
+    return found
+
+
+def _not_resumed(ended: Ended) -> list[str]:
+    wanted = [str(step) for step in range(STEPS + 1, MORE_STEPS + 1)]
+    return [
+        f"resume: rank {rank} trained steps {', '.join(record['steps'])}, not {', '.join(wanted)}"
+        for rank, record in enumerate(ended.records)
+        if list(record["steps"]) != wanted
+    ]
+
+
+def _figures(ended: Ended) -> dict[str, Any]:
+    """Kernels and collectives of a steady step of rank 0; waits by phase, of each function where there are most."""
+    waits: dict[str, Counter[str]] = {}
+    for record in ended.records:
+        for phase, found in _waits(record).items():
+            waits[phase] = waits.get(phase, Counter()) | found  # the larger of both
+    counts = ended.records[0]["steps"][str(STEADY[-1])]
+    return {
+        "kernels": _kernels(counts),
+        "collectives": _collectives(counts),
+        "waits": {phase: dict(sorted(found.items())) for phase, found in sorted(waits.items())},
+    }
+
+
+def _waits(record: Mapping[str, Any]) -> dict[str, Counter[str]]:
+    """Of one rank: those of a steady step, and those of the row, evaluation and save at one step.
+
+    The row of a step is read in the next one.
+    """
+    found: dict[str, Counter[str]] = {}
+    for phase, step, function, times in record["waits"]:
+        table = found.setdefault(phase, Counter())
+        if phase == "step" and step in STEADY:
+            table[function] = max(table[function], times)
+        elif phase != "step" and step in (EVERY, EVERY + 1):
+            table[function] += times
+    return {phase: table for phase, table in found.items() if table}
+
+
+def _kernels(counts: Mapping[str, int]) -> int:
+    return sum(counts.get(kind, 0) for kind in ("launch", "launch.triton", "blas"))
+
+
+def _collectives(counts: Mapping[str, int]) -> dict[str, int]:
+    return {kind.removeprefix("nccl."): n for kind, n in counts.items() if kind.startswith("nccl.")}
+
+
+def _shrunk(row: dict[str, Any], kept: Rows) -> list[str]:
+    return fewer(row, kept[row["layout"]]) if row.get("layout") in kept else []
+
+
+def _write(path: Path, rows: Rows) -> None:
+    """One row a line, so that a change of one layout is a change of one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(rows[name]) for name in JOBS if name in rows]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def _read(path: Path) -> Rows:
+    rows: Iterable[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return {row["layout"]: row for row in rows}
+
+
+def _commit() -> str:
+    """Short commit, with a plus sign if the sources were changed since."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", *SOURCES)
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def _torch() -> str:
+    from importlib.metadata import version
+
+    return version("torch")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
