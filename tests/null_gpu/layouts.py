@@ -161,7 +161,7 @@ def _kernels(counts: Mapping[str, int]) -> int:
 
 
 def _collectives(counts: Mapping[str, int]) -> dict[str, int]:
-    return {kind.removeprefix("nccl."): n for kind, n in counts.items() if kind.startswith("nccl.")}
+    return {kind.removeprefix("nccl."): n for kind, n in counts.items() if kind.startswith("nccl.") and not kind.endswith(".bytes")}
 
 
 def _shrunk(row: dict[str, Any], kept: Rows) -> list[str]:

@@ -39,6 +39,8 @@ from forge_parallel.plan import (
     trace,
 )
 from forge_testing import device, run_on_ranks
+from forge_testing.processes import forge_train
+from forge_testing.runs import make_job
 from forge_train import ConfigError, load_job, plan
 from forge_train.cli import main
 from forge_train.config.experts import MoESection
@@ -342,6 +344,11 @@ def test_auto_on_cpus_is_fsdp_over_all_ranks() -> None:
     config, reasons = choose_layout(job, 4, 4)
     assert config == replace(job.config.parallel, layout="manual")
     assert "FSDP over all 4 ranks" in reasons[0]
+
+
+def test_a_run_starts_in_the_layout_that_is_chosen(tmp_path: Path) -> None:
+    ended = forge_train("run", make_job(tmp_path), "--parallel.layout", "auto", "--train.steps", "1")
+    assert ended.code == 0, ended.err
 
 
 def test_auto_on_gpus_chooses_alike_each_time_and_recomputes_only_if_it_must(

@@ -241,6 +241,23 @@ def test_F117_repeated_heads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert error(sdpa(q, k, v, is_causal=True), shared) < 1e-6
 
 
+def test_the_efficient_kernel_alone_gets_repeated_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's refuses shared heads; the other three take them."""
+    given = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: given.append(k.size(1)) or q)  # fmt: skip
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    q, k = (torch.zeros(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    cuda = torch.backends.cuda
+    kinds = [cuda.enable_flash_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp, cuda.enable_mem_efficient_sdp]
+    for chosen in kinds:
+        for enable in kinds:
+            enable(enable is chosen)
+        sdpa(q, k, k)
+    for enable in kinds:
+        enable(True)
+    assert given == [2, 2, 2, 4]
+
+
 def test_F122_borders_go_to_a_device_once() -> None:
     plan = SegmentPlan.of_lengths([[3, 1], [2, 2]])
     borders = plan.borders(torch.device("cpu"))

@@ -91,7 +91,7 @@ def run(args: list[str]) -> int:
 
     trainer = Trainer(job)
     met = process.leave_with_launcher()
-    with meet(job.config.parallel, {"configuration": job.digest()}) as meshes:
+    with meet(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
         met()
         result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
         # the run is over: a signal during the sample ends the process with the run's code at once

@@ -101,7 +101,7 @@ class Trainer:
     taken together.
 
         trainer = Trainer(job)
-        with launch(job.config.parallel) as meshes:
+        with launch(trainer.config.parallel) as meshes:     # layout = "auto" is chosen there
             result = trainer.fit(meshes)
 
     Raises JobError (ConfigError, DataError, StateError), before anything is started if possible.

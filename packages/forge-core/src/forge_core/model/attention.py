@@ -97,7 +97,7 @@ class LocalAttention:
             if self.spec.window is not None:
                 seen = seen & (behind < self.spec.window)
             if ctx.document_ids is not None:
-                ids = ctx.document_ids.to(device)
+                ids = ctx.document_ids.to(device, non_blocking=True)
                 number = F.pad((ids[:, 1:] != ids[:, :-1]).cumsum(1), (1, 0))  # (B, S)
                 seen = seen & (number[:, :, None] == number[:, None, :])
             return seen | (behind == 0)  # or a row that sees nothing would be nan

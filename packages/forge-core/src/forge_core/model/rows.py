@@ -89,15 +89,22 @@ def softmax_scores(
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Attention with shared key/value heads: q (B, H, S, D), k and v (B, K, T, D) -> like q.
 
-    `options` are those of `F.scaled_dot_product_attention`. In fp32 on CUDA keys and values are
-    repeated to H heads: only torch's math kernel shares heads there, and it holds (S, T) scores of
-    every head.
+    `options` are those of `F.scaled_dot_product_attention`. On CUDA keys and values are repeated to H heads in fp32,
+    where only torch's math kernel shares heads, and holds (S, T) scores of every head; and where its memory-efficient
+    kernel alone is allowed, which refuses shared heads.
     """
     groups = q.size(1) // k.size(1)
-    if groups > 1 and q.is_cuda and q.dtype == torch.float32:
+    if groups > 1 and q.is_cuda and (q.dtype == torch.float32 or not _shared_by_a_kernel()):
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))  # (B, H, T, D)
         groups = 1
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1, **options)
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot read the switches, which last as long as a model
+def _shared_by_a_kernel() -> bool:
+    """Whether torch may take a kernel that shares key/value heads: flash and cuDNN, which have 16 bits, and math."""
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled() or cuda.math_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:

@@ -41,8 +41,9 @@ def normalised(
     """(x / 255 - mean) / std in fp32 of 8-bit images (N, 3, H, W), then `dtype`; floats are taken as they are. ValueError
     for other whole numbers, which may be either."""
     if images.dtype == torch.uint8:
-        shift = torch.tensor(mean, device=images.device)[:, None, None]
-        scale = torch.tensor(std, device=images.device)[:, None, None]
+        # made on the host: torch.tensor(..., device="cuda") waits for the device
+        both = torch.tensor([mean, std]).to(images.device, non_blocking=True)
+        shift, scale = both[:, :, None, None]
         images = (images.float() / 255 - shift) / scale
     elif not images.is_floating_point():
         raise ValueError(
