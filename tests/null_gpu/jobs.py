@@ -73,7 +73,9 @@ _SIZES = [(8, 8), (24, 12), (8, 40), (16, 8), (30, 30)]
 
 
 def _key(key: str) -> str:
-    return ".".join(part if part.replace("_", "").isalnum() else json.dumps(part) for part in key.split("."))
+    return ".".join(
+        part if part.replace("_", "").isalnum() else json.dumps(part) for part in key.split(".")
+    )
 
 
 def _value(value: Any) -> str:
@@ -146,7 +148,14 @@ _DRAWINGS = {
 }
 _MLA = {
     **_model(mixer="mla", num_kv_heads=4),
-    **_in("model.mla", q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16),
+    **_in(
+        "model.mla",
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+    ),
 }
 _TIERED = {"model.layer_types.local.window": 16, "model.layer_pattern": ["local", "global"]}
 #: Layers that torchao's rule finds large enough, by tensors and by rows.
@@ -161,7 +170,9 @@ _CP, _RING = _parallel(cp=2), _parallel(cp=2, cp_exchange="ring")
 _EP = {**_parallel(ep=2), **_moe()}
 _NODES = _parallel(gpus_per_node=2, across_nodes=True)
 _PACKED = {"data.packing.name": "first_fit"}
-_LOOP = "the loop over experts takes their numbers of rows from the device, once per layer and forward"
+_LOOP = (
+    "the loop over experts takes their numbers of rows from the device, once per layer and forward"
+)
 _SPLITS = "split sizes of the exchange of tokens come from the device, once per mixture and forward"
 
 
@@ -338,7 +349,9 @@ _PLACE = {"data.sources.squares.options": {"places": 1}}
 
 
 def _adapter(name: str, **more: Any) -> Keys:
-    return _in("model.adapter", name=name, **{f"{name}.{key}": value for key, value in more.items()})
+    return _in(
+        "model.adapter", name=name, **{f"{name}.{key}": value for key, value in more.items()}
+    )
 
 
 def _fusion(name: str, **more: Any) -> Keys:
@@ -387,12 +400,18 @@ _WITH_PICTURES: dict[str, tuple[int, Keys]] = {
     "moma, fsdp 2": (2, _MOMA),
     "moma, ep 2": (2, {**_MOMA, **_parallel(ep=2)}),
 }  # fmt: skip
-_UNMASKED = "the optimizer takes no mask, so the host looks whether the step is good before it updates"
-_OFFLOAD = "FSDP2 adds a further micro-batch's gradients on the host, and the clipped norm is read there"
+_UNMASKED = (
+    "the optimizer takes no mask, so the host looks whether the step is good before it updates"
+)
+_OFFLOAD = (
+    "FSDP2 adds a further micro-batch's gradients on the host, and the clipped norm is read there"
+)
 JOBS: dict[str, Job] = {
     **{name: Job(1, keys) for name, keys in _ONE_GPU.items()},
     **{name: Job(1, keys, reason=_LOOP) for name, keys in _LOOPS.items()},
-    "optimizer from outside": Job(1, {"optimizer.name": "forge_testing.models:NamedSGD"}, reason=_UNMASKED),
+    "optimizer from outside": Job(
+        1, {"optimizer.name": "forge_testing.models:NamedSGD"}, reason=_UNMASKED
+    ),
     "cpu offload": Job(1, _parallel(cpu_offload=True), reason=_OFFLOAD),
     **{name: Job(ranks, keys) for name, (ranks, keys) in _RANKS.items()},
     "fsdp 2, cpu offload": Job(2, _parallel(cpu_offload=True), reason=_OFFLOAD),

@@ -17,7 +17,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,12 +52,16 @@ def main(argv: Sequence[str]) -> int:
     ranks = NullRanks(args.folder / "caches")
     for number, name in enumerate(wanted, 1):
         started = time.monotonic()
-        row, wrong = measure(name, ranks, args.folder / name.replace(" ", "-"))
+        row, wrong = measure(name, JOBS[name], ranks, args.folder / name.replace(" ", "-"))
         row |= {"commit": commit, "torch": _torch()}
         if not wrong:
             wrong = list(problems(row, kept.get(name), JOBS[name].reason))
-        print(f"{number}/{len(wanted)} {name}: {'RED' if wrong else 'ok'}, {time.monotonic() - started:.0f} s")
-        print(*(f"    {line}" for line in (*wrong, *_shrunk(row, kept))), sep="\n", end="", flush=True)
+        print(
+            f"{number}/{len(wanted)} {name}: {'RED' if wrong else 'ok'}, {time.monotonic() - started:.0f} s"
+        )
+        print(
+            *(f"    {line}" for line in (*wrong, *_shrunk(row, kept))), sep="\n", end="", flush=True
+        )
         reds += bool(wrong)
         if not wrong:
             measured[name] = row
@@ -71,9 +74,10 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(reds))
 
 
-def measure(name: str, ranks: NullRanks, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def measure(
+    name: str, job: Job, ranks: NullRanks, folder: Path
+) -> tuple[dict[str, Any], list[str]]:
     """Train, go on and generate in `folder`: the row of the job, and what went wrong."""
-    job = JOBS[name]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "job.toml").write_text(job.toml())
@@ -161,7 +165,11 @@ def _kernels(counts: Mapping[str, int]) -> int:
 
 
 def _collectives(counts: Mapping[str, int]) -> dict[str, int]:
-    return {kind.removeprefix("nccl."): n for kind, n in counts.items() if kind.startswith("nccl.") and not kind.endswith(".bytes")}
+    return {
+        kind.removeprefix("nccl."): n
+        for kind, n in counts.items()
+        if kind.startswith("nccl.") and not kind.endswith(".bytes")
+    }
 
 
 def _shrunk(row: dict[str, Any], kept: Rows) -> list[str]:

@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_testing.warm import WarmProcess
 from tests.null_gpu.device import environment
+
+from forge_testing.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 #: Ranks whose neighbour has failed are given so long to notice it.
@@ -70,9 +71,7 @@ class NullRanks:
         *,
         folder: Path,
         ranks: int = 1,
-        timeout: float = 300.0,
-        environ: dict[str, str] | None = None,
-        stop_after: float | None = None,
+        timeout: float = 600.0,
     ) -> Ended:
         """The command in `folder`, killed after `timeout` seconds."""
         request = {"argv": argv, "ranks": ranks, "timeout": timeout}
@@ -80,7 +79,7 @@ class NullRanks:
             "tests.null_gpu.ranks:start",
             request,
             folder=folder,
-            environ=self._environment(ranks) | (environ or {}),
+            environ=self._environment(ranks),
             limited=False,
         )
         if told.code:
@@ -97,7 +96,10 @@ class NullRanks:
 
 
 def start(request: dict[str, Any]) -> None:
-    """Fork the ranks of a request in this folder, wait for them, and print their exit codes as JSON."""
+    """Fork the ranks of a request in this folder, wait for them, and print their exit codes as JSON.
+
+    They are killed after the timeout, and with the process that asked for them.
+    """
     number = request["ranks"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -114,9 +116,9 @@ def start(request: dict[str, Any]) -> None:
 
 def _wait(pids: dict[int, int], timeout: float) -> list[int | None]:
     codes: list[int | None] = [None] * len(pids)
-    deadline = time.monotonic() + timeout
+    deadline, parent = time.monotonic() + timeout, os.getppid()
     left = dict(pids)
-    while left and time.monotonic() < deadline:
+    while left and time.monotonic() < deadline and os.getppid() == parent:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in left:
             code = codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
@@ -139,11 +141,17 @@ def _be(rank: int, number: int, port: int, argv: list[str]) -> None:
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
         if number > 1:
-            given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
+            given = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": number,
+                "LOCAL_WORLD_SIZE": number,
+            }
             given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in given.items()})
-        from forge_train.cli import main
         from tests.null_gpu.record import Recorder
+
+        from forge_train.cli import main
 
         recorder = Recorder(Path.cwd() / f"rank-{rank}.json")
         recorder.install()

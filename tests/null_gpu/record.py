@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-
 from tests.null_gpu.device import counted
 
 #: Functions of the runner that are a phase; the innermost one on the stack counts.

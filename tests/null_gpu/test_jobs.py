@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from tests.null_gpu.jobs import JOBS, write_data
 
 from forge_core.model.norm import NORMS
 from forge_core.model.parts import BLOCKS, MIXERS
@@ -19,10 +20,20 @@ from forge_train.trainer.objective import LOSSES
 from forge_vlm.adapters.config import NAMES as ADAPTERS
 from forge_vlm.config import FUSIONS
 from forge_vlm.vision.config import NAMES as ENCODERS
-from tests.null_gpu.jobs import JOBS, write_data
 
 #: Sections whose options change what a device does.
-SECTIONS = ("parallel", "model", "lora", "train", "optimizer", "checkpoint", "metrics", "profile", "resilience", "health")
+SECTIONS = (
+    "parallel",
+    "model",
+    "lora",
+    "train",
+    "optimizer",
+    "checkpoint",
+    "metrics",
+    "profile",
+    "resilience",
+    "health",
+)
 #: Choices that no job makes, and why.
 LEFT_OUT = {
     ("parallel.device", "auto"): "the same device, found instead of named",

@@ -75,7 +75,11 @@ def page(rows: Iterable[Row], reasons: Mapping[str, str]) -> str:
     columns = ["layout", "ranks", "kernels a step", "collectives a step", *(f"waits of {m}" for m in PHASES.values())]  # fmt: skip
     lines = [_line(columns), _line(["---"] * len(columns)), *map(_cells, rows)]
     waits = [_section(rows, phase) for phase in PHASES]
-    why = [f"- **{row['layout']}**: {reasons[row['layout']]}." for row in rows if reasons.get(row["layout"])]
+    why = [
+        f"- **{row['layout']}**: {reasons[row['layout']]}."
+        for row in rows
+        if reasons.get(row["layout"])
+    ]
     return "\n".join([head + "\n".join(lines), *waits, "\n## Steps that wait\n", *why]) + "\n"
 
 
@@ -95,8 +99,18 @@ def _section(rows: list[Row], phase: str) -> str:
     for row in rows:
         for function, times in row["waits"].get(phase, {}).items():
             found.setdefault((function, times), []).append(row["layout"])
-    lines = [f"\n## Waits of {PHASES[phase]}\n", _line(["function", "times", "layouts"]), _line(["---"] * 3)]
+    lines = [
+        f"\n## Waits of {PHASES[phase]}\n",
+        _line(["function", "times", "layouts"]),
+        _line(["---"] * 3),
+    ]
     for (function, times), layouts in sorted(found.items()):
-        many = "all" if len(layouts) == len(rows) else "; ".join(layouts) if len(layouts) <= 12 else f"{len(layouts)}"
+        many = (
+            "all"
+            if len(layouts) == len(rows)
+            else "; ".join(layouts)
+            if len(layouts) <= 12
+            else f"{len(layouts)}"
+        )
         lines.append(_line([f"`{function}`", str(times), many]))
     return "\n".join(lines if found else [*lines[:1], "None."])

@@ -1,0 +1,109 @@
+"""The table of host waits may only shrink, and a planted wait turns its layout red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.null_gpu import device
+from tests.null_gpu.jobs import JOBS
+from tests.null_gpu.layouts import measure
+from tests.null_gpu.ranks import NullRanks
+from tests.null_gpu.waits import fewer, page, problems
+
+WHY_NOT = device.why_not()
+needs_null_gpu = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+PLANTS = "tests.null_gpu.plants"
+
+
+def row(**waits: dict[str, int]) -> dict[str, Any]:
+    return {"layout": "tp 2", "ranks": 2, "kernels": 9, "collectives": {"all_gather": 4}, "waits": waits,
+            "commit": "abc", "torch": "2.13.0"}  # fmt: skip
+
+
+def test_a_wait_that_is_new_or_more_frequent_is_red_and_one_that_is_gone_is_told() -> None:
+    kept = row(row={"m:read": 2}, save={"m:stage": 3, "m:values": 1})
+    assert list(problems(kept, kept, "")) == fewer(kept, kept) == []
+    now = row(row={"m:read": 3}, save={"m:stage": 1}, evaluation={"m:score": 1})
+    assert list(problems(now, kept, "")) == [
+        "tp 2: a logged row waits 3 times in m:read, 2 in the kept table",
+        "tp 2: an evaluation waits 1 times in m:score, 0 in the kept table",
+    ]
+    assert fewer(now, kept) == [
+        "tp 2: a save waits 1 times in m:stage, 3 in the kept table",
+        "tp 2: a save waits 0 times in m:values, 1 in the kept table",
+    ]
+    assert list(problems(now, None, "")) == []
+
+
+def test_a_step_that_waits_is_red_without_a_reason_whatever_the_table_holds() -> None:
+    found = row(step={"m:item": 1})
+    wrong = "tp 2: a step waits 1 times in m:item, and a step waits for nothing"
+    assert list(problems(found, found, "")) == list(problems(found, None, "")) == [wrong]
+    assert list(problems(found, found, "split sizes")) == []
+    assert len(list(problems(row(step={"m:item": 2}), found, "split sizes"))) == 1
+
+
+def test_the_page_has_every_wait_and_every_reason() -> None:
+    text = page([row(step={"m:item": 1}), row() | {"layout": "plain"}], {"tp 2": "split sizes"})
+    assert "| tp 2 | 2 | 9 | 4 all-gather | 1 | 0 | 0 | 0 | 0 |" in text
+    assert "| `m:item` | 1 | tp 2 |" in text
+    assert "- **tp 2**: split sizes." in text
+    assert "1 of the 2 layouts" in text
+
+
+# ---- on the null GPU
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullRanks]:
+    found = NullRanks(tmp_path_factory.mktemp("caches"))
+    yield found
+    found.close()
+
+
+@needs_null_gpu
+@pytest.mark.slow
+def test_a_planted_item_in_the_step_is_red(ranks: NullRanks, tmp_path: Path) -> None:
+    plain = JOBS["plain"]
+    before, wrong = measure("plain", plain, ranks, tmp_path / "plain")
+    assert wrong == []
+    assert "step" not in before["waits"]
+    planted = replace(plain, keys={"train.loss": f"{PLANTS}:loss_that_waits"})
+    after, wrong = measure("plain", planted, ranks, tmp_path / "planted")
+    assert wrong == []
+    (function,) = after["waits"]["step"]
+    assert after["waits"]["step"] == {function: 2}  # micro-batches of a step
+    said = list(problems(after, before, ""))
+    assert f"plain: a step waits 2 times in {function}, 0 in the kept table" in said
+
+
+@needs_null_gpu
+@pytest.mark.slow
+def test_a_signal_saves_and_ends_as_on_a_cpu(ranks: NullRanks, tmp_path: Path) -> None:
+    job = replace(JOBS["fsdp 2"], keys={"callbacks.stop.name": f"{PLANTS}:Stopped"})
+    (tmp_path / "job.toml").write_text(job.toml())
+    ended = ranks.run(["run", "job.toml"], folder=tmp_path, ranks=2)
+    assert ended.codes == [75, 75], ended.texts
+    steps = [set(map(int, record["steps"])) for record in ended.records]
+    assert steps[0] == steps[1] < set(range(1, 8))
+    again = ranks.run(["run", "job.toml"], folder=tmp_path, ranks=2)
+    assert again.good, again.texts
+    assert min(map(int, again.records[0]["steps"])) == max(steps[0]) + 1
+
+
+@needs_null_gpu
+@pytest.mark.slow
+def test_verbs_that_use_a_device_end_there(ranks: NullRanks, tmp_path: Path) -> None:
+    """doctor finds that the sum is wrong, where others told a device that computes nothing from a good one."""
+    (tmp_path / "job.toml").write_text(JOBS["fsdp 2"].toml())
+    assert ranks.run(["run", "job.toml"], folder=tmp_path, ranks=2).good
+    doctor = ranks.run(["doctor"], folder=tmp_path)
+    assert doctor.codes == [2]
+    assert "broken" in doctor.texts[0]
+    for number, words in ((1, ["plan", "job.toml"]), (2, ["eval", "run"]), (1, ["eval", "run"])):
+        ended = ranks.run(words, folder=tmp_path, ranks=number)
+        assert ended.good, ended.texts
