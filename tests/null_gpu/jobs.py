@@ -160,7 +160,7 @@ _MLA = {
 _TIERED = {"model.layer_types.local.window": 16, "model.layer_pattern": ["local", "global"]}
 #: Layers that torchao's rule finds large enough, by tensors and by rows.
 _WIDE = _model(hidden_dim=1040)
-_WIDER = _model(dim=1040, hidden_dim=4112, num_layers=1)
+_WIDER = _model(dim=1088, num_heads=8, hidden_dim=4112, num_layers=1)
 _TENSORWISE = {**_WIDE, **_parallel(float8="tensorwise")}
 _ROWWISE = {**_WIDER, **_parallel(float8="rowwise")}
 _COMPILE = _parallel(compile=True)
@@ -197,6 +197,8 @@ _ONE_GPU = {
     "packed": _PACKED,
     "packed best_fit fp32": {"data.packing.name": "best_fit", **_parallel(precision="fp32")},
     "packed compile": {**_PACKED, **_COMPILE},
+    "packed, wide heads": {**_model(num_heads=2, head_dim=264), **_PACKED},
+    "packed, odd heads": {**_model(num_heads=2, head_dim=20), **_PACKED},
     "window": {**_model(**{"attention.window": 16}), **_PACKED},
     "layer types": _TIERED,
     "softcap": _model(**{"attention.softcap": 20.0, "logits_softcap": 30.0}),

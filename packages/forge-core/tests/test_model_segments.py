@@ -9,7 +9,8 @@ import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 
 from forge_core import _torch_compat
-from forge_core.model import SegmentPlan, attend_segments
+from forge_core.model import SegmentPlan, attend_segments, documents
+from forge_core.model.documents import within_segments
 
 PLANS = {
     "mixed": [[5, 2, 4, 1], [2, 2, 8]],
@@ -89,3 +90,18 @@ def test_varlen_is_told_who_sees_whom(
     x, borders = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4], dtype=torch.int32)
     assert _torch_compat.varlen(x, x, x, borders, 3, causal=False) == full
     assert _torch_compat.varlen(x, x, x, borders, 3) == causal
+
+
+@pytest.mark.parametrize(("width", "by_varlen"), [(8, True), (256, True), (20, False), (264, False)])
+def test_varlen_gets_the_widths_that_flash_attention_has(
+    monkeypatch: pytest.MonkeyPatch, width: int, by_varlen: bool
+) -> None:
+    """Rows of one document go to another function: with other widths a run died at its first packed row."""
+    calls = []
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(documents, "varlen", lambda q, *_, **__: calls.append(q.shape) or q)
+    q = torch.randn(1, 5, 2, width).to(torch.bfloat16)
+    plan = SegmentPlan.of_lengths([[2, 3]])
+    for attend in (attend_segments, within_segments):
+        assert attend(q, q, q, plan).shape == q.shape
+    assert calls == [(5, 2, width)] * (2 * by_varlen)

@@ -121,13 +121,13 @@ def within_segments(
 ) -> Tensor:
     """Causal attention inside the segments of a plan: q (B, S, H, D), k, v (B, S, K, D) -> like q.
 
-    On CUDA in bf16 or fp16 one `varlen_attn` call, if that computes the spec; elsewhere one call of
-    `attend_rows` for each length that occurs, plus one gather of q, k, v and the output where equal lengths
-    are not neighbours.
+    On CUDA in bf16 or fp16 one `varlen_attn` call, if that computes the spec and the width of a head (a multiple of
+    8, up to 256); elsewhere one call of `attend_rows` for each length that occurs, plus one gather of q, k, v and
+    the output where equal lengths are not neighbours.
     """
     if plan.whole_rows:
         return attend_rows(q, k, v, spec, sinks)
-    if _short(q) and not spec.needs_scores and varlen_computes(spec.window):
+    if _fits_varlen(q) and not spec.needs_scores and varlen_computes(spec.window):
         return _by_varlen(q, k, v, plan, scale=spec.scale, window=spec.window)
     return _by_length(q, k, v, plan, partial(attend_rows, spec=spec, sinks=sinks))
 
@@ -150,7 +150,7 @@ def attend_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tenso
         )
     if plan.whole_rows:
         return _attend_in_full(q, k, v)
-    if _short(q):
+    if _fits_varlen(q):
         return _by_varlen(q, k, v, plan, causal=False)
     return _by_length(q, k, v, plan, _attend_in_full)
 
@@ -160,8 +160,11 @@ def _attend_in_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sdpa(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
 
-def _short(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+def _fits_varlen(q: Tensor) -> bool:
+    """Whether flash attention takes q (..., D): it has widths up to 256, and outside `scaled_dot_product_attention`
+    nobody pads others to a multiple of 8."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and half and q.size(-1) % 8 == 0 and q.size(-1) <= 256
 
 
 def _by_varlen(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan, **options: Any) -> Tensor:
