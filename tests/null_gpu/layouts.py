@@ -13,14 +13,18 @@ its row from the table, and write it again. Leaves with 1 if a job is red.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from tests.null_gpu.jobs import EVERY, JOBS, MORE_STEPS, STEADY, STEPS, Job, write_data
@@ -42,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", action="append", choices=JOBS, metavar="NAME", help="this job; may be repeated")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep what was measured of this commit")  # fmt: skip
     parser.add_argument("--write", action="store_true", help="new rows, and those with fewer waits")
+    parser.add_argument("--lanes", type=int, default=2, help="jobs at the same time")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/null-gpu", help="of the runs")
     args = parser.parse_args(argv)
     kept, commit = _read(TABLE), _commit()
@@ -49,29 +54,45 @@ def main(argv: Sequence[str]) -> int:
     measured = {name: row for name, row in measured.items() if row["commit"] == commit}
     wanted = [name for name in args.only or JOBS if name not in measured]
     reds = 0
-    ranks = NullRanks(args.folder / "caches")
-    for number, name in enumerate(wanted, 1):
-        started = time.monotonic()
-        row, wrong = measure(name, JOBS[name], ranks, args.folder / name.replace(" ", "-"))
-        row |= {"commit": commit, "torch": _torch()}
-        if not wrong:
-            wrong = list(problems(row, kept.get(name), JOBS[name].reason))
-        print(
-            f"{number}/{len(wanted)} {name}: {'RED' if wrong else 'ok'}, {time.monotonic() - started:.0f} s"
-        )
-        print(
-            *(f"    {line}" for line in (*wrong, *_shrunk(row, kept))), sep="\n", end="", flush=True
-        )
+    for number, (row, wrong, seconds) in enumerate(_measured(wanted, args.folder, args.lanes), 1):
+        name = row["layout"]
+        row |= {"commit": commit, "torch": version("torch")}
+        wrong = wrong or list(problems(row, kept.get(name), JOBS[name].reason))
+        told = wrong or (fewer(row, kept[name]) if name in kept else [])
+        print(f"{number}/{len(wanted)} {name}: {'RED' if wrong else 'ok'}, {seconds:.0f} s")
+        print("".join(f"    {line}\n" for line in told), end="", flush=True)
         reds += bool(wrong)
         if not wrong:
             measured[name] = row
             _write(args.folder / "measured.json", measured)
-    ranks.close()
     if args.write:
         _write(TABLE, kept | measured)
         TABLE.with_suffix(".md").write_text(page(_read(TABLE).values(), {n: j.reason for n, j in JOBS.items()}))  # fmt: skip
     print(f"{len(wanted) - reds} of {len(wanted)} layouts are as they should be")
     return int(bool(reds))
+
+
+def _measured(
+    names: Sequence[str], folder: Path, lanes: int
+) -> Iterator[tuple[dict[str, Any], list[str], float]]:
+    """What `measure` gives for each of the jobs, and its seconds, in the order in which they end."""
+    free: Queue[NullRanks] = Queue()
+
+    def one(name: str) -> tuple[dict[str, Any], list[str], float]:
+        started, ranks = time.monotonic(), free.get()
+        try:
+            found = measure(name, JOBS[name], ranks, folder / name.replace(" ", "-"))
+        finally:
+            free.put(ranks)
+        return *found, time.monotonic() - started
+
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(lanes) as pool:
+        for _ in range(lanes):
+            ranks = NullRanks(folder / "caches")
+            stack.callback(ranks.close)
+            free.put(ranks)
+        for future in as_completed([pool.submit(one, name) for name in names]):
+            yield future.result()
 
 
 def measure(
@@ -86,9 +107,10 @@ def measure(
     run = ["run", "job.toml"]
     first = ranks.run(run, folder=folder, ranks=job.ranks)
     wrong = _failures("run", first) or _missing(first, job)
+    row: dict[str, Any] = {"layout": name, "ranks": job.ranks}
     if wrong:
-        return {}, wrong
-    row = {"layout": name, "ranks": job.ranks, **_figures(first)}
+        return row, wrong
+    row |= _figures(first)
     again = ranks.run([*run, "--train.steps", str(MORE_STEPS)], folder=folder, ranks=job.ranks)
     wrong = _failures("resume", again) or _not_resumed(again)
     if not wrong and job.generates:
@@ -172,10 +194,6 @@ def _collectives(counts: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def _shrunk(row: dict[str, Any], kept: Rows) -> list[str]:
-    return fewer(row, kept[row["layout"]]) if row.get("layout") in kept else []
-
-
 def _write(path: Path, rows: Rows) -> None:
     """One row a line, so that a change of one layout is a change of one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,12 +215,6 @@ def _commit() -> str:
 
     changed = git("status", "--porcelain", "--", *SOURCES)
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
-
-
-def _torch() -> str:
-    from importlib.metadata import version
-
-    return version("torch")
 
 
 if __name__ == "__main__":
