@@ -23,6 +23,8 @@ CAMPAIGNS = {
     "tests": "tests.null_gpu.test_device",
     "proofs": "tests.null_gpu.proofs",
     "matrix": "tests.null_gpu.matrix",
+    "waits": "tests.null_gpu.test_waits",
+    "layouts": "tests.null_gpu.layouts",
 }
 
 

@@ -19,6 +19,11 @@ needs_null_gpu = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 PLANTS = "tests.null_gpu.plants"
 
 
+def main(arguments: list[str]) -> int:
+    """These tests, as a campaign of `hatch run null-gpu`."""
+    return int(pytest.main([__file__, "-m", "slow or not slow", *arguments]))
+
+
 def row(**waits: dict[str, int]) -> dict[str, Any]:
     return {"layout": "tp 2", "ranks": 2, "kernels": 9, "collectives": {"all_gather": 4}, "waits": waits,
             "commit": "abc", "torch": "2.13.0"}  # fmt: skip
