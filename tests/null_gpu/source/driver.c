@@ -35,6 +35,13 @@ EXPORT CUresult cuGetProcAddress(const char *name, void **function, int version,
     return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
+// Tables of functions that only NVIDIA's own tools know. Without them CUPTI does not start, and the profiler goes on without
+// the device's kernels.
+EXPORT CUresult cuGetExportTable(const void **table, const CUuuid *id) {
+    *table = NULL;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
 // ---- contexts: one a device, always active
 
 static CUcontext context_of(int device) { return (CUcontext)(uintptr_t)(4096 + device); }
