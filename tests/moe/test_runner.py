@@ -19,8 +19,10 @@ from forge_testing.runs import (
     make_job,
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.jobs import _build
 from forge_train.trainer.build import build_model
 from forge_train.trainer.layout import layout_problems
+from forge_train.trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.distributed
 
@@ -104,6 +106,16 @@ def test_metrics_show_biases_loads_and_drops_of_each_mixture(alone: Any) -> None
     assert 1e-3 < rows["moe.0.max_bias"][-1] <= 12e-3
     assert all(0 <= rate <= 1 for rate in rows["moe.0.drop_rate"])
     assert all(load >= 1 for load in rows["moe.0.max_load"])
+
+
+def test_weights_in_fp32_on_a_gpu_are_read_without_kernels_of_16_bits(tmp_path: Path) -> None:
+    """`generate` and `eval` refused runs whose experts multiply by grouped_mm or float8, which GPUs have in bf16 alone."""
+    job = make_job(tmp_path, MOE)
+    fit_alone(job, **{"model.moe.backend": "float8", "train.steps": 1, "metrics.console": "off"})
+    for kernels, backend in ((True, "float8"), (False, "auto")):
+        model, config, _ = _build(RunDirectory(tmp_path / "run"), kernels)
+        assert {m.config.backend for m in model.modules() if isinstance(m, MoE)} == {backend}
+        assert config.model.moe.backend == "float8"
 
 
 def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -247,7 +247,6 @@ _ONE_GPU = {
     "device probes": {"health.every_steps": 4, "health.action": "warn"},
     "moe": _moe(),
     "moe grouped_mm": _moe(backend="grouped_mm"),
-    "moe batched": _moe(backend="batched"),
     "moe float8": _moe(backend="float8"),
     "moe float8 compile": {**_moe(backend="float8"), **_COMPILE},
     "moe sigmoid": _moe(
@@ -270,6 +269,7 @@ _ONE_GPU = {
     "moe mla": {**_moe(), **_MLA},
 }  # fmt: skip
 _LOOPS = {
+    "moe batched": _moe(backend="batched"),
     "moe loop": _moe(backend="loop"),
     "moe fp32": {**_moe(), **_parallel(precision="fp32")},
     "moe loop compile": {**_moe(backend="loop"), **_COMPILE},

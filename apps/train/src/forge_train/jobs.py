@@ -83,7 +83,9 @@ def load_model(
     if meshes is None:
         meshes, parallel = Meshes(torch.device(device)), None
     agreement = Agreement(meshes.host_group, alone=meshes.world_size == 1)
-    model, config, dtypes = run_on_all_ranks(agreement, lambda: _build(paths))
+    half = parallel is not None and parallel.precision != "fp32"
+    kernels = half or meshes.device.type == "cpu"
+    model, config, dtypes = run_on_all_ranks(agreement, lambda: _build(paths, kernels))
     frozen = frozen_names(model) if config.lora.rank else set[str]()
     names = tensor_names(model)
     layout = replace(config, parallel=parallel or ParallelConfig(precision="fp32"))
@@ -123,11 +125,19 @@ def load_model(
     return model.eval(), config, loaded
 
 
-def _build(paths: RunDirectory) -> tuple[nn.Module, JobConfig, dict[str, torch.dtype]]:
-    """The whole model of a run, before its weights, its configuration, and dtypes of checkpoints that are not fp32."""
+def _build(
+    paths: RunDirectory, kernels: bool
+) -> tuple[nn.Module, JobConfig, dict[str, torch.dtype]]:
+    """The whole model of a run, before its weights, its configuration, and dtypes of checkpoints that are not fp32.
+
+    Without `kernels` its experts multiply by what there is: GPUs have grouped_mm and float8 in 16 bits alone.
+    """
     refuse_no_run(paths)
     config = load_job(paths.config, {"run.dir": str(paths.path)}).config  # it may have been moved
-    model = build_model(config.model, config.init_seed)
+    section: Any = config.model
+    if not kernels and getattr(section, "moe", None) is not None:
+        section = replace(section, moe=replace(section.moe, backend="auto"))
+    model = build_model(section, config.init_seed)
     store_parameters(model, config.parallel.param_dtype)
     named = model.named_parameters(remove_duplicate=False)
     dtypes = {n: p.dtype for n, p in named if p.dtype == torch.bfloat16}
