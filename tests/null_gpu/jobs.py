@@ -111,6 +111,7 @@ _COMMON = {
     "eval.sequences": 4,
     "checkpoint.every_steps": EVERY,
     "sample.max_new_tokens": 2,
+    "health.at_start": False,  # it would stop a run on a device that computes nothing
     "health.memory_mib": 1,
 }
 _TEXT = {
@@ -182,7 +183,7 @@ def _pipe(schedule: str, **more: Any) -> Keys:
 
 _ONE_GPU = {
     "plain": {},
-    "fp32": {**_parallel(precision="fp32"), "health.at_start": False},
+    "fp32": _parallel(precision="fp32"),
     "bf16 weights": _parallel(param_dtype="bf16"),
     "compile": _COMPILE,
     "compile, recompute full": {**_COMPILE, **_parallel(recompute="full")},
@@ -244,7 +245,7 @@ _ONE_GPU = {
     "spikes are skipped": {"resilience.nonfinite.action": "skip", **_in("resilience.spike", action="skip", of="both", window=2)},
     "spikes roll back": {"resilience.nonfinite.action": "rollback", **_in("resilience.spike", action="rollback", of="grad_norm", window=2)},
     "spikes stop": _in("resilience.spike", action="stop", window=2),
-    "device probes": {"health.every_steps": 4, "health.action": "warn"},
+    "device probes": _in("health", at_start=True, every_steps=4, action="warn"),
     "moe": _moe(),
     "moe grouped_mm": _moe(backend="grouped_mm"),
     "moe float8": _moe(backend="float8"),

@@ -248,7 +248,12 @@ def test_the_efficient_kernel_alone_gets_repeated_heads(monkeypatch: pytest.Monk
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     q, k = (torch.zeros(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
     cuda = torch.backends.cuda
-    kinds = [cuda.enable_flash_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp, cuda.enable_mem_efficient_sdp]
+    kinds = [
+        cuda.enable_flash_sdp,
+        cuda.enable_math_sdp,
+        cuda.enable_cudnn_sdp,
+        cuda.enable_mem_efficient_sdp,
+    ]
     for chosen in kinds:
         for enable in kinds:
             enable(enable is chosen)

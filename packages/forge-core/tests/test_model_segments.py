@@ -92,7 +92,9 @@ def test_varlen_is_told_who_sees_whom(
     assert _torch_compat.varlen(x, x, x, borders, 3) == causal
 
 
-@pytest.mark.parametrize(("width", "by_varlen"), [(8, True), (256, True), (20, False), (264, False)])
+@pytest.mark.parametrize(
+    ("width", "by_varlen"), [(8, True), (256, True), (20, False), (264, False)]
+)
 def test_varlen_gets_the_widths_that_flash_attention_has(
     monkeypatch: pytest.MonkeyPatch, width: int, by_varlen: bool
 ) -> None:

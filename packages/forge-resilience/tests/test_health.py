@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_resilience import Journal
 from forge_resilience.health import (
@@ -73,6 +74,22 @@ def test_a_bit_of_memory_that_is_stuck_is_found(stuck: int, monkeypatch: pytest.
     found = memory_patterns("cpu", 2)
     assert found.state == BROKEN
     assert "words of 2 MiB came back changed" in found.value
+
+
+class Nothing(TorchDispatchMode):
+    """Operations give zeros, as on a device whose kernels never run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.zero_() if isinstance(found, torch.Tensor) else found
+
+
+@pytest.mark.parametrize("probe", [known_answer, memory_patterns])
+def test_a_device_that_computes_nothing_is_broken(probe: Any) -> None:
+    """It finds nothing wrong, either: what is wrong was counted there, and doctor called it ok."""
+    with Nothing():
+        found = probe("cpu")
+    assert found.state == BROKEN, found.value
 
 
 class FakeNvmlLibrary:
@@ -349,7 +366,7 @@ def test_memory_is_taken_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> 
 
     real = torch.empty
     monkeypatch.setattr(torch, "empty", full)
-    monkeypatch.setattr(torch, "ne", None)
+    monkeypatch.setattr(torch, "eq", None)
     found = memory_patterns("cpu", 2)
     assert (found.state, found.value) == (OK, "cpu: no free memory to try")
 

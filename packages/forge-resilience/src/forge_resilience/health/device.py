@@ -23,8 +23,8 @@ def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
     """Multiply Hadamard matrices, with random signs and small factors, in fp32 and on an accelerator in bf16, too.
 
     The product of H D and D H^T is n times the identity: all terms and sums are integers that both dtypes hold
-    exactly, so every element is known without computing it and one wrong bit shows. Products of 2048 x 2048
-    (256 x 256 on a CPU), one host sync.
+    exactly, so every element is known without computing it and one wrong bit shows. The right ones are counted: a
+    device that computes nothing has none. Products of 2048 x 2048 (256 x 256 on a CPU), one host sync.
     """
     import torch
 
@@ -37,14 +37,14 @@ def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
     expected = torch.diag(n * factors * factors.flip(0)).to(device)
     a = (factors[:, None] * left * signs).to(device)
     b = (signs[:, None] * left.T * factors.flip(0)).to(device)
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    right = torch.zeros((), dtype=torch.int64, device=device)
     dtypes = [torch.float32] if device.type == "cpu" else [torch.float32, torch.bfloat16]
     for dtype in dtypes:
-        wrong += (torch.matmul(a.to(dtype), b.to(dtype)) != expected.to(dtype)).sum()
-    name, count = _name(device), int(wrong)
-    if count:
+        right += (torch.matmul(a.to(dtype), b.to(dtype)) == expected.to(dtype)).sum()
+    name, total = _name(device), len(dtypes) * n * n
+    if count := total - int(right):
         rule = "a product of integers must be exact"
-        value = f"{name}: {count} of {len(dtypes) * n * n} elements of a known product are wrong"
+        value = f"{name}: {count} of {total} elements of a known product are wrong"
         return Finding("computing", BROKEN, value, rule, DRAIN)
     return Finding("computing", OK, f"{name}: a known product is exact")
 
@@ -62,6 +62,8 @@ def _hadamard(n: int) -> torch.Tensor:
 def memory_patterns(device: torch.device | str, mib: int | None = None) -> Finding:
     """Write four patterns and the addresses into `mib` MiB of free memory and read them back; one host sync.
 
+    Words that came back are counted, as in `known_answer`.
+
     By default 512 MiB of an accelerator and 1 of a CPU, and at most half of what is free; where nothing is, as in the
     middle of a run, nothing is tried.
     """
@@ -76,23 +78,23 @@ def memory_patterns(device: torch.device | str, mib: int | None = None) -> Findi
         block = torch.empty(mib * _WORDS, dtype=torch.int64, device=device)
         addresses = torch.arange(_PART, device=device)
         expected = torch.empty(_PART, dtype=torch.int64, device=device)
-        changed = torch.empty(_PART, dtype=torch.bool, device=device)
+        kept = torch.empty(_PART, dtype=torch.bool, device=device)
     except torch.OutOfMemoryError:
         mib = 0
     if not mib:
         return Finding("device memory", OK, f"{name}: no free memory to try")
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    right = torch.zeros((), dtype=torch.int64, device=device)
     parts = block.split(_PART)
     for pattern in _PATTERNS:
         block.fill_(pattern)
         for part in parts:
-            wrong += torch.ne(part, pattern, out=changed[: len(part)]).sum()
+            right += torch.eq(part, pattern, out=kept[: len(part)]).sum()
     for i, part in enumerate(parts):
         part.copy_(torch.add(addresses, i * _PART, out=expected)[: len(part)])
     for i, part in enumerate(parts):
         same = torch.add(addresses, i * _PART, out=expected)[: len(part)]
-        wrong += torch.ne(part, same, out=changed[: len(part)]).sum()
-    if count := int(wrong):
+        right += torch.eq(part, same, out=kept[: len(part)]).sum()
+    if count := (len(_PATTERNS) + 1) * len(block) - int(right):
         rule = "memory must keep what was written"
         value = f"{name}: {count} words of {mib} MiB came back changed"
         return Finding("device memory", BROKEN, value, rule, DRAIN)
