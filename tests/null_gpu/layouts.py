@@ -3,6 +3,7 @@
     hatch run null-gpu layouts                    # all; compared with docs/null-gpu-layouts.json
     hatch run null-gpu layouts --only "tp 2"      # that one
     hatch run null-gpu layouts --resume           # those that were not measured since the last commit
+    hatch run null-gpu layouts --new --write      # those that the table lacks
     hatch run null-gpu layouts --write            # the table and its page follow, where they shrink
 
 A job is `forge-train run` with saves, evaluations and a sample, once more from its newest checkpoint, and `forge-train
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--only", action="append", choices=JOBS, metavar="NAME", help="this job; may be repeated")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep what was measured of this commit")  # fmt: skip
+    parser.add_argument("--new", action="store_true", help="those without a row in the table")
     parser.add_argument("--write", action="store_true", help="new rows, and those with fewer waits")
     parser.add_argument("--lanes", type=int, default=2, help="jobs at the same time")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/null-gpu", help="of the runs")
@@ -52,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     kept, commit = _read(TABLE), _commit()
     measured = _read(args.folder / "measured.json") if args.resume else {}
     measured = {name: row for name, row in measured.items() if row["commit"] == commit}
-    wanted = [name for name in args.only or JOBS if name not in measured]
+    known = measured | (kept if args.new else {})
+    wanted = [name for name in args.only or JOBS if name not in known]
     reds = 0
     for number, (row, wrong, seconds) in enumerate(_measured(wanted, args.folder, args.lanes), 1):
         name = row["layout"]
