@@ -109,6 +109,10 @@ def test_verbs_that_use_a_device_end_there(ranks: NullRanks, tmp_path: Path) -> 
     doctor = ranks.run(["doctor"], folder=tmp_path)
     assert doctor.codes == [2]
     assert "broken" in doctor.texts[0]
-    for number, words in ((1, ["plan", "job.toml", "--gpus", "2"]), (2, ["eval", "run"]), (1, ["eval", "run"])):
+    for number, words in (
+        (1, ["plan", "job.toml", "--gpus", "2"]),
+        (2, ["eval", "run"]),
+        (1, ["eval", "run"]),
+    ):
         ended = ranks.run(words, folder=tmp_path, ranks=number)
         assert ended.good, ended.texts

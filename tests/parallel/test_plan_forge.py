@@ -347,7 +347,9 @@ def test_auto_on_cpus_is_fsdp_over_all_ranks() -> None:
 
 
 def test_a_run_starts_in_the_layout_that_is_chosen(tmp_path: Path) -> None:
-    ended = forge_train("run", make_job(tmp_path), "--parallel.layout", "auto", "--train.steps", "1")
+    ended = forge_train(
+        "run", make_job(tmp_path), "--parallel.layout", "auto", "--train.steps", "1"
+    )
     assert ended.code == 0, ended.err
 
 
