@@ -100,7 +100,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1, **options)
 
 
-@torch.compiler.assume_constant_result  # Dynamo cannot read the switches, which last as long as a model
+# Dynamo cannot read the switches, which last as long as a model
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _shared_by_a_kernel() -> bool:
     """Whether torch may take a kernel that shares key/value heads: flash and cuDNN, which have 16 bits, and math."""
     cuda = torch.backends.cuda
