@@ -404,6 +404,8 @@ _UNMASKED = (
 _OFFLOAD = (
     "FSDP2 adds a further micro-batch's gradients on the host, and the clipped norm is read there"
 )
+_MODALITIES = "the tokens of each modality are counted on the device, and read once per forward"
+_BY_MODALITY = ("mixture_of_transformers", "moma")
 JOBS: dict[str, Job] = {
     **{name: Job(1, keys) for name, keys in _ONE_GPU.items()},
     **{name: Job(1, keys, reason=_LOOP) for name, keys in _LOOPS.items()},
@@ -414,5 +416,10 @@ JOBS: dict[str, Job] = {
     **{name: Job(ranks, keys) for name, (ranks, keys) in _RANKS.items()},
     "fsdp 2, cpu offload": Job(2, _parallel(cpu_offload=True), reason=_OFFLOAD),
     **{name: Job(ranks, keys, reason=_SPLITS) for name, (ranks, keys) in _EXPERTS.items()},
-    **{name: Job(ranks, keys, True) for name, (ranks, keys) in _WITH_PICTURES.items()},
+    **{
+        name: Job(
+            ranks, keys, True, _MODALITIES if keys.get("model.fusion.name") in _BY_MODALITY else ""
+        )
+        for name, (ranks, keys) in _WITH_PICTURES.items()
+    },
 }
