@@ -29,6 +29,7 @@ from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError
 from forge_train.trainer.build import build_trained, freeze_groups
 from forge_train.trainer.layout import layout_problems
+from forge_train.trainer.objective import FUSED
 
 #: Averages of gradients and squares per parameter, by optimizer; what is not here counts as AdamW.
 _AVERAGES = {"adamw": 2, "lion": 1, "schedule_free_adamw": 1, "sgd": 1}
@@ -156,7 +157,10 @@ def _space(
     weight = int(_BYTES[config.parallel.param_dtype])
     frozen = {"bf16": 2, "fp32": 4}[config.lora.base_dtype] if config.lora.rank else None
     moments = _state_bytes(config, averages)
-    storage = Storage(weights=weight, gradients=weight, moments=moments, frozen=frozen)
+    fused = config.train.loss == FUSED
+    storage = Storage(
+        weights=weight, gradients=weight, moments=moments, frozen=frozen, fused_loss=fused
+    )
 
     def refuses(parallel: ParallelConfig) -> list[str]:
         return layout_problems(replace(config, parallel=parallel), gpus, per_node)

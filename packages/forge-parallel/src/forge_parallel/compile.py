@@ -64,7 +64,7 @@ def compile_blocks(
     ready: dict[
         Any, Callable[..., Any]
     ] = {}  # by function: blocks of one class share compiled code
-    parts: list[Any] = [part for block in blocks for part in _parts(block)]
+    parts: list[Any] = [part for block in blocks for part in compiled_parts(block)]
     # one code object (the mixin's) may need a graph for each block
     raise_recompile_limit(max(64, len(parts) + 8))
     for part in parts:
@@ -93,8 +93,8 @@ def holds_experts(module: nn.Module) -> bool:
     return any(p.dim() == 3 for p in module.parameters())
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module itself, or where it holds experts its largest parts without."""
+def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself, or where it holds experts its largest parts without: what `compile_blocks` compiles of a block."""
     if not holds_experts(module):
         yield module
         return
@@ -102,4 +102,4 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
         if not holds_experts(child):
             yield child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from _parts(child)
+            yield from compiled_parts(child)

@@ -26,7 +26,8 @@ class Storage:
 
     frozen: of weights that are not trained and saved apart; by default they are as the others. moments: of the optimizer, per trained parameter (AdamW 8). loss: per logit beside the logits, by default their
     gradient in the compute dtype; workspace: of the loss, at most. sync_once: gradients stay unsharded until the last
-    micro-batch; whole_logits: logits are gathered; compiled_tp: tp does not break compilation.
+    micro-batch; whole_logits: logits are gathered; compiled_tp: tp does not break compilation. fused_loss: the head makes
+    the loss block by block, and keeps the gradients of its input and (in fp32) of its weight instead of logits.
     """
 
     weights: int = 4
@@ -38,6 +39,7 @@ class Storage:
     sync_once: bool = False
     whole_logits: bool = False
     compiled_tp: bool = True
+    fused_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class Candidate:
     def wrapped(self) -> bool:
         """Whether FSDP2 wraps the model."""
         return self.world_size > 1 or self.config.precision != "fp32" or self.config.cpu_offload
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled."""
+        return self.config.compile and (self.storage.compiled_tp or self.layout.tp == 1)
 
     @property
     def reshards(self) -> bool:

@@ -10,6 +10,7 @@ from forge_parallel.axes.fsdp import cuts_inside
 from forge_parallel.axes.roles import BY_ROWS
 from forge_parallel.plan.candidate import Candidate, Load
 from forge_parallel.plan.profile import Part, Row, local_shape
+from forge_parallel.stages import splits_backward
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Memory:
 
     weights, gradients, moments: shards. activations: saved for `in_flight` micro-batches. recomputed: activations of
     one block, and its transient gradients. gathered: unsharded weights of two neighbouring blocks and of modules
-    outside blocks, in the compute dtype, with gradients and buffers of collectives. loss: logits, their gradient,
+    outside blocks, in the compute dtype, with a block's gradients and buffers of collectives. loss: logits, their gradient,
     its workspace. `peak` is the largest of three moments (the loss, a block's backward, the end of the backward),
     each with tensors left from the moment before, and workspaces.
     """
@@ -41,14 +42,15 @@ _LIBRARIES = 2.0**27
 
 class PartSize(NamedTuple):
     """Elements of a part on a rank: `local` shards, those of them that are `trained`, and gathered elements of
-    `dense` parameters and of `experts`, sharded by tp and ep, with FSDP2's padding. moments: bytes of the
-    optimizer's state."""
+    `dense` parameters and of `experts`, sharded by tp and ep, with FSDP2's padding, of which `learned` have gradients.
+    moments: bytes of the optimizer's state."""
 
     local: int
     trained: int
     moments: float
     dense: int
     experts: int
+    learned: int
 
     @property
     def whole(self) -> int:
@@ -59,7 +61,7 @@ def part_size(part: Part, candidate: Candidate) -> PartSize:
     """The size of a part, counted once per shape of the layout."""
 
     def count() -> PartSize:
-        local = trained = dense = experts = 0
+        local = trained = dense = experts = learned = 0
         moments = 0.0
         for row in part.rows:
             numel, is_expert = local_numel(row, candidate), row.role == "expert"
@@ -69,7 +71,8 @@ def part_size(part: Part, candidate: Candidate) -> PartSize:
             moments += numel * row.trains * per_element
             dense += numel * _shards(row, candidate) * (not is_expert)
             experts += numel * _shards(row, candidate) * is_expert
-        return PartSize(local, trained, moments, dense, experts)
+            learned += numel * _shards(row, candidate) * row.trains
+        return PartSize(local, trained, moments, dense, experts, learned)
 
     return candidate.profile.once(
         ("part_size", id(part), candidate.layout[2:], candidate.storage.moments), count
@@ -111,11 +114,18 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     loss = _loss(candidate) if load.last else 0.0
     static = weights + moments + gathered + _LIBRARIES
     # in the first micro-batch gradients grow while activations shrink
-    before = gradients + _unreduced(candidate, load) if candidate.num_micro_batches > 1 else 0.0
+    if candidate.layout.pp > 1:  # stages keep gradients whole, and reduce them behind the last backward
+        before = _whole_gradients(candidate, load)
+        after = max(before, gradients)
+        before *= candidate.num_micro_batches > in_flight  # else all go forward before one goes back
+    else:
+        after = gradients
+        before = gradients + _unreduced(candidate, load)
+        before *= candidate.num_micro_batches > 1
     peak = static + max(
         before + activations + loss,
-        max(before + activations, gradients) + recomputed + buffers,
-        gradients + ends,
+        max(before + activations, after) + recomputed + buffers,
+        after + ends,
     )
     return Memory(weights, gradients, moments, activations, recomputed,
                   gathered + buffers, loss, peak, in_flight)  # fmt: skip
@@ -125,8 +135,8 @@ def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> float:
     """Micro-batches of which a rank keeps activations at once; halves where it has two stages.
 
     GPipe keeps all, 1F1B as many as there are ranks from this one on, the interleaved ones their warm-up
-    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), with zero bubbles pp more, whose weights'
-    gradients wait; those in a V about pp on every rank.
+    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes). With zero bubbles it is pp - rank - 1 for the double, and
+    the weights' gradients of `rank` passes wait: pp micro-batches on every rank, as in a V.
     """
     pp, m, name = candidate.layout.pp, candidate.num_micro_batches, candidate.config.pp_schedule
     if pp == 1:
@@ -137,7 +147,7 @@ def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> float:
         "gpipe": m,
         "1f1b": pp - pp_rank,
         "interleaved_1f1b": warm_up / stages,
-        "interleaved_zero_bubble": (warm_up + pp) / stages,
+        "interleaved_zero_bubble": pp,
         "zbv_zero_bubble": pp,
         "dualpipev": pp + 1,
     }[name])  # fmt: skip
@@ -151,19 +161,26 @@ def _saved_activations(candidate: Candidate, load: Load) -> float:
         for i, kind in enumerate(stage):
             block = t.kinds[kind]
             if c.memory_budget is not None:
-                total += block.inputs + c.memory_budget * (block.saved - block.inputs)
+                total += block.inputs + c.memory_budget * (block.compiled - block.inputs)
             else:
-                total += block.under("none" if i % c.recompute_every else c.recompute)
+                mode = "none" if i % c.recompute_every else c.recompute
+                total += block.under(mode, candidate.compiled)
         if candidate.layout.pp > 1 and stage:
             total += t.kinds[stage[-1]].inputs  # its output waits for its gradient
     return total
 
 
 def _transient(candidate: Candidate, load: Load) -> float:
-    """Per row: recomputed activations of a block, and two gradients of its largest tensor."""
+    """Per row: recomputed activations of a block, and two gradients of its largest tensor; where weights' gradients are
+    computed apart, those of all outputs of products of a stage, which they wait with."""
     kinds = [candidate.trace.kinds[k] for k in set(load.kinds)]
-    again = (max(0, k.saved - k.under(candidate.config.recompute)) + 2 * k.largest for k in kinds)
-    return max(again, default=0)
+    mode, compiled = candidate.config.recompute, candidate.compiled
+    again = (max(0, k.under("none", compiled) - k.under(mode, compiled)) + 2 * k.largest for k in kinds)
+    waits = 0
+    if candidate.layout.pp > 1 and splits_backward(candidate.config):
+        kept = [[candidate.trace.kinds[k] for k in stage] for stage in load.stages]
+        waits = max(sum(k.selective - k.inputs for k in stage) for stage in kept)
+    return max(again, default=0) + waits
 
 
 def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
@@ -173,36 +190,54 @@ def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     s, d = candidate.storage, candidate.layout
     sharded, several = d.dp_shard * d.cp > 1, candidate.num_micro_batches > 1
-    sizes = sorted((part_size(block, candidate).whole for block in load.blocks), reverse=True)
-    outside = part_size(load.ends, candidate).whole
-    behind = part_size(candidate.profile.ends(False, load.last), candidate).whole
-    # torch's pipeline stages keep weights gathered, and gradients whole, to the last backward
-    here = sum(sizes[:2] if candidate.reshards and d.pp == 1 else sizes) + outside
-    gathered = float(here * candidate.compute)
-    if not sharded and s.weights == candidate.compute:
-        gathered = 0.0  # nothing to gather and nothing to cast
-    if several and (d.pp > 1 or (s.sync_once and sharded)):
-        gathered += (sum(sizes) + outside) * (candidate.reduce if d.pp > 1 else candidate.compute)
+    blocks = [part_size(block, candidate) for block in load.blocks]
+    sizes = sorted((block.whole for block in blocks), reverse=True)
+    largest = max((block.learned for block in blocks), default=0)
+    ends = part_size(load.ends, candidate)
+    behind = part_size(candidate.profile.ends(False, load.last), candidate).learned
+    # torch's pipeline stages keep weights gathered to the last backward
+    # copies of weights that are frozen in 16 bits exist only while they are used, on one rank, too
+    reshards = (candidate.reshards or s.frozen == 2) and d.pp == 1
+    gathered = float((sum(sizes[:2] if reshards else sizes) + ends.whole) * candidate.compute)
+    if several and s.sync_once and sharded and d.pp == 1:
+        gathered += (sum(sizes) + ends.whole) * candidate.compute
     # gradients, the input of their reduce-scatter, and the output of the next all-gather
-    buffers = max(sizes, default=0) * (2 * candidate.compute + candidate.reduce) * sharded
+    in_next, out = max(sizes, default=0) * candidate.compute, candidate.compute + candidate.reduce
+    buffers = (in_next + largest * out) * sharded
     return (
         gathered,
         buffers + behind * candidate.compute,
-        outside * (candidate.compute + candidate.reduce),
+        ends.learned * out,
     )
+
+
+def _whole_gradients(candidate: Candidate, load: Load) -> float:
+    """Unsharded gradients of a pipeline rank, in the dtype in which they are reduced."""
+    parts = [*load.blocks, load.ends] if candidate.wrapped else []
+    return float(sum(part_size(part, candidate).learned for part in parts) * candidate.reduce)
 
 
 def _unreduced(candidate: Candidate, load: Load) -> float:
     """The input of the last reduce-scatter outside blocks: FSDP2 frees it in the next backward."""
     if not candidate.wrapped or candidate.layout.pp > 1 or candidate.storage.sync_once:
         return 0.0
-    return float(part_size(load.ends, candidate).whole * candidate.reduce)
+    return float(part_size(load.ends, candidate).learned * candidate.reduce)
 
 
 def _loss(candidate: Candidate) -> float:
     """Logits of a micro-batch, their gradient, and the blocks in which the loss is computed."""
     s, logits = candidate.storage, candidate.trace.logits * candidate.micro_batch
+    if s.fused_loss:
+        return _fused_loss(candidate)
     if s.whole_logits:
         logits *= candidate.layout.tp
     beside = candidate.compute if s.loss is None else s.loss
     return logits * (candidate.compute + beside) + min(s.workspace, logits * 8)
+
+
+def _fused_loss(candidate: Candidate) -> float:
+    """Gradients of the head's input and, in fp32, of its weight; beside them that of the weight in the dtype in which
+    the backward hands it on. The blocks of logits are gone by then, and smaller."""
+    weight = part_size(candidate.profile.ends(False, True), candidate).whole
+    stream = max(kind.inputs for kind in candidate.trace.kinds.values()) * candidate.micro_batch
+    return stream + weight * (4 + candidate.compute)

@@ -99,8 +99,7 @@ def _products(candidate: Candidate, load: Load) -> float:
     # a rank of tp computes what is before the blocks for all tokens, and a rank of cp for whole rows
     shared = candidate.layout.cp * candidate.layout.tp
     ends += (3 * p.first_flops - p.first_spared) * load.first * shared
-    compiled = c.compile and (candidate.storage.compiled_tp or candidate.layout.tp == 1)
-    share = candidate.hardware.compiled if compiled else candidate.hardware.eager
+    share = candidate.hardware.compiled if candidate.compiled else candidate.hardware.eager
     speed = candidate.hardware.peak * share
     faster = FLOAT8 if c.float8 != "none" else 1.0
     least = candidate.num_micro_batches * len(load.kinds) * LAUNCH

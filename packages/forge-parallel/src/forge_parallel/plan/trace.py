@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 from forge_parallel._torch_compat import DispatchMode, storage_id
 from forge_parallel.axes.fsdp import own_dtype
 from forge_parallel.axes.roles import HEADS
+from forge_parallel.compile import compiled_parts
 from forge_parallel.plan.profile import Profile, local_shape
 from forge_parallel.recompute import is_saved, tensors_in
 
@@ -31,12 +33,13 @@ from forge_parallel.recompute import is_saved, tensors_in
 class BlockTrace:
     """Bytes of one block (or of what stands before or after the blocks) for one row of a micro-batch.
 
-    saved: for the backward without recomputation; inputs: its tensor arguments; selective: those and the outputs of
-    products; largest: its largest tensor. sent: bytes of the unsharded tensors in the collectives of one forward,
-    by axis.
+    saved: for the backward without recomputation; compiled: those of them that the compiler saves, too; inputs: its
+    tensor arguments; selective: those and the outputs of products; largest: its largest tensor. sent: bytes of the
+    unsharded tensors in the collectives of one forward, by axis.
     """
 
     saved: int = 0
+    compiled: int = 0
     inputs: int = 0
     selective: int = 0
     largest: int = 0
@@ -47,9 +50,10 @@ class BlockTrace:
         """Experts for each token."""
         return max(1, round(self.sent["rows"] / self.inputs)) if self.inputs else 1
 
-    def under(self, mode: str) -> int:
+    def under(self, mode: str, compiled: bool = False) -> int:
         """Bytes that a mode of recomputation keeps."""
-        return {"none": self.saved, "full": self.inputs, "selective": self.selective}[mode]
+        whole = self.compiled if compiled else self.saved
+        return {"none": whole, "full": self.inputs, "selective": self.selective}[mode]
 
 
 @dataclass
@@ -87,12 +91,16 @@ def trace(
         tracer = _Tracer(profile, model, tp, cp, sequence_parallel, gather_keys)
         tokens = torch.zeros(rows, profile.seq_len // cp, dtype=torch.int64)
         keep = torch.autograd.graph.saved_tensors_hooks(tracer.keep, lambda t: t)
-        with tracer, keep, _Products(tracer):
+        with tracer, keep, _Operators(tracer):
             out = getattr(model, "plan_forward", model)(tokens)
     tracer.close()
     logits = out if isinstance(out, Tensor) else next(iter(out.values()))
     shared = sum(tracer.shared.values())
     return Trace(tracer.kinds, tracer.first, tracer.last, shared, logits.numel())
+
+
+#: Operators that are fused like those that torch calls pointwise.
+_BY_ELEMENT = (torch.ops.aten._to_copy, torch.ops.aten.cat)
 
 
 class _Skip(nn.Module):
@@ -139,8 +147,13 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
-class _Products(DispatchMode):
-    """Records the outputs that selective recomputation saves."""
+class _Operators(DispatchMode):
+    """Records the outputs that selective recomputation saves, and those that a compiled backward computes again.
+
+    torch's partitioner does so with results of operators on single elements that only such operators read: it fuses
+    them into the kernels of the backward, for which their inputs are saved. An operand of a product would have to be written
+    out once more, so it is saved.
+    """
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -151,6 +164,13 @@ class _Products(DispatchMode):
         if is_saved(func):
             for tensor in tensors_in(out):
                 self.tracer.note(tensor, self.tracer.products)
+        given = {storage_id(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        made = {storage_id(t) for t in tensors_in(out)} - given  # a view makes nothing
+        by_element = torch.Tag.pointwise in func.tags or func.overloadpacket in _BY_ELEMENT
+        self.tracer.fused -= made if not by_element else set()
+        self.tracer.fused |= made if by_element else set()
+        if made and not by_element:
+            self.tracer.fused -= given
         return out
 
 
@@ -178,6 +198,9 @@ class _Tracer(TorchFunctionMode):
         self.kinds: dict[int, BlockTrace] = {}
         self.shared: dict[int, int] = {}
         self.products: dict[int, int] = {}
+        self.fused: set[int] = set()  # storages that a compiled backward computes again
+        self._compiles = False
+        self._eager: set[int] = set()  # storages that are saved by what is not compiled
         self._saved: dict[int, int] = {}
         self._saved_by: dict[int, dict[int, int]] = {}  # the last block of a kind
         self._alive: list[Tensor] = []
@@ -214,6 +237,9 @@ class _Tracer(TorchFunctionMode):
         for name, kind in profile.samples.items():
             block = model.get_submodule(name)
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            for part in compiled_parts(block):
+                part.register_forward_pre_hook(partial(self._compile, True))
+                part.register_forward_hook(partial(self._compile, False))
             block.register_forward_hook(partial(self._leave, kind))
         matched = profile.matched
         for name, module in model.named_modules():
@@ -248,12 +274,20 @@ class _Tracer(TorchFunctionMode):
         """The hook on tensors that autograd saves."""
         if storage_id(tensor) not in self._parameters:
             self.note(tensor, self._saved)
+            if not self._compiles:
+                self._eager.add(storage_id(tensor))
         return tensor
+
+    def _compile(self, begins: bool, *_: Any) -> None:
+        """Note that a part which may be compiled begins or ends."""
+        self._compiles = begins
 
     def close(self) -> dict[int, int]:
         """Add tensors saved since the last call to the part that ends here."""
         part, saved = self.here, self._saved
         part.saved += sum(saved.values())
+        again = self.fused - self._eager
+        part.compiled += sum(size for key, size in saved.items() if key not in again)
         part.selective += sum(self.products.values())
         part.largest = max([part.largest, *saved.values()])
         self._saved, self._entering = {}, None
@@ -270,6 +304,7 @@ class _Tracer(TorchFunctionMode):
         saved, before = self.close(), self._saved_by.get(kind, {})
         both = {key: size for key, size in saved.items() if key in before}  # there once for all
         self.here.saved -= sum(both.values())
+        self.here.compiled -= sum(both.values())
         self.here.selective += self.here.inputs
         self.shared |= both
         self._saved_by[kind], self.kinds[kind], self.here = saved, self.here, self.last

@@ -1,0 +1,25 @@
+"""F118: plans against the peaks of torch's caching allocator, which docs/null-gpu-memory.json keeps.
+
+The peaks were measured on a GPU that computes nothing (`hatch run null-gpu memory --write`); plans need none.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.null_gpu.memory import plan, rows
+from tests.null_gpu.memory_rows import JOBS, PRESETS, Job
+
+KEPT = rows()
+
+
+def test_F118_every_preset_of_one_gpu_is_measured() -> None:
+    assert PRESETS
+    assert {job.name for job in PRESETS} <= KEPT.keys()
+
+
+@pytest.mark.parametrize("job", [j for j in JOBS if j.name in KEPT], ids=lambda job: job.name)
+def test_F118_a_plan_is_near_the_allocators_peak(job: Job) -> None:
+    """On one GPU within 5 %, in a layout within 10 %; and at most 1 % below, as a run must not end without memory."""
+    share = plan(job) / KEPT[job.name]["peak"]
+    assert 0.99 <= share <= 1 + job.within, f"planned {share:.3f} of the peak"
