@@ -18,11 +18,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.null_gpu import device
+from tests.null_gpu.memory_rows import (
+    CONFIGS,
+    JOBS,
+    LAYOUTS,
+    MANY,
+    ONE,
+    ONE_GPU,
+    PRESETS,
+    ROOT,
+    Job,
+)
+
 from forge_data.prepare import prepare
 from forge_train import load_job
 from forge_train.plan import price
-from tests.null_gpu import device
-from tests.null_gpu.memory_rows import CONFIGS, JOBS, LAYOUTS, MANY, ONE, ONE_GPU, PRESETS, ROOT, Job
 
 KEPT = ROOT / "docs" / "null-gpu-memory.json"
 PAGE = KEPT.with_suffix(".md")
@@ -37,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help=f"keep the result in {KEPT.name}")
     args = parser.parse_args(argv)
     known, reds = rows(), 0
-    jobs = [job for job in JOBS if args.only in job.name and not (args.missing and job.name in known)]
+    jobs = [
+        job for job in JOBS if args.only in job.name and not (args.missing and job.name in known)
+    ]
     for job, row in measured(jobs):
         if "error" in row:
             print(f"{job.name}: RED\n{row['error']}", flush=True)
@@ -66,9 +79,15 @@ def measured(jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         for job in jobs:
-            asked = {"config": str(CONFIGS / job.config), "flags": job.all_flags, "ranks": job.ranks, "saves": job.saves}
+            asked = {
+                "config": str(CONFIGS / job.config),
+                "flags": job.all_flags,
+                "ranks": job.ranks,
+                "saves": job.saves,
+            }
             process.stdin.write(json.dumps(asked) + "\n")
             process.stdin.flush()
             yield job, json.loads(process.stdout.readline())
@@ -103,14 +122,27 @@ def make_tokens(folder: Path) -> None:
 
 def page(kept: dict[str, dict[str, Any]]) -> str:
     """The page of kept measurements, beside what the planner says now."""
-    parts = [_HEAD.format(one=f"{ONE:.0%}", many=f"{MANY:.0%}", torch=sorted({r["torch"] for r in kept.values()})[-1])]
-    for title, jobs in (("Presets of one GPU", PRESETS), ("One GPU", ONE_GPU), ("Several", LAYOUTS)):
+    parts = [
+        _HEAD.format(
+            one=f"{ONE:.0%}",
+            many=f"{MANY:.0%}",
+            torch=sorted({r["torch"] for r in kept.values()})[-1],
+        )
+    ]
+    for title, jobs in (
+        ("Presets of one GPU", PRESETS),
+        ("One GPU", ONE_GPU),
+        ("Several", LAYOUTS),
+    ):
         parts.append(f"## {title}\n\n" + _table(jobs, kept))
     return "\n\n".join(parts) + "\n"
 
 
 def _table(jobs: Iterable[Job], kept: dict[str, dict[str, Any]]) -> str:
-    lines = ["| job | planned, GB | peak, GB | planned / peak | reserved, GB |", "|---|---|---|---|---|"]
+    lines = [
+        "| job | planned, GB | peak, GB | planned / peak | reserved, GB |",
+        "|---|---|---|---|---|",
+    ]
     for job in (job for job in jobs if job.name in kept):
         row, planned = kept[job.name], plan(job)
         sizes = (planned, row["peak"], row["reserved"])

@@ -39,6 +39,8 @@ class Job:
 
     @property
     def within(self) -> float:
+        if "lora.rank" in self.flags:
+            return MANY  # activations of frozen blocks are counted as those of trained ones
         return ONE if self.ranks == 1 else MANY
 
     @property
@@ -58,7 +60,9 @@ def _of(model: str, name: str, ranks: int = 1, **flags: Any) -> Job:
     return Job(f"{model} {name}".strip(), f"recipes/{model}.toml", base | given, ranks)
 
 
-PRESETS = [Job(p.stem, f"presets/{p.name}") for p in sorted((CONFIGS / "presets").glob("*_1gpu.toml"))]
+PRESETS = [
+    Job(p.stem, f"presets/{p.name}") for p in sorted((CONFIGS / "presets").glob("*_1gpu.toml"))
+]
 
 _LORA = {"lora.rank": 16, "lora.patterns": ["*.q_proj", "*.v_proj"]}
 _PICTURES = {
@@ -83,12 +87,28 @@ ONE_GPU = [
     _of_1b("1b recompute selective", parallel__recompute="selective"),
     _of_1b("1b recompute full, every 2", parallel__recompute="full", parallel__recompute_every=2),
     _of_1b("1b fp32", parallel__precision="fp32"),
-    _of_1b("1b compile, micro_batch 4", parallel__compile=True, train__micro_batch=4, train__global_batch=4),
-    _of_1b("1b compile, memory_budget 0.5", parallel__compile=True, parallel__memory_budget=0.5, train__micro_batch=4, train__global_batch=4),
+    _of_1b(
+        "1b compile, micro_batch 4",
+        parallel__compile=True,
+        train__micro_batch=4,
+        train__global_batch=4,
+    ),
+    _of_1b(
+        "1b compile, memory_budget 0.5",
+        parallel__compile=True,
+        parallel__memory_budget=0.5,
+        train__micro_batch=4,
+        train__global_batch=4,
+    ),
     _of_1b("1b compile, recompute full", parallel__compile=True, parallel__recompute="full"),
     _of_1b("1b compile, fp32", parallel__compile=True, parallel__precision="fp32"),
     _of_1b("1b fused loss", train__loss="fused_cross_entropy"),
-    _of_1b("1b fused loss, micro_batch 4", train__loss="fused_cross_entropy", train__micro_batch=4, train__global_batch=4),
+    _of_1b(
+        "1b fused loss, micro_batch 4",
+        train__loss="fused_cross_entropy",
+        train__micro_batch=4,
+        train__global_batch=4,
+    ),
     _of_1b("1b muon", optimizer__name="muon"),
     _of_1b("1b lion", optimizer__name="lion"),
     _of_1b("1b schedule-free", optimizer__name="schedule_free_adamw"),
@@ -97,7 +117,13 @@ ONE_GPU = [
     _of_1b("1b float8 tensorwise", parallel__float8="tensorwise"),
     _of_1b("1b float8 rowwise", parallel__float8="rowwise"),
     _of_1b("1b float8 tensorwise, compile", parallel__float8="tensorwise", parallel__compile=True),
-    _of("125m", "cpu_offload", train__micro_batch=4, train__global_batch=8, parallel__cpu_offload=True),
+    _of(
+        "125m",
+        "cpu_offload",
+        train__micro_batch=4,
+        train__global_batch=8,
+        parallel__cpu_offload=True,
+    ),
     _of_1b("1b adapters", **_LORA),
     _of_1b("1b two tokens ahead", **{"model.mtp.num_modules": 1}),
     _of_1b("1b latent attention", **_MLA),
@@ -109,7 +135,12 @@ ONE_GPU = [
     _of("moe_64", "8 layers", model__num_layers=8),
     _of("moe_64", "8 layers, recompute full", model__num_layers=8, parallel__recompute="full"),
     _of("qwen3_siglip2", "", **_PICTURES),
-    Job("125m saved in the background", "presets/125m_1gpu.toml", {"train.global_batch": 16, "checkpoint.every_steps": 1}, saves=True),
+    Job(
+        "125m saved in the background",
+        "presets/125m_1gpu.toml",
+        {"train.global_batch": 16, "checkpoint.every_steps": 1},
+        saves=True,
+    ),
 ]
 
 LAYOUTS = [

@@ -6,7 +6,6 @@ The peaks were measured on a GPU that computes nothing (`hatch run null-gpu memo
 from __future__ import annotations
 
 import pytest
-
 from tests.null_gpu.memory import plan, rows
 from tests.null_gpu.memory_rows import JOBS, PRESETS, Job
 

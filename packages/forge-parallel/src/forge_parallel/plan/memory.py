@@ -114,10 +114,14 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     loss = _loss(candidate) if load.last else 0.0
     static = weights + moments + gathered + _LIBRARIES
     # in the first micro-batch gradients grow while activations shrink
-    if candidate.layout.pp > 1:  # stages keep gradients whole, and reduce them behind the last backward
+    if (
+        candidate.layout.pp > 1
+    ):  # stages keep gradients whole, and reduce them behind the last backward
         before = _whole_gradients(candidate, load)
         after = max(before, gradients)
-        before *= candidate.num_micro_batches > in_flight  # else all go forward before one goes back
+        before *= (
+            candidate.num_micro_batches > in_flight
+        )  # else all go forward before one goes back
     else:
         after = gradients
         before = gradients + _unreduced(candidate, load)
@@ -175,7 +179,9 @@ def _transient(candidate: Candidate, load: Load) -> float:
     computed apart, those of all outputs of products of a stage, which they wait with."""
     kinds = [candidate.trace.kinds[k] for k in set(load.kinds)]
     mode, compiled = candidate.config.recompute, candidate.compiled
-    again = (max(0, k.under("none", compiled) - k.under(mode, compiled)) + 2 * k.largest for k in kinds)
+    again = (
+        max(0, k.under("none", compiled) - k.under(mode, compiled)) + 2 * k.largest for k in kinds
+    )
     waits = 0
     if candidate.layout.pp > 1 and splits_backward(candidate.config):
         kept = [[candidate.trace.kinds[k] for k in stage] for stage in load.stages]
