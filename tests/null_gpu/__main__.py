@@ -25,6 +25,7 @@ CAMPAIGNS = {
     "matrix": "tests.null_gpu.matrix",
     "waits": "tests.null_gpu.test_waits",
     "layouts": "tests.null_gpu.layouts",
+    "memory": "tests.null_gpu.memory",
 }
 
 

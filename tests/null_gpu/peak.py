@@ -85,7 +85,7 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, int]:
     if not job["saves"]:
         Trainer._save = _nothing  # type: ignore[assignment, method-assign]
         Store.prepare = _nothing  # type: ignore[assignment, method-assign]
-    flags = {**job["flags"], "run.dir": str(folder / "run")}
+    flags = {**job["flags"], "run.dir": str(folder / "run"), "health.at_start": False}
     trainer = Trainer(load_job(job["config"], flags))
     with launch(trainer.config.parallel):
         trainer.fit(trainer.meshes)
