@@ -45,6 +45,12 @@ def not_compiled(function: F) -> F:
     return cast(F, call)
 
 
+def constant_when_compiled(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, without its import of the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 2.11 to 2.15
+    return function
+
+
 def graph_is_kept() -> bool:
     """Whether the backward that runs may come again (`retain_graph`); True where that is not known."""
     if torch.compiler.is_compiling():

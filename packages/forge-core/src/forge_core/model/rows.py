@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_core._torch_compat import constant_when_compiled
 from forge_core.model.spec import AttentionSpec
 
 PLAIN = AttentionSpec()
@@ -101,7 +102,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 # Dynamo cannot read the switches, which last as long as a model
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _shared_by_a_kernel() -> bool:
     """Whether torch may take a kernel that shares key/value heads: flash and cuDNN, which have 16 bits, and math."""
     cuda = torch.backends.cuda
