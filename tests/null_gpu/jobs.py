@@ -299,7 +299,6 @@ _RANKS: dict[str, tuple[int, Keys]] = {
     "tp 2": (2, _TP),
     "tp 2, whole sequences": (2, _WHOLE),
     "tp 2, compile": (2, {**_TP, **_COMPILE}),
-    "tp 2, async": (2, {**_TP, **_COMPILE, **_parallel(async_tp=True)}),
     "tp 2, float8 rowwise": (2, {**_TP, **_ROWWISE, "model.hidden_dim": 8224}),
     "tp 2, muon": (2, {**_TP, "optimizer.name": "muon"}),
     "tp 2, mla": (2, {**_TP, **_MLA}),

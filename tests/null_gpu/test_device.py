@@ -240,6 +240,23 @@ def test_memory_is_that_of_the_device(tmp_path: Path) -> None:
 
 
 @needs_null_gpu
+def test_symmetric_memory_is_refused(tmp_path: Path) -> None:
+    output = _run(
+        tmp_path,
+        """
+        import torch
+        from torch.distributed import _symmetric_memory
+
+        try:
+            _symmetric_memory.empty(4, device="cuda:0")
+        except RuntimeError as error:
+            print(error)
+        """,
+    )
+    assert output.startswith("symmetric memory lies on GPUs that read one another")
+
+
+@needs_null_gpu
 def test_an_unknown_call_is_reported_once_and_counted(tmp_path: Path) -> None:
     output = _run(
         tmp_path,

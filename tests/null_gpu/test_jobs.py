@@ -38,6 +38,7 @@ SECTIONS = (
 LEFT_OUT = {
     ("parallel.device", "auto"): "the same device, found instead of named",
     ("parallel.device", "cpu"): "no CUDA",
+    ("parallel.async_tp", "True"): "needs memory that GPUs read from one another",
     ("parallel.sdpa", "cudnn"): "cuDNN plans attention with the device at hand, and there is none",
     ("resilience.watch.action", "off"): "of the launcher's process, which uses no device",
     ("resilience.watch.action", "restart"): "of the launcher's process, which uses no device",

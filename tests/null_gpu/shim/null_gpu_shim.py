@@ -29,11 +29,17 @@ def start() -> None:
         import null_gpu_objects
 
         null_gpu_objects.install()
+        torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p = _refuse_symmetric_memory
         _AfterImport("torch.distributed.pipelining.schedules", _vote_alone)
     if folder := os.environ.get("NULL_GPU_WAITS"):
         import null_gpu_waits
 
         null_gpu_waits.record(folder)
+
+
+def _refuse_symmetric_memory(*_: Any, **__: Any) -> None:
+    """In place of a call of functions that are not there, which ends the process."""
+    raise RuntimeError("symmetric memory lies on GPUs that read one another; the null GPU has none: leave it out (in Forge: parallel.async_tp = false)")  # fmt: skip
 
 
 def _vote_alone(schedules: ModuleType) -> None:
