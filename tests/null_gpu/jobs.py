@@ -181,6 +181,16 @@ def _pipe(schedule: str, **more: Any) -> Keys:
     return {**_DEEP, **_parallel(pp=2, pp_schedule=schedule, **more)}
 
 
+def _seen(scope: str) -> Keys:
+    """Strips whose tokens also see what is ahead of them in a scope."""
+    options = {**_STRIPS["data.sources.squares.options"], "bidirectional": scope}
+    return {
+        **_STRIPS,
+        **_model(bidirectional=scope),
+        "data.sources.squares.options": options,
+    }
+
+
 _ONE_GPU = {
     "plain": {},
     "fp32": _parallel(precision="fp32"),
@@ -377,7 +387,7 @@ _WITH_PICTURES: dict[str, tuple[int, Keys]] = {
     "images, mrope": (1, {**_model(positions="mrope", **{"mrope.sections": [4, 2, 2]}), "data.sources.squares.options": {"axes": 3}}),
     "images, mrope in chunks": (1, {**_model(positions="mrope", **{"mrope.sections": [4, 2, 2], "mrope.layout": "chunked"}), "data.sources.squares.options": {"axes": 3}}),
     "images, positions of text": (1, _model(positions="text_preserving")),
-    **{f"images, {seen} sees itself": (1, _model(bidirectional=seen)) for seen in ("image", "clip", "document", "prefix_lm")},
+    **{f"images, {seen} sees itself": (1, _seen(seen)) for seen in ("image", "clip", "document", "prefix_lm")},
     "cross-attention": (1, _CROSS),
     "cross-attention, last image": (1, {**_CROSS, **_fusion("cross_attention", sees="last")}),
     "cross-attention, all images": (1, {**_CROSS, **_fusion("cross_attention", sees="all", qk_norm=True)}),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from forge_core._config import is_size, raise_problems, setting
@@ -59,7 +60,10 @@ class MRopeConfig:
 
     def by_pair(self, positions: Tensor) -> Tensor:
         """The position that each pair turns by: (B, 3, S) -> (B, S, D / 2)."""
-        return positions.index_select(1, positions.new_tensor(self.axes)).transpose(1, 2)
+        axes = torch.tensor(self.axes).to(
+            positions.device, non_blocking=True
+        )  # the host waits for nothing
+        return positions.index_select(1, axes).transpose(1, 2)
 
 
 def _problems(c: MRopeConfig) -> Iterator[str]:
