@@ -187,7 +187,8 @@ def plan(
 
 @pytest.mark.parametrize(
     ("schedule", "batches", "first", "last"),
-    [("gpipe", 8, 8, 8), ("1f1b", 8, 4, 1), ("interleaved_1f1b", 8, 5.5, 2.5), ("zbv_zero_bubble", 8, 4, 4)],
+    [("gpipe", 8, 8, 8), ("1f1b", 8, 4, 1), ("interleaved_1f1b", 8, 5.5, 2.5), ("zbv_zero_bubble", 8, 4, 4),
+     ("dualpipev", 8, 4.5, 4.5)],
 )  # fmt: skip
 def test_micro_batches_in_flight(schedule: str, batches: int, first: float, last: float) -> None:
     candidate = candidate_of(on_meta(layers=8), 4, batch=batches, pp=4, pp_schedule=schedule)

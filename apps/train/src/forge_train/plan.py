@@ -129,7 +129,9 @@ def _profile(config: JobConfig) -> Profile:
     freeze_groups(model, config)
     hidden = hidden_matrices(model, config.optimizer) if config.optimizer.name == "muon" else ()
     moments = dict.fromkeys(hidden, _state_bytes(config, _MUON))
-    return Profile(model, config.data.seq_len, moments=moments)
+    mtp = getattr(config.model, "mtp", None)  # an imported model has none
+    ahead = 0 if mtp is None else mtp.num_modules
+    return Profile(model, config.data.seq_len, moments=moments, ahead=ahead)
 
 
 def _state_bytes(config: JobConfig, averages: int) -> float:

@@ -108,20 +108,19 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     weights = trained * s.weights + frozen * (s.weights if s.frozen is None else s.frozen)
     gradients, moments = trained * s.gradients, sum(part.moments for part in parts)
     in_flight = micro_batches_in_flight(candidate, pp_rank)
-    activations = candidate.micro_batch * in_flight * _saved_activations(candidate, load)
+    passes = _in_flight(candidate, pp_rank)
+    activations = candidate.micro_batch * _saved_activations(candidate, load, passes)
     recomputed = candidate.micro_batch * _transient(candidate, load)
     gathered, buffers, ends = _gathered(candidate, load)
     loss = _loss(candidate) if load.last else 0.0
     static = weights + moments + gathered + _LIBRARIES
     # in the first micro-batch gradients grow while activations shrink
-    if (
-        candidate.layout.pp > 1
-    ):  # stages keep gradients whole, and reduce them behind the last backward
+    if candidate.layout.pp > 1:
+        # stages keep gradients whole, and reduce them behind the last backward; if no more micro-batches are made
+        # than are in flight, all go forward before one goes back
         before = _whole_gradients(candidate, load)
         after = max(before, gradients)
-        before *= (
-            candidate.num_micro_batches > in_flight
-        )  # else all go forward before one goes back
+        before *= candidate.num_micro_batches > in_flight
     else:
         after = gradients
         before = gradients + _unreduced(candidate, load)
@@ -136,41 +135,54 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
 
 
 def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> float:
-    """Micro-batches of which a rank keeps activations at once; halves where it has two stages.
+    """Micro-batches of which a rank keeps activations at once; halves where it has two stages."""
+    counts = _in_flight(candidate, pp_rank)
+    return sum(counts) / len(counts)
+
+
+def _in_flight(candidate: Candidate, pp_rank: int) -> list[float]:
+    """The same of each of the rank's stages.
 
     GPipe keeps all, 1F1B as many as there are ranks from this one on, the interleaved ones their warm-up
-    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes). With zero bubbles it is pp - rank - 1 for the double, and
-    the weights' gradients of `rank` passes wait: pp micro-batches on every rank, as in a V.
+    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), in which stages have about equal parts. With zero bubbles it
+    is pp - rank - 1 for the double, and the weights' gradients of `rank` passes wait: pp micro-batches on every rank. In
+    a V the stage of the first half has most of them: counted in torch's tables, for 2 to 8 ranks.
     """
     pp, m, name = candidate.layout.pp, candidate.num_micro_batches, candidate.config.pp_schedule
     if pp == 1:
-        return 1.0
+        return [1.0]
     stages = candidate.config.stages_per_rank
     warm_up = 2 * (pp - pp_rank - 1) + (stages - 1) * pp + 1
-    return min(m, {
+    in_a_v = {
+        "zbv_zero_bubble": (2 * pp - pp_rank - 1, pp_rank + 1),
+        "dualpipev": (2 * pp - pp_rank, pp_rank + 1),
+    }
+    if name in in_a_v:
+        return [float(min(m, count)) for count in in_a_v[name]]
+    return stages * [float(min(m, {
         "gpipe": m,
         "1f1b": pp - pp_rank,
         "interleaved_1f1b": warm_up / stages,
         "interleaved_zero_bubble": pp,
-        "zbv_zero_bubble": pp,
-        "dualpipev": pp + 1,
-    }[name])  # fmt: skip
+    }[name]))]  # fmt: skip
 
 
-def _saved_activations(candidate: Candidate, load: Load) -> float:
-    """Bytes of activations saved on this rank for one row of a micro-batch."""
+def _saved_activations(candidate: Candidate, load: Load, in_flight: list[float]) -> float:
+    """Bytes of activations saved on this rank for one row of each micro-batch in flight."""
     c, t = candidate.config, candidate.trace
-    total: float = sum(part.saved for part in load.traced_ends(t)) + t.shared
-    for stage in load.stages:
+    total = t.shared * sum(in_flight) / len(in_flight)
+    total += t.first.saved * load.first * in_flight[0] + t.last.saved * load.last * in_flight[-1]
+    for count, stage in zip(in_flight, load.stages, strict=True):
         for i, kind in enumerate(stage):
             block = t.kinds[kind]
             if c.memory_budget is not None:
-                total += block.inputs + c.memory_budget * (block.compiled - block.inputs)
+                saved = block.inputs + c.memory_budget * (block.compiled - block.inputs)
             else:
                 mode = "none" if i % c.recompute_every else c.recompute
-                total += block.under(mode, candidate.compiled)
+                saved = block.under(mode, candidate.compiled)
+            total += count * saved
         if candidate.layout.pp > 1 and stage:
-            total += t.kinds[stage[-1]].inputs  # its output waits for its gradient
+            total += count * t.kinds[stage[-1]].inputs  # its output waits for its gradient
     return total
 
 
@@ -242,8 +254,9 @@ def _loss(candidate: Candidate) -> float:
 
 
 def _fused_loss(candidate: Candidate) -> float:
-    """Gradients of the head's input and, in fp32, of its weight; beside them that of the weight in the dtype in which
-    the backward hands it on. The blocks of logits are gone by then, and smaller."""
+    """Gradients of the head's input and, in fp32, of its weight, of the loss of each token ahead; beside them that of the
+    weight in the dtype in which the backward hands it on. The blocks of logits are gone by then, and smaller."""
     weight = part_size(candidate.profile.ends(False, True), candidate).whole
     stream = max(kind.inputs for kind in candidate.trace.kinds.values()) * candidate.micro_batch
-    return stream + weight * (4 + candidate.compute)
+    losses = 1 + candidate.profile.ahead
+    return losses * (stream + weight * 4) + weight * candidate.compute

@@ -55,7 +55,8 @@ class Profile:
     `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
     kind. `samples` holds the names and kinds of the first two of each. `pp_problems` says why there can be no
     pipeline, `cp_problems` why no cp, if so. Reads shapes only: a model on the meta device will do. `moments` are bytes per
-    element of the optimizer's state, by name, of parameters for which they are not `Storage.moments`.
+    element of the optimizer's state, by name, of parameters for which they are not `Storage.moments`. `ahead` is the number
+    of tokens beyond the next one that it predicts in training, as for `Compute`.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Profile:
         seq_len: int,
         blocks: Blocks | None = None,
         moments: Mapping[str, float] | None = None,
+        ahead: int = 0,
     ) -> None:
         self.model, self.seq_len, self._moments = model, seq_len, moments or {}
+        self.ahead = ahead
         self._found: dict[Any, Any] = {}
         self.structure = structure_of(model, blocks)
         self.no_roles: str | None = None

@@ -92,7 +92,8 @@ def trace(
         tokens = torch.zeros(rows, profile.seq_len // cp, dtype=torch.int64)
         keep = torch.autograd.graph.saved_tensors_hooks(tracer.keep, lambda t: t)
         with tracer, keep, _Operators(tracer):
-            out = getattr(model, "plan_forward", model)(tokens)
+            further = {"next_tokens": tokens[:, None].expand(-1, profile.ahead, -1)}
+            out = getattr(model, "plan_forward", model)(tokens, **further if profile.ahead else {})
     tracer.close()
     logits = out if isinstance(out, Tensor) else next(iter(out.values()))
     shared = sum(tracer.shared.values())
