@@ -27,6 +27,7 @@ from typing import Any
 from tests.slurm.cluster import why_not
 
 from forge_resilience.chaos import Fault, Struck, make_schedule
+from forge_testing.commits import short_commit
 
 from . import plants
 from .invariants import Reference
@@ -236,13 +237,7 @@ def done_rows(out: Path | None) -> set[tuple[str, int, int]]:
 
 @cache
 def head() -> str:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + (
-        "+" if git("status", "--porcelain", "--", *_SOURCES) else ""
-    )
+    return short_commit(ROOT, _SOURCES)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +31,7 @@ from refusals import REFUSALS, refused
 from settings import described
 
 from forge_testing import RankError, choose, run_on_ranks
+from forge_testing.commits import short_commit
 from forge_testing.devices import chosen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ ORDER = {name: place for place, name in enumerate([*(c.name for c in CELLS), *RE
 
 def main() -> None:
     args = arguments(sys.argv[1:])
-    commit, reds = _commit(), 0
+    commit, reds = short_commit(ROOT, SOURCES), 0
     common = {"commit": commit, "torch": torch.__version__, **_device_of_rows(args)}
     rows = _rows(args.out) if args.only or args.resume else {}
     known = {name for name, row in rows.items() if row["commit"] == commit} if args.resume else ()
@@ -164,17 +164,6 @@ def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 def _rows(path: Path) -> dict[str, dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return {row.get("cell") or row["refused"]: row for row in rows}
-
-
-def _commit() -> str:
-    """Short commit, with a plus sign if the sources were changed since."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", *SOURCES)
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 if __name__ == "__main__":

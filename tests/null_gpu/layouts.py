@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -31,6 +30,8 @@ from typing import Any
 from tests.null_gpu.jobs import EVERY, JOBS, MORE_STEPS, STEADY, STEPS, Job, write_data
 from tests.null_gpu.ranks import ROOT, Ended, NullRanks
 from tests.null_gpu.waits import fewer, page, problems
+
+from forge_testing.commits import short_commit
 
 TABLE = ROOT / "docs/null-gpu-layouts.json"
 #: What the figures depend on; changes elsewhere do not make a commit another one.
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--lanes", type=int, default=2, help="jobs at the same time")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/null-gpu", help="of the runs")
     args = parser.parse_args(argv)
-    kept, commit = _read(TABLE), _commit()
+    kept, commit = _read(TABLE), short_commit(ROOT, SOURCES)
     measured = _read(args.folder / "measured.json") if args.resume else {}
     measured = {name: row for name, row in measured.items() if row["commit"] == commit}
     known = measured | (kept if args.new else {})
@@ -207,17 +208,6 @@ def _write(path: Path, rows: Rows) -> None:
 def _read(path: Path) -> Rows:
     rows: Iterable[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return {row["layout"]: row for row in rows}
-
-
-def _commit() -> str:
-    """Short commit, with a plus sign if the sources were changed since."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", *SOURCES)
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 if __name__ == "__main__":

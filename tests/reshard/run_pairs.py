@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from forge_testing.commits import short_commit
 
 from .page import page
 from .pairs import LAYOUTS, PAIRS, RING, Measured, Run, bounds, pair, run
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep rows of this commit")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     args = parser.parse_args()
-    commit, reds = _commit(), 0
+    commit, reds = short_commit(ROOT, SOURCES), 0
     rows = _rows(args.out) if args.resume else {}
     rows = {name: row for name, row in rows.items() if row["commit"] == commit}
     with tempfile.TemporaryDirectory() as name:
@@ -78,17 +79,6 @@ def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 def _rows(path: Path) -> dict[str, dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return {row["pair"]: row for row in rows}
-
-
-def _commit() -> str:
-    """Short commit, with a plus sign if the sources were changed since."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", *SOURCES)
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from forge_testing.commits import short_commit
 
 from .page import PAGE, ROWS, identity, page
 
@@ -53,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.folders) - set(FOLDERS):
         parser.error(f"{' '.join(sorted(unknown))}: must be of {' '.join(FOLDERS)}")
-    commit, results = _commit(), Results()
+    commit, results = short_commit(ROOT, SOURCES), Results()
     _run(results, args.folders or FOLDERS, EXPRESSIONS[args.lane], args.workers)
     common = {
         "torch": torch.__version__.split("+")[0],
@@ -164,17 +165,6 @@ def _without_group(name: str) -> str:
 def _reason(report: pytest.TestReport) -> str:
     where = report.longrepr
     return str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
-
-
-def _commit() -> str:
-    """Short commit, with a plus sign if the sources were changed since."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", *SOURCES)
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 if __name__ == "__main__":
