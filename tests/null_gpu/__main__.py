@@ -3,6 +3,7 @@
 hatch run null-gpu                              # all campaigns, one after another
 hatch run null-gpu tests -k memory              # one of them, with its own flags
 hatch run null-gpu run --ranks 2 -- forge-train run job.toml --parallel.tp=2
+hatch run null-gpu run --devices 4 -- python -m forge_parallel.prove my_model:Model --device cuda
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def run(arguments: list[str]) -> int:
     """Any command on the null GPU; its counts and host waits are printed at its end."""
     parser = argparse.ArgumentParser(prog="hatch run null-gpu run", description=run.__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="processes, with a device each")
+    parser.add_argument("--devices", type=int, help="of a command that starts ranks by itself")
     parser.add_argument("--memory-gib", type=float, help="memory of a device (139.8)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     args = parser.parse_args(arguments)
@@ -62,7 +64,10 @@ def run(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         waits, counts = Path(folder, "waits"), Path(folder, "counts")
         variables = device.environment(
-            devices=args.ranks, waits=waits, counts=counts, memory_gib=args.memory_gib
+            devices=args.devices or args.ranks,
+            waits=waits,
+            counts=counts,
+            memory_gib=args.memory_gib,
         )
         code = subprocess.call(
             device.launched(command, args.ranks), env={**os.environ, **variables}

@@ -94,4 +94,6 @@ def _write(folder: Path) -> None:
     if not torch.cuda.is_initialized():  # nor is it in the child of a fork
         return
     path = folder / f"rank-{os.environ.get('RANK', '0')}.{os.getpid()}.json"
-    path.write_text(json.dumps(dict(sorted(_seen.items())), indent=2) + "\n")
+    written = path.with_suffix(".part")  # the process may be killed meanwhile
+    written.write_text(json.dumps(dict(sorted(_seen.items())), indent=2) + "\n")
+    written.replace(path)

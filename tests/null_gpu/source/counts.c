@@ -107,18 +107,20 @@ static void write_counts(void) {
         return;
     written = true;
     const char *rank = getenv("RANK");
-    char path[4096];
+    char path[4096], part[4096 + 8]; // the process may be killed meanwhile
     snprintf(path, sizeof path, "%s/rank-%s.%d.json", folder, rank && *rank ? rank : "0", getpid());
+    snprintf(part, sizeof part, "%s.part", path);
     size_t size = null_gpu_counts(NULL, 0) + 1;
     char *text = malloc(size);
-    FILE *file = fopen(path, "w");
+    FILE *file = fopen(part, "w");
     if (!text || !file) {
         fprintf(stderr, "null GPU: cannot write %s\n", path);
         return;
     }
     null_gpu_counts(text, size);
     fputs(text, file);
-    fclose(file);
+    if (fclose(file) || rename(part, path))
+        fprintf(stderr, "null GPU: cannot write %s\n", path);
 }
 
 // A child of a fork starts at zero: its parent writes what came before.
