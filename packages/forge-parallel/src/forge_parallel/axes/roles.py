@@ -290,6 +290,10 @@ def _role(pattern: str, value: Any) -> Role:
             )
         role = Role(value["role"], value.get("multiple_of", 1))
     else:
+        if not isinstance(value, str | tuple | list):
+            raise ValueError(
+                f"row {pattern!r}: {value!r} must be a role's name, or a table with the key role"
+            )
         role = Role(value) if isinstance(value, str) else Role(*value)
     if role.name == "shared_heads":
         role = Role("colwise", role.multiple_of, shared=True)

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         width = max([26, *(len(layout_name(layout)) + 2 for layout in layouts)])
         results = prove(
             options.pop("build"),
-            args=dict(map(_pair, options.pop("args"))),
+            args=_pairs(options.pop("args"), "--args", "layers=2"),
             roles=_roles(options.pop("roles")),
             layouts=layouts,
             worlds=_worlds(options.pop("world")),
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             **options,  # the others are named as in prove
         )
     except ValueError as error:
-        print(f"cannot be run: {error}", file=sys.stderr)
+        print(f"cannot be run: {error}".rstrip(), file=sys.stderr)
         return 2
     count = Counter(result.verdict for result in results)
     print(", ".join(f"{count[v]} {v}" for v in ("green", "red", "refused") if count[v]))
@@ -133,13 +133,20 @@ def _worlds(text: str | None) -> list[int] | None:
 
 
 def _layout(words: list[str]) -> dict[str, Any]:
-    return dict(_pair(word, "--layout") for word in " ".join(words).replace(",", " ").split())
+    return _pairs(" ".join(words).replace(",", " ").split(), "--layout", "tp=2")
 
 
-def _pair(text: str, flag: str = "--args") -> tuple[str, Any]:
+def _pairs(words: list[str], flag: str, example: str) -> dict[str, Any]:
+    pairs = [_pair(word, flag, example) for word in words]
+    if twice := [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]:
+        raise ProveError(f"{flag} must name {twice[0]} once; leave out all but one")
+    return dict(pairs)
+
+
+def _pair(text: str, flag: str, example: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
-    if not equals:
-        raise ProveError(f"{flag} {text!r} must be key=value; write layers=2")
+    if not (key and equals):
+        raise ProveError(f"{flag} {text!r} must be key=value; write {example}")
     try:
         return key, tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
@@ -151,7 +158,7 @@ def _roles(path: Path | None) -> dict[str, Any] | None:
         return None
     try:
         table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ProveError(f"--roles {path} must be a TOML file ({error}); correct it") from error
     if set(table) != {"roles"} or not isinstance(table["roles"], dict):
         raise ProveError(f"--roles {path} must hold one table [roles]; write [roles] first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from forge_parallel.config import ParallelConfig
 from forge_parallel.legal import Facts, problems
@@ -103,6 +103,7 @@ def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len:
         if key in _NOT_IN_A_LAYOUT or key not in known:
             fix = _NOT_IN_A_LAYOUT.get(key, "use tp=2, pp=2, compile=true, micro_batches=4, ...")
             raise ProveError(f"layout {name}: {key} must be a key of a layout; {fix}")
+        _require_type(name, key, keys[key])
     if count is not None and (type(count) is not int or count < 1):
         raise ProveError(
             f"layout {name}: micro_batches {count!r} must be a number from 1 on; use 1"
@@ -117,6 +118,16 @@ def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len:
     if found := problems(config, axes, facts):
         raise ProveError("\n".join(f"layout {name} on {world} ranks: {p}" for p in found))
     return Cell(name, world, keys, count)
+
+
+def _require_type(name: str, key: str, value: Any) -> None:
+    """ProveError for a word or a number where the configuration has another kind of value: any word is true."""
+    hint = get_type_hints(ParallelConfig)[key]
+    kinds = get_args(hint) or (hint,)  # words of a Literal are checked by the configuration
+    if get_origin(hint) is Literal or type(value) in kinds or (type(value), *kinds) == (int, float):
+        return
+    names = {int: "a whole number", float: "a number", bool: "true or false"}
+    raise ProveError(f"layout {name}: {key} {value!r} must be {names[kinds[0]]}; correct it")
 
 
 def standard_cells(worlds: Iterable[int], only: str, settings: Settings) -> Sequence[Cell]:

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -117,6 +118,7 @@ def prove(
     timeout = (300.0 if device == "cuda" else 60.0) if timeout is None else timeout
     if nproc is not None and nproc < 1:
         raise ProveError(f"nproc {nproc} must be at least 1; use the number of your GPUs or cores")
+    _require_sizes(vocab_size, seq_len, seed, timeout)
     facts = _devices(nproc, timeout) if device == "cuda" else None
     nproc = facts.count if facts is not None and nproc is None else nproc
     cells = _cells(layouts, worlds, nproc, only, settings, seq_len)
@@ -157,6 +159,23 @@ def _require_alone() -> None:
         )
 
 
+def _require_sizes(vocab_size: int, seq_len: int, seed: int, timeout: float) -> None:
+    """Of tokens, as `Task.batch` draws them, and of what else a mistake would show as one of the model."""
+    for name, value, least, most in (
+        ("vocab_size", vocab_size, 2, 2**31),
+        ("seq_len", seq_len, 2, 2**31),
+        ("seed", seed, 0, 2**32 - 1),
+    ):
+        if not least <= value <= most:
+            raise ProveError(
+                f"{name} {value} must be at least {least} and at most {most}; correct it"
+            )
+    if not 0 < timeout <= 86400:
+        raise ProveError(
+            f"timeout {timeout:g} must be above 0 and at most 86400 seconds; leave it out for the default"
+        )
+
+
 def _devices(nproc: int | None, timeout: float) -> Facts:
     """Of this machine, asked for in a child. NCCL refuses two ranks on one device."""
     (outcome,) = run_on_ranks(1, lambda _: find_devices(), timeout)
@@ -191,7 +210,8 @@ def _cells(
     cells = [*own, *standard_cells(counts, only, settings)]
     if not cells:
         raise ProveError(
-            f"worlds {counts} and only {only!r} must leave a cell, and leave none; use 2 or 4"
+            f"worlds {counts} and only {only!r} must leave a cell, and leave none; use 1, 2, 4 or 8 ranks, and "
+            "a part of a name in docs/prove.md"
         )
     return cells
 
@@ -260,6 +280,11 @@ def _import(name: str) -> Callable[..., Any]:
             f"{name!r} must be module:function, and cannot be imported ({error}); run where it can be, as "
             "my_lab.model:build"
         ) from error
+    except (Exception, SystemExit) as error:  # of the module's own code
+        raise ProveError(
+            f"{name!r} must be module:function, and importing it raised {type(error).__name__}: {error}; correct the "
+            f"module\n{traceback.format_exc()}"
+        ) from error
 
 
 def _reference(run: Callable[..., Any], timeout: float, device: str) -> Reference:
@@ -283,8 +308,8 @@ def _reference(run: Callable[..., Any], timeout: float, device: str) -> Referenc
             "cannot run any; prove first, or in a process of its own: python -m forge_parallel.prove"
         )
     raise ProveError(
-        f"the model must train in one process, and there {_describe(outcome)}; correct build, its args, vocab_size or "
-        f"seq_len\n{outcome.trace}"
+        f"the model must train in one process, and there {_describe(outcome)}; correct build, its args, vocab_size, "
+        f"seq_len or timeout\n{outcome.trace}"
     )
 
 

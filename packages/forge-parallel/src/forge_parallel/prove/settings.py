@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,8 +78,10 @@ def make_settings(device: str, precision: str, bound: float | None) -> Settings:
         raise ProveError(
             "precision tf32 must have a GPU, and device is cpu; use fp32, or device cuda"
         )
-    if bound is not None and not bound > 0:
-        raise ProveError(f"bound {bound} must be above 0; leave it out for those of the precision")
+    if bound is not None and not 0 < bound < math.inf:
+        raise ProveError(
+            f"bound {bound} must be above 0 and finite; leave it out for those of the precision"
+        )
     if device == "cuda" and torch.version.cuda is None:
         raise ProveError(
             f"device cuda must have a CUDA build of torch, and {torch.__version__} is none; install one, or use cpu"

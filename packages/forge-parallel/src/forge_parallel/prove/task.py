@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_parallel.prove.settings import Settings
+from forge_parallel.prove.settings import ProveError, Settings
 from forge_parallel.structure import Blocks, Structure
 
 ROWS, IGNORED = 8, -100
@@ -90,10 +90,14 @@ class Task:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(self.seed)
         model = self.build()
+        if not isinstance(model, nn.Module):
+            raise ProveError(
+                f"build must return an nn.Module, and returned a {type(model).__name__}; correct it"
+            )
         if self.roles is not None:
             table = dict(self.roles)
             model.parallel_roles = lambda: table  # type: ignore[assignment]
-        model = model.to("cpu", torch.float32).train()
+        model = model.to("cpu").float().train()  # complex buffers stay as they are
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forge_parallel._torch_compat import in_backward
 from forge_parallel.axes.hf_plan import has_plan
+from forge_parallel.prove.settings import ProveError
 from forge_parallel.prove.task import IGNORED, Task, layers_of
 from forge_parallel.structure import Structure
 
@@ -26,7 +27,7 @@ ValueKey = tuple[int, str, str]
 
 class Reference(NamedTuple):
     """Values of one process: weights at the start, and in the order of their computation `values` by step and
-    quantity: the stream (B, S, D) behind each layer in the first step, of each step loss, gradients and norm,
+    quantity: the stream (B, S, D) behind each layer (but in fp32 of the first step only), of each step loss, gradients and norm,
     weights at the end. All on the host."""
 
     start: Tensors
@@ -66,8 +67,13 @@ def error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
 
 
 def logits(output: Any) -> Tensor:
-    """(B, S, V), also of a Hugging Face output."""
-    found: Tensor = getattr(output, "logits", output)
+    """(B, S, V), also of a Hugging Face output. ProveError for anything else."""
+    found = getattr(output, "logits", output)
+    if not (isinstance(found, Tensor) and found.dim() == 3):
+        what = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ProveError(
+            f"forward must return logits (B, S, V), or something with .logits, and returned {what}; wrap the model"
+        )
     return found
 
 
