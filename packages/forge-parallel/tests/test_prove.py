@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel.grad_norm import clip_grads_
 from forge_parallel.prove import ProveError, Result, prove
 from forge_parallel.prove.__main__ import main
 from forge_parallel.prove.cells import Cell
@@ -203,6 +204,10 @@ def test_layouts_of_ones_own_are_cells() -> None:
         ({"pp": 2, "micro_batches": 1}, r"1 micro-batches must be at least pp 2 with 1f1b"),
         ({"micro_batches": 0}, r"micro_batches 0 must be a number from 1 on"),
         ({"cp": 4}, r"must be divisible by"),
+        ({"tp": "two"}, r"tp 'two' must be a whole number"),
+        ({"tp": 2.0}, r"tp 2.0 must be a whole number"),
+        ({"compile": "no"}, r"compile 'no' must be true or false"),
+        ({"memory_budget": "half"}, r"memory_budget 'half' must be a number"),
         ({"reduce_dtype": "bf16"}, r"reduce_dtype bf16 must go with precision bf16"),
     ],
 )
@@ -276,12 +281,17 @@ def test_ranks_are_deterministic_and_the_header_says_how(monkeypatch: pytest.Mon
         ({"nproc": 0}, "nproc 0 must be at least 1"),
         ({"nproc": 1, "worlds": [2]}, "must leave a cell"),
         ({"bound": 0.0}, "bound 0.0 must be above 0"),
+        ({"bound": float("inf")}, "bound inf must be above 0 and finite"),
+        ({"timeout": 0.0}, "timeout 0 must be above 0"),
+        ({"vocab_size": 1}, "vocab_size 1 must be at least 2"),
+        ({"seq_len": 1}, "seq_len 1 must be at least 2"),
+        ({"seed": -1}, "seed -1 must be at least 0"),
         ({"layouts": [{"tp": 2}]}, "layouts must have a number of ranks; add nproc"),
     ],
 )
 def test_what_cannot_be_proved_is_said(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ProveError, match=said):
-        prove(Model, vocab_size=VOCAB, **options)
+        prove(Model, **{"vocab_size": VOCAB, **options})
 
 
 def test_gpus_that_a_process_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +364,35 @@ def test_builders_and_models_that_have_no_truth_are_reported() -> None:
     def noisy() -> nn.Module:
         return nn.Sequential(nn.Embedding(VOCAB, DIM), Noise(), nn.Linear(DIM, VOCAB))
 
+    def unseeded_buffer() -> nn.Module:
+        model, generator = Model(), torch.Generator()
+        generator.seed()
+        model.register_buffer("noise", torch.randn(DIM, generator=generator))
+        model.register_buffer("unwritten", torch.empty(DIM))  # is nan, and no mistake
+        return model
+
+    class Of(Model):
+        """Its output is changed by a function."""
+
+        def __init__(self, change: Callable[[Tensor], Any]) -> None:
+            super().__init__()
+            self.change = change
+
+        def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Any:
+            return self.change(super().forward(tokens, positions))
+
     with pytest.raises(ProveError, match=r"same values each time, and norm.weight differs"):
         prove(unseeded, vocab_size=VOCAB)
+    with pytest.raises(ProveError, match=r"same values each time, and noise differs"):
+        prove(unseeded_buffer, vocab_size=VOCAB)
+    with pytest.raises(ProveError, match=r"must return logits \(B, S, V\).* returned a tuple"):
+        prove(Of, args={"change": lambda x: (x, 0)}, vocab_size=VOCAB)
+    with pytest.raises(ProveError, match=r"must return logits \(B, S, V\).* returned \(\)"):
+        prove(Of, args={"change": torch.mean}, vocab_size=VOCAB)
+    with pytest.raises(ProveError, match=r"loss in step 1 is nan or infinite"):
+        prove(Of, args={"change": lambda x: x * torch.nan}, vocab_size=VOCAB)
+    with pytest.raises(ProveError, match=r"must return an nn.Module, and returned a int"):
+        prove(lambda: 3, vocab_size=VOCAB)  # type: ignore[arg-type,return-value]
     with pytest.raises(ProveError, match="without dropout"):
         prove(noisy, vocab_size=VOCAB)
     with pytest.raises(ProveError, match=r"it raised IndexError: index out of range"):
@@ -557,6 +594,61 @@ def test_F88_weights_swapped_around_an_evaluation_are_green() -> None:
     assert result.verdict == "green", result
 
 
+class Stale(nn.Linear):
+    """Keeps its weight until the version of it is another, which FSDP2 does not count."""
+
+    version = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.version != self.weight._version:
+            self.version, self.kept = self.weight._version, self.weight.detach().clone()
+        return super().forward(x) + F.linear(x, self.kept)
+
+
+def test_a_layer_with_an_old_weight_is_named() -> None:
+    def build() -> nn.Module:
+        model = Model()
+        model.layers[1].up = Stale(DIM, 2 * DIM)
+        return model
+
+    (result,) = prove(build, vocab_size=VOCAB, only="fsdp", worlds=[2])
+    assert (result.verdict, result.layer) == ("red", "layers.1"), result
+    assert "stream behind layers.1 in step 2 differs first" in result.message
+
+
+def test_a_step_that_is_not_made_is_red_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes a weight by less than the bound of bf16."""
+    clip = clip_grads_
+
+    def losing(parameters: Any, *args: Any) -> None:
+        kept = list(parameters)
+        clip(kept, *args)
+        if dist.is_initialized():
+            kept[-3].grad = None
+
+    monkeypatch.setattr(sys.modules["forge_parallel.prove.sides"], "clip_grads_", losing)
+    (result,) = prove(Model, vocab_size=VOCAB, only="fsdp", worlds=[2], precision="bf16")
+    assert (result.verdict, result.parameter) == ("red", "layers.1.down.bias"), result
+
+
+def test_choices_that_rounding_turns_are_said_to_be_of_the_precision() -> None:
+    """As experts that the router likes equally well."""
+
+    class Choosing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x + (x > 0.5).to(x.dtype)
+
+    (result,) = prove(
+        with_blocks(Choosing), vocab_size=VOCAB, only="fsdp", worlds=[2], precision="bf16"
+    )
+    assert result.verdict == "red"
+    assert result.message.endswith(
+        "one rank in bf16 computes the same: it is the precision, not the layout"
+    )
+    assert result.errors["one rank"] < 1e-6
+
+
 def test_F89_dropout_is_off_and_refused_under_tp() -> None:
     roles = ROLES | {"*.down.*": "rowwise"}
     results = prove(with_blocks(dropping), roles=roles, vocab_size=VOCAB, only="p", worlds=[2])
@@ -592,6 +684,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # whole on every rank, where the gradients of all ranks are equal and must not be summed
     wrong = TABLE.replace("colwise", "replicate_sum_grad").replace("rowwise", "replicate_sum_grad")
     (tmp_path / "wrong.toml").write_text(wrong)
+    (tmp_path / "numbers.toml").write_text(TABLE.replace('"colwise"', "3"))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    (tmp_path / "broken.py").write_text("undefined")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
@@ -622,7 +717,11 @@ def test_ranks_find_imported_what_the_model_imports(lab: Path) -> None:
         (["my_lab:missing"], 2, "must be module:function"),
         (["my_lab:build", "--args", "depth=2"], 2, "unexpected keyword argument 'depth'"),
         (["my_lab:build", "--args", "depth"], 2, "must be key=value"),
+        (["my_lab:build", "--args", "width=8", "width=16"], 2, "must name width once"),
         (["my_lab:build", "--roles", "none.toml"], 2, "must be a TOML file"),
+        (["my_lab:build", "--roles", "bytes.toml"], 2, "must be a TOML file"),
+        (["my_lab:build", "--roles", "numbers.toml"], 0, "row 'up.*': 3 must be a role's name"),
+        (["broken:build"], 2, "importing it raised NameError: name 'undefined'"),
     ],
 )
 def test_the_command(

@@ -30,7 +30,7 @@ from forge_parallel.prove.settings import (
     make_settings,
     require_no_cuda,
 )
-from forge_parallel.prove.sides import beside_the_cpu, one_process, one_rank, rank_of_cell
+from forge_parallel.prove.sides import STEPS, beside_the_cpu, one_process, one_rank, rank_of_cell
 from forge_parallel.prove.task import Task
 from forge_parallel.prove.values import Reference, ValueKey
 from forge_parallel.structure import Blocks
@@ -331,6 +331,7 @@ def _judge(
         message = f"on rank {rank} {_describe(first)}"
         return replace(result, verdict="red", message=message, trace=first.trace)
     red: dict[str, Any] = {}
+    began = STEPS  # of the step that is red first
     for number, (truth, reference) in enumerate(truths.items()):
         errors = {key: 0.0 for key in reference.keys}  # in the order of their computation
         compared = set()
@@ -343,8 +344,13 @@ def _judge(
         bound = {key: bounds[truth or key[1]] for key in errors}
         if out := [key for key, error in errors.items() if error > bound[key]]:
             red = red or _where(out, errors, bound[out[0]], truth)
+            began = out[0][0]
         elif missing := sorted(reference.start.keys() - compared):
             red = red or {"message": f"no rank holds {missing[0]}", "parameter": missing[0]}
+        elif truth == ONE_RANK and began == 0:
+            red["message"] += (
+                "; one rank in bf16 computes the same: it is the precision, not the layout"
+            )
     return replace(result, verdict="red", **red) if red else result
 
 
