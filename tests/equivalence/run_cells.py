@@ -55,6 +55,8 @@ def main() -> None:
     rows = _rows(args.out) if args.only or args.resume else {}
     known = {name for name, row in rows.items() if row["commit"] == commit} if args.resume else ()
     names, left = chosen_names(args)
+    if not names and not left:
+        sys.exit(f"--only {args.only!r} must be a part of a cell's name, and is of none")
     for name, why in left.items():
         print(f"not run: {name}: {why}")
     names = [name for name in names if name not in known]

@@ -166,6 +166,9 @@ def parent_and_self():
 """
 
 
+@pytest.mark.cpu_only(
+    reason="its ranks make nothing on a device, which a session of its own refuses"
+)
 @pytest.mark.parametrize("end", ["is killed", "exits"])
 def test_no_process_outlives_the_session(tmp_path: Path, end: str) -> None:
     (tmp_path / "victim.py").write_text(VICTIM)

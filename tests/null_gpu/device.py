@@ -127,7 +127,7 @@ def run(
     `env` is added to this process's variables. Raises subprocess.TimeoutExpired after `timeout` seconds.
     """
     variables = environment(
-        devices=devices or ranks,
+        devices=ranks if devices is None else devices,
         folder=folder or build(python),
         waits=waits,
         counts=counts,

@@ -278,7 +278,7 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
 
 def sharded(mode: str) -> float:
     """Worst relative error of a rank's gradients against one process on all rows."""
-    plain, model = Net(), Net()
+    plain, model = Net().to(device()), Net()
     for block in [*plain.layers, *model.layers]:
         block.rate = 0.0
     recompute(model.blocks(), mode)

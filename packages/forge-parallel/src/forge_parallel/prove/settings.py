@@ -24,6 +24,9 @@ FP32_BOUND = 1e-5
 # four to five times that; loss and norm are sums in which most of it cancels. Weights that begin at 0 are nothing but
 # gradients. Measured over nine models of 2 to 8 layers, 3 seeds: 2e-2, 3e-4, 9e-2, 2e-3 and 4e-2.
 BF16_BOUNDS = {"stream": 4e-2, "loss": 2e-3, "gradient": 0.15, "norm": 1e-2, "weight": 0.15}
+# Rounding of large gradients reaches small ones: the scores of an attention that is nearly uniform have gradients of 1e-4
+# of the largest, and a right model's were off by 0.34. All of a tensor may be lost unseen below 0.15 x 1e-3 of the largest.
+SMALL = 1e-3
 # bf16 beside one rank in bf16, in the first step: equal weights, micro-batches and roundings, so what is left are sums
 # over micro-batches and ranks in fp32 (measured: 2e-7). A sum that is kept in bf16 is off by 2^-9 = 2e-3. Later steps are
 # not compared: a weight that differs in its last fp32 bit may round to the other bf16 number (measured: 7e-3).
@@ -50,6 +53,11 @@ class Settings:
     device: str = "cpu"
     precision: str = "fp32"
     bounds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def small(self) -> float:
+        """Of the largest tensor of a kind: smaller ones are measured by it."""
+        return 0.0 if self.precision == "fp32" else SMALL
 
     @property
     def compile_backend(self) -> str:

@@ -126,13 +126,13 @@ def rank_of_cell(
         for found, reference in zip(errors, references, strict=True):
             wanted = reference.values.get((step, quantity), {})
             wanted = _changes(wanted, start) if changed else wanted
-            largest = _largest(start if changed else wanted)  # weights round, not their changes
+            largest = _largest(wanted)
             for name in got.keys() & wanted.keys():
                 value = got[name]
                 found[step, quantity, name] = (
                     run.stream_error(value, wanted[name])
                     if quantity == "stream"
-                    else error(value, wanted[name], largest)
+                    else error(value, wanted[name], largest, task.settings.small)
                 )
 
     _train(task, cell, references[0], device, compare)

@@ -57,11 +57,11 @@ def watching(model: nn.Module, structure: Structure) -> Iterator[dict[str, list[
         hook.remove()
 
 
-def error(got: Tensor, wanted: Tensor, largest: float = 0.0) -> float:
+def error(got: Tensor, wanted: Tensor, largest: float = 0.0, small: float = 0.0) -> float:
     """max|a - b| / max|b|; a tensor below 1e-5 of the `largest` is zero but for rounding (the gradient of a
-    bias before a softmax) and is measured by that. Not a number is inf."""
+    bias before a softmax) and is measured by that, others at least by `small` of it. Not a number is inf."""
     scale, difference = float(wanted.abs().max()), float((got - wanted).abs().max())
-    scale = largest if scale < 1e-5 * largest else scale
+    scale = largest if scale < 1e-5 * largest else max(scale, small * largest)
     error = 0.0 if difference == 0 else difference / scale if scale else torch.inf
     return error if error == error else torch.inf
 
