@@ -631,6 +631,20 @@ def test_a_step_that_is_not_made_is_red_in_bf16(monkeypatch: pytest.MonkeyPatch)
     assert (result.verdict, result.parameter) == ("red", "layers.1.down.bias"), result
 
 
+def test_small_gradients_that_rounding_of_large_ones_reaches_are_green_in_bf16() -> None:
+    """With weights of 0.02 attention is nearly uniform: q and k have gradients of 1e-4 of the largest."""
+
+    def build() -> nn.Module:
+        model = Model(layers=4)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        return model
+
+    (result,) = prove(build, vocab_size=VOCAB, nproc=2, layouts=[{"tp": 2}], precision="bf16")
+    assert result.verdict == "green", result
+
+
 def test_choices_that_rounding_turns_are_said_to_be_of_the_precision() -> None:
     """As experts that the router likes equally well."""
 
