@@ -206,6 +206,11 @@ def test_a_wait_has_module_and_function(tmp_path: Path) -> None:
 
 
 @needs_null_gpu
+def test_a_machine_may_have_no_device(tmp_path: Path) -> None:
+    assert _run(tmp_path, "import torch; print(torch.cuda.device_count())", devices=0) == "0\n"
+
+
+@needs_null_gpu
 def test_memory_is_that_of_the_device(tmp_path: Path) -> None:
     """The allocator's peak is that of the tensors, a device of 80 GiB fits on this host, and not one byte more."""
     output = _run(

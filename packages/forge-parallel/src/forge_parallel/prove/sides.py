@@ -122,7 +122,8 @@ def rank_of_cell(
     def compare(run: _LayoutRun, step: int, quantity: str, got: dict[str, Any]) -> None:
         start = references[0].start
         changed = quantity == "weight" and task.settings.precision != "fp32"
-        got = _changes(got, start) if changed else got
+        if changed:
+            got = {**_changes(got, start)}
         for found, reference in zip(errors, references, strict=True):
             wanted = reference.values.get((step, quantity), {})
             wanted = _changes(wanted, start) if changed else wanted
