@@ -55,8 +55,6 @@ def main() -> None:
     rows = _rows(args.out) if args.only or args.resume else {}
     known = {name for name, row in rows.items() if row["commit"] == commit} if args.resume else ()
     names, left = chosen_names(args)
-    if not names and not left:
-        sys.exit(f"--only {args.only!r} must be a part of a cell's name, and is of none")
     for name, why in left.items():
         print(f"not run: {name}: {why}")
     names = [name for name in names if name not in known]
@@ -92,6 +90,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
         choose(args.device, args.nproc)
     except ValueError as error:
         parser.error(str(error))
+    if not any(chosen_names(args)):
+        parser.error(f"--only {args.only!r} must be a part of a cell's name, and is of none")
     kind = "-cuda-tf32" if args.tf32 else "-cuda" if args.device == "cuda" else ""
     args.out = args.out or ROOT / f"docs/equivalence{kind}.json"
     for row in _rows(args.out).values():

@@ -71,6 +71,11 @@ def test_rows_of_gpus_never_go_over_those_of_cpus(
     assert arguments(["--device", "cuda", "--tf32", "--out", str(path)]).out == path
 
 
+def test_a_part_of_no_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """No cell is red where none was run."""
+    assert "--only 'fdsp' must be a part of a cell's name" in refused(["--only", "fdsp"], capsys)
+
+
 @pytest.mark.usefixtures("one_gpu")
 def test_on_one_gpu_every_feature_runs_and_cells_of_more_are_named() -> None:
     names, left = chosen_names(arguments(["--device", "cuda"]))
