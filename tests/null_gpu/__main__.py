@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Any command on the null GPU; its counts and host waits are printed at its end."""
+    """Any command on the null GPU; its counts and host waits are printed at its end. It gets the signals of this process."""
     parser = argparse.ArgumentParser(prog="hatch run null-gpu run", description=run.__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="processes, with a device each")
     parser.add_argument("--devices", type=int, help="of a command that starts ranks by itself")
@@ -69,9 +70,12 @@ def run(arguments: list[str]) -> int:
             counts=counts,
             memory_gib=args.memory_gib,
         )
-        code = subprocess.call(
+        process = subprocess.Popen(
             device.launched(command, args.ranks), env={**os.environ, **variables}
         )
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command as well
+        signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+        code = process.wait()
         _print("counts", device.read(counts))
         _print("host waits", device.read(waits))
     return code

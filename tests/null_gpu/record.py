@@ -1,24 +1,19 @@
 """Host waits by phase and the calls of each step, recorded inside a rank on a null GPU.
 
-A wait is a call in which the host waits for the device: an operation of torch of which its synchronization debug mode
-warns, or `synchronize` of a device, a stream or an event. It belongs to the innermost function of Forge on the
-stack, and to the part of the trainer that called it.
+A wait is a call in which the host waits for the device (shim/null_gpu_waits.py). It belongs to the innermost function
+of Forge on the stack, and to the part of the trainer that called it.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import sys
-import threading
-import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
+import null_gpu_waits
 from tests.null_gpu.device import counted
 
 #: Functions of the runner that are a phase; the innermost one on the stack counts.
@@ -49,40 +44,13 @@ class Recorder:
 
     def install(self) -> None:
         """Record from now on; the device must not have been used before."""
-        self._watch_operations()
-        torch.Event = type("Event", (torch.Event,), {})  # a built-in type takes no other method
-        for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream, torch.Event):
-            self._watch_call(owner, "synchronize")
+        null_gpu_waits.on_wait(self._wait)
         self._count_steps()
         atexit.register(self.write)
 
     def write(self) -> None:
         waits = [[*key, times] for key, times in sorted(self.waits.items())]
         self.path.write_text(json.dumps({"waits": waits, "steps": self.steps}))
-
-    def _watch_operations(self) -> None:
-        for text in ("called a synchronizing CUDA operation", "Synchronization debug mode"):
-            warnings.filterwarnings("always", message=f".*{text}")
-        show = warnings.showwarning
-
-        def record_or_show(message: Any, *rest: Any, **more: Any) -> None:
-            if "called a synchronizing CUDA operation" in str(message):
-                self._wait()
-            elif "Synchronization debug mode" not in str(message):
-                show(message, *rest, **more)
-
-        warnings.showwarning = record_or_show
-        torch.cuda.set_sync_debug_mode("warn")
-        torch._C._set_warnAlways(True)  # else each place warns once
-
-    def _watch_call(self, owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def recorded(*args: Any, **keywords: Any) -> Any:
-            self._wait()
-            return call(*args, **keywords)
-
-        setattr(owner, name, recorded)
 
     def _count_steps(self) -> None:
         from forge_train import Trainer
@@ -98,24 +66,8 @@ class Recorder:
         Trainer.train_step = counted_step  # type: ignore[method-assign]
 
     def _wait(self) -> None:
-        frames = [frame for frame in _stack() if frame.f_code.co_filename != __file__]
+        frames = [frame for frame in null_gpu_waits.stack() if frame.f_code.co_filename != __file__]
         self.waits[_phase(frames), self.step, _function(frames)] += 1
-
-
-def _stack() -> Iterator[FrameType]:
-    """Frames from the inside; behind those of a thread of autograd, those of the thread that waits for it."""
-    frame: FrameType | None = sys._getframe()
-    names = set()
-    while frame is not None:
-        yield frame
-        names.add(frame.f_code.co_qualname)
-        frame = frame.f_back
-    main = threading.main_thread()
-    if threading.current_thread() is not main and _THREAD not in names:
-        frame = sys._current_frames().get(main.ident or 0)
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
 
 
 def _phase(frames: list[FrameType]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -155,10 +157,12 @@ def test_collectives_of_two_ranks_have_kind_and_bytes(tmp_path: Path) -> None:
 
 @needs_null_gpu
 def test_a_wait_has_module_and_function(tmp_path: Path) -> None:
-    """An `.item()` in a loop, a wait by name, and one in the backward; copies to pinned memory are none."""
+    """An `.item()` in a loop, waits by name, and one in the backward, whatever is done with warnings; copies to pinned
+    memory are none."""
     (tmp_path / "lab.py").write_text(
         textwrap.dedent(
             """
+            import logging, warnings
             import torch
 
             class Loop:
@@ -177,9 +181,18 @@ def test_a_wait_has_module_and_function(tmp_path: Path) -> None:
 
             def drain():
                 torch.cuda.synchronize()
-                event = torch.cuda.Event()
-                event.record()
-                event.synchronize()
+                torch.accelerator.synchronize()
+                for event in (torch.cuda.Event(), torch.Event("cuda")):
+                    event.record()
+                    event.synchronize()
+
+            def be_quiet(x):
+                with warnings.catch_warnings(record=True):
+                    x.tolist()
+                warnings.simplefilter("ignore")
+                x.tolist()
+                logging.captureWarnings(True)
+                x.tolist()
 
             def read_later(x):
                 return torch.empty(8, pin_memory=True).copy_(x, non_blocking=True)
@@ -194,15 +207,56 @@ def test_a_wait_has_module_and_function(tmp_path: Path) -> None:
         x = torch.empty(8, device="cuda", requires_grad=True)
         lab.Loop().step(x)
         lab.drain()
+        lab.be_quiet(x.detach())
         lab.Double.apply(x).sum().backward()
         lab.read_later(x.detach())
         """,
     )
     waits = device.read(tmp_path / "waits")[0]
-    assert waits["lab:Loop.step.<genexpr>"] == 3
-    assert waits["lab:drain"] == 2
-    assert sum(waits.values()) == 6, waits
-    assert not [name for name in waits if "read_later" in name]
+    assert waits == {
+        "lab:Loop.step.<genexpr>": 3,
+        "lab:drain": 4,
+        "lab:be_quiet": 3,
+        "lab:Double.backward": 1,
+    }
+
+
+@needs_null_gpu
+@pytest.mark.distributed
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    """DDP of torch on two ranks: a step sums its gradients in one collective and waits where its loss is read."""
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab/train.py").write_text(
+        textwrap.dedent(
+            """
+            import os, torch
+            import torch.distributed as dist
+
+            def log_loss(loss):
+                print(loss.item())
+
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8, device=device))
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(3):
+                loss = model(torch.ones(2, 8, device=device)).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                log_loss(loss)
+            dist.destroy_process_group()
+            """
+        )
+    )
+    tables = {name: tmp_path / name for name in ("counts", "waits")}
+    done = device.run(["-m", "my_lab.train"], ranks=2, cwd=tmp_path, **tables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts, waits = (device.read(folder)[0] for folder in tables.values())
+    assert counts["nccl.all_reduce"] == 3
+    assert waits == {"my_lab.train:log_loss": 3}
+    assert not [name for name in counts if name.startswith("unknown.")]
 
 
 @needs_null_gpu
@@ -216,8 +270,11 @@ def test_memory_is_that_of_the_device(tmp_path: Path) -> None:
     output = _run(
         tmp_path,
         """
-        import resource, torch
+        import ctypes, resource, torch
 
+        nothing, cuda = ctypes.c_void_p(), ctypes.CDLL("libcuda.so.1")
+        cuda.cudaMalloc(ctypes.byref(nothing), ctypes.c_size_t(0))
+        cuda.cudaFree(nothing)
         tensors = [torch.empty(30 * 2**30, dtype=torch.uint8, device="cuda") for _ in range(2)]
         small = [torch.empty(1000, device="cuda") for _ in range(3)]
         del tensors[0]
@@ -283,13 +340,17 @@ def test_ends_without_destructors_and_forks_count_once(tmp_path: Path) -> None:
     _run(
         tmp_path,
         """
-        import os, torch
+        import os, subprocess, torch
 
         x = torch.empty(4, device="cuda")
         x.add_(1)
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
+        try:
+            subprocess.run(["no-such-program"])  # a child of vfork, which ends in this process's memory
+        except FileNotFoundError:
+            pass
         x.sum().item()
         os._exit(0)
         """,
@@ -315,3 +376,31 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     folders = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("folder")}
     assert len(folders) == 1, done.stdout + done.stderr
     assert not Path(folders.pop()).exists()
+
+
+@needs_null_gpu
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_ends_as_it_likes_when_run_is_told_to_end(tmp_path: Path, number: int) -> None:
+    """A job that saves when it is told to end may do so; nothing of it is left behind."""
+    (tmp_path / "program.py").write_text(
+        "import os, signal, sys, time\n"
+        "def end(*_):\n"
+        "    time.sleep(1)\n"
+        "    sys.exit(7)\n"
+        "signal.signal(signal.SIGTERM, end), signal.signal(signal.SIGINT, end)\n"
+        "print(os.environ['NULL_GPU_MAIL'], flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    command = ["-m", "tests.null_gpu", "run", "--", sys.executable, str(tmp_path / "program.py")]
+    run = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert run.stdout is not None
+    mail = Path(run.stdout.readline().strip())
+    assert mail.is_dir()
+    if number == signal.SIGINT:  # of a terminal
+        os.killpg(run.pid, number)
+    else:
+        run.send_signal(number)
+    assert run.wait(60) == 7
+    assert not mail.exists()

@@ -1,4 +1,4 @@
-"""What a process on the null GPU changes in torch: four things that depend on numbers, which no kernel computes.
+"""What a process on the null GPU changes in torch: five things that depend on numbers, which no kernel computes.
 
 torch calls `start` at the end of its import, as it does for every package with an entry point in the group
 `torch.backends`: nothing has to be imported by hand, and no sitecustomize of the environment is in the way.
@@ -30,6 +30,8 @@ def start() -> None:
 
         null_gpu_objects.install()
         torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p = _refuse_symmetric_memory
+        # DDP compares shapes that it gathers on the device.
+        torch.distributed._verify_params_across_processes = lambda *given: None
         _AfterImport("torch.distributed.pipelining.schedules", _vote_alone)
     if folder := os.environ.get("NULL_GPU_WAITS"):
         import null_gpu_waits

@@ -13,8 +13,10 @@ import json
 import os
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,13 +32,7 @@ _seen: Counter[str] = Counter()
 
 def record(folder: str) -> None:
     """Count waits from now on; the process writes them into the folder when it ends, if it used a device."""
-    import torch
-
-    torch.cuda._lazy_call(lambda: torch._C._cuda_set_sync_debug_mode(1))  # 1: warn
-    torch._C._set_warnAlways(True)
-    _count_warnings()
-    for owner in (torch.cuda, torch.cuda.Event):
-        _count_calls(owner)
+    on_wait(lambda: _seen.update([_place()]))
     leave = os._exit
 
     def write_and_leave(status: int) -> None:
@@ -47,36 +43,77 @@ def record(folder: str) -> None:
     atexit.register(_write, Path(folder))
 
 
-def _count_warnings() -> None:
-    show = warnings.showwarning
+def on_wait(call: Callable[[], object]) -> None:
+    """Call `call()` at each wait of this process from now on, in the thread that waits; the device was not used before."""
+    import torch
 
-    def count_or_show(message: Any, *rest: Any, **named: Any) -> None:
-        if "called a synchronizing CUDA operation" in str(message):
-            _seen[_place(sys._getframe(1))] += 1
-        elif "Synchronization debug mode" not in str(message):
-            show(message, *rest, **named)
-
-    warnings.showwarning = count_or_show
-    for text in ("called a synchronizing CUDA operation", "Synchronization debug mode"):
-        warnings.filterwarnings("always", message=f".*{text}")
+    torch.cuda._lazy_call(lambda: torch._C._cuda_set_sync_debug_mode(1))  # 1: warn
+    torch._C._set_warnAlways(True)  # else each place warns once
+    _watch_warnings(call)
+    torch.Event = type("Event", (torch.Event,), {})  # type: ignore[misc]  # a built-in type takes no other method
+    for owner in (torch.cuda, torch.accelerator, torch.cuda.Event, torch.Event):
+        _watch_calls(owner, call)
 
 
-def _count_calls(owner: Any) -> None:
+def _watch_warnings(call: Callable[[], object]) -> None:
+    """Warnings of waits are seen before programs, logging or tests take warnings, whatever these filter."""
+    show = warnings._showwarnmsg  # type: ignore[attr-defined]
+    put = warnings.filterwarnings
+
+    def call_or_show(message: Any) -> None:
+        text = str(message.message)
+        if "called a synchronizing CUDA operation" in text:
+            call()
+        elif "Synchronization debug mode" not in text:
+            show(message)
+
+    def be_first() -> None:
+        for text in ("called a synchronizing CUDA operation", "Synchronization debug mode"):
+            put("always", message=f".*{text}")
+
+    def then_be_first(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*given: Any, **named: Any) -> None:
+            change(*given, **named)
+            be_first()
+
+        return changed
+
+    be_first()
+    warnings._showwarnmsg = call_or_show  # type: ignore[attr-defined]
+    for name in ("filterwarnings", "simplefilter", "resetwarnings"):
+        setattr(warnings, name, then_be_first(getattr(warnings, name)))
+
+
+def _watch_calls(owner: Any, call: Callable[[], object]) -> None:
     wait = owner.synchronize
 
     def synchronize(*given: Any, **named: Any) -> Any:
-        _seen[_place(sys._getframe(1))] += 1
+        call()
         return wait(*given, **named)
 
     owner.synchronize = synchronize
 
 
-def _place(frame: FrameType | None) -> str:
-    innermost = frame
-    while frame and _module(frame).partition(".")[0] in _NOT_OURS:
+def stack() -> Iterator[FrameType]:
+    """Frames from the inside; behind those of a thread of autograd, those of the main thread, which waits for it."""
+    frame: FrameType | None = sys._getframe(1)
+    names = set()
+    while frame is not None:
+        yield frame
+        names.add(frame.f_code.co_qualname)
         frame = frame.f_back
-    frame = frame or innermost
-    assert frame is not None
+    main = threading.main_thread()
+    if threading.current_thread() is not main and "Thread._bootstrap" not in names:
+        frame = sys._current_frames().get(main.ident or 0)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+def _place() -> str:
+    frames = list(stack())
+    ours = (frame for frame in frames if _module(frame).partition(".")[0] not in _NOT_OURS)
+    frame = next(ours, frames[-1])
     name = _RESUMED.sub(r"\1", frame.f_code.co_name)
     whole = frame.f_code.co_qualname if name == frame.f_code.co_name else name
     return f"{_module(frame)}:{whole.replace('<locals>.', '')}"

@@ -39,6 +39,7 @@ static const char *const NAMES[NUM_KINDS] = {
 
 static uint64_t calls[NUM_KINDS], bytes_of[NUM_KINDS];
 static struct stub *unknown;
+static pid_t owner;  // whose counts these are
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 void count(enum kind kind, uint64_t bytes) {
@@ -103,14 +104,14 @@ static bool used_a_device(void) {
 static void write_counts(void) {
     static bool written;
     const char *folder = getenv("NULL_GPU_COUNTS");
-    if (!folder || !*folder || written || !used_a_device())
+    if (!folder || !*folder || written || getpid() != owner || !used_a_device())
         return;
     written = true;
     const char *rank = getenv("RANK");
     char path[4096], part[4096 + 8]; // the process may be killed meanwhile
     snprintf(path, sizeof path, "%s/rank-%s.%d.json", folder, rank && *rank ? rank : "0", getpid());
     snprintf(part, sizeof part, "%s.part", path);
-    size_t size = null_gpu_counts(NULL, 0) + 1;
+    size_t size = null_gpu_counts(NULL, 0) + 4096;  // other threads may go on counting
     char *text = malloc(size);
     FILE *file = fopen(part, "w");
     if (!text || !file) {
@@ -123,15 +124,19 @@ static void write_counts(void) {
         fprintf(stderr, "null GPU: cannot write %s\n", path);
 }
 
-// A child of a fork starts at zero: its parent writes what came before.
+// A child of a fork starts at zero: its parent writes what came before. A child of a vfork owns nothing, and writes nothing.
 static void forget(void) {
+    owner = getpid();
     memset(calls, 0, sizeof calls);
     memset(bytes_of, 0, sizeof bytes_of);
     for (; unknown; unknown = unknown->next)
         unknown->calls = 0;
 }
 
-__attribute__((constructor)) static void start(void) { pthread_atfork(NULL, NULL, forget); }
+__attribute__((constructor)) static void start(void) {
+    owner = getpid();
+    pthread_atfork(NULL, NULL, forget);
+}
 __attribute__((destructor)) static void end(void) { write_counts(); }
 
 // os._exit() runs no destructors.

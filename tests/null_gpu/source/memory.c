@@ -78,9 +78,10 @@ size_t free_bytes(int device) { return device_bytes() - charged[device]; }
 // Memory at a multiple of 2 MiB, as the driver's; its pages are zero, and exist once they are written to.
 void *map_memory(size_t size, enum place place, bool is_charged) {
     int device = current_device();
+    size = size ? size : 1;
     if (is_charged && !charge(device, size))
         return NULL;
-    size_t whole = round_up(size ? size : 1, PAGE);
+    size_t whole = round_up(size, PAGE);
     char *mapped = mmap(NULL, whole + ALIGNMENT, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped != MAP_FAILED) {
@@ -89,7 +90,7 @@ void *map_memory(size_t size, enum place place, bool is_charged) {
         if (before)
             munmap(mapped, before);
         munmap(start + whole, ALIGNMENT - before);
-        if (add_range((struct range){start, size ? size : 1, place, device, true, is_charged}))
+        if (add_range((struct range){start, size, place, device, true, is_charged}))
             return start;
         munmap(start, whole);
     }
