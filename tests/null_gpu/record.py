@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import null_gpu_waits
 from tests.null_gpu.device import counted
