@@ -164,6 +164,6 @@ of each job by the runner, on a GPU that computes nothing (an H200 by its name).
 compiler are those of a GPU; the memory of a CUDA context and of NCCL's buffers is in neither number. Reserved is
 what the allocator holds for it, with gaps.
 
-A preset of one GPU must be planned within {one}; so must the other jobs on one GPU, and layouts of several within {many}, on
-their fullest rank; no plan may be more than 2% below its peak. Rows are made by `hatch run null-gpu memory --write`
+A preset of one GPU must be planned within {one}; so must the other jobs on one GPU, and adapters and layouts of several
+within {many}, on their fullest rank; no plan may be more than 2% below its peak. Rows are made by `hatch run null-gpu memory --write`
 (tests/null_gpu/memory_rows.py has flags); a test plans each of them again."""

@@ -246,6 +246,7 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 log_loss(loss)
+            dist.barrier()
             dist.destroy_process_group()
             """
         )
@@ -254,8 +255,8 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     done = device.run(["-m", "my_lab.train"], ranks=2, cwd=tmp_path, **tables)
     assert done.returncode == 0, done.stderr[-3000:]
     counts, waits = (device.read(folder)[0] for folder in tables.values())
-    assert counts["nccl.all_reduce"] == 3
-    assert waits == {"my_lab.train:log_loss": 3}
+    assert counts["nccl.all_reduce"] == 3 + 1
+    assert waits == {"my_lab.train:log_loss": 3, "my_lab.train:<module>": 1}  # the barrier
     assert not [name for name in counts if name.startswith("unknown.")]
 
 

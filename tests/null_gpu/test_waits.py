@@ -42,6 +42,10 @@ def test_a_wait_that_is_new_or_more_frequent_is_red_and_one_that_is_gone_is_told
         "tp 2: a save waits 0 times in m:values, 1 in the kept table",
     ]
     assert list(problems(now, None, "")) == []
+    more = kept | {"collectives": {"all_gather": 3, "all_reduce": 1}}
+    said = "tp 2: a step makes all_{} times, {} in the kept table"
+    assert list(problems(more, kept, "")) == [said.format("reduce 1", 0)]
+    assert fewer(more, kept) == [said.format("gather 3", 4)]
 
 
 def test_a_step_that_waits_is_red_without_a_reason_whatever_the_table_holds() -> None:

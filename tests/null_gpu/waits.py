@@ -21,8 +21,8 @@ PHASES = {
 
 
 def problems(row: Row, kept: Row | None, reason: str) -> Iterator[str]:
-    """Why a row is red: a step that waits without a reason, and each wait that is new or made more often than in the
-    kept row. Without a kept row there is nothing to compare with."""
+    """Why a row is red: a step that waits without a reason, and each wait or collective of a step that is new or made
+    more often than in the kept row. Without a kept row there is nothing to compare with."""
     for function, times in row["waits"].get("step", {}).items():
         if not reason:
             yield f"{row['layout']}: a step waits {times} times in {function}, and a step waits for nothing"
@@ -31,18 +31,23 @@ def problems(row: Row, kept: Row | None, reason: str) -> Iterator[str]:
 
 
 def fewer(row: Row, kept: Row) -> list[str]:
-    """Each wait that is gone, or made less often than in the kept row."""
+    """Each wait or collective that is gone, or made less often than in the kept row."""
     return [text for text, more in _changes(row, kept) if not more]
 
 
 def _changes(row: Row, kept: Row) -> Iterator[tuple[str, bool]]:
-    """(sentence, whether there are more) for each wait that is made another number of times."""
+    """(sentence, whether there are more) for each wait and collective that is made another number of times."""
     for phase, meaning in PHASES.items():
         before, now = (table["waits"].get(phase, {}) for table in (kept, row))
         for function in sorted({*before, *now}):
             was, times = before.get(function, 0), now.get(function, 0)
             if was != times:
                 yield f"{row['layout']}: {meaning} waits {times} times in {function}, {was} in the kept table", times > was  # fmt: skip
+    before, now = kept["collectives"], row["collectives"]
+    for kind in sorted({*before, *now}):
+        was, times = before.get(kind, 0), now.get(kind, 0)
+        if was != times:
+            yield f"{row['layout']}: a step makes {kind} {times} times, {was} in the kept table", times > was  # fmt: skip
 
 
 _HEAD = """# Layouts on the null GPU
@@ -55,7 +60,7 @@ It shows that this code runs; it shows no numbers.
 A *host wait* is a call in which the host waits for the device: kernels that would be queued meanwhile are not. The
 contract: a step waits for nothing, except for the split sizes of expert parallelism; {zero} of the {number} layouts keep it without
 an exception, the others have their reason below. `hatch run null-gpu layouts` compares each layout with this table, and is red for
-a wait that is new or made more often; `--write` writes what became less. Kernels are launches and cuBLAS calls of rank 0 in a steady step.
+a wait or a collective of a step that is new or made more often; `--write` writes what became less. Kernels are launches and cuBLAS calls of rank 0 in a steady step.
 
 Written by `hatch run null-gpu layouts --write` from `null-gpu-layouts.json`. Commit {commits}.
 

@@ -1,7 +1,7 @@
 """Where a process waits for its device: {"module:function": times}, written as JSON at its end.
 
 torch warns of every operation that waits (its synchronization debug mode: `.item()`, a copy to pageable memory,
-`nonzero`), but not of waits by name (`torch.cuda.synchronize`, `Event.synchronize`), which are wrapped here. A wait
+`nonzero`), but not of waits by name (`torch.cuda.synchronize`, `Event.synchronize`, `barrier`), which are wrapped here. A wait
 belongs to the innermost function outside torch and the standard library. Lines are left out, so that a kept
 table changes only when waits do.
 """
@@ -53,6 +53,8 @@ def on_wait(call: Callable[[], object]) -> None:
     torch.Event = type("Event", (torch.Event,), {})  # type: ignore[misc]  # a built-in type takes no other method
     for owner in (torch.cuda, torch.accelerator, torch.cuda.Event, torch.Event):
         _watch_calls(owner, call)
+    if torch.distributed.is_available():
+        _watch_barriers(torch.distributed, call)
 
 
 def _watch_warnings(call: Callable[[], object]) -> None:
@@ -92,6 +94,18 @@ def _watch_calls(owner: Any, call: Callable[[], object]) -> None:
         return wait(*given, **named)
 
     owner.synchronize = synchronize
+
+
+def _watch_barriers(dist: Any, call: Callable[[], object]) -> None:
+    """A barrier of NCCL waits in C++ that no warning of Python comes from."""
+    barrier = dist.barrier
+
+    def watched(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        if not async_op and "nccl" in dist.get_backend(group):
+            call()
+        return barrier(group, async_op, device_ids)
+
+    dist.barrier = watched
 
 
 def stack() -> Iterator[FrameType]:
