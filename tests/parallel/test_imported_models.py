@@ -286,7 +286,7 @@ def llama(vocab_size: int) -> nn.Module:
         ("widthless", {"pp": 2}, "Widthless must say the width of its stream"),
         ("stirred", {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 3},
          "num_layers 4 must be at least one for each of the 6 stages"),
-        ("tied", {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, "embedding is tied"),
+        pytest.param("tied", {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, "embedding is tied", id="tied-zbv"),
         ("crowded", {"cp": 2}, "layers.0.feed_forward.capacity_factor 1.0 decides over the tokens"),
         ("forge_testing.models:bigram", {"tp": 2}, "parallel_roles"),
         ("forge_testing.models:bigram", {"ep": 2}, "ep 2 must divide num_experts 0"),
