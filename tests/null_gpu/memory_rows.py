@@ -136,6 +136,11 @@ ONE_GPU = [
         **{"model.mtp.num_modules": 1},
     ),
     _of_1b("1b three tokens ahead", **{"model.mtp.num_modules": 2}),
+    _of_1b(
+        "1b three tokens ahead, fused loss",
+        train__loss="fused_cross_entropy",
+        **{"model.mtp.num_modules": 2},
+    ),
     _of_1b("1b latent attention", **_MLA),
     _of_1b("1b untied", model__tie_embeddings=False),
     _of_1b("1b sampled", **{"sample.max_new_tokens": 8}),

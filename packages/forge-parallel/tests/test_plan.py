@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from forge_parallel.plan import (
     score,
     search,
 )
-from forge_parallel.plan.memory import local_numel, micro_batches_in_flight
+from forge_parallel.plan.memory import _in_flight, local_numel, micro_batches_in_flight
 from forge_parallel.plan.trace import trace
 from forge_testing import device, run_on_ranks
 
@@ -194,6 +196,43 @@ def test_micro_batches_in_flight(schedule: str, batches: int, first: float, last
     candidate = candidate_of(on_meta(layers=8), 4, batch=batches, pp=4, pp_schedule=schedule)
     assert micro_batches_in_flight(candidate, 0) == first
     assert micro_batches_in_flight(candidate, 3) == last
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "table"),
+    [("zbv_zero_bubble", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")],
+)
+def test_micro_batches_in_a_v_are_those_of_torchs_tables(
+    schedule: str, table: str, pp: int
+) -> None:
+    """Of each stage, at the last of the moments in which a rank keeps most of them."""
+    for rank in range(pp):
+        candidate = candidate_of(
+            on_meta(layers=2 * pp), pp, batch=4 * pp, pp=pp, pp_schedule=schedule
+        )
+        assert tuple(_in_flight(candidate, rank)) == _most_kept(table, pp, rank, 4 * pp)
+
+
+def _most_kept(table: str, pp: int, rank: int, count: int) -> tuple[int, int]:
+    schedules = importlib.import_module("torch.distributed.pipelining.schedules")
+    owners = {stage: min(stage, 2 * pp - 1 - stage) for stage in range(2 * pp)}
+    facts = SimpleNamespace(
+        pp_group_size=pp, _n_microbatches=count, n_local_stages=2, rank=rank,
+        _num_stages=2 * pp, num_stages=2 * pp, stage_index_to_group_rank=owners,
+    )  # fmt: skip
+    kept: set[tuple[int, int]] = set()
+    most = (0, 0)
+    for action in getattr(schedules, table)._calculate_single_rank_operations(facts, rank):
+        for part in getattr(action, "sub_actions", None) or [action] * (action is not None):
+            key, kind = (part.stage_index, part.microbatch_index), part.computation_type.name
+            if kind == "FORWARD":
+                kept.add(key)
+            elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):  # between halves all is kept
+                kept.discard(key)
+            first = sum(stage == rank for stage, _ in kept)
+            most = max(most, (first, len(kept) - first), key=lambda both: (sum(both), both[1]))
+    return most
 
 
 def test_traffic_of_fsdp_and_hsdp() -> None:

@@ -141,12 +141,12 @@ def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> float:
 
 
 def _in_flight(candidate: Candidate, pp_rank: int) -> list[float]:
-    """The same of each of the rank's stages.
+    """The same for each of the rank's stages, in the order of depth.
 
     GPipe keeps all, 1F1B as many as there are ranks from this one on, the interleaved ones their warm-up
     (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), in which stages have about equal parts. With zero bubbles it
     is pp - rank - 1 for the double, and the weights' gradients of `rank` passes wait: pp micro-batches on every rank. In
-    a V the stage of the first half has most of them: counted in torch's tables, for 2 to 8 ranks.
+    a V the stage of the first half has most of them; a test counts them in torch's tables.
     """
     pp, m, name = candidate.layout.pp, candidate.num_micro_batches, candidate.config.pp_schedule
     if pp == 1:
@@ -256,7 +256,10 @@ def _loss(candidate: Candidate) -> float:
 def _fused_loss(candidate: Candidate) -> float:
     """Gradients of the head's input and, in fp32, of its weight, of the loss of each token ahead; beside them that of the
     weight in the dtype in which the backward hands it on. The blocks of logits are gone by then, and smaller."""
-    weight = part_size(candidate.profile.ends(False, True), candidate).whole
+    rows = candidate.profile.ends(
+        False, True
+    ).rows  # modules for tokens ahead are among them, and smaller
+    weight = max(local_numel(row, candidate) * _shards(row, candidate) for row in rows)
     stream = max(kind.inputs for kind in candidate.trace.kinds.values()) * candidate.micro_batch
     losses = 1 + candidate.profile.ahead
     return losses * (stream + weight * 4) + weight * candidate.compute
