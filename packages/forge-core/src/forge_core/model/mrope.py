@@ -60,9 +60,8 @@ class MRopeConfig:
 
     def by_pair(self, positions: Tensor) -> Tensor:
         """The position that each pair turns by: (B, 3, S) -> (B, S, D / 2)."""
-        axes = torch.tensor(self.axes).to(
-            positions.device, non_blocking=True
-        )  # the host waits for nothing
+        # made on the device it would let the host wait
+        axes = torch.tensor(self.axes).to(positions.device, non_blocking=True)
         return positions.index_select(1, axes).transpose(1, 2)
 
 

@@ -126,16 +126,8 @@ def prove(
     given = _import(media) if isinstance(media, str) else media
     if device == "cuda":
         require_no_cuda()  # the modules of a lab may have used it
-    task = Task(
-        partial(made, **(args or {})),
-        roles,
-        blocks,
-        vocab_size,
-        seq_len,
-        seed,
-        given,
-        settings=settings,
-    )
+    builder = partial(made, **(args or {}))
+    task = Task(builder, roles, blocks, vocab_size, seq_len, seed, given, settings=settings)
     if header is not None:
         header(describe(settings, facts, any(cell.layout.get("compile") for cell in cells)))
     for module in ("fsdp", "tensor", "pipelining"):  # once here instead of in every rank: a second
