@@ -78,6 +78,7 @@ def test_each_change_is_named_and_can_be_accepted(
     assert any(words in key for key in resumed["data_changed"])
 
 
+@pytest.mark.slow
 def test_a_phase_that_is_still_to_come_may_be_added_moved_and_left_out(tmp_path: Path) -> None:
     def settings(start: int, **more: Any) -> dict[str, Any]:
         phase = {"start_instance": start, "seq_len": 48, "weights": {"books": 1.0}}

@@ -153,6 +153,7 @@ def fit(folder: Path, **overrides: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_adapters_of_an_imported_model_learn_an_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -196,6 +197,7 @@ def test_steps_without_a_label_change_nothing(tmp_path: Path) -> None:
     assert event["data"] == ["1 of 1 conversations have nothing to learn"]
 
 
+@pytest.mark.slow
 def test_two_ranks_read_what_one_reads_and_a_change_is_refused_at_a_resume(tmp_path: Path) -> None:
     llama(tmp_path / "hf")
     many = [talk(f"{i} {QUESTION}", "yes " * (i % 5) + "no") for i in range(30)]
@@ -264,6 +266,7 @@ def mixed_recipe(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_source_is_by_weight_beside_text_without(tmp_path: Path) -> None:
     keys = mixed_recipe(tmp_path)
     batch = next(Trainer(load_job(RECIPE, keys)).loader)
@@ -295,6 +298,7 @@ def test_the_loss_of_a_source_is_by_weight_beside_text_without(tmp_path: Path) -
     assert metrics["loss"][0] == pytest.approx(loss / weight, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_killed_conversations_go_on_with_the_same_bits(tmp_path: Path) -> None:
     keys = mixed_recipe(tmp_path)
     keys |= {"train.steps": 12, "checkpoint.every_steps": 2, "checkpoint.wait": True}

@@ -102,6 +102,7 @@ def test_F49_ids_over_the_vocabulary_are_refused_before_a_run(
     refused(job, "data.sources.text")
 
 
+@pytest.mark.slow
 def test_F49_of_a_second_source_and_of_validation(tmp_path: Path) -> None:
     IDS[:39].astype("<u2").tofile(tmp_path / "low.bin")
     IDS.astype("<u2").tofile(tmp_path / "high.bin")

@@ -43,13 +43,17 @@ lr_multiplier = 0.25
 QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0, "schedule.name": "constant"}
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokens")
+def write_tokens(folder: Path) -> Path:
+    """Tokens of two sources, in folders of their names."""
     for name, words in (("books", "once upon a time\n" * 200), ("notes", "to do\n" * 300)):
         (folder / f"{name}.txt").write_text(words)
         prepare([folder / f"{name}.txt"], folder / name, document="line")
     return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def mixed_job(folder: Path, tokens: Path) -> Path:
@@ -132,6 +136,7 @@ FURTHER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("cell", FURTHER)
 def test_the_loss_of_each_source_is_the_same_in_further_layouts(
@@ -149,6 +154,7 @@ def test_the_loss_of_each_source_is_the_same_in_further_layouts(
         assert many[name] == pytest.approx(one[name], rel=2e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_read_what_one_process_reads(tmp_path: Path, tokens: Path, world: int) -> None:
@@ -161,6 +167,7 @@ def test_ranks_read_what_one_process_reads(tmp_path: Path, tokens: Path, world: 
         assert (other - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, tokens: Path) -> None:
     job = mixed_job(tmp_path, tokens)
     flags = ["--schedule.name", "constant", "--checkpoint.wait", "true"]

@@ -194,6 +194,7 @@ def test_a_rank_without_data_in_a_phase_ends_all_in_the_same_step(tmp_path: Path
     assert "rank 1: step 12: InvalidData" in fitted[0].problems[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [7, 11])
 def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, step: int) -> None:
     job = job_in(tmp_path)

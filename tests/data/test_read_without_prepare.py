@@ -74,6 +74,7 @@ def wanted(data: Path) -> Path:
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_killed_and_resumed_it_equals_the_run_on_token_files(
     tmp_path: Path, data: Path, wanted: Path, kind: str
@@ -90,6 +91,7 @@ def test_killed_and_resumed_it_equals_the_run_on_token_files(
         assert forge_train("run", again, *flags, "--train.steps", "13").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_ranks_with_an_empty_cache_write_it_once(
@@ -124,6 +126,7 @@ def test_moved_it_goes_on_and_changed_it_is_refused(tmp_path: Path, kind: str) -
         fit_alone(job, **{**QUIET, "train.steps": 7})
 
 
+@pytest.mark.slow
 def test_explain_and_plan_tokenize_nothing(tmp_path: Path, data: Path) -> None:
     for kind in ("text", "huggingface"):
         job = job_of(tmp_path / kind, data, kind)
@@ -167,6 +170,7 @@ def test_what_cannot_be_read_is_refused_before_a_run_begins(
     assert "tokenizing" not in done.err, "hours may pass before the sentence"
 
 
+@pytest.mark.slow
 def test_files_of_ids_are_told_what_they_lack(tmp_path: Path) -> None:
     source = f'name = "nanogpt"\npath = "{tmp_path}"\nnanogpt = {{eos_id = 9}}\n'
     for name in ("train", "val"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from forge_testing.runs import columns, make_job
 from forge_train import Callback, DataError, Trainer, load_job, read_run
-from forge_train.report.goodput import print_report
 
 QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0, "train.steps": 12}
 BROKEN = """
@@ -70,15 +68,3 @@ def test_an_error_in_a_source_of_ones_own_is_one_line(
     assert "tapes.py:7); correct it" in line
     (fault,) = [e for e in read_run(tmp_path / "run").events if e["event"] == "fault"]
     assert "KeyError" in fault["cause"]
-
-
-def test_the_report_says_how_long_steps_waited_for_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run(tmp_path).parent / "run"
-    waited = sum(read_run(folder).metrics["data_wait_seconds"])
-    capsys.readouterr()
-    print_report(folder, as_json=False)
-    assert f"of the steps {waited:.3f} s were waiting for data" in capsys.readouterr().out
-    print_report(folder, as_json=True)
-    assert json.loads(capsys.readouterr().out)["data_wait_seconds"] == waited

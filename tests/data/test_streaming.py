@@ -76,6 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> dict[str, li
     return columns(job)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("before", "after", "workers"), [(2, 3, 0), (3, 1, 0), (1, 2, 2)])
 def test_stopped_it_goes_on_with_the_same_rows_on_other_ranks(
@@ -96,6 +97,7 @@ def test_stopped_it_goes_on_with_the_same_rows_on_other_ranks(
     assert_same_rows(columns(job), whole)
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_with_the_same_rows(tmp_path: Path, texts: Path, whole: dict) -> None:
     job = streamed_job(tmp_path, texts)
     flags = ["--checkpoint.wait", "true", "--sample.max_new_tokens", "0"]
@@ -105,6 +107,7 @@ def test_killed_it_goes_on_with_the_same_rows(tmp_path: Path, texts: Path, whole
     assert_same_rows(columns(job), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("workers", "nproc"), [(1, 3), (0, 1)])
 def test_a_rank_of_two_is_killed_and_others_go_on_with_the_same_rows(
@@ -135,6 +138,7 @@ class LeaveOut(Callback):
         trainer.loader.skip(72, 83)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("phased", [False, True])
 def test_a_rollback_leaves_its_rows_out_and_reads_the_shards_again(

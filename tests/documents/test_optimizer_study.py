@@ -11,6 +11,7 @@ from benchmarks import optimizer_study
 DOCS = Path(optimizer_study.ROOT) / "docs"
 
 
+@pytest.mark.slow
 def test_two_runs_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     few = {"adamw": ({"eval.sequences": 2, "eval.every_steps": 2}, (3e-3,))}

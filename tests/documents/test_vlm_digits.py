@@ -18,6 +18,7 @@ PAGE = ROOT / "docs/vlm-digits.md"
 FEW = ["--train.steps", "2", "--train.global_batch", "4"]
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_runs(tmp_path: Path) -> None:
     """In a folder of its own, with two steps each; `--write` makes table, rows and picture."""
     for extra in ("sklearn", "PIL", "tokenizers", "matplotlib"):

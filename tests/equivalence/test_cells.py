@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +22,39 @@ from page import page
 from refusals import REFUSALS, refused
 from training import Piece
 
+from forge_testing.schedules import marks
+
 pytestmark = pytest.mark.distributed
 DOCS = Path(__file__).parents[2] / "docs"
 
 measured = functools.cache(measure)
 
 
-@pytest.mark.parametrize("cell", SMOKE, ids=lambda cell: cell.name)
+def of_each(parts: Callable[[Cell], Iterable[Any]]) -> set[Cell]:
+    """For each part that cells of SMOKE have, one that has it: not compiled if possible, and on few ranks."""
+
+    def work(cell: Cell) -> tuple[bool, int]:
+        return "compile" in FEATURES[cell.feature].parallel, LAYOUTS[cell.layout].world
+
+    first: dict[Any, Cell] = {}
+    for cell in sorted(SMOKE, key=work):
+        for part in parts(cell):
+            first.setdefault(part, cell)
+    return set(first.values())
+
+
+QUICK = of_each(lambda cell: LAYOUTS[cell.layout].axes)
+IN_CI = {c for c in of_each(lambda c: [LAYOUTS[c.layout].axes]) if LAYOUTS[c.layout].world <= 4}
+
+
+def param(cell: Cell) -> Any:
+    lanes = [pytest.mark.slow] if cell not in QUICK else []
+    if cell in IN_CI - QUICK:
+        lanes.append(pytest.mark.lane("ci"))
+    return pytest.param(cell, id=cell.name, marks=[*lanes, *marks(LAYOUTS[cell.layout].keys)])
+
+
+@pytest.mark.parametrize("cell", [param(cell) for cell in SMOKE])
 def test_a_cell_equals_one_process(cell: Cell) -> None:
     found = measured(cell)
     assert not found.red, found
@@ -54,7 +82,9 @@ def test_every_pair_of_axes_and_of_axis_and_feature_occurs() -> None:
     assert not {frozenset(("ep", f)) for f in [*mixtures, "moe_compile"]} - pairs
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(asked.keys)) for name, asked in REFUSALS.items()]
+)
 def test_a_combination_without_a_cell_is_refused(name: str) -> None:
     said = refused(name)
     assert said, "it was not refused"
@@ -68,30 +98,38 @@ def green(*cells: Cell) -> bool:
     return not any(measured(cell).red for cell in cells)
 
 
+@pytest.mark.slow
 def test_F03_F04_gradients_of_experts_and_their_norm() -> None:
     assert green(Cell("ep", "moe", "sgd"), Cell("hsdp_ep", "moe_bias", "sgd"))
 
 
+@pytest.mark.slow
+@pytest.mark.needs_torch("2.13")
 def test_F05_F06_gradients_and_clipping_over_stages() -> None:
     assert green(Cell("fsdp_pp_zbv", "accumulation", "sgd"), Cell("hsdp_pp", "accumulation", "sgd"))
 
 
+@pytest.mark.slow
 def test_F07_norms_of_heads_under_tensor_parallelism() -> None:
     assert green(Cell("hsdp_tp", "qk_norm", "sgd"))
 
 
+@pytest.mark.slow
 def test_F08_hsdp_on_a_mesh_of_two_axes() -> None:
     assert green(Cell("hsdp_2x2", "uneven_labels", "adamw"))
 
 
+@pytest.mark.slow
 def test_F09_pipelines_with_tensor_parallelism() -> None:
     assert green(Cell("tp_pp", "packed", "sgd"), Cell("fsdp_tp_pp", "packed", "sgd"))
 
 
+@pytest.mark.slow
 def test_F10_packed_rows_in_pipelines_and_over_context_ranks() -> None:
     assert green(Cell("fsdp_pp_interleaved", "packed", "sgd"), Cell("cp_pp", "packed", "sgd"))
 
 
+@pytest.mark.slow
 def test_F131_positions_are_counted_on_whole_rows() -> None:
     """Of a model with images too, whose stream is a part of the tokens under sequence parallelism."""
     assert green(Cell("tp", "towers_recompute", "sgd"), Cell("tp_cp", "towers", "sgd"))
@@ -105,10 +143,12 @@ def test_F75_a_reader_without_pictures_beside_readers_with_some(layout: str, fea
     assert green(Cell(layout, feature, "sgd"))
 
 
+@pytest.mark.slow
 def test_F11_tied_embeddings_at_the_two_ends_of_a_pipeline() -> None:
     assert green(Cell("fsdp_pp_gpipe", "tied_embeddings", "sgd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature", ["no_labels_on_a_rank", "no_labels_in_a_micro_batch", "no_labels_in_the_batch"]
 )
@@ -116,23 +156,28 @@ def test_F12_ranks_and_micro_batches_without_labels(feature: str) -> None:
     assert green(Cell("fsdp_2", feature, "sgd"), Cell("hsdp_2x2", feature, "adamw"))
 
 
+@pytest.mark.slow
 def test_F13_labels_weigh_the_same_on_all_ranks_and_micro_batches() -> None:
     for feature in ("uneven_labels", "accumulation", "accumulation_deferred"):
         assert green(Cell("hsdp_2x2", feature, "adamw"))
 
 
+@pytest.mark.slow
 def test_F86_ranks_and_micro_batches_that_take_different_branches() -> None:
     assert green(Cell("hsdp_2x2", "branches", "adamw"), Cell("fsdp_pp_1f1b", "branches", "sgd"))
 
 
+@pytest.mark.slow
 def test_F88_weights_swapped_around_an_evaluation() -> None:
     assert green(Cell("one_rank", "bf16_swapped", "sgd"), Cell("pp_1f1b", "swapped", "sgd"))
 
 
+@pytest.mark.slow
 def test_F101_readers_that_do_not_divide_the_batch() -> None:
     assert green(Cell("fsdp_3", "dealt_packed", "adamw"), Cell("pp_dp3", "dealt_moe", "adamw"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["grouped_mm", "loop", "batched"])
 def test_F101_a_reader_that_has_nothing_but_filler(backend: str) -> None:
     """Under selective recomputation, with experts over ranks."""
@@ -141,6 +186,7 @@ def test_F101_a_reader_that_has_nothing_but_filler(backend: str) -> None:
     assert green(*cells)
 
 
+@pytest.mark.slow
 def test_F86_deferred_sums_in_bf16_keep_the_earlier_micro_batches() -> None:
     assert green(Cell("fsdp_2", "bf16_deferred", "sgd"))
 
@@ -170,10 +216,17 @@ CAUGHT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mutation", "feature", "layout", "quantities"),
-    [(m, f, layout, q) for m, f, layouts, q in CAUGHT for layout in layouts],
-)
+def tries() -> Iterator[Any]:
+    """Each mistake in all of its layouts: the first is quick."""
+    quick = set()
+    for mutation, feature, layouts, quantities in CAUGHT:
+        for layout in layouts:
+            slow = [pytest.mark.slow] if mutation in quick else []
+            quick.add(mutation)
+            yield pytest.param(mutation, feature, layout, quantities, marks=slow)
+
+
+@pytest.mark.parametrize(("mutation", "feature", "layout", "quantities"), tries())
 def test_a_mistake_turns_the_cell_red(
     mutation: str, feature: str, layout: str, quantities: set[str]
 ) -> None:

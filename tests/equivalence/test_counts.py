@@ -46,6 +46,7 @@ def _meshes(world: int) -> Any:
     return make_meshes(ParallelConfig(device="cpu", precision="fp32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_step_communicates_as_a_loop_by_hand_and_waits_for_nothing(world: int) -> None:
     for counts in run_on_ranks(world, count_benchmark, world):
@@ -152,6 +153,7 @@ def count_runner(job: Path, overrides: dict[str, Any]) -> tuple[int, int]:
 QUIET = {"metrics.every_steps": 100, "eval.every_steps": 0, "checkpoint.every_steps": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [2, 1])
 def test_the_runners_step_communicates_the_same_and_waits_for_nothing(
     tmp_path: Path, micro_batch: int
@@ -201,6 +203,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_communicates_and_waits_as_often_as_it_says(tmp_path: Path, layout: str) -> None:
     world, options, collectives, reads = LAYOUTS[layout]

@@ -96,6 +96,7 @@ def test_processes_meshes_and_seeds() -> None:
     assert len({*run_on_ranks(4, draw), *run_on_ranks(4, draw)}) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises() -> None:
     before = run_on_ranks(3, pid)
     with pytest.raises(RankError) as caught:
@@ -118,6 +119,7 @@ def test_a_rank_that_dies() -> None:
     assert run_on_ranks(2, total) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_hang_shows_where_every_rank_stands() -> None:
     run_on_ranks(2, total)
     began = time.monotonic()
@@ -166,6 +168,7 @@ def parent_and_self():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only(
     reason="its ranks make nothing on a device, which a session of its own refuses"
 )

@@ -95,6 +95,7 @@ def load(source, layout, wanted, target=None):
     return differs, whole(moe, optimizer)
 
 
+@pytest.mark.slow
 def test_F31_a_checkpoint_of_ep_4_loads_on_other_ranks_and_back(tmp_path):
     wanted = run_on_ranks(4, save, str(tmp_path / "ep 4"), "ep 4")[0]
     experts = {n: t for n, t in wanted.items() if "experts." in n and t.dim() == 3}

@@ -64,6 +64,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return columns(job), fitted, read_run(job.parent / "run").metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_F02_F03_a_mixture_on_many_ranks_ends_where_one_process_does(
     tmp_path: Path, alone: Any, layout: str
@@ -82,6 +83,7 @@ def test_F02_F03_a_mixture_on_many_ranks_ends_where_one_process_does(
         assert rows[name] == pytest.approx(alone[2][name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_F31_saved_with_experts_on_four_ranks_goes_on_with_them_on_one(
     tmp_path: Path, alone: Any
 ) -> None:
@@ -167,6 +169,7 @@ class WatchRouter(Callback):
         layer.experts.forward = experts  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2", "efsdp2-ep2", "hsdp2-ep2"])
 def test_bf16_keeps_the_router_in_fp32_and_is_near_fp32(
     tmp_path: Path, alone: Any, layout: str
@@ -179,6 +182,7 @@ def test_bf16_keeps_the_router_in_fp32_and_is_near_fp32(
     assert columns(job)["loss"] == pytest.approx(alone[0]["loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_what_experts_counted_alone(tmp_path: Path) -> None:
     """A row covers the training of its three steps, whether or not an evaluation followed the one before."""
     found = []
@@ -238,6 +242,7 @@ DEPENDENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEPENDENT)
 def test_F91_val_loss_is_that_of_the_rows_on_any_ranks_and_micro_batches(
     tmp_path: Path, case: str
@@ -255,6 +260,7 @@ def test_F91_val_loss_is_that_of_the_rows_on_any_ranks_and_micro_batches(
     assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["micro_batch", "global_batch", "global_batch_lagged"])
 def test_a_balance_loss_over_ranks_and_micro_batches_is_that_of_one_process(
     tmp_path: Path, scope: str

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 #: Characters from which on a text is a sentence of its own, without what is filled in.
 LONG = 40
@@ -53,6 +55,7 @@ def _long(line: int, parts: list[str]) -> Iterator[tuple[int, str]]:
         yield line, "{}".join(parts)
 
 
+@pytest.mark.slow
 def test_no_sentence_is_said_in_two_places() -> None:
     places = defaultdict[str, set[str]](set)
     for path in sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")]):

@@ -24,7 +24,6 @@ PATCHING = {
     "tests/resume/test_store_boundary.py": "fails the disk",
     "tests/harness/src/forge_testing/disk.py": "holds and fails the disk",
     "tests/use/test_fused_loss.py": "cuts blocks of the loss smaller",
-    "tests/data/test_prepare_cli.py": "fails a reader",
     "tests/chaos/plants.py": "plants faults and mistakes",
     "tests/use/test_time_machine.py": "plants a mistake in a feed-forward",
     "tests/documents/test_from_kempnerforge_code.py": "asks command lines for their help",
@@ -77,6 +76,7 @@ def _is_public(module: str, name: str | None) -> bool:
     return public_names(f"{module}.{name}") is not None if tree(f"{module}.{name}") else False
 
 
+@pytest.mark.slow
 def test_nobody_imports_what_is_not_public() -> None:
     private = []
     for path in _files():
@@ -111,6 +111,7 @@ def _order(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
+@pytest.mark.slow
 def test_the_pages_are_those_of_the_sources() -> None:
     """A break of the API is a diff: python scripts/write_api_pages.py"""
     stale = [str(p) for p, text in pages().items() if p.read_text(encoding="utf-8") != text]

@@ -31,6 +31,7 @@ def fit_on_nodes(job: Path, from_probe: int, options: dict[str, Any]) -> Fitted:
         del os.environ["SLURMD_NODENAME"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("from_probe", "options", "step"),
     [(1, {}, 0), (2, {"health.every_steps": 2}, 2), (1, {"health.at_start": False}, 6)],
@@ -53,6 +54,7 @@ def test_a_device_that_computes_wrong_ends_the_run_and_its_node_is_known(
     assert broken_nodes(tmp_path / "run/events.jsonl") == ["n2"]
 
 
+@pytest.mark.slow
 def test_a_warning_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     options = {"health.action": "warn", "health.every_steps": 3}

@@ -156,6 +156,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str,
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [*(("stirred", layout) for layout in LAYOUTS), ("foreign", "cp2"), ("foreign", "pp2"), ("tied", "pp2")],
@@ -169,6 +170,7 @@ def test_a_layout_ends_where_one_process_does(
     assert_same_rows(columns(job), alone[kind][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("pp2-dp2", "cp2"), ("cp2", "pp2")])
 def test_saved_in_one_layout_goes_on_in_another(
     tmp_path: Path, alone: dict[str, Any], first: str, then: str
@@ -226,6 +228,7 @@ class Pictures:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2", "pp2", "pp2-cp2-interleaved"])
 def test_what_a_source_gives_besides_tokens_reaches_the_model(tmp_path: Path, layout: str) -> None:
     source = {"data.sources.text.name": f"{__name__}:Pictures", "model.vocab_size": 64,
@@ -260,6 +263,7 @@ def roomy(vocab_size: int) -> nn.Module:
     return Transformer(sizes(vocab_size), feed_forward=lambda _: MoE(moe))
 
 
+@pytest.mark.slow
 def test_experts_of_an_imported_model_are_shared_over_ep(tmp_path: Path) -> None:
     job, many = make_job(tmp_path / "one"), make_job(tmp_path / "many")
     wanted = fit_alone(job, **keys("roomy")).weights

@@ -1,12 +1,8 @@
-"""Ranks that forge_resilience or torchrun starts form the group that forge_parallel makes."""
+"""Ranks that forge_resilience starts form the group that forge_parallel makes."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -34,25 +30,9 @@ def test_both_name_the_same_variables() -> None:
     assert (local_workers.STORE_FD, local_workers.RUN_NAME) == (start.STORE_FD, start.RUN_NAME)
 
 
+@pytest.mark.slow
 def test_local_workers_form_a_group(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_local_workers([sys.executable, "-c", _GLOO], 2) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["environment 0/2 3.0", "environment 1/2 3.0"]
     assert "Traceback" not in err
-
-
-def test_torchrun_workers_form_a_group(tmp_path: Path) -> None:
-    torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
-    if torchrun is None:
-        pytest.skip("torchrun is not beside this Python")
-    script = tmp_path / "script.py"
-    script.write_text(_GLOO)
-    done = subprocess.run(
-        [torchrun, "--nproc-per-node=2", script],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["torchrun 0/2 3.0", "torchrun 1/2 3.0"]

@@ -70,6 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fitted]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -159,6 +159,7 @@ def errors(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, flo
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "schedule", "recompute"), CASES)
 def test_F10_F11_stages_compute_what_one_process_computes(
     kind: str, schedule: str, recompute: str

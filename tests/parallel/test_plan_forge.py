@@ -267,6 +267,7 @@ def run_plan(*args: str) -> int:
     return int(left.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(str(PRESET / "7b_8gpu.toml"), "--gpus", "8", "--nodes", "2") == 0
     out = capsys.readouterr().out
@@ -275,6 +276,7 @@ def test_the_command_prints_tables_and_leaves_with_0(capsys: pytest.CaptureFixtu
         assert said in out
 
 
+@pytest.mark.slow
 def test_what_a_run_never_trains_has_neither_gradients_nor_moments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +292,7 @@ def test_what_a_run_never_trains_has_neither_gradients_nor_moments(
     assert rank["moments"] == 2 * rank["gradients"]
 
 
+@pytest.mark.slow
 def test_weights_beside_adapters_are_held_in_16_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,6 +312,7 @@ def test_weights_beside_adapters_are_held_in_16_bits(
     assert plan["checkpoint"] == 12 * adapters * 8, "without the base"
 
 
+@pytest.mark.slow
 def test_too_little_memory_leaves_with_78_after_the_tables(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -333,6 +337,7 @@ def test_what_cannot_be_planned_is_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_F101_what_uneven_shares_cost_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(str(PRESET / "7b_8gpu.toml"), "--gpus", "48", "--train.micro_batch", "2") == 0
     cost = "48 readers share 512 rows in micro-batches of 2, 6 on each: 12.5% of the computation is added"
@@ -353,6 +358,7 @@ def test_a_run_starts_in_the_layout_that_is_chosen(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.slow
 def test_auto_on_gpus_chooses_alike_each_time_and_recomputes_only_if_it_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -62,6 +62,7 @@ def test_F85_a_preset_loads_and_fits_its_gpus(path: Path) -> None:
     assert f"{plan.time.tokens_per_second:,.0f} tokens/s" in said
 
 
+@pytest.mark.slow
 def test_models_have_the_sizes_of_their_names() -> None:
     billions = {p.stem: sum(q.numel() for q in build_model(load(p).model, 0).parameters()) / 1e9
                 for p in (ROOT / "configs" / "recipes").glob("*.toml")}  # fmt: skip

@@ -95,6 +95,7 @@ def test_without_contexts_routes_would_be_decided_again() -> None:
     assert forward != again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_packed_rows_do_not_recompile(mode: str) -> None:
     torch._dynamo.reset()
@@ -118,6 +119,7 @@ def test_packed_rows_do_not_recompile(mode: str) -> None:
     assert recompilations() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_mixtures_compile_their_other_parts(mode: str) -> None:
     torch._dynamo.reset()

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[int, dict[str, Any], type[FlippedBit], list[int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path: Path, case: str) -> None:
     world, layout, callback, ranks = CASES[case]
@@ -149,6 +150,7 @@ UNDISTURBED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", UNDISTURBED)
 def test_copies_stay_equal_in_every_layout(tmp_path: Path, layout: str) -> None:
     """Routers, norms and biases included: sums over ranks give each of them the same bits."""

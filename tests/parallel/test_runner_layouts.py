@@ -83,6 +83,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return alone(tmp_path_factory.mktemp("mixture"), MOE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_dense_model_in_a_layout_ends_where_one_process_does(
     tmp_path: Path, dense: Any, layout: str
@@ -97,6 +98,7 @@ def test_a_dense_model_in_a_layout_ends_where_one_process_does(
 OWN = {"optimizer__name": "forge_testing.models:NamedSGD", "optimizer__lr": 0.1}
 
 
+@pytest.mark.slow
 def test_an_optimizer_from_outside_whose_state_has_names_trains_in_a_pipeline(
     tmp_path: Path,
 ) -> None:
@@ -122,6 +124,7 @@ def test_an_optimizer_from_outside_whose_state_has_names_trains_in_a_pipeline(
         assert_same_rows(columns(job), columns(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", MIXED)
 def test_a_mixture_in_a_layout_ends_where_one_process_does(
     tmp_path: Path, mixture: Any, layout: str
@@ -137,6 +140,7 @@ def test_a_mixture_in_a_layout_ends_where_one_process_does(
         assert rows[name] == pytest.approx(mixture[2][name], rel=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -178,6 +182,7 @@ def loaded(checkpoints: Path, odd: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "then"), [(False, (3, {})), (True, (6, {"tp": 2}))])
 def test_an_odd_vocabulary_over_tp_and_three_shards_is_saved_without_padding(
     tmp_path: Path, tied: bool, then: Any
@@ -212,6 +217,7 @@ def test_an_odd_vocabulary_over_tp_and_three_shards_is_saved_without_padding(
     assert_close(together(moved), wanted)
 
 
+@pytest.mark.slow
 def test_ranks_share_a_head_and_checkpoints_hold_it_once(tmp_path: Path) -> None:
     """One key/value head over two ranks: trained, saved, gone on with by one process, bit by bit the same."""
     flat = {key.replace("__", "."): value for key, value in overrides({}).items()}
@@ -255,6 +261,7 @@ def wide(vocab_size: int) -> Wide:
     return Wide(vocab_size)
 
 
+@pytest.mark.slow
 def test_a_whole_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) -> None:
     losses = []
     for world, layout in ((1, {}), (2, {"tp": 2, "sequence_parallel": False})):
@@ -284,6 +291,7 @@ def test_a_layout_that_the_model_refuses_is_a_configuration_error(tmp_path: Path
         assert "parallel_roles" in rank.problems[0]
 
 
+@pytest.mark.slow
 def test_counts_over_the_global_batch_with_one_rank_a_stage(tmp_path: Path, mixture: Any) -> None:
     job = make_job(tmp_path, MOE + 'aux_scope = "global_batch"\naux_loss_weight = 1e-2\n')
     assert together(fit_on_ranks(2, job, train__steps=2, **overrides({"pp": 2})))

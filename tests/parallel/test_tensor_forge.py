@@ -102,6 +102,7 @@ def _against_one_process(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, 2])
 def test_transformer_over_tensor_parallel_ranks_equals_one_process(dp: int) -> None:
     for rank in run_on_ranks(2 * dp, _against_one_process, dp, ("dense", "moe"), timeout=200):

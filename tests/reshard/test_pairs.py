@@ -43,6 +43,7 @@ def test_saved_in_one_layout_goes_on_in_another(
     assert not found.red, found
 
 
+@pytest.mark.slow
 def test_all_that_training_changes_is_compared(runs: dict[str, Run]) -> None:
     saved = runs["one"].saved
     for part in ("expert_bias", "experts", "exp_avg", "exp_avg_sq", "embed"):
@@ -53,6 +54,7 @@ def test_all_that_training_changes_is_compared(runs: dict[str, Run]) -> None:
         assert not any(torch.equal(tensor, ends[name]) for name, tensor in found.items()), part
 
 
+@pytest.mark.slow
 def test_a_moment_with_other_bits_is_seen(runs: dict[str, Run], tmp_path: Path) -> None:
     before = runs["one"]
     name = next(name for name in before.saved if name.endswith("exp_avg_sq"))

@@ -82,6 +82,7 @@ def test_the_frozen_weights_are_saved_once_in_16_bits_and_checkpoints_hold_the_r
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_with_the_same_bits_also_when_the_parent_is_gone(
     tmp_path: Path, trunk: Path, tuned: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_what_a_life_without_a_checkpoint_left_is_written_again(
     assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "layout",
@@ -145,6 +147,7 @@ def test_saved_in_one_layout_it_goes_on_in_another(
         assert (adapters[0][name] - value).abs().max() <= 1e-4 * value.abs().max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stage_without_an_adapter_is_saved_and_resumed(tmp_path: Path, trunk: Path) -> None:
     common = {

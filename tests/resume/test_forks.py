@@ -257,6 +257,7 @@ def test_another_schedule_is_evaluated_at_the_step_of_the_parent(
 # ---- lives of a fork
 
 
+@pytest.mark.slow
 def test_a_killed_fork_goes_on_with_its_own_state_also_when_the_parent_is_gone(
     tmp_path: Path, trunk: Path
 ) -> None:
@@ -430,6 +431,7 @@ def test_a_fork_in_another_layout_has_the_same_weights_and_trains_alike(
     assert parents[0]["fresh"] == parents[1]["fresh"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_on_two_ranks_a_decay_of_a_trunk_is_the_whole_run_bit_for_bit(tmp_path: Path) -> None:
     wsd = {"schedule__name": "wsd", "schedule__wsd__decay_steps": 2, "eval__every_steps": 0}

@@ -40,6 +40,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
     assert columns(run_dir) == columns(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_sigkill_at_random_steps_then_the_same_command_gives_the_same_bits(
     tmp_path: Path, undisturbed: Path, seed: int
@@ -57,6 +58,7 @@ def test_sigkill_at_random_steps_then_the_same_command_gives_the_same_bits(
     assert_same_run(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_leaves_with_75_and_the_same_command_resumes(
     tmp_path: Path, undisturbed: Path, sig: signal.Signals
@@ -75,12 +77,14 @@ def test_a_signal_saves_leaves_with_75_and_the_same_command_resumes(
     assert resumed[-1]["step"] == events[-1]["step"]
 
 
+@pytest.mark.slow
 def test_F37_the_last_step_is_saved_whatever_the_interval(tmp_path: Path) -> None:
     done = forge_train("run", write_job(tmp_path), "--checkpoint.every_steps", "5")
     assert done.code == 0, done.err
     assert load_trained(tmp_path / "run")[2] == 12
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_newest_checkpoint_falls_back_and_ends_with_the_same_bits(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -100,6 +104,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_falls_back_and_ends_with_the_sam
     assert_same_run(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_every_checkpoint_corrupt_is_exit_66_and_harms_nothing(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert forge_train("run", job).code == 0

@@ -67,6 +67,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
         assert EMA.keys() & settings.keys() or torch.equal(parameter, own)  # else the average
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{}, {"parallel.dp_replicate": 2}, {"parallel.tp": 2}])
 def test_a_run_on_ranks_follows_one_process_and_goes_on_there(
@@ -84,6 +85,7 @@ def test_a_run_on_ranks_follows_one_process_and_goes_on_there(
     assert resumed.step == 5
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_both_ends_of_a_pipeline_round_a_tied_weight_alike(tmp_path: Path) -> None:
     job = _drop_eps(make_job(tmp_path))

@@ -53,6 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fi
 # ---- the numbers of one process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layout"),
     [(2, {}), (4, {"parallel__dp_replicate": 2}), (4, {"train__micro_batch": 1})],
@@ -78,6 +79,7 @@ class TermOnRank2(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_F59_a_signal_to_one_rank_stops_all_in_the_same_step(tmp_path: Path, alone: Any) -> None:
     job = make_job(tmp_path)
     stopped = fit_on_ranks(4, job, TermOnRank2, checkpoint__every_steps=0)
@@ -95,6 +97,7 @@ class SaveFromRank1(Callback):
             trainer.request_save()
 
 
+@pytest.mark.slow
 def test_one_rank_asks_for_a_save_and_all_save_the_next_step(tmp_path: Path) -> None:
     fitted = fit_on_ranks(2, make_job(tmp_path), SaveFromRank1, checkpoint__every_steps=0)
     assert [f.code for f in fitted] == [0, 0]
@@ -114,6 +117,7 @@ class BadDiskOnRank1(Callback):
             trainer.loader.stream.arrays = arrays  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_rank_without_data_ends_all_in_the_same_step(tmp_path: Path) -> None:
     fitted = fit_on_ranks(4, make_job(tmp_path), BadDiskOnRank1)
     assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 4
@@ -196,6 +200,7 @@ class LightlyWeighed(Weighed):
     each = 1e-37
 
 
+@pytest.mark.slow
 def test_labels_that_weigh_less_than_fp32_can_divide_by_end_all_ranks(tmp_path: Path) -> None:
     """The mean over labels of equal weight is that of labels without."""
     plain = make_job(tmp_path / "plain")
@@ -226,6 +231,7 @@ class Peek(Callback):
         self._look(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (1, "bf16")])
 def test_a_forward_between_steps_changes_no_number(
     tmp_path: Path, world: int, precision: str
@@ -267,6 +273,7 @@ class OtherDataOnRank3(Callback):
             trainer.loader._cursor += trainer.loader.global_batch
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_another_batch_is_named(tmp_path: Path) -> None:
     fitted = fit_on_ranks(4, make_job(tmp_path), OtherDataOnRank3)
     assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 4
@@ -345,6 +352,7 @@ def test_more_bad_steps_than_allowed_end_all_ranks_and_no_weight_is_harmed(tmp_p
 # ---- other numbers of ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 1, 3])
 def test_saved_on_four_ranks_goes_on_on_another_number(
     tmp_path: Path, alone: Any, world: int
@@ -357,6 +365,7 @@ def test_saved_on_four_ranks_goes_on_on_another_number(
     assert_close(fitted[0].weights, alone[1].weights)
 
 
+@pytest.mark.slow
 def test_F101_goes_on_on_numbers_of_ranks_that_do_not_divide_the_batch(tmp_path: Path) -> None:
     """16 rows on 4 ranks, on 3, on 4 again, on 7: what one process trains, evaluates and reports."""
     sizes = {"train.global_batch": 16, "train.micro_batch": 2, "eval.sequences": 10}
@@ -377,6 +386,7 @@ def test_F101_goes_on_on_numbers_of_ranks_that_do_not_divide_the_batch(tmp_path:
     assert tokens == read_run(wanted.parent / "run").metrics["tokens"]
 
 
+@pytest.mark.slow
 def test_F101_explain_and_run_say_what_uneven_shares_cost(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     cost = "5 readers share 12 rows in micro-batches of 3, 1 on each: 25.0% of the computation is added"
@@ -409,6 +419,7 @@ def test_explain_tells_the_cost_of_the_layout_that_the_planner_chooses(
     assert not capsys.readouterr().out.endswith("\n\n")
 
 
+@pytest.mark.slow
 def test_a_layout_that_is_not_the_ranks_is_refused(tmp_path: Path) -> None:
     for verb in ("run", "explain"):
         refused = forge_train(verb, make_job(tmp_path), "--nproc", "5", "--parallel.dp_shard", "2")

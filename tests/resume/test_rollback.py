@@ -117,6 +117,7 @@ class LeaveOutOfPhase(LeaveOut):
     first = WINDOW[0] - BATCH
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_out_the_rows_of_a_step_of_its_phase(tmp_path: Path) -> None:
     """From the fourth step on with twice the rows, the poisoned ones in the fifth; back to before the phase."""
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
@@ -135,6 +136,7 @@ def test_a_rollback_leaves_out_the_rows_of_a_step_of_its_phase(tmp_path: Path) -
 MOE = {"model__moe__num_experts": 4, "model__moe__top_k": 2, "model__moe__bias_update_rate": 1e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -180,6 +182,7 @@ def test_rows_are_read_late_and_saves_first_so_nothing_bad_is_saved(tmp_path: Pa
     assert (back["step"], back["to_step"], back["bad_steps"]) == (9, 6, [7, 7])
 
 
+@pytest.mark.slow
 def test_batches_before_the_bad_ones_are_left_out_and_checkpoints_among_them_removed(
     tmp_path: Path,
 ) -> None:
@@ -209,6 +212,7 @@ class LeaveOutTwo(LeaveOut):
     last = WINDOW[1] + BATCH
 
 
+@pytest.mark.slow
 def test_before_the_first_interval_the_run_goes_back_to_its_initial_state(tmp_path: Path) -> None:
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
     rare = {**BACK, "checkpoint__every_steps": 0}
@@ -217,6 +221,7 @@ def test_before_the_first_interval_the_run_goes_back_to_its_initial_state(tmp_pa
     assert [e["to_step"] for e in events(job, "rollback")] == [0]
 
 
+@pytest.mark.slow
 def test_a_kill_after_the_rollback_comes_to_the_same_run(tmp_path: Path) -> None:
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
     flat = {key.replace("__", "."): value for key, value in BACK.items()}
@@ -227,6 +232,7 @@ def test_a_kill_after_the_rollback_comes_to_the_same_run(tmp_path: Path) -> None
     assert [e["rollbacks"] for e in events(job, "rollback")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_saved_behind_a_rollback_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
     stopped = fit_on_ranks(2, job, StopAt10, **BACK)
@@ -250,6 +256,7 @@ def test_keys_of_a_rollback_without_one_are_refused(tmp_path: Path) -> None:
         load_job(job, {"resilience.rollback.batches_before": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [BACK, SPIKE], ids=["nonfinite", "spike"])
 def test_F36_more_rollbacks_than_allowed_end_with_76(tmp_path: Path, how: dict[str, Any]) -> None:
     job = make_job(tmp_path)
@@ -293,6 +300,7 @@ class StopAt7(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_F35_a_skipped_step_is_a_step(tmp_path: Path) -> None:
     """Schedule, data, rows, evaluation, saves and stops go on as in a run without it."""
     job, plain = make_job(tmp_path), make_job(tmp_path / "plain")

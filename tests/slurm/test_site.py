@@ -101,21 +101,3 @@ def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path, monkeypatch):
     assert nodes.state == "missing"
     assert nodes.detail.startswith("no 2 nodes within 2 s"), nodes
     assert nodes.fix == "try again when nodes are free, or with another --site"
-
-
-def test_a_machine_without_slurm_lacks_it(tmp_path):
-    done = forge_train(
-        "doctor",
-        "--json",
-        "--requires",
-        "slurm,gpu",
-        PATH="/nowhere",
-        HOME=str(tmp_path),
-        CUDA_VISIBLE_DEVICES="",
-    )
-    states = {finding["what"]: finding["state"] for finding in json.loads(done.out)["findings"]}
-    assert (done.code, states["slurm"], states["gpu"]) == (1, "missing", "missing")
-    unknown = forge_train("doctor", "--requires", "slrum")
-    assert (unknown.code, "--requires 'slrum' is not known" in unknown.err) == (78, True)
-    init = forge_train("doctor", "--init", PATH="/nowhere", HOME=str(tmp_path))
-    assert (init.code, "was not written" in init.err) == (1, True)

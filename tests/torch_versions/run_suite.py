@@ -79,7 +79,7 @@ class Results:
         self._warnings: defaultdict[str, set[str]] = defaultdict(set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = _without_group(report.nodeid)
+        name = report.nodeid
         self._lanes[name] = "slow" if "slow" in report.keywords else "quick"
         if report.failed:
             self.outcomes[name] = "failed"
@@ -137,7 +137,7 @@ def _run(results: Results, folders: list[str], expression: str, workers: int) ->
 
 
 def _pytest(results: Results, *arguments: str) -> None:
-    code = pytest.main(["--dist=loadgroup", *arguments], plugins=[results])
+    code = pytest.main(["--dist=loadfile", "--no-loadscope-reorder", "--lane=everything", *arguments], plugins=[results])
     if code not in (
         pytest.ExitCode.OK,
         pytest.ExitCode.TESTS_FAILED,
@@ -156,11 +156,6 @@ def write(rows: list[dict[str, Any]]) -> None:
 
 def _folder(name: str) -> str:
     return "/".join(name.split("::")[0].split("/")[:2])
-
-
-def _without_group(name: str) -> str:
-    """A test's name without the group that pytest-xdist appends."""
-    return name.removesuffix("@ranks")
 
 
 def _reason(report: pytest.TestReport) -> str:

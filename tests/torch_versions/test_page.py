@@ -16,7 +16,7 @@ from packaging.version import Version
 from forge_train import doctor
 
 from .page import PAGE, ROOT, ROWS, bound, page, seen, supported
-from .run_suite import Results, _without_group
+from .run_suite import Results
 
 ROWS_OF_RUNS: list[dict[str, Any]] = json.loads(ROWS.read_text())
 
@@ -94,7 +94,7 @@ def test_results_are_counted_by_folder_and_lane() -> None:
         )
 
     for when in ("setup", "call", "teardown"):
-        report("tests/a/test_one.py::test[x@y]@ranks", when, "passed")
+        report("tests/a/test_one.py::test[x@y]", when, "passed")
         report("packages/b/tests/test_two.py::test", when, "passed", "slow")
         report(
             "packages/b/tests/test_two.py::test_leak",
@@ -110,6 +110,3 @@ def test_results_are_counted_by_folder_and_lane() -> None:
     }
     assert rows["packages/b", "quick"]["failures"] == ["packages/b/tests/test_two.py::test_leak"]
     assert rows["packages/b", "quick"]["skips"] == {"no GPU": 1}
-    assert (
-        _without_group("tests/a/test_one.py::test[x@y]@ranks") == "tests/a/test_one.py::test[x@y]"
-    )

@@ -11,6 +11,7 @@ from forge_testing import forge_train, write_job
 from forge_train import read_run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--nproc", "2")], ids=["one process", "two ranks"])
 def test_one_process_follows_a_run_and_tells_of_each_event_once(
     tmp_path: Path, arguments: tuple[str, ...]

@@ -88,6 +88,7 @@ def test_an_average_neither_begins_nor_ends_within_a_run(tmp_path: Path) -> None
     fit_alone(make_job(tmp_path / "back"), **{**short, "init.from": str(tmp_path / "fork/run")})
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_in_bf16_look_at_it_and_equal_two_that_do_not(tmp_path: Path) -> None:
     """Weights that stay gathered after an evaluation would be those of the other point."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.use.test_evaluation_sets import asked, rows_of
 
 from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import run_on_ranks
+from forge_testing.evaluations import asked, rows_of
 from forge_testing.runs import Fitted, fit_alone, make_job, together
 from forge_train import ConfigError, JobError
 from forge_train.cli import evaluate

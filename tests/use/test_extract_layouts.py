@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy
 import pytest
-from tests.use.test_evaluation_sets import asked
 
 from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import run_on_ranks
+from forge_testing.evaluations import asked
 from forge_testing.processes import forge_train
 from forge_testing.runs import fit_alone, make_job
 from forge_train.report import activation_files

@@ -230,6 +230,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_export_equals_that_of_one_process_byte_for_byte(tmp_path: Path, layout: str) -> None:
@@ -260,6 +261,7 @@ def test_an_export_equals_that_of_one_process_byte_for_byte(tmp_path: Path, layo
         assert ours.read_bytes() == theirs.read_bytes(), ours.name
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_F57_an_import_trains_alike_in_other_layouts(tmp_path: Path) -> None:
     """Losses on tp2 x dp2, from the same imported weights, are those of one process."""
@@ -343,6 +345,7 @@ def test_the_model_of_a_job_is_that_of_the_import(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_import_never_starts_anew_silently(tmp_path: Path) -> None:
     save("Qwen2", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
@@ -386,6 +389,7 @@ def test_examples_of_the_readmes_load_a_model(
 # ---- command line and refusals
 
 
+@pytest.mark.slow
 def test_the_verbs_on_the_command_line(tmp_path: Path) -> None:
     save("Llama", tmp_path / "hf")
     outcome = forge_train("import", tmp_path / "hf", "--run.dir", tmp_path / "run", "--check")

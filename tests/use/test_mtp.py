@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_without_it_and_it_has_a_column(tmp_path: Path) -> None:
     plain = {key: value for key, value in SHORT.items() if key not in MTP}
     fit_alone(make_job(tmp_path / "plain"), **plain)
@@ -46,6 +47,7 @@ def test_the_first_loss_is_that_without_it_and_it_has_a_column(tmp_path: Path) -
     assert any(name.startswith("mtp.1.block.") for name in ahead.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_loss_of_several_sums_runs_where_the_backward_is_halved(tmp_path: Path) -> None:
     """Without modules: a view of the sums could not be detached in place."""
@@ -59,6 +61,7 @@ def test_a_loss_of_several_sums_runs_where_the_backward_is_halved(tmp_path: Path
     assert_close(together(done), alone.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_equal_one_process(tmp_path: Path, layout: str) -> None:
@@ -74,6 +77,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path, layout: str) -> None:
         assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_and_goes_on_has_the_same_bits_and_generates(tmp_path: Path) -> None:
     constant = {**SHORT, "schedule.name": "constant"}
     whole = fit_alone(make_job(tmp_path / "whole"), **constant)

@@ -87,6 +87,7 @@ def first_step(job: Path, name: str) -> tuple[float, float]:
     return float(loss), float(nn.utils.get_total_norm(gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "world", "layout"),
@@ -115,6 +116,7 @@ def test_an_objective_trains_as_by_hand_and_in_every_layout(
     assert [v for v in found["val_loss"] if v is not None] == pytest.approx(evaluated, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_loss_of_logits_goes_through_a_pipeline(tmp_path: Path) -> None:
     keys = {"train.loss": "forge_testing.parts:squared_error", "train.loss_options": {"scale": 0.5}}
@@ -130,6 +132,7 @@ def test_a_loss_of_logits_goes_through_a_pipeline(tmp_path: Path) -> None:
     assert not np.allclose(plain.weights[name], alone.weights[name], rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

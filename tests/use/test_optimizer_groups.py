@@ -210,6 +210,7 @@ def test_every_layout_equals_one_process(tmp_path: Path, layout: str) -> None:
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_table_that_both_ends_of_a_pipeline_hold_is_frozen_on_both(tmp_path: Path) -> None:
     plan = (
@@ -239,6 +240,7 @@ lr_multiplier = 0.0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("options", [{}, {"parallel.pp": 2, "train.micro_batch": 3}], ids=str)
 def test_what_never_trains_has_no_state_and_a_rank_may_have_nothing_else(
@@ -332,6 +334,7 @@ def test_a_later_life_may_train_what_was_always_frozen_or_freeze_for_good(
 SGD = {**SHORT, "optimizer.name": "torch.optim:SGD", "optimizer.lr": 0.5, "optimizer.eps": 1e-8}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_class_of_torch_gets_the_groups(tmp_path: Path) -> None:
     trainer = Trainer(load_job(make_job(tmp_path / "one", PLAN), SGD), [Watch()])
@@ -457,6 +460,7 @@ def test_an_optimizer_that_knows_no_groups_is_refused_by_name(tmp_path: Path) ->
         trainer.fit()
 
 
+@pytest.mark.slow
 def test_other_groups_are_refused_where_state_goes_by_position(tmp_path: Path) -> None:
     """Groups of one parameter each: torch would give the head's moments to the table."""
     adam = {**SHORT, "optimizer.name": "torch.optim:Adam"}
@@ -506,6 +510,7 @@ def test_the_table_of_the_readme_is_one(tmp_path: Path) -> None:
     assert config.train.stages["all"].lr_multipliers == {"tables": 0.1}
 
 
+@pytest.mark.slow
 def test_flags_reach_groups_and_stages(tmp_path: Path) -> None:
     from forge_train.config.flags import parse_flags
     from forge_train.config.layers import read_layers

@@ -15,6 +15,7 @@ from forge_train.errors import ConfigError
 ADAM = {"optimizer.name": "torch.optim:Adam", "checkpoint.every_steps": 3, "train.steps": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_F114_a_torch_optimizer_trains_and_resumes_with_the_same_bits(
     tmp_path: Path, world: int
@@ -57,6 +58,7 @@ def go_on(saved: Path, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [MUON, LION], ids=lambda keys: keys["optimizer.name"])
 def test_F32_an_optimizer_of_forge_resumes_with_the_same_bits(
     tmp_path: Path, keys: dict[str, object]
@@ -68,6 +70,7 @@ def test_F32_an_optimizer_of_forge_resumes_with_the_same_bits(
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{"parallel.tp": 2}, {"parallel.pp": 2, "train.micro_batch": 3}], ids=str
 )

@@ -137,6 +137,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_equal_one_process_and_go_on_from_each_other(tmp_path: Path, layout: str) -> None:

@@ -147,6 +147,7 @@ def test_a_step_behind_rollbacks_leaves_out_what_they_left_out(tmp_path: Path) -
         replay_step(run, 9, settings={"train.objective_options.last": 110})
 
 
+@pytest.mark.slow
 def test_a_fork_is_replayed_from_what_it_began_from(tmp_path: Path) -> None:
     options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
     trunk, run = make_job(tmp_path / "trunk"), tmp_path / "run"
@@ -170,6 +171,7 @@ def test_a_fork_is_replayed_from_what_it_began_from(tmp_path: Path) -> None:
     assert find_start(run, 8) == 6
 
 
+@pytest.mark.slow
 def test_a_run_from_hugging_face_is_replayed_from_its_first_step(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.use.test_hugging_face import save
@@ -326,6 +328,7 @@ def test_a_flipped_weight_is_found_by_step_and_name(
     assert study(["bisect", str(tmp_path / "right"), str(tmp_path / "right")]) == 0
 
 
+@pytest.mark.slow
 def test_the_first_cause_is_named(tmp_path: Path) -> None:
     options = {"metrics.console": "off", "schedule.name": "constant", "train.steps": 3}
     a = tmp_path / "a/run"

@@ -110,6 +110,7 @@ def test_it_comes_in_trains_and_goes_out_with_its_tokeniser_of_images(
     assert moved.abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_fork_goes_out_too_and_a_run_of_its_own_has_no_tokeniser(tmp_path: Path) -> None:
     theirs = save(tmp_path / "hf", False)
     begun = f'[init]\nfrom = "{tmp_path / "hf"}"'

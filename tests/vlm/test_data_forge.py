@@ -166,6 +166,7 @@ def test_options_that_a_source_does_not_have_are_refused(tmp_path: Path) -> None
         stream_of(talks(tmp_path), size=3)
 
 
+@pytest.mark.slow
 def test_a_job_of_files_trains_and_resumes(tmp_path: Path) -> None:
     """From a configuration alone; from the checkpoint in its middle a run ends with the same bits."""
     source = {"name": "forge_vlm.data:open_source", "path": str(talks(tmp_path))}
@@ -251,6 +252,7 @@ def captions(folder: Path, count: int, shade: int) -> Path:
     return folder / "captions.json"
 
 
+@pytest.mark.slow
 def test_loss_of_held_out_captions_is_by_hand_that_of_their_tokens(tmp_path: Path) -> None:
     """In the loop, at each evaluation, on one rank and on two, packed or not: sum over tokens, divided once."""
     keys: dict[str, Any] = {"eval.sequences": 64}

@@ -150,6 +150,7 @@ def test_a_trained_run_draws_what_it_is_asked_for(tmp_path: Path, fusion: str) -
     assert (drawn[:, 4] == END).all()
 
 
+@pytest.mark.slow
 def test_a_job_is_checked_planned_and_explained(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     explained = forge_train("explain", job)

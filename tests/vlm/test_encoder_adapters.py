@@ -109,6 +109,7 @@ def job_of(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return write_vlm_job(folder), {**TRANSFORMERS, **model, **keys, "eval.every_steps": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", PATTERNS)
 def test_an_encoder_is_tuned_by_adapters_alone(tmp_path: Path, name: str) -> None:
@@ -148,6 +149,7 @@ def test_an_encoder_is_tuned_by_adapters_alone(tmp_path: Path, name: str) -> Non
     assert all(not torch.equal(moved[f"{n}.weight"], base[f"model.{n}.weight"]) for n in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_other_layouts_are_one_process(tmp_path: Path) -> None:
     alone, keys = job_of("qwen3_vl", tmp_path / "alone")
@@ -194,6 +196,7 @@ def pixels_of() -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
     return tokens, {"patches": patches, "grids": grids}, theirs
 
 
+@pytest.mark.slow
 def test_both_exports_are_the_trained_qwen3_vl(tmp_path: Path) -> None:
     """Merged, and as a folder of peft on the folder that it began from."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -219,6 +222,7 @@ def test_both_exports_are_the_trained_qwen3_vl(tmp_path: Path) -> None:
     assert torch.equal(both, merged)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_llava_go_to_peft(tmp_path: Path) -> None:
     """Whose modules have other names than its files."""
     peft = pytest.importorskip("peft")

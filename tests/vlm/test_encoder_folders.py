@@ -71,6 +71,7 @@ def test_the_encoder_begins_as_in_its_folder(
         assert_encoder(tmp_path / "fresh/run", wanted)
 
 
+@pytest.mark.slow
 def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
     """Both sources reach the run once: a resume goes on with its own weights."""
     wanted = save(tmp_path / "clip")

@@ -87,6 +87,7 @@ def by_hand(run: Path) -> float:
     return right / len(questions)
 
 
+@pytest.mark.slow
 def test_the_share_is_that_of_one_forward_a_token(tmp_path: Path) -> None:
     job = write_vlm_job(tmp_path)
     settings = keys(tmp_path) | {"train.steps": 12, "eval.every_steps": 4, "optimizer.lr": 2e-2}
@@ -97,6 +98,7 @@ def test_the_share_is_that_of_one_forward_a_token(tmp_path: Path) -> None:
     assert found[0] < found[-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_asks_has_the_bits_of_one_that_does_not(tmp_path: Path) -> None:
     weights = []
     for name, every in (("asks", 1), ("never", 0)):
@@ -108,6 +110,7 @@ def test_a_run_that_asks_has_the_bits_of_one_that_does_not(tmp_path: Path) -> No
     assert_same_bits(*weights)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [3])
 def test_ranks_answer_each_question_once(tmp_path: Path, world: int) -> None:

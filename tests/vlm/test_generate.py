@@ -89,6 +89,7 @@ def folder_of(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_folder_of_llava_answers_as_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

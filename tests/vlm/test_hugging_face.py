@@ -85,6 +85,7 @@ def job(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 def test_a_llava_comes_in_trains_and_goes_out(
@@ -111,6 +112,7 @@ def test_a_llava_comes_in_trains_and_goes_out(
     assert (again.progress.step, again.config.model.name) == (3, "vlm")
 
 
+@pytest.mark.slow
 def test_files_of_transformers_4_and_of_a_processor_are_read(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     save(tmp_path / "hf", LLAVA)

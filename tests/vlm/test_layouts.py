@@ -402,6 +402,7 @@ def test_cross_attention_in_stages_of_a_pipeline_is_refused() -> None:
         parts_of(build("cross"))
 
 
+@pytest.mark.slow
 def test_features_of_more_layers_than_a_stage_has_are_refused(tmp_path: Path) -> None:
     keys = {"pp": 2, "pp_schedule": "zbv_zero_bubble"}
     with pytest.raises(RankError, match=r"features of 2 layers .* stage of a pipeline has 1; use"):

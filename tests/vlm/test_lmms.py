@@ -108,6 +108,7 @@ def evaluated(run: Path, folder: Path) -> float:
     return float(found["results"]["forge_digits"]["exact_match,none"])
 
 
+@pytest.mark.slow
 def test_exact_match_is_that_of_the_run(run: tuple[Path, float], tmp_path: Path) -> None:
     found = evaluated(run[0], tmp_path)
     print(f"exact match {found}, of the run {run[1]}")
@@ -115,6 +116,7 @@ def test_exact_match_is_that_of_the_run(run: tuple[Path, float], tmp_path: Path)
     assert 0.2 < found < 1.0
 
 
+@pytest.mark.slow
 def test_likelihoods_are_those_of_the_answers(run: tuple[Path, float]) -> None:
     """What greedy decoding writes first is greedy, likeliest, and the chances of all digits are at most 1."""
     from lmms_eval.api.instance import Instance

@@ -69,6 +69,7 @@ def strips(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any
     return keys | {"model.modalities.image.first_id": 257}
 
 
+@pytest.mark.slow
 def test_the_answer_is_learnt_from_pictures_of_any_shape(tmp_path: Path) -> None:
     job = packed_job(tmp_path)
     fit_alone(job, **strips(tmp_path), **{"train.steps": 40})
@@ -110,6 +111,7 @@ def test_a_frozen_encoder_stays_as_it_began(tmp_path: Path) -> None:
     assert not any(n.startswith("vision.") for n in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, world: int) -> None:
@@ -161,6 +163,7 @@ def test_a_flag_makes_it_of_a_vit_and_keeps_its_sizes(tmp_path: Path) -> None:
     assert config.model.vision.vit.patch_size == 4
 
 
+@pytest.mark.slow
 def test_it_is_planned_at_the_size_of_the_config(tmp_path: Path) -> None:
     job = packed_job(tmp_path)
     sizes: tuple[tuple[str, ...], ...] = ((), ("--model.pixels_per_image", str(64 * 8**2)))

@@ -162,6 +162,7 @@ def test_a_streamed_run_is_stopped_and_goes_on_with_the_same_rows_on_other_ranks
     assert_same_rows(columns(job), columns(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_a_streamed_run_of_two_ranks_is_killed_and_goes_on_with_the_same_rows(

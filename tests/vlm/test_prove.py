@@ -83,12 +83,14 @@ def test_ranks_that_branch_have_the_gradients_of_one_process(fusion: str) -> Non
     assert result.verdict == "green", result
 
 
+@pytest.mark.slow
 def test_a_joint_decoder_is_green_in_every_layout_of_two_ranks() -> None:
     results = prove(lambda: build("joint_decoder"), media=four, vocab_size=VOCAB, worlds=[2])
     assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
     assert len(results) > 8
 
 
+@pytest.mark.slow
 def test_packed_pictures_of_several_shapes_are_green_in_every_layout_of_two_ranks() -> None:
     results = prove(
         lambda: build("joint_decoder", "packed_vit"), media=shapes, vocab_size=VOCAB, worlds=[2]

@@ -50,6 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)  # for the lines of Python
     commands = "".join(blocks("bash")).splitlines()
@@ -84,6 +85,7 @@ def test_every_command_of_the_page_runs(place: Path, monkeypatch: pytest.MonkeyP
     assert "resume" in (place / "runs/qwen3_vl/events.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_job_without_a_model_has_that_of_the_import_it_begins_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +107,7 @@ def test_a_job_without_a_model_has_that_of_the_import_it_begins_from(
     assert load_job(ROOT / JOB, keys).config.model == job.config.model
 
 
+@pytest.mark.slow
 def test_a_folder_of_qwen3_vl_answers_as_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

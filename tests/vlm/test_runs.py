@@ -48,6 +48,7 @@ IN_V = {"parallel.pp_schedule": "zbv_zero_bubble", "model.num_layers": 4}
 EXPERTS = {"model.moe.num_experts": 4, "model.moe.top_k": 2, "model.moe.aux_loss_weight": 0.01}
 
 
+@pytest.mark.slow
 def test_the_answer_is_learnt_from_the_picture(tmp_path: Path) -> None:
     """Without squares the colours are even: the loss of answer and end stays above ln(4) / 2."""
     found = {}
@@ -180,6 +181,7 @@ def test_a_rank_of_two_has_no_image_at_all() -> None:
     assert np.all(next(Loader(stream, 12, 1, 2)).tokens.numpy() != 2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("encoder", [{}, TRANSFORMERS], ids=["vit", "transformers"])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, encoder: dict[str, Any]) -> None:
@@ -247,6 +249,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_verbs_say_what_they_do_with_it(tmp_path: Path) -> None:
     job = write_vlm_job(tmp_path)
     explained = forge_train("explain", job)

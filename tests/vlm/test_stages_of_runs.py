@@ -48,6 +48,7 @@ def moved(run: Path, before: int, after: int) -> set[str]:
     return {name.split(".")[1] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("encoder", [{}, TRANSFORMERS], ids=["vit", "transformers"])
 @pytest.mark.parametrize("world", [1, 2])
@@ -84,6 +85,7 @@ lr_multipliers = { vision = 0.1, text = 1.0 }
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_third_stage_trains_the_encoder_and_resumes_with_the_same_bits(
@@ -108,6 +110,7 @@ def test_the_third_stage_trains_the_encoder_and_resumes_with_the_same_bits(
         assert_same_bits(saved_tensors(other), saved_tensors(run))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "layout", [{}, {"parallel.tp": 2}, {"parallel.pp": 2, "train.micro_batch": 3}], ids=str
@@ -159,6 +162,7 @@ lr_multiplier = 0.0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_F78_a_partly_frozen_encoder_is_sharded_and_its_gradients_are_summed(
     tmp_path: Path,
@@ -175,6 +179,7 @@ def test_F78_a_partly_frozen_encoder_is_sharded_and_its_gradients_are_summed(
     assert not [n for n in still if ".layers.1." in n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, step: int) -> None:
     """SIGKILL in each stage, behind its third step, of a process as a user starts it."""
@@ -220,6 +225,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_low_rank_adapters_of_the_text_model_beside_a_trained_adapter(tmp_path: Path) -> None:
     """The encoder and the text's own weights stay as they are; the projector learns, and so do the low-rank matrices."""

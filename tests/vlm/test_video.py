@@ -67,6 +67,7 @@ def test_frames_of_files_are_those_that_were_drawn(tmp_path: Path) -> None:
     assert {answer for _, answer in drawn} == set(WORDS)
 
 
+@pytest.mark.slow
 def test_a_job_of_clips_trains(tmp_path: Path) -> None:
     folder = tmp_path / "clips"
     folder.mkdir()

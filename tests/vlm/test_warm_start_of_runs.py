@@ -25,6 +25,7 @@ def text_run(folder: Path, **keys: Any) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention"])
 def test_F70_all_weights_of_the_text_are_taken_by_a_fresh_run(tmp_path: Path, fusion: str) -> None:
@@ -74,6 +75,7 @@ def test_what_would_be_lost_is_refused(
     assert not (tmp_path / "vlm/run").exists()
 
 
+@pytest.mark.slow
 def test_a_part_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
     parent = text_run(tmp_path / "text", qk_norm=True)
     job = write_vlm_job(tmp_path / "vlm")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+from forge_testing import forge_train
 from forge_train import doctor
 
 
@@ -42,3 +44,22 @@ def test_F119_every_package_that_forge_train_needs_is_looked_at() -> None:
     names = {n.split(">=")[0].split("[")[0] for n in project["project"]["dependencies"]}
     needed = {n.replace("-train-", "-").replace("-", "_") for n in names if n.startswith("forge-")}
     assert set(doctor._PACKAGES) == needed
+
+
+@pytest.mark.slow
+def test_a_machine_without_slurm_lacks_it(tmp_path: Path) -> None:
+    done = forge_train(
+        "doctor",
+        "--json",
+        "--requires",
+        "slurm,gpu",
+        PATH="/nowhere",
+        HOME=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    states = {finding["what"]: finding["state"] for finding in json.loads(done.out)["findings"]}
+    assert (done.code, states["slurm"], states["gpu"]) == (1, "missing", "missing")
+    unknown = forge_train("doctor", "--requires", "slrum")
+    assert (unknown.code, "--requires 'slrum' is not known" in unknown.err) == (78, True)
+    init = forge_train("doctor", "--init", PATH="/nowhere", HOME=str(tmp_path))
+    assert (init.code, "was not written" in init.err) == (1, True)

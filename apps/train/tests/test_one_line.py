@@ -29,6 +29,7 @@ def srun(rank: int) -> dict[str, str]:
     return {**_STEP, **place, "SLURM_PROCID": str(rank)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [torchrun, srun])
 @pytest.mark.parametrize("flags", [["--train.steps", "-1"], ["--train.stepz", "1"]])
 def test_F105_a_wrong_configuration_is_said_once_per_host(

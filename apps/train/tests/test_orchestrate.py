@@ -11,6 +11,7 @@ from forge_testing import forge_train, write_job
 _EXTRA = "[slurm]\ntasks_per_node = 2\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -29,6 +30,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_sizes_that_are_not_legal_are_left_out_aloud(tmp_path: Path) -> None:
     flags = ("--orchestrate", "--sizes", "3,2", "--parallel.dp_shard", "4", "--print")
     shown = forge_train("slurm", write_job(tmp_path, _EXTRA), *flags)

@@ -52,6 +52,18 @@ def test_a_failing_sink_is_switched_off_with_one_line(capfd: pytest.CaptureFixtu
     assert "No space left" in err
 
 
+def test_a_sink_that_exits_is_switched_off_with_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    class Leaving(Recording):
+        def write(self, row: Any) -> None:
+            raise SystemExit(3)
+
+    sink = BackgroundSink(Leaving, "mine")
+    sink.write({"step": 1})
+    assert sink.flush()  # answered: nobody waits for it at a save
+    end_all([sink], 10.0)
+    assert "mine: SystemExit: 3; this sink is off, training goes on" in capfd.readouterr().err
+
+
 def test_a_sink_that_cannot_open_is_switched_off_too(capfd: pytest.CaptureFixture[str]) -> None:
     def refuse() -> Any:
         raise ModuleNotFoundError("No module named 'tensorboard'")

@@ -14,6 +14,7 @@ def slurm(*arguments: str | Path, PATH: str = "/nowhere", **environ: str) -> Out
     return forge_train("slurm", *arguments, PATH=PATH, HOME="/nowhere", **environ)
 
 
+@pytest.mark.slow
 def test_it_writes_the_script_and_the_configuration_as_it_is(tmp_path: Path) -> None:
     job = write_job(tmp_path, "[slurm]\nnodes = 2\n")
     shown = slurm(job, "--print", "--slurm.time_limit", "1:00:00")
@@ -50,6 +51,7 @@ def test_what_is_refused(tmp_path: Path, extra: str, sentence: str) -> None:
     assert (done.code, sentence in done.err) == (78, True), done.err
 
 
+@pytest.mark.slow
 def test_every_number_of_nodes_must_have_a_layout(tmp_path: Path) -> None:
     job = write_job(tmp_path, '[slurm]\nnodes = "2-3"\n')
     done = slurm(job, "--print", "--parallel.dp_replicate", "2")
@@ -57,6 +59,7 @@ def test_every_number_of_nodes_must_have_a_layout(tmp_path: Path) -> None:
     assert slurm(job, "--print", "--parallel.dp_replicate", "2", "--slurm.nodes", "2").code == 0
 
 
+@pytest.mark.slow
 def test_another_experiment_in_the_run_directory_is_refused_before_it_waits(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     Trainer(load_job(job, {"train.steps": 1})).fit()
@@ -65,6 +68,7 @@ def test_another_experiment_in_the_run_directory_is_refused_before_it_waits(tmp_
     assert not (tmp_path / "run/slurm").exists()
 
 
+@pytest.mark.slow
 def test_without_sbatch_there_is_a_sentence(tmp_path: Path) -> None:
     done = slurm(write_job(tmp_path), "--submit")
     assert (done.code, "sbatch is not on this machine" in done.err) == (1, True)

@@ -300,6 +300,7 @@ with Store(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.slow
 def test_a_program_can_end_right_after_close(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", END_AFTER_CLOSE, tmp_path], capture_output=True, text=True
@@ -386,6 +387,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_process_that_closes_nothing_commits_its_last_save(tmp_path):
     script = f"""
 import sys, time, torch

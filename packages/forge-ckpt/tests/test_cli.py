@@ -122,6 +122,7 @@ def test_a_bar_while_verifying_only_on_a_terminal(root, capsys, monkeypatch):
     assert "\x1b" not in out
 
 
+@pytest.mark.slow
 def test_as_a_module(root):
     command = [sys.executable, "-W", "ignore", "-m", "forge_ckpt", "verify", str(root)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

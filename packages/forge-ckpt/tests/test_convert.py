@@ -282,6 +282,7 @@ def load_with_torch(path, wanted):
     assert_same(full({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torch_loads_what_we_wrote_for_it(tmp_path):
     wanted = run_on_ranks(3, save_ours, str(tmp_path / "store"))[0]
@@ -319,6 +320,7 @@ def test_a_state_that_was_not_flattened(tmp_path):
 DOOR = re.compile(r"\b(torch\.load|import pickle|pickletools|Unpickler|weights_only)\b")
 
 
+@pytest.mark.slow
 def test_one_door_for_pickles():
     """Nothing but dcp/ reads pickles, and nothing but the verb convert opens that door."""
     root = Path(forge_ckpt.__file__).parent
@@ -357,6 +359,7 @@ def test_refusals(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "store", "x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["in", "out"])
 def test_memory_is_a_tensor_and_not_the_state(tmp_path, direction):
     """64 tensors of 2 MiB, by a process that does nothing else."""

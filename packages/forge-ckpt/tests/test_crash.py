@@ -73,6 +73,7 @@ print(point, sorted(kinds))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_F53_killed_at_every_disk_call_one_checkpoint_loads(tmp_path, mode):
     command = [sys.executable, "-W", "ignore", "-c", _CRASH, str(tmp_path / "store"), mode]
@@ -105,6 +106,7 @@ assert store.load(got) == 2
 """
 
 
+@pytest.mark.slow
 def test_a_size_limit_is_an_error_and_the_old_checkpoint_stays(tmp_path):
     root = tmp_path / "store"
     command = [sys.executable, "-c", _FULL, str(root)]
@@ -147,6 +149,7 @@ _OWNER = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_the_lock_dies_with_its_owner_and_a_forked_worker_does_not_keep_it(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", _OWNER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:

@@ -202,6 +202,7 @@ def _dcp_load(path):
     return found, state["n"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_three_ranks_write_two_read_and_one_reads(tmp_path):
     pytest.importorskip("numpy", reason=_NUMPY)

@@ -67,6 +67,7 @@ def counted(root):
                 setattr(dist, name, real)
 
 
+@pytest.mark.slow
 def test_collectives_of_a_save_and_of_a_load(tmp_path):
     for saved, again, loaded in run_on_ranks(2, counted, str(tmp_path)):
         assert _tally(saved) == {"all_gather": 4, "gather": 4, "broadcast": 10}

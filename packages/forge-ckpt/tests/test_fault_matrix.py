@@ -53,6 +53,7 @@ def _run(folder, arguments, environment=None):
     return run.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_some_points_and_faults(tmp_path, shim):
     """Of the newcomer's lane: one of each phase."""
     some = ["while writing", "after the rename", "while removing", "mkdir ENOSPC", "fsync EIO"]

@@ -116,6 +116,7 @@ def load(root, shape, wanted, warm):
 SAVED = {"4": (4,), "2x2": (2, 2), "3": (3,), "1": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "shapes"),
     [
@@ -141,6 +142,7 @@ def _size(shape):
     return shape[0] * (shape[1] if len(shape) == 2 else 1)
 
 
+@pytest.mark.slow
 def test_replicas_ties_and_values_are_written_once_and_the_writing_is_spread(tmp_path):
     wanted = run_on_ranks(4, save, str(tmp_path), (2, 2))[0]
     with Directory(tmp_path / "step-00000003") as directory:

@@ -90,6 +90,7 @@ print(point, sorted(kinds))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("victim", "calls"), [(0, 12), (2, 3)])
 def test_F53_a_rank_killed_at_every_disk_call_of_a_save(tmp_path, victim, calls):

@@ -350,6 +350,7 @@ def slow_commit(root, signals):
         forge_ckpt.directories.commit = real
 
 
+@pytest.mark.slow
 def test_nobody_returns_before_the_commit(root, tmp_path):
     assert run_on_ranks(WORLD, slow_commit, str(root), str(tmp_path / "signals")) == [True] * WORLD
 

@@ -73,6 +73,7 @@ def counts(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_5000_small_tensors_in_3_blocks_cost_3_reads_and_3_digests(tmp_path, counts):
     names = [f"layer.{i}.w" for i in range(5000)]
     state = {name: torch.full((500,), float(i)) for i, name in enumerate(names)}
@@ -89,6 +90,7 @@ def test_5000_small_tensors_in_3_blocks_cost_3_reads_and_3_digests(tmp_path, cou
     assert all(torch.equal(target[name], state[name]) for name in names)
 
 
+@pytest.mark.slow
 def test_small_tensors_read_one_by_one_cost_each_block_once(tmp_path, counts):
     state = {f"w{i:04d}": torch.full((500,), float(i)) for i in range(5000)}
     _save(tmp_path / "step-00000001", {"x": state})

@@ -4,7 +4,10 @@ import re
 import tempfile
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_the_first_example_runs(tmp_path, monkeypatch, capsys):
     text = (Path(__file__).parents[1] / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]

@@ -213,6 +213,7 @@ for folder in (small, work):  # the first pass loads what code and threads need
 """
 
 
+@pytest.mark.slow
 def test_F58_peak_memory_is_below_two_tensor_groups_both_ways(tmp_path):
     for name, width, count in (("small", 8, 2), ("work", 3 * 2**11, 4)):
         weights = {f"layers.{i}.up": torch.randn(6, width, 256) for i in range(count)}

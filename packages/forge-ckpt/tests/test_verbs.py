@@ -341,6 +341,7 @@ def test_prune_removes_nothing_beside_a_damaged_newest(history, capsys):
         assert len(store.steps()) == 12
 
 
+@pytest.mark.slow
 def test_prune_refuses(history, capsys):
     script = f"""
         import sys
@@ -405,6 +406,7 @@ def test_bars_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
         assert "write" not in out.replace("written", "")
 
 
+@pytest.mark.slow
 def test_memory_is_a_tensor_and_not_the_state(tmp_path):
     """128 tensors of 2 MiB in each of two checkpoints, by a process that does nothing else."""
     for name in ("a", "b"):

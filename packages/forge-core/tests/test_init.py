@@ -215,6 +215,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_F122_a_shard_is_a_slice_of_the_whole_without_communication(
     rank: int, tmp_path: Path

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 {first}
@@ -14,6 +16,7 @@ print(sorted(tops), sum(name.startswith("torch") for name in new))
 """
 
 
+@pytest.mark.slow
 def test_nothing_beyond_torch_is_loaded() -> None:
     code = CODE.format(first="import torch")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,6 +17,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_new_document_lengths_make_no_new_graph(fresh_compiler: None) -> None:
     from torch._dynamo.utils import counters
 

@@ -232,6 +232,7 @@ def test_F114_tokens_of_another_form_are_named(tokens: Tensor, words: str, devic
         model(tokens.to(device))
 
 
+@pytest.mark.slow
 def test_F114_ids_and_streams_of_any_fitting_form_pass() -> None:
     model = Transformer(config(num_layers=1))
     ids = some_tokens()

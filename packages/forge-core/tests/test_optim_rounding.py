@@ -381,6 +381,7 @@ def _second_moment(steps, after):
     return stored.mean().item(), exact, spread
 
 
+@pytest.mark.slow
 def test_second_moments_follow_where_nearest_rounding_stalls(monkeypatch):
     stored, exact, spread = _second_moment(1500, 0.1)
     assert stored == pytest.approx(exact, rel=0.005)

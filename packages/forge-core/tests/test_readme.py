@@ -19,6 +19,7 @@ def test_first_line_explains_the_name() -> None:
     assert "PyPI belongs to somebody else" in first
 
 
+@pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_example_runs() -> None:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None
@@ -28,6 +29,7 @@ def test_example_runs() -> None:
     assert names["new"].shape == (1, 12)
 
 
+@pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_example_of_groups_runs() -> None:
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
     names: dict = {**vars(forge_core.optim), "model": small(), "step": 1001}
@@ -37,6 +39,7 @@ def test_example_of_groups_runs() -> None:
     assert names["model"].lm_head.weight.requires_grad
 
 
+@pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_examples_of_attention_and_activations_run() -> None:
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     seen, kept, changed = code[code.index(next(c for c in code if "interp" in c)) :][:3]

@@ -73,6 +73,7 @@ def test_the_search_ends_no_higher_than_lbfgs_from_the_truth() -> None:
     assert fit.objective > 1e-6  # of noise there is something left
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """12 noisy studies; 90 % intervals: fewer than 8 of 12 would happen to a right one in 0.4 % of cases."""
     held = {"alpha": 0, "beta": 0}

@@ -198,6 +198,7 @@ def test_a_header_reads_no_row(tmp_path):
     assert header.tokenizer["name"] == "byte"
 
 
+@pytest.mark.slow
 def test_without_the_library_one_line_names_the_extra():
     """In an interpreter that cannot import it, and in which token files work."""
     program = """

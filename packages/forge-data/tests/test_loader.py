@@ -312,12 +312,14 @@ def run_script(body):
 LOADER = "loader = Loader(PackedStream(BuiltinCorpus(), 64), 4, num_workers=2)\nnext(loader)\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_forgets_to_close_its_loader_still_ends():
     done = run_script(LOADER + "def f(workers):\n    raise KeyError('x')\nf(loader._ahead)\n")
     assert done.returncode == 1
     assert done.stderr.strip().endswith("KeyError: 'x'")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_stop_signal_to_the_whole_job_leaves_the_workers_reading(name):

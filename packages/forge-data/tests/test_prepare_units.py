@@ -536,6 +536,7 @@ def run_until(call, source, output, overwrite):
     prepare(source, output, document="line", validation_every=3, overwrite=overwrite)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_before_any_change_of_the_disk_the_rerun_ends_with_the_same_bytes(
@@ -569,6 +570,7 @@ def tree(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_at_random_instants_the_bytes_are_those_of_an_undisturbed_run(tmp_path):
     assert len(kill_again_and_again(tmp_path, 6, seed=0)) > 2  # kills fell in different places

@@ -4,6 +4,8 @@ import re
 from importlib.metadata import metadata
 from pathlib import Path
 
+import pytest
+
 
 def readme() -> str:
     beside = Path(__file__).parent.parent / "README.md"
@@ -12,6 +14,7 @@ def readme() -> str:
     return str(metadata("forge-data").get_payload())  # from an installed wheel
 
 
+@pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_the_first_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     example = re.search(r"```python\n(.*?)```", readme(), re.DOTALL).group(1)

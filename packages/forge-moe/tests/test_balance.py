@@ -333,6 +333,7 @@ def bias_under_fsdp() -> tuple[list, list, str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_F16_the_bias_update_reaches_the_next_forward_under_fsdp2() -> None:
     for bias, wanted, dtype in run_on_ranks(2, bias_under_fsdp):

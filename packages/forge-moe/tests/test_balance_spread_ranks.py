@@ -135,6 +135,7 @@ def errors(cp: int, tp: int) -> dict[tuple, dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (1, 2), (4, 1), (2, 2)])
 def test_every_scope_is_that_of_one_process(cp: int, tp: int) -> None:
     for found in run_on_ranks(cp * tp, errors, cp, tp):

@@ -258,6 +258,7 @@ def syncs(kind, chunks):
     return len(asked), count.others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all_to_all", "hierarchical"])
 def test_one_host_sync_a_layer(kind):
     for chunks in (1, 3):

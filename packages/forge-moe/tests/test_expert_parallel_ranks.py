@@ -268,6 +268,7 @@ def trained(kind, tokens, over_ranks=True):
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all_to_all", "hierarchical"])
 def test_F20_the_bias_after_20_steps_is_that_of_one_process(kind):
     for alone, ranks in run_on_ranks(4, trained, kind, [9, 0, 4, 6]):
@@ -322,6 +323,7 @@ def compiled():
     return all(torch.equal(a, b) for a, b in zip(*locals_))
 
 
+@pytest.mark.slow
 def test_torch_compile_leaves_the_exchange_eager():
     assert run_on_ranks(2, compiled) == [True] * 2
 
@@ -386,6 +388,7 @@ def build_empty():
     return MoE(MoEConfig(dim=DIM, hidden_dim=24, num_experts=8, top_k=3))
 
 
+@pytest.mark.slow
 def test_experts_keep_their_global_index():
     for own, shapes, router in run_on_ranks(4, identity):
         assert own

@@ -12,6 +12,7 @@ from forge_moe import MoE, MoEConfig, Router, RouterConfig, aux_losses
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_examples_run_and_are_short() -> None:
     layer, router, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict = {}

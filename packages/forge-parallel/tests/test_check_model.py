@@ -318,6 +318,7 @@ def largest(bad: int) -> float:
     return float(global_grad_norm([parameter], math.inf)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_nan_of_any_rank_is_in_the_maximum() -> None:
     for bad in range(3):

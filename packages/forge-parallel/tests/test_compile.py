@@ -152,6 +152,7 @@ def test_without_grad_nothing_is_compiled() -> None:
     assert since(before) == {"graphs": 0, "recompiled": 0}
 
 
+@pytest.mark.slow
 def test_a_new_shape_is_counted_and_the_old_one_stays() -> None:
     model = compile_blocks(Net(), "aot_eager")
     model(data().requires_grad_())
@@ -174,6 +175,7 @@ class Numbered(nn.Module):
         return x + self.linear(x) * (1 + self.number)
 
 
+@pytest.mark.slow
 def test_more_kinds_than_torch_expects_are_all_compiled() -> None:
     model = Net(depth=0)
     model.layers = nn.ModuleList([Numbered(i) for i in range(12)])
@@ -202,6 +204,7 @@ def test_a_memory_budget_is_kept_and_changes_no_number() -> None:
     assert worst(train(model), train(Net())) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_copy_runs_on_its_own_parameters() -> None:
     model = compile_blocks(Net(), "aot_eager")
     other = copy.deepcopy(model)
@@ -298,6 +301,7 @@ def across_ranks() -> dict[str, float]:
     return {name: worst([gradient(compiled(f))], [gradient(f)]) for name, f in functions.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_F123_compiled_gradients_over_ranks_are_those_of_eager() -> None:
     for errors in run_on_ranks(2, across_ranks):

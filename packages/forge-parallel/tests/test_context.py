@@ -350,6 +350,7 @@ def checkpointed(forward):
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_collectives_of_each_layer_are_those_that_the_docstrings_say() -> None:
     gather, scatter, send = "start_all_gather", "start_reduce_scatter", "batch_isend_irecv"
     layers, world = 2, 4

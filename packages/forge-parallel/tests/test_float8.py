@@ -221,6 +221,7 @@ def losses(recipe: str | None, seed: int, steps: int = 200) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_emulated_training_stays_near_bf16(recipe: str) -> None:
     plain, float8 = losses(None, 0), losses(recipe, 0)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -218,24 +214,3 @@ def test_all_problems_of_a_config_come_at_once() -> None:
 def test_max_norm_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"max_norm 0 must be above 0"):
         clip_grad_norm_([], 0)
-
-
-def examples() -> list[str]:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-
-
-def test_the_example_of_the_readme_runs() -> None:
-    exec(compile(examples()[0], "README.md", "exec"), {})
-
-
-@pytest.mark.distributed
-def test_ten_lines_of_the_readme_cut_a_plain_module_over_two_ranks(tmp_path: Path) -> None:
-    assert len([line for line in examples()[1].splitlines() if line]) <= 11
-    script = tmp_path / "net.py"
-    script.write_text(examples()[1])
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
-    # lines of two processes may run into each other
-    assert done.stdout.count("[32, 8]") == 2, done.stderr
-    assert "Shard(dim=0)" in done.stdout

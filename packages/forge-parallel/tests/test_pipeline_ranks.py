@@ -75,6 +75,7 @@ def test_four_stages_on_a_rank(schedule: str) -> None:
     assert error(ranks, one_process(8)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
 def test_from_a_model_without_storage_in_uneven_stages(schedule: str) -> None:
     options: dict[str, Any] = {"pp": 2, "pp_schedule": schedule}
@@ -82,6 +83,7 @@ def test_from_a_model_without_storage_in_uneven_stages(schedule: str) -> None:
     assert error(ranks, one_process(16, layers=5)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_weights_that_are_freed_between_the_halves_of_a_backward_lose_gradients(
     schedule: str,
@@ -92,6 +94,7 @@ def test_weights_that_are_freed_between_the_halves_of_a_backward_lose_gradients(
     assert error(ranks, one_process(8)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", LOOPS)
 def test_F11_a_tied_embedding_has_one_gradient_and_stays_one(schedule: str) -> None:
     ranks = run_on_ranks(4, train, {"pp": 2, "pp_schedule": schedule}, {"tied": True}, 8)
@@ -100,6 +103,7 @@ def test_F11_a_tied_embedding_has_one_gradient_and_stays_one(schedule: str) -> N
     assert all((one == both[0]).all() for one in both), "copies part"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_F05_gradients_do_not_depend_on_how_rows_are_grouped(schedule: str) -> None:
     # neither on the number of micro-batches nor on the labels in each
@@ -109,6 +113,7 @@ def test_F05_gradients_do_not_depend_on_how_rows_are_grouped(schedule: str) -> N
         assert error(run_on_ranks(2, train, options, {}, 8, micro_batch), wanted) <= 1e-5
 
 
+@pytest.mark.slow
 def test_F06_clipping_is_by_the_norm_over_all_stages() -> None:
     wanted = one_process(8)
     for rank in run_on_ranks(4, clipped, {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 8, 0.25):
@@ -118,6 +123,7 @@ def test_F06_clipping_is_by_the_norm_over_all_stages() -> None:
             assert torch.allclose(gradient, wanted["grads"][name] / 4, rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"tp": 2, "sequence_parallel": False}, {"cp": 1}, {"dp_shard": 2}]
 )
@@ -152,6 +158,7 @@ def test_fewer_micro_batches_than_ranks(schedule: str, world: int, rows: int) ->
     assert error(ranks, one_process(rows)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_bf16_flows_between_stages(schedule: str) -> None:
     options = {"pp": 2, "pp_schedule": schedule}

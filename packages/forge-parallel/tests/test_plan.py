@@ -150,6 +150,7 @@ def test_parameters_of_the_first_rank_are_exact(options: dict[str, Any]) -> None
     assert _planned(4, options, {"vocab": 93}) == _found(4, options, {"vocab": 93})
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("vocab", [97, 99])
 def test_parameters_are_exact_for_tables_that_are_sharded_by_width_and_by_ids(vocab: int) -> None:
@@ -335,6 +336,7 @@ def test_what_the_caller_refuses_is_not_a_candidate() -> None:
         own.candidate(ParallelConfig(tp=2), None)
 
 
+@pytest.mark.slow
 def test_a_70b_on_256_gpus_is_searched_quickly_and_told_in_words() -> None:
     started = time.perf_counter()
     profile = Profile(on_meta(**SIZES_70B), 4096)

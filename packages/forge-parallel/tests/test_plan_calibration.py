@@ -84,6 +84,7 @@ def _ranks(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64).argsort().argsort().double()
 
 
+@pytest.mark.slow
 def test_tokens_per_second_are_within_12_percent() -> None:
     for row in PUBLISHED:
         assert planned(row).time.tokens_per_second == pytest.approx(row.tokens_per_second, rel=0.12)
@@ -100,6 +101,7 @@ def test_layouts_rank_as_published_for_each_model_and_number_of_gpus() -> None:
         assert sorted(rows, key=lambda r: -planned(r).time.tokens_per_second) == want
 
 
+@pytest.mark.slow
 def test_rank_correlation_over_tokens_per_gpu() -> None:
     got = _ranks([planned(row).time.tokens_per_second / row.gpus for row in PUBLISHED])
     want = _ranks([row.tokens_per_second / row.gpus for row in PUBLISHED])
@@ -107,6 +109,7 @@ def test_rank_correlation_over_tokens_per_gpu() -> None:
     assert spearman >= 0.97, float(spearman)
 
 
+@pytest.mark.slow
 def test_memory_is_between_three_quarters_and_five_quarters() -> None:
     shares = [planned(row).peak / 1e9 / row.gigabytes for row in PUBLISHED]
     assert min(shares) > 0.74, shares

@@ -124,6 +124,7 @@ def verdicts(results: list[Result]) -> dict[str, str]:
     return {result.cell: result.verdict for result in results}
 
 
+@pytest.mark.slow
 def test_a_plain_model_is_green_in_every_layout() -> None:
     results = prove(Model, vocab_size=VOCAB, nproc=4)
     assert {r.verdict for r in results} == {"green"}, [r for r in results if r.verdict != "green"]
@@ -143,6 +144,7 @@ def test_rows_that_two_chunks_of_a_rank_allow_train_as_in_one_process(
     assert result.verdict == verdict, result
 
 
+@pytest.mark.slow
 def test_what_a_model_does_not_offer_is_refused_with_the_reason() -> None:
     class Plain(nn.Sequential):
         """No roles, no parts, no blocks, no positions."""
@@ -170,6 +172,7 @@ def test_a_wrong_role_is_red_and_names_the_parameter() -> None:
     assert result.errors["loss"] <= 1e-5 < result.errors["gradient"]
 
 
+@pytest.mark.slow
 def test_a_head_that_every_rank_computes_whole_is_green() -> None:
     roles = ROLES | {"head.*": "opaque"}
     results = prove(Model, roles=roles, vocab_size=VOCAB, only="tp", worlds=[2])
@@ -341,6 +344,7 @@ class OverRows(Model):
         self.layers[1] = Centred()
 
 
+@pytest.mark.slow
 def test_a_module_that_mixes_rows_is_red_where_rows_are_spread() -> None:
     results = {r.cell: r for r in prove(OverRows, vocab_size=VOCAB, worlds=[2])}
     for cell in ("fsdp", "accumulation", "pp"):
@@ -403,6 +407,7 @@ def test_builders_and_models_that_have_no_truth_are_reported() -> None:
         prove(Model, worlds=[3])
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_or_hangs_is_red_and_keeps_nobody_waiting() -> None:
     class Alone(Model):
         def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -439,6 +444,7 @@ def test_a_caller_whose_threads_have_run_can_prove() -> None:
     assert result.verdict == "green"
 
 
+@pytest.mark.slow
 def test_a_caller_that_left_process_groups_can_prove() -> None:
     """Ranks must not collect a group of the caller, as the threads that it would join are not there."""
 
@@ -464,6 +470,7 @@ def test_a_caller_that_left_process_groups_can_prove() -> None:
     assert result.verdict == "green", result
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")  # fake groups have none
 def test_a_caller_that_had_a_fake_group_can_prove() -> None:
     """DTensor keeps what it worked out for meshes that look like those of the ranks, and had other names."""
@@ -493,6 +500,7 @@ def test_a_caller_that_cannot_fork_any_more_is_told_what_to_do() -> None:
         prove(Forked, vocab_size=VOCAB, worlds=(2,), only="accumulation", timeout=20)
 
 
+@pytest.mark.slow
 def test_a_tiny_llama_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
 
@@ -663,6 +671,7 @@ def test_choices_that_rounding_turns_are_said_to_be_of_the_precision() -> None:
     assert result.errors["one rank"] < 1e-6
 
 
+@pytest.mark.slow
 def test_F89_dropout_is_off_and_refused_under_tp() -> None:
     roles = ROLES | {"*.down.*": "rowwise"}
     results = prove(with_blocks(dropping), roles=roles, vocab_size=VOCAB, only="p", worlds=[2])
@@ -746,6 +755,7 @@ def test_the_command(
     assert said in shown.out + shown.err
 
 
+@pytest.mark.slow
 def test_blocks_that_nobody_can_tell_are_asked_for_and_may_be_named() -> None:
     class Two(Model):
         """Two lists of equal length, and no methods."""
@@ -769,6 +779,7 @@ def test_blocks_that_nobody_can_tell_are_asked_for_and_may_be_named() -> None:
     assert result.verdict == "green", result
 
 
+@pytest.mark.slow
 def test_the_command_in_a_process_of_its_own(lab: Path) -> None:
     command = [
         sys.executable,

@@ -296,6 +296,7 @@ def strange() -> bool:
     return bool(model(torch.ones(1, 4)).isfinite().all())
 
 
+@pytest.mark.slow
 def test_an_attribute_that_is_no_dtype_and_a_block_that_has_one() -> None:
     assert run_on_ranks(2, strange) == [True, True]
 

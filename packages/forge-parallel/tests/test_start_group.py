@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +159,7 @@ def start() -> Iterator[Ranks]:
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_four_ranks_meet_compute_leave_and_meet_again(start):
     answers = start(plain(4, free_port()))
     expected = {"sums": [10.0, 10.0], "left": False, "running": False}
@@ -167,11 +169,13 @@ def test_four_ranks_meet_compute_leave_and_meet_again(start):
         assert interface in ("lo", "lo0")  # one host: gloo needs no name of it
 
 
+@pytest.mark.slow
 def test_one_rank_needs_no_port(start):
     (answer,) = start([{}])
     assert answer["sums"] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_users_gloo_interface_is_left_alone(start):
     names = {name for _, name in socket.if_nameindex()}
     chosen = "lo" if "lo" in names else "lo0"
@@ -179,12 +183,14 @@ def test_the_users_gloo_interface_is_left_alone(start):
     assert [answer["left"] for answer in answers] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_waited_for(start):
     environs = plain(2, free_port())
     environs[0]["LATE"] = "0.5"  # also the host of the store may be late
     assert [answer["sums"] for answer in start(environs)] == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named_by_all_that_came(start):
     answers = start(plain(4, free_port(), TIMEOUT=str(TIMEOUT))[:2])
     for rank, answer in enumerate(answers):
@@ -194,6 +200,7 @@ def test_a_missing_rank_is_named_by_all_that_came(start):
         assert answer["shared"]  # F105: one of them may print it
 
 
+@pytest.mark.slow
 def test_a_missing_rank_0_is_a_refused_connection_to_its_address(start):
     port = free_port()
     (answer,) = start(plain(2, port, TIMEOUT=str(TIMEOUT))[1:])
@@ -201,6 +208,7 @@ def test_a_missing_rank_0_is_a_refused_connection_to_its_address(start):
     assert TIMEOUT <= answer["seconds"] < 10
 
 
+@pytest.mark.slow
 def test_an_unknown_host_is_named(start):
     environs = plain(2, free_port(), MASTER_ADDR="nowhere.invalid", TIMEOUT=str(TIMEOUT))
     (answer,) = start(environs[1:])
@@ -209,6 +217,7 @@ def test_an_unknown_host_is_named(start):
     assert "check MASTER_ADDR" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_named_at_once(start):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -218,6 +227,7 @@ def test_a_taken_port_is_named_at_once(start):
     assert answer["seconds"] < 5
 
 
+@pytest.mark.slow
 def test_F104_a_port_that_answers_nothing_is_not_rank_0s(start):
     """torch's own client would wait for ever, and start_timeout is for ranks that come late."""
     environs = plain(2, free_port(), ANSWER="0.5", TIMEOUT="60")
@@ -246,6 +256,7 @@ def test_F104_a_store_where_rank_0_does_not_check_in_is_not_its_own(start, stran
 TAKEN = {"here/1": "1", "rank/1": "{}", "verdict": '{"error": "", "rank_0": null}'}
 
 
+@pytest.mark.slow
 def test_F104_keys_bear_the_name_of_the_run(start, strangers_store):
     """What others wrote, of another run or by hand, is not read as this one's."""
     for key, value in TAKEN.items():
@@ -282,6 +293,7 @@ def test_F104_what_no_rank_wrote_is_not_read(start, strangers_store):
     assert [answer.get("sums", answer) for answer in answers] == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.slow
 def test_a_master_address_of_another_host_is_found_by_rank_0(start):
     environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT), MASTER_ADDR="0.0.0.1")
     (answer,) = start(environs[:1])
@@ -390,10 +402,44 @@ def test_a_group_of_somebody_else_is_not_ended():
         dist.destroy_process_group()
 
 
+_UNDER_TORCHRUN = """
+import sys
+import torch
+import torch.distributed as dist
+from forge_parallel.start import end_process_group, find_world, leave, start_process_group
+world = find_world()
+start_process_group(world, "cpu", start_timeout_seconds=60)
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+sys.stdout.write(f"{world.launcher} {world.rank}/{world.world_size} {total.item()}\\n")
+end_process_group()
+leave(0)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_workers_form_a_group(tmp_path: Path) -> None:
+    torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
+    if torchrun is None:
+        pytest.skip("torchrun is not beside this Python")
+    script = tmp_path / "script.py"
+    script.write_text(_UNDER_TORCHRUN)
+    done = subprocess.run(
+        [torchrun, "--nproc-per-node=2", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0/2 3.0", "torchrun 1/2 3.0"]
+
+
 if __name__ == "__main__":
     serve()
 
 
+@pytest.mark.slow
 def test_leave_runs_what_was_registered_and_keeps_the_code(tmp_path):
     body = """
 import atexit, sys, threading

@@ -54,6 +54,7 @@ def test_green_in_every_layout_but_those_that_its_forward_forbids(kind: str) -> 
     assert all({"stream", "gradient", "text"} <= r.errors.keys() for r in green.values())
 
 
+@pytest.mark.slow
 @OWN_RANKS
 @pytest.mark.parametrize(("kind", "cell"), [("Qwen3", "tp, whole stream"), ("Gemma2", "recompute")])
 def test_green(kind: str, cell: str) -> None:
@@ -61,6 +62,7 @@ def test_green(kind: str, cell: str) -> None:
     assert result.verdict == "green", result
 
 
+@pytest.mark.slow
 @OWN_RANKS
 def test_a_filling_that_a_softcap_would_count_is_refused() -> None:
     def odd() -> Any:
@@ -92,6 +94,7 @@ def caches_and_graphs(options: dict[str, Any]) -> tuple[set[bool], int]:
     return set(seen), recompilations()["graphs"] - before
 
 
+@pytest.mark.slow
 def test_recomputation_and_compilation_see_no_empty_cache() -> None:
     assert run_on_ranks(1, caches_and_graphs, {"recompute": "full"}) == [({True}, 0)]
     assert run_on_ranks(1, caches_and_graphs, {"compile": True}) == [(set(), 1)]  # for all layers

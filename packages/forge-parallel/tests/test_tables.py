@@ -69,6 +69,7 @@ def misplaced(tp: int) -> tuple[list[int], list[int]]:
     return wrong, by_width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "tp"), [(4, 2), (6, 2), (6, 3), (8, 2)])
 def test_torch_knows_which_part_of_a_table_a_rank_has(world: int, tp: int) -> None:
     found = run_on_ranks(world, misplaced, tp)

@@ -74,6 +74,7 @@ def _assert_equal(cases, ranks):
             assert same_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 def test_loss_and_every_gradient_equal_one_process(dp, tp):
     ranks = run_on_ranks(dp * tp, _against_one_process, dp, tp, CASES, timeout=120)
@@ -88,6 +89,7 @@ def test_norms_over_all_heads_and_numbers_of_heads_equal_one_process(dp, tp):
     _assert_equal(cases, ranks)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_equal_one_process():
     cases = [({"kinds": "a", "tied": True}, sp) for sp in (False, True)]
     ranks = run_on_ranks(2, _against_one_process, 1, 2, cases, True, timeout=200)

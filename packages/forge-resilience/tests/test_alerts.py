@@ -177,6 +177,7 @@ def test_the_url_may_stand_in_the_environment(
     assert [f["cause"] for f in failures(journal)] == ["the variable NO_HOOK is not set"]
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path, journal: Journal) -> None:
     command = noting(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; wait")
     config = AlertsConfig(command, timeout_seconds=1.0, attempts=2)

@@ -135,6 +135,7 @@ def chaos(tmp_path, *arguments, program=PROGRAM):
     return [json.loads(line) for line in told.stdout.splitlines()], told
 
 
+@pytest.mark.slow
 def test_a_strangers_program_under_faults_in_named_phases(tmp_path):
     kinds = "kill_rank,term,segfault,usr1_rank,flip_bit"
     rows, told = chaos(

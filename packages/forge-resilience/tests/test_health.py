@@ -329,6 +329,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_has_ended_is_no_broken_node(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _DEAD, str(tmp_path / "store")]

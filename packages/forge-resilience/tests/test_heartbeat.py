@@ -94,6 +94,7 @@ def test_an_entry_that_a_kill_tore_is_not_seen(tmp_path):
     assert len(whole) == 512
 
 
+@pytest.mark.slow
 def test_a_torn_read_is_not_seen(tmp_path):
     """A writer as fast as it can, a reader in another process: step, phase and count always agree."""
     writer = rank(

@@ -203,6 +203,7 @@ on(signal.SIGTERM, 75); ready("pid"); wait_for("never")
     assert all([gone(pid) for pid in pids])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a child of its parent's death"
 )
@@ -243,6 +244,7 @@ while True:
     assert "did not end within 0.5 s of SIGUSR1: killed" in errors
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphan(tmp_path):
     process = launcher("on(signal.SIGTERM, 75); ready('pid'); wait_for('never')", 2, tmp_path)
     pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]

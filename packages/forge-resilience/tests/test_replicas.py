@@ -168,6 +168,7 @@ def test_of_two_copies_both_are_named() -> None:
     assert "no majority says which is wrong" in str(wrong[1])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_copies_under_hsdp_are_those_of_one_shard() -> None:
     said = run_on_ranks(4, disturb, (2, 2), "up.weight.exp_avg", 3, 22)
@@ -178,6 +179,7 @@ def test_copies_under_hsdp_are_those_of_one_shard() -> None:
     assert [wrong for wrong, _ in said] == [expected] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_shard_has_no_copy_and_shows_by_its_memory_alone() -> None:
     said = run_on_ranks(2, disturb, (2,), "down.weight", 1, 0)

@@ -150,6 +150,7 @@ def test_F65_restarts_are_counted_although_slurm_sets_no_count_at_first(site: Si
     assert len(site.calls("srun")) == 2
 
 
+@pytest.mark.slow
 def test_F60_a_signal_for_the_shell_reaches_the_ranks_and_the_shell_waits_for_them(
     site: Site,
 ) -> None:
@@ -175,6 +176,7 @@ sleep 0.2; {_SAVE}; exit 75
     assert len(list(site.run_dir.glob("checkpoints/step-*"))) == 2
 
 
+@pytest.mark.slow
 def test_F128_no_signal_costs_the_code_of_the_ranks(site: Site) -> None:
     """bash may forget how a child ended when a trap interrupts its `wait`: one in ten of these lives had code -1."""
     ready = site.folder / "ready"

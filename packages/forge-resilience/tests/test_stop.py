@@ -53,6 +53,7 @@ def test_each_signal_is_a_request_to_stop(sent: signal.Signals) -> None:
     assert err.decode() == f"{sent.name}: saving after this step, then leaving\n"
 
 
+@pytest.mark.slow
 def test_a_thousand_mixed_signals_during_a_save_are_one_request() -> None:
     process, reading = start(stderr=subprocess.PIPE)
     process.send_signal(signal.SIGUSR1)

@@ -136,6 +136,7 @@ HANGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HANGS)
 def test_F66_a_hang_is_named_within_its_limit_and_the_run_goes_on(tmp_path, kind):
     body, (phase, step), said = HANGS[kind]
@@ -155,6 +156,7 @@ def test_F66_a_hang_is_named_within_its_limit_and_the_run_goes_on(tmp_path, kind
     assert "restart 1 of 10" in ran.said
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_reported_and_left_alone(tmp_path):
     body = "def compute(number):\n    if (number, rank) == (5, 1): time.sleep(4)"
     ran = run(tmp_path, body, *SOON, "--action=report")
@@ -166,6 +168,7 @@ def test_a_late_rank_is_reported_and_left_alone(tmp_path):
     assert "restart" not in ran.said
 
 
+@pytest.mark.slow
 def test_a_program_without_heartbeats_runs_as_long_as_it_likes(tmp_path):
     body = "import subprocess\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(2)'])\nsys.exit(0)"
     quiet = body.replace(
@@ -175,6 +178,7 @@ def test_a_program_without_heartbeats_runs_as_long_as_it_likes(tmp_path):
     assert (ran.code, ran.events) == (0, []), ran.said
 
 
+@pytest.mark.slow
 def test_stacks_of_a_program_that_registers_nothing(tmp_path):
     script = "import time\ndef sleeps(): time.sleep(600)\nsleeps()"
     process = subprocess.run(
@@ -187,6 +191,7 @@ def test_stacks_of_a_program_that_registers_nothing(tmp_path):
     assert re.search(r'File "<string>", line 2 in sleeps', process.stderr)  # by its end, SIGABRT
 
 
+@pytest.mark.slow
 def test_a_rank_that_ended_well_is_named_beside_those_that_wait_for_it(tmp_path):
     body = "def compute(number):\n    if (life, number, rank) == (0, 5, 1): sys.exit(0)"
     ran = run(tmp_path, body, *SOON)
@@ -195,6 +200,7 @@ def test_a_rank_that_ended_well_is_named_beside_those_that_wait_for_it(tmp_path)
     assert [e["event"] for e in ran.events] == ["hang", "restart"]
 
 
+@pytest.mark.slow
 def test_the_flight_recorder_is_asked_and_its_files_are_named(tmp_path):
     """torch opens a pipe for each rank, and dumps what it recorded when something is written into it."""
     pipe = tmp_path / "pipe_0.pipe"
@@ -221,6 +227,7 @@ def test_the_flight_recorder_is_asked_and_its_files_are_named(tmp_path):
 # ---- crashes, and when a job is not started again
 
 
+@pytest.mark.slow
 def test_a_crash_starts_all_ranks_again(tmp_path):
     body = (
         "def compute(number):\n"
@@ -256,6 +263,7 @@ def test_closed_streams_do_not_change_the_code(closed):
     assert (done.returncode, done.stderr) == (75, "")
 
 
+@pytest.mark.slow
 def test_two_lives_without_progress_end_the_job(tmp_path):
     body = "def compute(number):\n    if number == 4: sys.exit(1)"
     ran = run(tmp_path, body, nproc=1)
@@ -267,6 +275,7 @@ def test_two_lives_without_progress_end_the_job(tmp_path):
     assert "2 lives in a row made no progress beyond step 4: ended with code 70" in ran.said
 
 
+@pytest.mark.slow
 def test_heartbeats_that_another_run_left_are_no_progress(tmp_path):
     (tmp_path / "beats").mkdir()
     Heartbeat(tmp_path / "beats", 5).enter("step", 5000)
@@ -276,12 +285,14 @@ def test_heartbeats_that_another_run_left_are_no_progress(tmp_path):
     assert [(e["event"], e["step"]) for e in ran.events] == [("restart", n) for n in (3, 6, 9)]
 
 
+@pytest.mark.slow
 def test_restarts_are_counted(tmp_path):
     ran = run(tmp_path, "def compute(number):\n    sys.exit(3)", "--max_restarts=1", nproc=1)
     assert (ran.code, [e["event"] for e in ran.events]) == (3, ["restart"])
     assert "1 restarts are used up; ended with code 3" in ran.said
 
 
+@pytest.mark.slow
 def test_a_newer_save_is_progress(tmp_path):
     """A run whose steps begin anew at each start, but which saves."""
     body = (
@@ -294,6 +305,7 @@ def test_a_newer_save_is_progress(tmp_path):
     assert [e["event"] for e in ran.events].count("restart") == 4
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
@@ -306,6 +318,7 @@ def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeyp
 # ---- stop signals
 
 
+@pytest.mark.slow
 def test_a_stop_is_handed_on_and_never_leads_to_a_restart(tmp_path):
     """Nor does a rank that fails after it."""
     body = (
@@ -328,6 +341,7 @@ def test_a_stop_is_handed_on_and_never_leads_to_a_restart(tmp_path):
         (tmp_path / "good").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_hang_after_a_stop_ends_with_75(tmp_path):
     body = "signal.signal(signal.SIGTERM, lambda *_: None)\n(here / 'up0').write_text('1')\nheartbeat.enter('save', 4)\ntime.sleep(600)"
     process = start(tmp_path, body, "--limits=save=1", nproc=1)
@@ -337,6 +351,7 @@ def test_a_hang_after_a_stop_ends_with_75(tmp_path):
     assert (ran.code, [e["event"] for e in ran.events]) == (75, ["hang"]), ran.said
 
 
+@pytest.mark.slow
 def test_a_stop_between_two_lives(tmp_path):
     """Ranks have crashed, and what they left takes its time to end."""
     body = (
@@ -384,6 +399,7 @@ def family(folder: Path) -> list[int]:
     return [int(wait_for(folder / name)) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["guard", "supervisor"])
 def test_a_killed_supervisor_leaves_no_process(tmp_path, victim):
     last = "heartbeat.enter('mine'); time.sleep(600)"
@@ -398,6 +414,7 @@ def test_a_killed_supervisor_leaves_no_process(tmp_path, victim):
     process.stderr.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
 def test_what_ranks_leave_running_is_ended(tmp_path, last):
     flags = (*SOON, "--max_restarts=0", "--grace_seconds=0.5")
@@ -414,6 +431,7 @@ def test_what_ranks_leave_running_is_ended(tmp_path, last):
     assert all([gone(pid) for pid in pids])
 
 
+@pytest.mark.slow
 def test_orphans_are_collected_while_ranks_run(tmp_path):
     body = (
         "def compute(number):\n    if number == 1:\n        if os.fork() == 0:\n"
@@ -430,6 +448,7 @@ def test_orphans_are_collected_while_ranks_run(tmp_path):
 # ---- the function, and what is refused
 
 
+@pytest.mark.slow
 def test_the_function(tmp_path):
     config = WatchConfig("restart", step_seconds=LIMIT, first_step_seconds=60)
     body = "def compute(number):\n    if (life, number) == (0, 5): time.sleep(600)"

@@ -231,6 +231,7 @@ def test_what_branches_cannot_be_is_refused():
         model(tokens[:, :3], branch_ids=ids[:, :3], after_embedding=lambda x: x[:, :2])
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_one_graph_for_all_trees():
     """No graph break under a mask, and no new graph for the mask of the next batch; documents alone break as before."""
     from torch._dynamo.testing import CompileCounter

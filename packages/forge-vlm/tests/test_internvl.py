@@ -75,6 +75,7 @@ def test_logits_are_those_of_transformers(options, tmp_path):
     assert distance(other, wanted) > 1e-3  # the images have a say
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_those_of_transformers(tmp_path):
     theirs = theirs_of()
     ours, (tokens, tiles) = ours_of(theirs, tmp_path), batch()

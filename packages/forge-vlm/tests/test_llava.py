@@ -96,6 +96,7 @@ def test_logits_are_those_of_transformers(options, places, tmp_path):
     assert distance(other, wanted) > 1e-3  # the image has a say
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_those_of_transformers(tmp_path):
     theirs = theirs_of()
     ours, (tokens, images) = ours_of(theirs, tmp_path), batch()

@@ -282,6 +282,7 @@ def test_other_ideas_of_the_papers_are_refused_by_name(name):
         FusionConfig(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["mixture_of_transformers", "moma"])
 def test_compiled_blocks_follow_rows_of_other_modalities(fusion):
     """Traced and run without code generation: sizes of groups become dynamic, results stay."""

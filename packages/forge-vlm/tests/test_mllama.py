@@ -173,6 +173,7 @@ def test_tokens_see_the_images_that_the_processor_lets_them_see():
             assert list(found) == seen
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_those_of_transformers(tmp_path):
     theirs = theirs_of()
     ours, (tokens, media) = ours_of(theirs, tmp_path), batch()

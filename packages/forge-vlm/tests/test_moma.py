@@ -233,6 +233,7 @@ def test_the_auxiliary_router_learns_the_experts_choice_and_nothing_else_sees_it
         assert torch.equal(parameter.grad, mine[name]), name
 
 
+@pytest.mark.slow
 def test_a_trained_auxiliary_router_takes_nearly_what_experts_take():
     layer = layer_of(router="auxiliary_router", scope="micro_batch", std=0.5).train()
     x, ctx = batch(rows=8, size=16)

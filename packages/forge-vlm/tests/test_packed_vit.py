@@ -134,6 +134,7 @@ def test_a_table_of_its_own_grid_is_itself_bit_by_bit():
     assert torch.equal(model._positions([(4, 4)], torch.device("cpu")), model.positions.weight)
 
 
+@pytest.mark.slow
 def test_positions_are_those_of_naflex():
     transformers = pytest.importorskip("transformers.models.siglip2.modeling_siglip2")
     model = encoder()

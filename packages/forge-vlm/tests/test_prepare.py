@@ -149,6 +149,7 @@ def test_damaged_pictures_are_counted_by_cause(tmp_path, corrupt):
         assert (stream.arrays(np.arange(len(stream)))["labels"] != -100).any()
 
 
+@pytest.mark.slow
 def test_workers_write_the_same_bytes(tmp_path):
     path = talks_of(tmp_path / "a")
     one, two = prepared(path, tmp_path / "one"), prepared(path, tmp_path / "two", workers=2)

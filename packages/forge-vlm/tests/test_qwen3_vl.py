@@ -254,6 +254,7 @@ def test_packed_documents_are_those_alone(models):
             assert distance(packed[:, rows], alone) < 1e-5
 
 
+@pytest.mark.slow
 def test_twenty_steps_of_training_are_those_of_transformers():
     their = qwen.theirs()
     our = qwen.ours(their).train()

@@ -33,13 +33,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Task(NamedTuple):
-    """A function of some file, and its pickled arguments."""
+    """A function of some file, its pickled arguments, and the test that calls it, as pytest names it."""
 
     path: list[str]
     module: str
     file: str
     name: str
     args: bytes
+    test: str
 
 
 def rank_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -123,6 +124,7 @@ def _run(task: Task) -> bytes:
     before = devices.allocations()
     try:
         sys.path[:] = task.path
+        os.environ["PYTEST_CURRENT_TEST"] = task.test
         function = getattr(_load(task.module, task.file), task.name)
         _seed()
         result = function(*pickle.loads(task.args))

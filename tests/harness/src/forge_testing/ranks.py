@@ -9,6 +9,8 @@ many, it is killed and the next call forks another.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import json
 import multiprocessing.connection
 import os
@@ -21,13 +23,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from forge_testing.devices import NotOnThisDevice, chosen
 from forge_testing.rank_process import RAISED, RETURNED, STACK_SIGNAL, Task
+from forge_testing.references import SESSION
 
 _START_SECONDS = 60.0
 # Ranks that stand in a collective with one that failed would wait for ever: they get this long.
@@ -35,6 +38,7 @@ _GRACE_SECONDS = 1.0
 # Each gloo group that a rank holds wakes a thread 100 times a second, used or not: groups of 50 layouts
 # in 12 ranks took a third of two cores.
 _MOST_THREADS = 500
+_SIDE_BY_SIDE = 4
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "GROUP_")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -86,7 +90,7 @@ def run_on_ranks(
     device, nproc = chosen()
     if nproc is not None and world > nproc:
         raise NotOnThisDevice(f"needs {world} GPUs, nproc is {nproc}")
-    with _lock:
+    with _lock, _room_for(world):
         _end_pools_of_other_folders()
         _end_crowded_pools()
         pool = _pools.get((device, world)) or _fork(device, world)
@@ -99,6 +103,18 @@ def run_on_ranks(
     if not any(used):
         raise NotOnThisDevice(f"{function.__qualname__} made nothing on device {device}")
     return list(results)
+
+
+@contextlib.contextmanager
+def _room_for(world: int) -> Iterator[None]:
+    """Calls of few ranks run side by side in the workers of a test session, a call of many ranks by itself."""
+    session = os.environ.get(SESSION)
+    if session is None:
+        yield
+        return
+    with open(os.path.join(session, "ranks.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH if world <= _SIDE_BY_SIDE else fcntl.LOCK_EX)
+        yield
 
 
 def _end_pools_of_other_folders() -> None:
@@ -132,7 +148,10 @@ def _describe(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
         raise ValueError(
             f"{name} must not live in __main__, which a rank cannot import; move it to a module"
         )
-    return Task(list(sys.path), module.__name__, os.path.abspath(file), name, pickle.dumps(args))
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    return Task(
+        list(sys.path), module.__name__, os.path.abspath(file), name, pickle.dumps(args), test
+    )
 
 
 class _Zygote:

@@ -15,6 +15,7 @@ from forge_parallel import end_process_group
 from forge_testing.devices import device
 from forge_testing.jobs import write_job
 from forge_testing.ranks import run_on_ranks
+from forge_testing.references import once
 from forge_train import Callback, Trainer, load_job, read_run
 from forge_train.errors import JobError
 
@@ -75,6 +76,27 @@ def fit_alone(job: Path, **overrides: Any) -> Fitted:
     result = trainer.fit()
     found = Fitted(int(result.exit_code), result.step, (), full(trainer))
     end_process_group()  # which weights in 16 bits begin
+    return found
+
+
+def fit_reference(job: Path, **overrides: Any) -> Fitted:
+    """`fit_alone`, trained once in a test session for each text of a job and its flags; `job.parent / "run"` is a copy.
+
+    For runs that others are compared with: no callback, patch or file outside the text of the job may change them.
+    """
+    run = job.parent / "run"
+    text = job.read_text().replace(str(run), "RUN")
+
+    def train(folder: Path) -> Fitted:
+        copy = folder / "job.toml"
+        copy.write_text(text.replace("RUN", str(folder / "run")))
+        return fit_alone(copy, **{"metrics.console": "off", **overrides})
+
+    assert "run.dir" not in overrides, "a reference has a run folder of its own"
+    assert not run.exists(), f"{run} exists: a reference does not continue a run"
+    written = job.read_bytes()
+    found = once(["fit", text, overrides], train, job.parent)
+    job.write_bytes(written)
     return found
 
 

@@ -76,6 +76,7 @@ class WarmProcess:
             "folder": str(folder),
             "environ": environ and dict(environ),
             "limited": limited,
+            "test": os.environ.get("PYTEST_CURRENT_TEST", ""),
         }
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
@@ -122,6 +123,7 @@ def _child(request: dict[str, Any], names: list[Path]) -> None:
         if request["environ"] is not None:
             os.environ.clear()
             os.environ.update(request["environ"])
+        os.environ["PYTEST_CURRENT_TEST"] = request["test"]
         if request["args"] and isinstance(request["args"][0], list):  # a command line
             sys.argv[1:] = request["args"][0]
         if request["limited"]:

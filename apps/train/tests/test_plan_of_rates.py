@@ -67,6 +67,7 @@ def test_the_length_may_come_from_the_size_of_the_model(tmp_path: Path) -> None:
     assert planned(job.config).steps[-1] == Trainer(job).total_steps
 
 
+@pytest.mark.slow
 def test_explain_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     job = write_job(tmp_path, TABLES)

@@ -221,6 +221,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'forge-data[cli]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     (tmp_path / "a.txt").write_text("words")
     assert forge_data("prepare", tmp_path / "a.txt", "--output", tmp_path / "o") == 0
@@ -234,6 +235,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     assert (process.returncode, said) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_command_as_a_process(text, tmp_path):
     command = [sys.executable, "-m", "forge_data.cli", "verify", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -149,6 +149,7 @@ def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_refused(tmp_
         Trainer(load_job(job, {"callbacks.mine.name": f"{__name__}:NoCallback"}))
 
 
+@pytest.mark.slow
 def test_a_flag_reaches_a_table(tmp_path: Path) -> None:
     told = forge_train("explain", write_job(tmp_path, TABLE), "--callbacks.steps.every_steps", "5")
     assert re.search(r"callbacks.steps.every_steps\s+5\s+flag", told.out), told.out + told.err

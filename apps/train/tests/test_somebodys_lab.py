@@ -111,6 +111,7 @@ def test_each_part_is_one_short_file(capsys: pytest.CaptureFixture[str]) -> None
     assert not [p for p in LAB.glob("*/*.py") if "forge" in p.read_text() and p != hooks]
 
 
+@pytest.mark.slow
 def test_they_train_and_resume_with_the_same_bits(installed: Path, tmp_path: Path) -> None:
     job = job_with_parts(tmp_path)
     straight = train(job, installed, "--train.steps", 4, "--run.dir", tmp_path / "straight")
@@ -129,6 +130,7 @@ def test_they_train_and_resume_with_the_same_bits(installed: Path, tmp_path: Pat
     assert one.metrics["loss"][-1] < one.metrics["loss"][0]
 
 
+@pytest.mark.slow
 def test_a_family_a_source_an_objective_a_callback_and_a_sink_train_and_resume(
     installed: Path, tmp_path: Path
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_family_a_source_an_objective_a_callback_and_a_sink_train_and_resume(
     assert lines == ["step,loss,lr", *rows], "one rank writes, and a life goes on where it was"
 
 
+@pytest.mark.slow
 def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path: Path) -> None:
     job, right = job_with_family(tmp_path), job_with_family(tmp_path).read_text()
     for before, after, words in (
@@ -198,6 +201,7 @@ def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["options", "not installed"])
 def test_what_does_not_fit_is_refused_before_a_run_exists(
     installed: Path, tmp_path: Path, case: str

@@ -120,19 +120,6 @@ class Failing(Hanging):
         raise OSError(28, "No space left on device")
 
 
-class Leaving(Hanging):
-    def write(self, row: Any) -> None:
-        raise SystemExit(3)
-
-
-def test_a_sink_that_exits_is_switched_off_with_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    sink = background.BackgroundSink(lambda: Leaving(Path(), 0), "mine")
-    sink.write({"step": 1})
-    assert sink.flush()  # answered: nobody waits for it at a save
-    background.end_all([sink], 10.0)
-    assert "mine: SystemExit: 3; this sink is off, training goes on" in capfd.readouterr().err
-
-
 def test_a_hanging_sink_is_waited_for_at_no_save_and_once_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from forge_core.scaling import ScalingFit
 from forge_resilience import ExitCode
 from forge_testing.processes import start, wait_for_step
 from forge_testing.runs import assert_same_bits, fit_alone, saved_tensors
+from forge_testing.studies import LONG, SHORT, TRUNK, write_study
 from forge_train import ConfigError
 from forge_train.config.init import committed
 from forge_train.errors import JobError
@@ -22,46 +23,7 @@ from forge_train.study.page import draw, fitted, page
 from forge_train.study.runs import read_study
 from forge_train.study.sweep import run_sweep
 
-STUDY = """
-[study]
-dir = "{dir}"
-tokens_per_parameter = [2.0, 6.0]
-{study}
-[sizes.d8]
-dim = 8
-num_layers = 1
-num_heads = 2
-{sizes}
-[optimizers.adamw]
-lr = 1e-2
-[schedules.wsd]
-name = "wsd"
-[base.data]
-seq_len = 32
-[base.data.sources.text]
-name = "builtin"
-[base.train]
-global_batch = 8
-[base.parallel]
-device = "cpu"
-precision = "fp32"
-[base.eval]
-sequences = 16
-[base.checkpoint]
-every_steps = 37
-[base.metrics]
-every_steps = 1
-[base.sample]
-max_new_tokens = 0
-{base}
-"""
-TRUNK, SHORT, LONG = "d8-adamw-seed0-trunk", "d8-adamw-wsd-seed0-x2", "d8-adamw-wsd-seed0-x6"
-
-
-def write_study(folder: Path, study: str = "", sizes: str = "", base: str = "") -> Path:
-    path = folder / "study.toml"
-    path.write_text(STUDY.format(dir=folder / "out", study=study, sizes=sizes, base=base))
-    return path
+SLURM = "[base.resilience]\nsave_limit_seconds = 20\n[base.slurm]\ncpus_per_task = 1\n"
 
 
 def test_the_runs_that_follow_from_a_study(tmp_path: Path) -> None:
@@ -346,7 +308,7 @@ def test_runs_of_an_exact_law_give_it_and_its_largest_size() -> None:
 def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -> None:
     """And the numbers are a fit of its own rows."""
     pytest.importorskip("matplotlib")
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[3] / "docs"
     result = json.loads((docs / "scaling-study.json").read_text())
     assert (docs / "scaling-study.md").read_text() == page(result, "scaling-study")
     (fit,) = result["fits"]
@@ -361,3 +323,31 @@ def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -
     assert len({row["tokens_per_parameter"] for row in result["runs"]}) >= 3
     draw(result, tmp_path / "again.svg")
     assert "held-out loss" in (tmp_path / "again.svg").read_text()
+
+
+def test_what_an_array_of_runs_cannot_have_is_refused(tmp_path: Path) -> None:
+    path = write_study(tmp_path, base='[base.slurm]\narray = "0-3%1"\non_stop = "resubmit"')
+    with pytest.raises(
+        ConfigError, match=r"(?s)slurm\.array '0-3%1' is made by the study.*forks wait for"
+    ):
+        run_sweep(path, slurm=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_scripts_of_its_arrays_give_shellcheck_nothing_to_say(tmp_path: Path, capsys: Any) -> None:
+    path = write_study(tmp_path, base=SLURM)
+    assert run_sweep(path, slurm=True) == 0
+    said = capsys.readouterr().out
+    for name, elements in (("trunks", [TRUNK]), ("forks", [SHORT, LONG])):
+        folder = tmp_path / "out/slurm" / name
+        assert f"#SBATCH --array=0-{len(elements) - 1}" in (folder / "job.sh").read_text()
+        for number, run in enumerate(elements):
+            assert (folder / f"task-{number}.toml").resolve() == tmp_path / f"out/runs/{run}.toml"
+            assert (folder / f"task-{number}").resolve() == tmp_path / "out/runs" / run
+        assert f"{folder}/job.sh" in said
+        done = subprocess.run(
+            ["shellcheck", "--shell=bash", "--severity=style", "--exclude=SC2016", folder / "job.sh"],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+    assert "--dependency=afterok:$first" in said

@@ -1,4 +1,4 @@
-"""The ledger of real runs: killed, stopped, started again."""
+"""The ledger of real runs: killed, stopped, started again, waiting for data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from forge_testing import forge_train, kill_after_step, start, write_job
-from forge_train import read_run
+from forge_train import Trainer, load_job, read_run
+from forge_train.report.goodput import print_report
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_report_tells_where_the_seconds_went(disturbed: Path) -> None:
     told = forge_train("report", disturbed, "--json")
     assert told.code == 0, told.err
@@ -59,3 +61,16 @@ def test_what_report_refuses(tmp_path: Path) -> None:
     )
     both = forge_train("report", tmp_path, "--text", "--json")
     assert (both.code, "exclude each other" in both.err) == (78, True)
+
+
+def test_the_report_says_how_long_steps_waited_for_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(load_job(write_job(tmp_path), {"metrics.console": "off"})).fit()
+    folder = tmp_path / "run"
+    waited = sum(read_run(folder).metrics["data_wait_seconds"])
+    capsys.readouterr()
+    print_report(folder, as_json=False)
+    assert f"of the steps {waited:.3f} s were waiting for data" in capsys.readouterr().out
+    print_report(folder, as_json=True)
+    assert json.loads(capsys.readouterr().out)["data_wait_seconds"] == waited

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from tests.use.test_evaluation_sets import asked
 
 from forge_core.interp import ActivationStore
 from forge_data import batch_of
+from forge_testing.evaluations import asked
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, DataError, StateError
 from forge_train.cli import extract

@@ -59,6 +59,7 @@ def test_F115_float8_weights_of_one_process(tmp_path: Any) -> None:
     assert save_and_load(str(tmp_path)) == [True] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_F115_float8_weights_sharded_on_two_ranks(tmp_path: Any) -> None:
     assert run_on_ranks(2, save_and_load, str(tmp_path)) == [[True] * 8] * 2

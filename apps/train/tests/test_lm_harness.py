@@ -1,7 +1,7 @@
 """lm_eval asks a run directory: its scores are those of lm_eval's own model on the exported folder.
 
 pip install lm_eval==0.4.13        # an environment of its own
-pytest -q -m "slow or not slow" tests/use/test_lm_harness.py -n0
+pytest -q -m "slow or not slow" apps/train/tests/test_lm_harness.py -n0
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.use.test_evaluation_sets import QUESTIONS
 
 from forge_testing import run_on_ranks
+from forge_testing.evaluations import QUESTIONS
 from forge_testing.jobs import write_job
 from forge_testing.runs import fit_alone
 from forge_train import ConfigError

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.use.test_evaluation_sets import asked, losses_by_hand, questions, rows_of
 
+from forge_testing.evaluations import asked, losses_by_hand, questions, rows_of
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, StateError, load_job
 from forge_train.cli import evaluate

@@ -1,9 +1,11 @@
-"""The table of exit codes is one, in code and in the README."""
+"""The examples of the README run, and its table of exit codes is that of the code."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 from forge_resilience import ExitCode
 
@@ -15,6 +17,7 @@ def test_the_readme_lists_exactly_these_codes() -> None:
     assert {name: int(code) for code, name in rows} == {c.name: c.value for c in ExitCode}
 
 
+@pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_the_examples_of_the_readme_run() -> None:
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(examples) >= 3

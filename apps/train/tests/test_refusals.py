@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ HEAVY = {"transformers", "tokenizers", "torchao", "safetensors", "tensorboard", 
          "forge_train.trainer.trainer", "forge_train.plan"}  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmProcess]:
+    """A process that has imported all that a run needs."""
+    process = WarmProcess("forge_train.cli", "forge_train.trainer.trainer")
+    yield process
+    process.close()
+
+
 @pytest.mark.parametrize(
     ("text", "more"),
     [("[train\n", {"torch", "numpy"}), ("[train]\nstepz = 3\n[model]\ndim = 0", set())],
@@ -46,6 +55,7 @@ def test_a_refusal_imports_nothing_heavy(tmp_path: Path, text: str, more: set[st
     assert not (HEAVY | more) & set(json.loads(refused.stdout))
 
 
+@pytest.mark.slow
 def test_a_run_directory_in_use_is_refused_and_the_first_run_goes_on(
     tmp_path: Path, warm: WarmProcess
 ) -> None:
@@ -65,6 +75,7 @@ def test_a_run_directory_in_use_is_refused_and_the_first_run_goes_on(
     assert str(os.getpid()) in second.err
 
 
+@pytest.mark.slow
 def test_all_problems_come_in_one_message(tmp_path: Path, warm: WarmProcess) -> None:
     (tmp_path / "bad.toml").write_text(
         '[run]\nseed = "x"\n[model]\ndim = 30\nnum_heads = 4\n[data.sources.a]\nname = "builtin"\n'
@@ -75,6 +86,7 @@ def test_all_problems_come_in_one_message(tmp_path: Path, warm: WarmProcess) -> 
         assert part in refused.err, refused.err
 
 
+@pytest.mark.slow
 def test_help_lists_every_key(tmp_path: Path, warm: WarmProcess) -> None:
     from forge_train.config.describe import key_rows
 

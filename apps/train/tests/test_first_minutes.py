@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from forge_testing import forge_train, kill_after_step, start, wait_for_step, wr
 from forge_testing.models import Counting
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 #: Name files of a user's own; tests/data/test_chat_forge.py and tests/vlm/test_recipe_qwen3_vl.py run them on some.
 OWN_FILES = ("chat.toml", "qwen3_vl.toml")
 STUDY = "study.toml"  # no job: test_sweep.py reads it
@@ -71,15 +69,6 @@ def test_F82_hooks_from_the_configuration_and_from_code(tmp_path: Path) -> None:
     assert [c.calls for c in trainer.callbacks] == [expected, expected]
 
 
-def test_F82_a_hook_keeps_its_state_over_a_resume(tmp_path: Path) -> None:
-    job = write_job(tmp_path)
-    settings: dict[str, Any] = {"schedule.name": "constant", "train.steps": 6}
-    Trainer(load_job(job, settings), callbacks=[Counting()]).fit()
-    again = Counting()
-    Trainer(load_job(job, {**settings, "train.steps": 9}), callbacks=[again]).fit()
-    assert again.calls["step_end"] == 9
-
-
 def test_F83_doctor_assumes_no_gpu() -> None:
     seen = forge_train("doctor", "--json", CUDA_VISIBLE_DEVICES="")
     report = json.loads(seen.out)
@@ -88,6 +77,7 @@ def test_F83_doctor_assumes_no_gpu() -> None:
     assert states["accelerator"] == states["computing"] == "ok"
 
 
+@pytest.mark.slow
 def test_F84_a_small_model_needs_no_extra(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_EXTRAS, "run", str(write_job(tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -95,6 +85,7 @@ def test_F84_a_small_model_needs_no_extra(tmp_path: Path) -> None:
     assert "validation loss" in done.stdout
 
 
+@pytest.mark.slow
 def test_F84_an_extra_that_is_asked_for_and_missing_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_EXTRAS, "run", str(write_job(tmp_path))]
     done = subprocess.run(
@@ -121,6 +112,7 @@ def test_F85_every_shipped_configuration_loads(
     assert trainer.total_steps > 0
 
 
+@pytest.mark.slow
 def test_the_example_of_a_hook_runs(tmp_path: Path) -> None:
     done = forge_train(
         "run", "examples/weight_norms.toml", "--run.dir", tmp_path / "run",
@@ -133,41 +125,7 @@ def test_the_example_of_a_hook_runs(tmp_path: Path) -> None:
     assert 0 < rows[0]["lm_head.weight"] < rows[1]["lm_head.weight"]
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    readme = (ROOT / "apps/train/README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    code = code.replace("runs/watch", str(tmp_path / "watch"))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert read_run(tmp_path / "watch").metrics["step"] == [10, 20, 30]
-
-
-def test_own_text_takes_two_lines(tmp_path: Path) -> None:
-    """The two commands that the README gives, with the tiny job instead of the debug one."""
-    (tmp_path / "texts").mkdir()
-    for i in range(6):
-        (tmp_path / f"texts/{i}.txt").write_text(f"text number {i} says something. " * 40)
-    prepare = [sys.executable, "-m", "forge_data", "prepare", "texts", "--output", "tokens/mine"]
-    made = subprocess.run(
-        [*prepare, "--validation_every", "3"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    name = "--data.sources.text."
-    done = forge_train(
-        "run",
-        write_job(tmp_path),
-        f"{name}name",
-        "tokens",
-        f"{name}path",
-        "tokens/mine",
-        cwd=tmp_path,
-    )
-    assert done.code == 0, done.err
-    run = read_run(tmp_path / "run")
-    assert run.config["data"]["validation"]["split"] == "validation"
-    assert run.metrics["val_loss"][-1] < 5.6
-
-
+@pytest.mark.slow
 def test_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
     assert forge_train("run", write_job(tmp_path), "--optimizer.lr", "0.02", cwd=ROOT).code == 0
     run = read_run(tmp_path / "run")
@@ -181,6 +139,7 @@ def test_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
     assert (run.events[0]["event"], run.events[-1]["event"]) == ("start", "done")
 
 
+@pytest.mark.slow
 def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
     assert forge_train("run", write_job(tmp_path)).code == 0
     copy = tmp_path / "run/config.toml"
@@ -190,6 +149,7 @@ def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_commands_shown_at_the_end_work(tmp_path: Path) -> None:
     done = forge_train("run", write_job(tmp_path), "--run.dir", tmp_path / "my run")
     end = done.out[done.out.index("\nnext\n") :].splitlines()
@@ -203,6 +163,7 @@ def test_the_commands_shown_at_the_end_work(tmp_path: Path) -> None:
     assert read_run(tmp_path / "my run-2").metrics["step"][-1] == 24  # of the second command
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert forge_train("run", job).code == 0
@@ -213,6 +174,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert read_run(tmp_path / "run").metrics["step"] == before["step"]
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
     losses = []
     for i, micro_batch in enumerate(("4", "2", "1")):
@@ -226,6 +188,7 @@ def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
         torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_generate_streams_the_same_text_for_the_same_seed(tmp_path: Path) -> None:
     assert forge_train("run", write_job(tmp_path)).code == 0
     flags = ("--prompt", "If ", "--max_new_tokens", "20", "--seed", "3")
@@ -236,6 +199,7 @@ def test_generate_streams_the_same_text_for_the_same_seed(tmp_path: Path) -> Non
     assert forge_train("generate", tmp_path / "run", *flags[:-1], "4").out != first.out
 
 
+@pytest.mark.slow
 def test_generate_reads_beside_a_run_that_trains(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start("run", job, "--train.steps", "100000")
@@ -247,6 +211,7 @@ def test_generate_reads_beside_a_run_that_trains(tmp_path: Path) -> None:
     assert load_trained(tmp_path / "run")[2] > 3
 
 
+@pytest.mark.slow
 def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -259,6 +224,7 @@ def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
     assert written == [(s, round(v, 4)) for s, v in zip(metrics["step"], metrics["loss"])]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
     failed = forge_train(
         "run", write_job(tmp_path), "--optimizer.lr", "1e30", "--train.max_grad_norm", "none"
@@ -270,6 +236,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path)
     assert model is None or all(bool(p.isfinite().all()) for p in model.parameters()), step
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves_changes_neither_run_nor_exit_code(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start("run", job, "--train.steps", "100000")
@@ -282,6 +249,7 @@ def test_a_reader_who_leaves_changes_neither_run_nor_exit_code(tmp_path: Path) -
     assert load_trained(tmp_path / "run")[2] >= stopped_after
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_one_message_and_harms_no_checkpoint(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert forge_train("run", job, "--train.steps", "6").code == 0
@@ -304,15 +272,3 @@ def test_a_disk_that_is_full_is_one_message_and_harms_no_checkpoint(tmp_path: Pa
 
 def _has_steps(folder: Path) -> bool:
     return any(not p.suffix for p in (folder / "run/checkpoints").glob("step-*"))
-
-
-def test_command_lines_of_packages_are_verbs(tmp_path: Path) -> None:
-    assert forge_train("run", write_job(tmp_path)).code == 0
-    listed = forge_train("ckpt", "ls", tmp_path / "run/checkpoints")
-    assert listed.code == 0, listed.err
-    assert "12" in listed.out
-    assert forge_train("ckpt", "verify", tmp_path / "run/checkpoints").code == 0
-    helped = forge_train("--help")
-    assert "ckpt" in helped.out
-    assert "data" in helped.out
-    assert forge_train("data", "inspect", tmp_path / "nothing").code in (65, 78)

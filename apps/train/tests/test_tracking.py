@@ -133,6 +133,7 @@ def test_two_lives_are_one_run_in_wandb_and_in_mlflow(
     assert not alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_named_before_anything_starts(tmp_path: Path, name: str) -> None:
     job = write_job(tmp_path, f'\n[metrics.sinks.mine]\nname = "{name}"\n')
@@ -150,6 +151,7 @@ def test_a_missing_package_is_named_before_anything_starts(tmp_path: Path, name:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_without_a_key_wandb_asks_nobody_and_training_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     job = write_job(tmp_path, '\n[metrics.sinks.mine]\nname = "wandb"\n')
